@@ -1,4 +1,4 @@
-"""Datasets of a user that draw random numbers, mix the order of their keys, or are other data on some rank."""
+"""User datasets that draw random numbers, change the order of their keys, or differ on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 
 class Augmented(Points):
-    """Points with noise from all three global generators; the keys of odd rows are in another order."""
+    """Points with noise from all three global generators; odd rows have their keys in another order."""
 
     def __getitem__(self, index: int) -> Any:
         x, y = self.x[index], self.y[index]
@@ -22,7 +22,7 @@ class Augmented(Points):
 
 
 class OfRank(Dataset[Any]):
-    """Points: `less` rows fewer, or other numbers, on rank 2."""
+    """Points that have `less` rows fewer, or other values, on rank 2."""
 
     def __init__(self, rows: int = 64, less: int = 0, shift: float = 0.0) -> None:
         odd = os.environ.get("RANK") == "2"
@@ -37,5 +37,5 @@ class OfRank(Dataset[Any]):
 
 
 def halves(samples: list[Any]) -> Any:
-    """A collate that makes one row of two."""
+    """A collate function that merges every two rows into one."""
     return torch.stack([x for x, _ in samples])[::2], torch.tensor([y for _, y in samples])[::2]

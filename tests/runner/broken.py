@@ -1,5 +1,5 @@
-"""Quickstart data that come with a mistake in Meshwright itself: wherever the dataset is made, a rule or the captured
-graph is wrong from then on. So the mistake reaches every process that plans or runs the program."""
+"""Quickstart data that inject a bug into Meshwright: constructing the dataset corrupts a rule or the captured graph.
+So the bug reaches every process that plans or runs the program."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from strategies.rules.sharding import Local
 
 
 class Broken(Quickstart):
-    """`mistake`: "sum", a product that forgets that its contraction leaves partial sums; "mean", a loss that forgets to
-    divide by its slices; "gradient", a relu whose backward gives half; "slight", one whose backward gives 1e-4 too
+    """`mistake`: "sum", a matmul whose contraction is not marked as partial; "mean", a loss that is not divided by the
+    number of shards; "gradient", a relu whose backward returns half; "slight", one whose backward returns 1e-4 too
     much; "operator", another operator in the graph."""
 
     def __init__(self, mistake: str, rows: int = 64) -> None:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of checkpoints: train, save, be killed, continue."""
+"""Rank functions of the checkpoint tests: train, save, be killed, resume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def content(setup: Setup, case: Case) -> Content:
 
 
 def throughout(rank: Any, payload: tuple[Task, list[Case], Path]) -> list[dict[str, torch.Tensor]]:
-    """Train all steps, saving halfway; the whole weights at the end."""
+    """Train all steps and save halfway. Returns the full weights at the end."""
     task, cases, folder = payload
     found = []
     for number, case in enumerate(cases):
@@ -63,7 +63,7 @@ def continued(rank: Any, payload: tuple[Task, list[Case], Path]) -> list[dict[st
     for number, case in enumerate(cases):
         torch.manual_seed(99)
         setup = Setup(task, case, rank.rank)
-        setup.step(task.batches[-1])  # whatever there was before loading must not matter
+        setup.step(task.batches[-1])  # state from before loading must not matter
         found_path = checkpoints.newest(folder / str(number))
         assert found_path is not None
         done = checkpoints.load(found_path, content(setup, case)).step
@@ -75,7 +75,7 @@ def continued(rank: Any, payload: tuple[Task, list[Case], Path]) -> list[dict[st
 
 
 def finished(setup: Setup) -> dict[str, torch.Tensor]:
-    """Whole weights, and the learning rate and the next random numbers of rank 0."""
+    """Full weights, and the learning rate and the next random numbers of rank 0."""
     weights, _ = setup.whole(setup.weights())
     setup.updates.close()
     rate = setup.updates.optimizer.param_groups[0]["lr"]
@@ -83,8 +83,7 @@ def finished(setup: Setup) -> dict[str, torch.Tensor]:
 
 
 def refused(rank: Any, payload: tuple[Task, list[tuple[Case, str]], Path]) -> list[str]:
-    """What is said to other runs that want to continue the checkpoint of case 0: (another case, how its config
-    differs)."""
+    """The errors of other runs that resume from the checkpoint of case 0: (another case, how its config differs)."""
     task, others, folder = payload
     said = []
     for case, change in others:
@@ -108,7 +107,7 @@ def changed(given: Content, key: str, value: Any) -> Content:
 
 
 def killed(rank: Any, payload: tuple[Task, Case, Path, float]) -> None:
-    """Save after every step for ever, until the last rank is killed at some moment."""
+    """Save after every step until the last rank is killed at a random time."""
     task, case, folder, seconds = payload
     setup = Setup(task, case, rank.rank, MESH if rank.world_size > 1 else ALONE)
     step = 1

@@ -1,4 +1,4 @@
-"""The config that a command line gives, without the command."""
+"""Composes the config of a command line without running the command."""
 
 import hydra
 

@@ -23,7 +23,7 @@ from runner.cli.main import main
 from runner.cli.verbs import VERBS, Verb
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for `networks` and `small`, which stand for what lies in a user's folder
+sys.path.insert(0, str(HERE))  # for `networks` and `small`, which stand for files in a user's folder
 
 from composing import compose_config  # noqa: E402
 
@@ -31,7 +31,7 @@ from composing import compose_config  # noqa: E402
 ROOT = str(HERE.parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-# What commands under test find is kept in no user's cache.
+# Commands under test do not write to the user's plan cache.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
@@ -40,7 +40,7 @@ LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -94,13 +94,13 @@ def job(monkeypatch) -> Callable[[Callable[..., float | None]], None]:
 
 @pytest.fixture
 def left(tmp_path) -> Callable[[], list[Path]]:
-    """What a command left behind in its folder."""
+    """The files that a command left in its folder."""
     return lambda: sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a job left: its folder, its value, and what rank 0 returned each time that ranks were started."""
+    """The result of a job: its folder, its value, and the return value of rank 0 at every start of ranks."""
 
     folder: Path
     value: float | None
@@ -144,7 +144,7 @@ def start(tmp_path, monkeypatch) -> Callable[..., Ended]:
         place.mkdir(parents=True, exist_ok=True)
         with monkeypatch.context() as patch:
             patch.setattr(launch, "run_ranks", remembered)
-            # every test makes its own plan: some of them do it with broken rules
+            # every test plans anew: some use broken rules
             given = ("parallel.plan_cache=null", *overrides, f"job={verb}")
             value = VERBS[verb].function()(compose_config(*given), place)
         return Ended(place, value, ended)

@@ -1,4 +1,4 @@
-"""What ranks of a test do with DeepSpeed itself, as its users do: train a little and save."""
+"""Rank functions that use DeepSpeed directly: train a few steps and save."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 def save(rank: RankContext, payload: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Train two steps at the ZeRO stage of the payload and save. Returns what DeepSpeed's own tool reads from that."""
+    """Train two steps at the payload's ZeRO stage and save. Returns the weights that DeepSpeed's own tool reads."""
     deepspeed = deepspeed_for(torch.device("cpu"))
     torch.manual_seed(0)
     model = Tied()

@@ -1,4 +1,4 @@
-"""What a run may have, as words of the command line, and what each of them needs beside it; for tests of all pairs.
+"""Features of a run, as words of the command line with the words that each of them requires; for tests of all pairs.
 
 Features of one family exclude each other because they set the same key.
 """
@@ -19,7 +19,7 @@ BASE = (
 
 @dataclass(frozen=True)
 class Feature:
-    """`words` ask for it; `needs` come first, so that another feature may say it otherwise."""
+    """`words` enable the feature; `needs` come first, so that another feature may override them."""
 
     family: str
     words: tuple[str, ...]
@@ -84,7 +84,7 @@ PAIRS = [(a, b) for a, b in combinations(FEATURES, 2) if FEATURES[a].family != F
 
 
 def together(*names: str) -> tuple[str, ...]:
-    """The words that ask for all of these features, in the order of the list."""
+    """The words that enable all of these features, in the order of the list."""
     features = [one for name, one in FEATURES.items() if name in names]
     needs = [word for one in features for word in one.needs]
     return (*MODE, *needs, *(word for one in features for word in one.words))

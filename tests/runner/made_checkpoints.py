@@ -1,4 +1,4 @@
-"""Checkpoints made by hand from whole tensors, cut as a test wants it."""
+"""Checkpoints built from full tensors and sharded as a test requires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(tensor: Tensor) -> list[Block]:
 
 
 def halves(tensor: Tensor) -> list[Block]:
-    """Two uneven parts along the last dim, where there is one."""
+    """Two uneven shards along the last dim, if there is one."""
     if not tensor.dim() or tensor.shape[-1] < 2:
         return whole(tensor)
     (*before, (_, size)) = whole(tensor)[0]
@@ -32,7 +32,7 @@ def halves(tensor: Tensor) -> list[Block]:
 
 
 def checkpoint(folder: Path, tensors: Mapping[str, Tensor], cut: Cut = whole, step: int = 7) -> Path:
-    """A checkpoint of `tensors` by key (`model/NAME`), part k of each in a file of its own."""
+    """A checkpoint of `tensors` by key (`model/NAME`), with shard k of every tensor in file k."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     parts: dict[str, list[tuple[str, Block]]] = {key: [] for key in tensors}

@@ -49,7 +49,7 @@ class Classifier(nn.Module):
 
 
 class Odd(Classifier):
-    """A classifier with further layers, whose names mean something else to modules, to code or to this project."""
+    """A classifier with layers whose names have another meaning in modules, in code or in this project."""
 
     NAMES = ("self", "forward", "class", "step", "meta", "a.b", "it's", "_evaluation", "_replica_groups")
 
@@ -77,7 +77,7 @@ class Gate(nn.Module):
 
 
 class Scalars(Classifier):
-    """A classifier with parameters of shape (), one beside its like of shape (12,), and one that does not learn."""
+    """A classifier with parameters of shape (), one next to a similar one of shape (12,), and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__(hidden=15)
@@ -90,7 +90,7 @@ class Scalars(Classifier):
 
 
 class Scaled(nn.Module):
-    """A classifier of points that are scaled by one learned number, which is all of a first stage."""
+    """A classifier of points scaled by one trainable number, which alone makes up the first stage."""
 
     def __init__(self, hidden: int = 16) -> None:
         super().__init__()
@@ -101,14 +101,14 @@ class Scaled(nn.Module):
 
 
 class Renormed(Classifier):
-    """A classifier with an operator in it that no rule covers."""
+    """A classifier with an operator that has no sharding rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.renorm(x, 2, 0, 1.0))
 
 
 class Inverse(Classifier):
-    """A classifier with an operator in it that torch has in fp32 and fp64 alone."""
+    """A classifier with an operator that torch supports in fp32 and fp64 alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale: Tensor = torch.linalg.inv(torch.eye(CLASSES, dtype=x.dtype, device=x.device) * 2)
@@ -116,8 +116,8 @@ class Inverse(Classifier):
 
 
 class Cancelling(Classifier):
-    """Subtracts what it has added, so that fp32 loses half of the digits. Kernels of some layers have no fp64; with
-    `single` neither has it."""
+    """Adds and subtracts a large number, so that fp32 loses half of the digits. Some kernels do not support fp64;
+    with `single` this module does not either."""
 
     def __init__(self, single: bool = False, dropout: float = 0.0) -> None:
         super().__init__(dropout)
@@ -134,7 +134,7 @@ class Cancelling(Classifier):
 
 @dataclass
 class Answer:
-    """What `Whole` returns."""
+    """The outputs of `Whole`."""
 
     loss: Tensor
     scores: Tensor
@@ -156,7 +156,7 @@ class Whole(nn.Module):
 
 
 class Object(Classifier):
-    """A classifier that wraps what it returns."""
+    """A classifier that wraps its result."""
 
     def forward(self, x: Tensor) -> Any:
         scores = super().forward(x)
@@ -176,7 +176,7 @@ def named_loss(output: Tensor, target: Tensor) -> Any:
 
 
 class Products:
-    """64 samples {"x": [12], "w": [12, 8]}, where w is one and the same; without w if `collated`."""
+    """64 samples {"x": [12], "w": [12, 8]} with the same w in each; without w if `collated`."""
 
     def __init__(self, collated: bool = False) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -195,7 +195,7 @@ def with_w(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Product(nn.Module):
-    """Both factors of the product are inputs. Returns its loss."""
+    """Both operands of the matmul are inputs. Returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Product(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """Returns {"first", "second"}: two [rows, 4], and holds what is not in its state dict and what nobody uses."""
+    """Returns {"first", "second"}: two [rows, 4]. Has a non-persistent buffer and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class TwoHeads(nn.Module):
 
 
 class WeighedLoss(nn.Module):
-    """Cross-entropy of both heads, weighed by a parameter and a buffer of the loss itself."""
+    """Cross-entropy of both heads, weighted by a parameter and a buffer of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Stack(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws random numbers in many ways, also where it is evaluated."""
+    """Uses many random operators, also in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,8 +278,8 @@ class Noisy(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """A `Classifier` without dropout, whose hidden units are sliced over the axis `tp` and whose batch is sliced over
-    `dp`; `forgets` leaves out the all-reduce."""
+    """A `Classifier` without dropout, whose hidden units are sharded over the axis `tp` and whose batch is sharded over
+    `dp`; `forgets` omits the all-reduce."""
 
     def __init__(self, forgets: bool = False, returns_loss: bool = False, axes: str = "tp") -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class Hybrid(nn.Module):
 
 
 class Drawn(nn.Module):
-    """A hybrid model whose loss is the square of a mean of random numbers: over rows `dp`, the same on every `tp`."""
+    """A hybrid model whose loss is the square of a mean of random numbers, which differ over `dp` but not over `tp`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Pixels(nn.Module):
 
 
 class Words:
-    """Samples (list of 1 to 6 numbers, class): only `padded` makes tensors of them."""
+    """Samples (list of 1 to 6 numbers, class): only `padded` converts them to tensors."""
 
     def __len__(self) -> int:
         return 32
@@ -355,7 +355,7 @@ def halves(step: int) -> float:
 
 
 def share_of_first(output: Tensor, target: Tensor) -> Tensor:
-    """A metric: how many rows are taken for class 0."""
+    """A metric: how many rows are predicted as class 0."""
     return (output.argmax(1) == 0).double().mean()
 
 
@@ -365,7 +365,7 @@ def disagreement(output: dict[str, Tensor], target: Tensor) -> float:
 
 
 class Trouble(Points):
-    """Points that go wrong from row 40 on, in one of several ways."""
+    """Points that are invalid from row 40 on; `way` chooses how."""
 
     def __init__(self, way: str, rows: int = 64) -> None:
         super().__init__(rows)
@@ -392,14 +392,14 @@ class Trouble(Points):
 
 
 class Mixing(Classifier):
-    """Gives every sample the scores of another one of its batch, as contrastive models do."""
+    """Returns for every sample the scores of another sample of its batch, like a contrastive model."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).flip(0)
 
 
 class Reading(nn.Module):
-    """A linear layer with a scale that needs a number: while it is `built`, or in a list of tensors, when `called`."""
+    """A linear layer whose scale needs real data: `item()` when it is `built`, or a tensor in a list when `called`."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class Shift:
 
 
 class Transformed(Points):
-    """Points whose x goes through `transforms`, one after the other."""
+    """Points whose x passes through `transforms` in order."""
 
     def __init__(self, transforms: list[Any], **rest: Any) -> None:
         super().__init__(**rest)
@@ -436,7 +436,7 @@ class Transformed(Points):
 
 
 class Composed(nn.Module):
-    """A classifier made of the modules that it is given."""
+    """A classifier composed of the given modules."""
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__()

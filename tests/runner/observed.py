@@ -1,4 +1,4 @@
-"""What tests see of a run: the processes of its ranks, and the tensors that it stored."""
+"""Observations of a run: the processes of its ranks, and the tensors that it stored."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from runner.launch import forks
 
 
 def ranks_of_this_process():
-    """The processes that the fork server of this process has started."""
+    """The child processes of this process's fork server."""
     server = forks.warm().pid
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -1,4 +1,4 @@
-"""Functions that tests run in real ranks. A module of its own, because ranks find their function by its dotted name."""
+"""Functions that tests run in real ranks. A separate module, because ranks import their function by its dotted name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from strategies.core.errors import StrategyError
 
 
 class OperatorError(RuntimeError):
-    """An error that knows its operator, as the engine raises."""
+    """An error with its operator, as the engine raises it."""
 
     operator = "dense1.matmul"
 
 
 def describe(rank: RankContext, payload: Any) -> dict[str, Any]:
-    """What a rank sees, its sum over all ranks included."""
+    """The environment of a rank, including a sum over all ranks."""
     total = torch.tensor(float(rank.rank))
     dist.all_reduce(total)
     print(f"hello from rank {rank.rank}")
@@ -43,7 +43,7 @@ def describe(rank: RankContext, payload: Any) -> dict[str, Any]:
 
 
 def fail(rank: RankContext, payload: tuple[int, str]) -> None:
-    """The rank and the way of failing are the payload; all others wait for it in a collective."""
+    """The payload names the failing rank and the kind of failure; all others wait for it in a collective."""
     note_pid(rank)
     culprit, way = payload
     dist.barrier()
@@ -51,7 +51,7 @@ def fail(rank: RankContext, payload: tuple[int, str]) -> None:
         print("these are the last words")
         if way == "raise":
             raise OperatorError("the shapes do not fit")
-        if way == "late":  # as if the cause were slow to show: its connections break first
+        if way == "late":  # the connections break before the cause is reported
             dist.destroy_process_group()
             time.sleep(0.5)
             raise ValueError("this is the cause")
@@ -81,7 +81,7 @@ def fail_in_torch(rank: RankContext, payload: None) -> None:
 
 
 def wait_forever(rank: RankContext, payload: None) -> None:
-    """Note the pids of this rank and of processes that it starts, then wait until somebody ends them."""
+    """Record the pids of this rank and of processes that it starts, then wait until they are killed."""
     start_children(rank)
     note_pid(rank)
     hang()
@@ -92,7 +92,7 @@ def leave_a_child(rank: RankContext, payload: None) -> None:
 
 
 def start_children(rank: RankContext) -> None:
-    """One in the process group of the rank, and one in a session of its own, whose parent has ended."""
+    """Start one child in the rank's process group, and an orphan in a new session."""
     child = subprocess.Popen(["sleep", "1000"])
     (rank.run_dir / f"pid.child{rank.rank}").write_text(str(child.pid), encoding="utf-8")
     orphan = subprocess.check_output(["sh", "-c", "setsid sleep 1000 >&- 2>&- & echo $!"])
@@ -100,7 +100,7 @@ def start_children(rank: RankContext) -> None:
 
 
 def count_the_server(rank: RankContext, payload: None) -> tuple[int, int]:
-    """The threads of the process that this rank was forked from, and of this one."""
+    """The thread counts of the process from which this rank was forked, and of this one."""
     status = Path(f"/proc/{os.getppid()}/status").read_text(encoding="utf-8")
     return int(status.partition("Threads:")[2].split()[0]), threading.active_count()
 

@@ -1,4 +1,4 @@
-"""The small training that tests vary: a classifier of points on four ranks, as words of the command line, by mode."""
+"""The small training run of many tests: a classifier of points on four ranks, as words of the command line, by mode."""
 
 ALONE = ("parallel=stand_alone", "world_size=1")
 MODES = {

@@ -1,4 +1,4 @@
-"""Every error that ends a command has a code, and every code of the catalogue is used, shown and explained."""
+"""Every error that ends a command has a code, and every code of the catalogue is used, printed and explained."""
 
 from __future__ import annotations
 

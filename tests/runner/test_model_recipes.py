@@ -1,5 +1,5 @@
-"""The recipes of whole architectures and of hand-known plans: one process agrees with every one, the collectives are
-those that are known, and they train."""
+"""The recipes of full architectures and of known plans: each agrees with one process, uses the known collectives, and
+trains."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Simulated:
         captured = capture(self.step, self.batch, training=True)
         self.plan = make_plan(captured.graph, request_of(made, RANKS))
         self.program: Program = lower(captured.graph, self.plan, LoweringOptions())
-        # copies, because the eager step writes buffers
+        # clones, because the eager step writes buffers
         self.values = {name: tensor.detach().clone() for name, tensor in captured.tensors.items()}
         self.values |= dict(zip(names, self.batch, strict=True))
 
     def differences(self) -> dict[str, float]:
-        """Of the loss and of every gradient, relative to the largest element of the eager one."""
+        """The errors of the loss and of every gradient, relative to the largest element of the eager one."""
         simulation = Simulation(self.program, self.values)
         (losses,) = simulation.run()
         simulation.backward(losses)
@@ -70,13 +70,13 @@ class Simulated:
         assert found.keys() == truth.keys()
         gaps = {"loss": max(abs(one.item() - loss.item()) / loss.item() for one in losses)}
         rounding = 1e-6 * max(one.abs().max().item() for one in truth.values())
-        for name, expected in truth.items():  # that of a bias of keys is truly zero: softmax does not see it
+        for name, expected in truth.items():  # the bias of keys has zero gradient: softmax ignores it
             gap = (found[name] - expected).abs().max().item()
             gaps[name] = gap / max(expected.abs().max().item(), rounding)
         return gaps
 
     def collectives(self, inside: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Forward and backward collectives of activations, at operators whose names start with `inside`."""
+        """Count the forward and backward collectives of activations at operators whose names start with `inside`."""
         parameters = {source.id for source in self.program.sources if source.kind == "parameter"}
         forward: Counter[str] = Counter()
         backward: Counter[str] = Counter()
@@ -109,7 +109,7 @@ def test_with_sequence_parallelism_they_are_pairs_of_gather_and_scatter() -> Non
 
 
 def test_the_vocabulary_stays_sliced_through_the_loss() -> None:
-    """No logits are gathered; what the loss exchanges itself is one number per token."""
+    """No logits are gathered; the loss itself communicates one number per token."""
     for name in ("megatron_tp", "vocab_ffn"):
         program = simulated(name).program
         sent = [one for one in program.redistributions if one.operator.startswith("loss")]

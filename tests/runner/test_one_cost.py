@@ -1,4 +1,4 @@
-"""One cost: what a search minimises and certifies is what `run plan` tells of the plan."""
+"""One cost: the cost that a search minimises and certifies equals the cost that `run plan` reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def told(tmp_path: Any, *words: str) -> dict[str, Any]:
 
 
 def checked(content: dict[str, Any]) -> float:
-    """Seconds of a step; what the search tells is of the same."""
+    """The cost of a step in seconds. Asserts that the search reports the same cost."""
     search, cost = content["search"], content["cost"]["total"]
     assert math.isclose(search["cost"], cost, rel_tol=1e-9)
     if search["lower_bound"] is not None:
@@ -54,7 +54,7 @@ def checked(content: dict[str, Any]) -> float:
 
 
 def compare(tmp_path: Any, *words: str, searches: tuple[str, ...] = SEARCHES) -> dict[str, dict[str, Any]]:
-    """What every search finds: the exact one nothing dearer than another one."""
+    """The plan of every search. Asserts that the exact search finds the lowest cost."""
     found: dict[str, dict[str, Any]] = {}
     for search in searches:
         try:
@@ -80,7 +80,7 @@ def test_every_search_tells_the_cost_of_the_plan(name: str, tmp_path: Any) -> No
 
 
 def test_a_plain_network_on_eight_ranks(tmp_path: Any) -> None:
-    """Without strategies: calls that cannot hide behind so little backward, and one call for many gradients."""
+    """Without strategies: backward is too short to overlap the calls, and one call carries many gradients."""
     words = ("+recipe=mae_784", "parallel=auto", "parallel.strategies=null")
     found = compare(tmp_path, *words, searches=("dynamic_programming", "recursive_programming"))
     assert found["dynamic_programming"]["search"]["gap"] < 1

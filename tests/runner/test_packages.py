@@ -1,4 +1,4 @@
-"""Folders of the user's that are called like ours: each name means the one that it should, in every process."""
+"""User folders with the names of the project's packages: every process imports the right one."""
 
 import json
 import os
@@ -57,7 +57,7 @@ sys.meta_path.append(Finder)
 
 @pytest.fixture
 def run(tmp_path):
-    """`run(...)` is the command in `tmp_path`, installed as an editable install is."""
+    """`run(...)` is the command in `tmp_path`, as in an editable install."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(EDITABLE.format(root=str(packages.ROOT)), encoding="utf-8")
@@ -83,7 +83,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def folders_of_all_names(folder: Path, init: bool) -> None:
-    """What a user has in folders that are called like ours."""
+    """User files in folders with the names of the project's packages."""
     mine = NET.format(sibling="models.layers", name="Mine")
     files = {
         "models/layers.py": "WIDTH = 1\n",
@@ -113,7 +113,7 @@ def test_ours_are_ours_and_theirs_are_theirs(run, tmp_path, init):
     options = ("parallel.plan_cache=null", "hydra.run.dir=out")
     done = run("plan", "+recipe=quickstart", *options)
     assert done.returncode == 0, done.stderr
-    assert "model.target" not in done.stdout  # nothing needs to be said
+    assert "model.target" not in done.stdout  # no hint is needed
     config = json.loads((tmp_path / "here" / "out" / "config.json").read_text(encoding="utf-8"))
     assert config["model"]["target"] == "meshwright.models.quickstart.Net"
     done = run("+recipe=mine", *options)  # on ranks

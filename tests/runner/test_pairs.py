@@ -1,4 +1,4 @@
-"""Every two features together: a run is composed, or refused before anything starts, naming both keys and a way out."""
+"""All pairs of features: each is accepted, or refused before anything starts with both keys and an alternative."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def base() -> dict[str, Any]:
 
 
 def with_features(base: dict[str, Any], *names: str) -> Config:
-    """The config of the command line `together(*names)`. What is wrong with it is told in the command's words."""
+    """The config of the command line `together(*names)`. Errors have the text of the command."""
     given, parser = together(*names), OverridesParser.create()
     values = deepcopy(base)
     for word in given:
@@ -108,7 +108,7 @@ def test_two_features_go_together_or_name_each_other(base, first):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [name for name in FEATURES if name != "hybrid"][:-1])
 def test_what_is_accepted_can_be_prepared(base, first):
-    """Captured, planned, cut and lowered for its evaluation: nothing that a config tells is refused only here."""
+    """Captured, planned, split and lowered for evaluation: an accepted config causes no error here."""
     torch.set_num_threads(1)
     for pair in (pair for pair in PAIRS if pair[0] == first and pair not in CLASHES and "hybrid" not in pair):
         prepared = prepare(with_features(base, *pair), None, lambda said: None)

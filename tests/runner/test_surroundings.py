@@ -31,7 +31,7 @@ def test_a_folder_that_cannot_be_written(command, job, left, tmp_path, folder, s
 
 
 def test_a_folder_whose_name_python_cannot_encode():
-    """As os.fsdecode returns it where the locale is C and Python's UTF-8 mode is turned off."""
+    """The result of os.fsdecode in the C locale with Python's UTF-8 mode turned off."""
     with pytest.raises(ConfigError, match="PYTHONUTF8=1"):
         folders.require_writable("out/\udcc3\udcbc", "hydra.run.dir")
 
@@ -80,7 +80,7 @@ def test_a_working_directory_that_is_gone(tmp_path, words):
 
 
 def named(text):
-    """`text` in UTF-8, as this process names it, whose own locale may be ASCII."""
+    """`text` in UTF-8 as a path of this process, whose locale may be ASCII."""
     return os.fsdecode(text.encode())
 
 
@@ -113,7 +113,7 @@ def test_what_a_terminal_cannot_show_is_escaped(tmp_path):
 
 
 def test_a_machine_without_loopback(command, left, monkeypatch):
-    """As under `unshare -n`, where gloo waits for ever."""
+    """As under `unshare -n`, where gloo would wait forever."""
 
     def unreachable(address):
         raise ConfigError("MW702", f"there is no way from this machine to {address}: Network is unreachable.")

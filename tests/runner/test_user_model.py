@@ -1,4 +1,4 @@
-"""A user's own model, loss and data: found by name in the working directory, verified whatever they look like."""
+"""User-defined model, loss and data: imported by name from the working directory, and verified in every form."""
 
 import json
 import shutil
@@ -124,7 +124,7 @@ STAGES = [
 
 @pytest.mark.parametrize("words", STAGES, ids=["1", "2", "3"])
 def test_parameters_of_no_dims_under_zero(start, words):
-    """Plain descent by long steps shows a wrong norm in the weights."""
+    """Plain SGD with a large learning rate shows a wrong norm in the weights."""
     ended = start(*NO_DIMS, *words, "verify.steps=2", verb="verify")
     assert ended.verdict["passed"] and max(ended.verdict["weight_max_rel_diff"].values()) <= 1e-6
 
@@ -150,7 +150,7 @@ def test_verified(start, name):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory with a module of the user's, and afterwards without a trace of it."""
+    """A working directory with a user module; the import state is restored afterwards."""
     shutil.copy(networks.__file__, tmp_path / "my_networks.py")
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path

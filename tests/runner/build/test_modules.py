@@ -1,4 +1,4 @@
-"""Objectives built from shapes alone: their graphs are those of the real models, and nothing is allocated."""
+"""Objectives built from shapes alone: their graphs equal those of the real models, and nothing is allocated."""
 
 from __future__ import annotations
 

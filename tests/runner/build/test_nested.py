@@ -1,4 +1,4 @@
-"""Objects within args: schedulers of a scheduler, transforms of a dataset, modules of a model."""
+"""Nested objects in args: schedulers of a scheduler, transforms of a dataset, modules of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every parameter in one group, the first glob that matches counts, and whatever is wrong is told with its key."""
+"""Every parameter is in one group, the first matching glob counts, and every error names its config key."""
 
 import pytest
 import torch
@@ -137,7 +137,7 @@ def test_what_is_wrong_with_a_scheduler_is_told(target, args, message):
         ("RMSprop", {}, 1),
         ("Adam", {}, 2),
         ("Adam", {"amsgrad": True}, 3),
-        ("Adafactor", {}, 2 / 64),  # a number per row and one per column
+        ("Adafactor", {}, 2 / 64),  # one state per row and one per column
     ],
 )
 def test_how_many_numbers_an_optimizer_keeps(target, args, kept):

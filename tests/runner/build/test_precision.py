@@ -1,5 +1,5 @@
-"""fp16 with its loss scale, autocast and bf16: verified against one process in the same precision, and the steps whose
-gradients overflow are left out by all ranks."""
+"""fp16 with loss scaling, autocast and bf16: verified against one process in the same precision; all ranks skip the
+steps whose gradients overflow."""
 
 import pytest
 from composing import compose_config
@@ -36,7 +36,7 @@ def scales(ended):
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_steps_that_overflow_are_left_out(start, stage):
-    """A step that is left out halves the scale and has no norm."""
+    """A skipped step halves the scale and records no gradient norm."""
     ended = start(*SMALL, *SUMMED, HALF, *MODES["data_parallel"], f"parallel.zero.stage={stage}", "train.log_every=1")
     found = scales(ended)
     last = found[-1][1]
@@ -62,7 +62,7 @@ def test_bytes_of_wide_sums_are_as_predicted(start):
     )
     for ended in (wide, narrow):
         predicted, sent = ended.plan["communication"], ended.results[-1]["sent"]
-        norm = 2 * 6 * (4 - 1) // 3 * 2  # of the last step: a double over 4 ranks, 2 (n - 1) / n of it
+        norm = 2 * 6 * (4 - 1) // 3 * 2  # of the last step: all-reduce of a double on 4 ranks sends 2 (n - 1) / n of it
         assert {kind: sent[kind] - 6 * count for kind, count in predicted.items()}.keys() == sent.keys()
         assert all(0 <= sent[kind] - 6 * count <= norm for kind, count in predicted.items())
     assert sum(wide.plan["communication"].values()) > sum(narrow.plan["communication"].values())

@@ -1,5 +1,5 @@
-"""Training that starts from the weights of a file: whichever way it runs, its first loss and gradients are those of the
-module with these weights; names that do not fit are told before any rank starts."""
+"""Training from pretrained weights: in every mode, the first loss and gradients equal those of the module with these
+weights; names that do not match are reported before any rank starts."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def described(weights, rename=()):
 
 
 def other_weights(seed=5):
-    """A classifier that no seed of a run makes."""
+    """A classifier whose weights no seed of a run produces."""
     torch.manual_seed(seed)
     return networks.Classifier()
 
@@ -77,7 +77,7 @@ def test_zero_starts_there_too(start, file, words):
 
 
 class Tied(nn.Module):
-    """One tensor under two names, a buffer that is saved and one that is not, another that counts."""
+    """Tied weights, a persistent and a non-persistent buffer, and a counter buffer."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ def test_every_name_is_found_once_whatever_it_is_called(tmp_path):
 
 @pytest.mark.parametrize("before, after", [("module.", ""), ("", "body."), ("model.", "net.body.")])
 def test_a_prefix_that_differs_is_cured_as_told(tmp_path, before, after):
-    """The advice, taken literally, makes the file fit."""
+    """The suggested `rename` makes the file load."""
     module = nn.Module()
     owner = module
     for part in filter(None, after.split(".")):

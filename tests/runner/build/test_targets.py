@@ -1,4 +1,4 @@
-"""Every way in which a dotted name or its arguments can be wrong ends as one paragraph that starts with the key."""
+"""Every error in a dotted name or its arguments is one paragraph that starts with the config key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def raises_config(width):
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a module of the user's own; forgotten afterwards."""
+    """A working directory with a user module; `sys.path` and `sys.modules` are restored afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))

@@ -1,5 +1,5 @@
-"""Models of the library transformers from a config alone: built, refused in one paragraph, verified, and started from
-weights in the library's own layout."""
+"""Models of the library transformers from a config alone: built, refused in one paragraph, verified, and trained from
+pretrained weights in the library's format."""
 
 import importlib.util
 import os
@@ -88,7 +88,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
 
 
 def test_weights_in_the_layout_of_the_library_are_taken_over(tmp_path):
-    """Experts are stored one by one and held as one tensor; the body of GPT-2 is stored without its prefix."""
+    """Experts are stored one by one and stacked in memory; the body of GPT-2 is stored without its prefix."""
     mixture = LLAMA | {"num_local_experts": 3}
     stored = built("MixtralForCausalLM", mixture)
     with torch.no_grad():
@@ -126,11 +126,11 @@ def test_saved_weights_are_read_in_place(tmp_path):
 
 
 def test_verified_from_a_saved_model(start, tmp_path):
-    """From other weights than the seed's, on ranks; the reference takes the same. The labels are shifted inside."""
+    """On ranks, from weights that no seed produces; the reference loads them too. The model shifts the labels."""
     config = LLAMA | {"vocab_size": 256}
     stored = built("LlamaForCausalLM", config)
     with torch.no_grad():
-        stored.lm_head.weight.mul_(30)  # a loss that no untrained model has
+        stored.lm_head.weight.mul_(30)  # a loss that no freshly initialized model has
     stored.save_pretrained(tmp_path / "saved")
     ended = start(
         "model.target=transformers.LlamaForCausalLM",
@@ -149,7 +149,7 @@ def test_verified_from_a_saved_model(start, tmp_path):
 
 
 def test_a_wrong_config_ends_the_command_in_one_paragraph(tmp_path):
-    """In a process of its own, where the library is imported for the first time and may not say a word."""
+    """In a separate process, where the library is imported for the first time and must print nothing."""
     words = ["+recipe=hf_llama", "model.config.hiden_size=3", "hydra.run.dir=out"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`six_ranks` is found by the tests beside it."""
+"""Makes `six_ranks` importable for the tests in this folder."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Random corruptions of checkpoints, of plan cache entries and of run folders, and what becomes of each.
+"""Random corruptions of checkpoints, plan cache entries and run folders, and the outcome of each.
 
     python tests/runner/checkpoint/corruptions.py [--first 0] [--count 1500]
 
-Corruption N follows from N alone. What is asked of each: the reader ends within seconds, with what was written (of this
-checkpoint, or of an older sound one), or with one paragraph; never with other numbers, never with another exception.
+Corruption N depends on N alone. For each, the reader must end within seconds, either with the data that was written
+(in this checkpoint or an older intact one) or with one paragraph; never with other values or another exception.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ STEPS = (1, 2, 3)
 
 
 class Wrong(Exception):
-    """A corruption had a result that it must not have."""
+    """A corruption had a forbidden outcome."""
 
 
 def flip(file: Path, draw: random.Random) -> None:
@@ -125,9 +125,9 @@ def swap(file: Path, draw: random.Random) -> None:
 
 
 def odd(file: Path, draw: random.Random) -> None:
-    """Another value somewhere in JSON, or noise where there is none."""
+    """Replace one value in a JSON file; overwrite any other file with noise."""
     try:
-        value = read_json(file)  # another corruption may have made it huge
+        value = read_json(file)  # an earlier corruption may have made it huge
     except ValueError:
         return noise(file, draw)
     places = list(_places(value))
@@ -167,7 +167,7 @@ def within(seconds: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Corruptions:
-    """What is corrupted, made once in the folder `origin`; every corruption works on a copy."""
+    """The files to corrupt, written once into the folder `origin`; every corruption works on a copy."""
 
     origin: Path
 
@@ -239,7 +239,7 @@ class Corruptions:
         return self._resumed(run)
 
     def _resumed(self, run: Path) -> str:
-        """What a resume takes, and what weights every other reader finds."""
+        """Which checkpoint a resume loads, and which weights every other reader loads."""
         outcomes = [_taken(lambda: checkpoints.to_continue("auto", run / "checkpoints", lineage.read(run)))]
         outcomes += [_taken(lambda: checkpoints.locate(run))] if outcomes[0] is not None else []
         for found in (one for one in outcomes if one is not None):
@@ -257,7 +257,7 @@ class Corruptions:
         return "taken" if header.read_header(outcomes[0]).step == STEPS[-1] else "an older one taken"
 
     def forged(self, run: Path, draw: random.Random) -> str:
-        """JSON with odd values and checksums that are right: refused, or read as what it says."""
+        """JSON with odd values and valid checksums: refused, or read literally."""
         self._copy(run, draw)
         path = run / "checkpoints" / "step-00000003"
         if draw.random() < 0.5:

@@ -1,4 +1,4 @@
-"""Six simulated ranks with two parameters, their checkpoints, and ways to damage those."""
+"""Six simulated ranks with two parameters, their checkpoints, and functions that damage the files."""
 
 import torch
 
@@ -48,7 +48,7 @@ def save(folder, step, copies=1, seed=0, **wanted):
 
 
 def weights(path, seed=9):
-    """What the six ranks have after loading."""
+    """The weights of the six ranks after loading."""
     found = []
     for rank in range(6):
         mine = content(rank, seed)
@@ -66,7 +66,7 @@ def equal(ours, truth):
 
 
 def largest(path):
-    """The file of a rank that holds the most."""
+    """The largest rank file."""
     return max(path.glob("rank-*.safetensors"), key=lambda file: file.stat().st_size)
 
 

@@ -1,4 +1,4 @@
-"""Saves beside training store what saves store for which the ranks wait, and a failed one ends the run."""
+"""Asynchronous saves store the same data as blocking ones, and a failed save ends the run."""
 
 import threading
 
@@ -49,7 +49,7 @@ def test_every_step_is_stored_as_it_was(start, plan):
 
 
 def test_copies_have_the_numbers_of_the_moment(monkeypatch):
-    """What changes before the next update is copied at once, the rest until `wait_for_copies` returns."""
+    """State that changes before the next update is copied at once, the rest before `wait_for_copies` returns."""
     mine = content(0)
     pieces = {key: found for batch in mine.updates.pieces() for key, found in batch.items()}
     truth = {key: [one.view.clone() for one in found] for key, found in pieces.items()}
@@ -72,7 +72,7 @@ def test_copies_have_the_numbers_of_the_moment(monkeypatch):
 
 
 def test_a_failed_save_ends_the_run(tmp_path, monkeypatch):
-    """At the next step, or at the end, with the reason."""
+    """The error is raised at the next step or at the end, with the reason."""
     saver = checkpoints.Saver()
 
     def full(*_):

@@ -1,4 +1,4 @@
-"""Of the checkpoints in a folder a run continues, keeps and counts only its own."""
+"""In a shared folder, a run resumes from, retains and counts only its own checkpoints."""
 
 import json
 from dataclasses import replace

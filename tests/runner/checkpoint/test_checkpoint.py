@@ -1,5 +1,5 @@
-"""A run that continues from a checkpoint goes on bit for bit; an interrupted save harms nothing; another run is
-refused."""
+"""Resuming from a checkpoint is bit-exact; an interrupted save leaves earlier checkpoints intact; a checkpoint of
+another run is refused."""
 
 import copy
 import importlib
@@ -68,7 +68,7 @@ def cases(entries):
 
 @pytest.fixture(scope="module")
 def saved(ranks, task, cases, tmp_path_factory):
-    """The folder with a checkpoint halfway through every case, and how the cases ended."""
+    """The folder with a checkpoint halfway through every case, and the final results of the cases."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, ranks("throughout", (task, cases, folder))
 
@@ -112,7 +112,7 @@ def test_other_runs_are_refused_with_what_differs(ranks, task, cases, saved):
 
 @pytest.fixture(scope="module")
 def alone(entries, task):
-    """`make()` gives a run of one rank, without process groups, and its content."""
+    """`make()` returns a run of one rank, without process groups, and its checkpoint content."""
 
     def make(case=None):
         setup = entries.Setup(task, case or entries.Case(accumulate=1), 0, entries.ALONE)
@@ -130,7 +130,7 @@ def same(one, other):
 
 
 def test_an_interrupted_save_harms_nothing(alone, task, tmp_path, monkeypatch):
-    """Interrupted at every point at which files or names change."""
+    """Interrupted before every change of a file or name."""
     setup, content = alone()
     setup.step(task.batches[0])
     checkpoints.save(tmp_path, 1, content)
@@ -328,7 +328,7 @@ def test_another_number_of_rows_is_refused_or_named():
         return {"plan": {}, "config": {"data": {"args": source}}, "fingerprint": "", "samples": rows}
 
     assert not compare(Path("p"), of(1, 64), **of(1, 64)).data
-    assert not compare(Path("p"), of(1, None), **of(1, 64)).data  # of a checkpoint that does not say
+    assert not compare(Path("p"), of(1, None), **of(1, 64)).data  # the checkpoint does not record it
     with pytest.raises(StrategyError, match="had 64 rows and has 60 now"):
         compare(Path("p"), of(1, 64), **of(1, 60))
     assert compare(Path("p"), of(1, 64), **of(2, 60)).data[-1] == ("the number of training rows", 64, 60)

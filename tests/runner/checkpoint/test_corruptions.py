@@ -1,4 +1,4 @@
-"""Random corruptions of checkpoints, plan cache entries and run folders are noticed; the sample of every test run."""
+"""Random corruptions of checkpoints, plan cache entries and run folders are detected; a sample for every test run."""
 
 import pytest
 from corruptions import Corruptions

@@ -1,4 +1,4 @@
-"""Damage of any kind is noticed before anything is loaded, named, and made good where another file holds the same."""
+"""All damage is detected and reported before loading, and repaired where another file holds a replica."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def test_auto_takes_the_newest_that_passes(tmp_path, capsys, damage):
 
 
 def test_every_byte_counts(tmp_path):
-    """One bit anywhere, in any file, is noticed; that only the random states of one rank are gone can be lived with."""
+    """A flipped bit in any file is detected; the loss of one rank's RNG state alone is tolerated."""
     draw, path = random.Random(0), save(tmp_path, 1)
     for file in sorted(path.iterdir()):
         kept = file.read_bytes()
@@ -67,13 +67,13 @@ def test_copies_make_good_what_one_rank_loses(tmp_path, capsys, rank):
 
 
 def test_an_older_one_is_better_than_lost_random_states(tmp_path, capsys):
-    """Copies of tensors are no copies of what only the rank itself has drawn."""
+    """Replicas of tensors do not replace the RNG state, which every rank stores for itself."""
     older, path = (save(tmp_path, step, copies=2, seed=step) for step in (1, 2))
     flip(path / "rank-00004.pt")
     assert checkpoints.to_continue("auto", tmp_path) == older
     said = capsys.readouterr().out
     assert "random states of rank 4" in said and "hold the same" not in said
-    flip(largest(older))  # made good by its copy
+    flip(largest(older))  # repaired from its replica
     assert checkpoints.to_continue("auto", tmp_path) == older
     flip(older / "rank-00003.pt")
     assert checkpoints.to_continue("auto", tmp_path) == path
@@ -133,7 +133,7 @@ def test_a_save_that_fails_anywhere_fails_on_rank_0(tmp_path, monkeypatch):
 
 
 def test_what_is_stored_is_what_was_there(tmp_path):
-    """Training goes on while files are written."""
+    """Training continues while the files are written."""
     mine = [content(rank) for rank in range(6)]
     truth = expected()
     savers = [saving.Saver() for _ in mine]
@@ -150,7 +150,7 @@ def test_what_is_stored_is_what_was_there(tmp_path):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_copies_of_what_zero_splits_up(start, stage):
-    """Any one of four real ranks loses its files, and the run ends as the one that lost nothing."""
+    """Any one of four real ranks loses its files, and the run ends like an undamaged one."""
     words = (*SMALL, *MODES["data_parallel"], f"parallel.zero.stage={stage}", "optimizer.target=torch.optim.AdamW")
     saved = start(*words, "train.steps=2", "checkpoint.copies=2", folder="saved").folder / "checkpoints"
     truth = start(*words, "train.steps=3", f"train.resume={saved}", folder="truth").folder
@@ -169,7 +169,7 @@ def test_copies_of_what_zero_splits_up(start, stage):
 
 
 def test_no_code_runs_from_a_file(tmp_path):
-    """Also where every checksum is right: an attacker can make those too."""
+    """Also with valid checksums: an attacker can forge those too."""
     path = save(tmp_path, 1)
     torch.save({"random": Evil(tmp_path / "ran"), "groups": [], "scalars": {}}, path / "rank-00000.pt")
     found = header.read_header(path)
@@ -183,7 +183,7 @@ def test_no_code_runs_from_a_file(tmp_path):
 
 
 class Evil:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

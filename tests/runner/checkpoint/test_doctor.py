@@ -1,4 +1,4 @@
-"""`run doctor CHECKPOINT`: every file, and what could be lost."""
+"""`run doctor CHECKPOINT`: the state of every file, and which ranks' files can be lost."""
 
 import json
 

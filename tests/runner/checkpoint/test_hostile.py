@@ -1,5 +1,5 @@
-"""Files that somebody has changed on purpose, with checksums that are right: refused in one paragraph, at once, and
-nothing outside of the checkpoint is read or copied."""
+"""Maliciously changed files with valid checksums: refused at once in one paragraph, and nothing outside of the
+checkpoint is read or copied."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TENSORS = {"model/weight": torch.arange(12.0).reshape(2, 6), "model/bias": torch
 
 
 def stamped(path, **changes):
-    """Let the header say what the files are now."""
+    """Update sizes and checksums in the header to match the files."""
     found = header.read_header(path)
     names = [*found.files, *changes.pop("more", ())]
     files = {name: header.stamp(path / name) for name in names}
@@ -268,7 +268,7 @@ def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path, capsys):
 
 
 def test_one_bit_of_pretrained_weights_is_noticed(tmp_path, command):
-    """Whether the checkpoint is named, its folder, or the file of weights in it."""
+    """The path may name the checkpoint, its folder, or the file of weights in it."""
     path = checkpoint(tmp_path / "checkpoints", TENSORS)
     assert command("convert", str(path), "merged").code == 0
     merged = tmp_path / "merged"

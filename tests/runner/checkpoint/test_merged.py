@@ -1,4 +1,4 @@
-"""The merged form: what plain torch, transformers and a run under any plan make of it."""
+"""The merged checkpoint form: loaded by plain torch, by transformers and by a run under any plan."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ def newest(folder):
 
 
 def test_the_file_is_the_state_dict(start):
-    """Two forms of one moment; the merged one is read by the library safetensors."""
+    """Two forms of one state; the library safetensors reads the merged one."""
     words = (
         *SMALL,
         *ADAM,
@@ -57,7 +57,7 @@ def test_runs_under_any_plan_go_on_from_it_alone(start):
 
 @pytest.mark.parametrize("form", ["sharded", "merged"])
 def test_weights_alone_begin_another_run(start, form):
-    """model.weights takes a checkpoint in any form: with a learning rate of 0 they stay as they are."""
+    """model.weights accepts a checkpoint in any form: with a learning rate of 0 the weights do not change."""
     words = (*SMALL, "train.steps=1", "optimizer.args.lr=0.0")
     first = start(*SMALL, *MODES["semi_auto"], "train.steps=2", f"checkpoint.form={form}", folder="first").folder
     second = start(*words, *MODES["auto"], f"model.weights={first}", "train.seed=5", folder="second").folder
@@ -68,7 +68,7 @@ def test_weights_alone_begin_another_run(start, form):
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])
 def test_transformers_reads_it(start, name):
-    """From the folder alone: no weight is missing or left over, and logits are those of the weights one by one."""
+    """From the folder alone: no key is missing or unexpected, and logits equal those of a model with copied weights."""
     transformers = importlib.import_module("transformers")
     small = ("train.steps=2", "data.batch_size=8", "train.log_every=1")
     folder = newest(start(f"+recipe={name}", *small, "checkpoint.form=both").folder)
@@ -88,7 +88,7 @@ def test_transformers_reads_it(start, name):
 
 
 def test_no_more_than_a_chunk_is_held(tmp_path, monkeypatch):
-    """With chunks of 40 bytes a tensor of 8 rows of 20 bytes is read two rows at a time."""
+    """With chunks of 40 bytes, a tensor of 8 rows of 20 bytes is read two rows at a time."""
     monkeypatch.setattr(merged, "CHUNK", 40)
     largest, plain = [0], writing.raw
 

@@ -64,7 +64,7 @@ class Drawn:
 
 
 def drawn(seed, odd):
-    """A plan for all of `SHAPES` (`odd`), which is possible at stage 0, or without the odd ones, at any stage."""
+    """A random plan: for all of `SHAPES` (`odd`), which stage 0 allows, or without the odd shapes, at any stage."""
     draw = random.Random(seed)
     mesh, stage = draw.choice(MESHES), 0 if odd else draw.choice([0, 0, 1, 2, 3])
     dtype = "float32" if stage else draw.choice(DTYPES)
@@ -100,7 +100,7 @@ def program_of(names, layouts, mesh, dtype):
 
 
 class Root(nn.Module):
-    """Parameters and nothing else."""
+    """A module with parameters alone."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -109,7 +109,7 @@ class Root(nn.Module):
 
 
 class Peers:
-    """What a group of a pipeline knows of the others."""
+    """The other groups of a pipeline, as one group sees them."""
 
     def __init__(self, group):
         self.copies = dict.fromkeys(TIED, 2)
@@ -117,7 +117,7 @@ class Peers:
 
 
 class Flat:
-    """DeepSpeed's optimizer as far as `ZeroState` looks into it, with made-up numbers."""
+    """The attributes of DeepSpeed's optimizer that `ZeroState` reads, with made-up values."""
 
     def __init__(self, program, rank, stage, found, kind):
         self.members = grouped(program)
@@ -138,7 +138,7 @@ class Flat:
 
 
 def grouped(program):
-    """The learning parameters by replica group: they share a flat tensor."""
+    """The trainable parameters by replica group: each group shares a flat tensor."""
     layouts = {source.name: program.layouts[source.id] for source in program.sources}
     found = {}
     for name in program.trainable_names:
@@ -160,7 +160,7 @@ def split(program, source, rank, parameter):
 
 
 class Sharded:
-    """`Updates` of stages 1 to 3 around `Flat`, as far as checkpoints know them."""
+    """`Updates` of stages 1 to 3 around `Flat`, with the interface that checkpoints use."""
 
     def __init__(self, program, rank, stage, module, kind, peers):
         found = dict(module.named_parameters())
@@ -180,7 +180,7 @@ def make(kind, groups):
 
 
 class Simulated:
-    """One rank under a plan, with numbers of its own until something is loaded."""
+    """One rank under a plan, with rank-specific values until a checkpoint is loaded."""
 
     def __init__(self, plan, group, rank, kind):
         program = plan.programs[group]
@@ -208,7 +208,7 @@ class Simulated:
         )
 
     def zero_refreshed(self):
-        """Whether the weights that the program computes with were made anew from those of the optimizer."""
+        """Whether the program's weights were refreshed from the optimizer's master weights."""
         return self.updates.zero.refreshed == 1 if self.stage < 3 else self._parts_are_new()
 
     def _parts_are_new(self):
@@ -221,14 +221,14 @@ class Simulated:
         return True
 
     def views(self):
-        """Every piece that this rank holds, by key."""
+        """All shards of this rank, by key."""
         for batch in self.updates.pieces(write=True):
             yield from ((key, piece) for key, pieces in batch.items() for piece in pieces)
         yield from ((key, piece) for key, pieces in self.content.buffers().items() for piece in pieces)
 
 
 def truth(kind):
-    """Whole tensors by key, and a number per parameter."""
+    """Full tensors by key, and one number per parameter."""
     torch.manual_seed(5)
     found = {MODEL + name: torch.randn(shape) for name, shape in SHAPES.items()}
     for state in STATES[kind]:
@@ -245,7 +245,7 @@ def block_of(tensor, block):
 
 
 def fill(simulated, values, kind):
-    """Give a rank the true numbers, as if it had trained."""
+    """Set the true values on a rank, as if it had trained."""
     states = {
         state: {
             name: SimpleNamespace(shape=SHAPES[name], dtype=torch.float32, like_weights=True)
@@ -264,7 +264,7 @@ def fill(simulated, values, kind):
 
 
 def saved(plan, kind, values, folder):
-    for group, rank in reversed(plan.ranks):  # rank 0 puts the files together
+    for group, rank in reversed(plan.ranks):  # rank 0 finishes the checkpoint
         simulated = Simulated(plan, group, rank, kind)
         fill(simulated, values, kind)
         saver = saving.Saver()
@@ -274,7 +274,7 @@ def saved(plan, kind, values, folder):
 
 
 def check(simulated, kind, values, restored, stored):
-    """The rank has its part of the true numbers, in its dtype, and has read no more than that."""
+    """Assert that the rank has its shards of the true values, in its dtype, and has read no more than those."""
     wanted = 0
     for key, piece in simulated.views():
         assert torch.equal(piece.view, block_of(values[key], piece.block).to(piece.view.dtype)), key
@@ -303,7 +303,7 @@ SAVED, LOADED = 20, 10
 def test_two_hundred_moves(tmp_path, number):
     kind, odd = list(STATES)[number % 2], number % 5 == 4
     plan, values = drawn(number, odd), truth(kind)
-    if plan.dtype == "bfloat16":  # what does not learn has no copy in fp32
+    if plan.dtype == "bfloat16":  # frozen parameters have no fp32 master copy
         cast = [key for key in values if key.removeprefix(MODEL) in FROZEN | BUFFER]
         values |= {key: values[key].bfloat16().float() for key in cast}
     path = saved(plan, kind, values, tmp_path)

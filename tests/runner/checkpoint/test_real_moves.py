@@ -1,4 +1,4 @@
-"""Runs on real ranks that change their plan on the way end where a run ends that never moved."""
+"""Runs on real ranks that change their plan between resumes end like a run with one plan."""
 
 import json
 
@@ -36,7 +36,7 @@ def tensors(folder, step=None):
 
 
 def moved(start, chain, *words, begin="run-0"):
-    """The last folder of a run that goes through `chain`, two steps in each plan."""
+    """Run two steps under each plan of `chain`. Returns the last run folder."""
     resume, folder = (), None
     for number, plan in enumerate(chain):
         steps = f"train.steps={2 * (number + 1)}"
@@ -71,7 +71,7 @@ def test_a_chain_of_plans_trains_as_one_process_does(start, capfd):
 
 
 def test_half_precision_moves_its_masters(start):
-    """In fp32 again, weights and states are those on which the optimizer worked in bf16."""
+    """Resumed in fp32, a bf16 run continues with the fp32 weights and states of its optimizer."""
     first = start(*COMMON, *CHAIN[1], "train.precision=bf16", "train.steps=2", folder="run-0").folder
     before = tensors(first)
     assert {tensor.dtype for key, tensor in before.items() if key.startswith("model/")} == {torch.float32}
@@ -87,7 +87,7 @@ def test_half_precision_moves_its_masters(start):
 
 
 def test_another_batch_size_goes_on_at_the_same_place_of_the_epoch(start, capfd):
-    """50 rows in batches of 16: after 2 steps the epoch is at row 32, which is the third batch of 15 from row 30."""
+    """50 rows in batches of 16: after 2 steps the epoch is at row 32, in the third batch of 15 (from row 30)."""
     first = start(*COMMON, *CHAIN[1], "train.steps=2", folder="run-0").folder
     assert checkpoints.read(checkpoints.newest(first / "checkpoints")).header.position == (0, 32)
     capfd.readouterr()
@@ -99,8 +99,8 @@ def test_another_batch_size_goes_on_at_the_same_place_of_the_epoch(start, capfd)
 
 
 def test_statistics_move_between_modes(start):
-    """A batch norm's buffers, and dropout that is drawn as one device draws it. The bias before a batch norm has no
-    gradient but rounding."""
+    """A batch norm's buffers, and dropout with the random numbers of a single device. The gradient of a bias before a
+    batch norm is rounding error alone."""
     words = (*COMMON, "model.target=networks.Classifier", "model.args={norm: true, dropout: 0.3}")
     words = (*words, "optimizer.target=torch.optim.SGD", "optimizer.args={lr: 0.05, momentum: 0.9}")
     truth = start(*words, *ALONE, "train.steps=6", folder="alone").folder
@@ -160,7 +160,7 @@ PAIRS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PAIRS)
 def test_there_and_back(start, kind):
-    """Two steps here, two there, two here again, as six here."""
+    """Two steps under one plan, two under another and two under the first equal six under the first."""
     here, there, tolerance = PAIRS[kind]
     truth = start(*COMMON, *here, "train.steps=6", folder="stayed").folder
     assert largest(tensors(moved(start, [here, there, here])), tensors(truth)) <= tolerance

@@ -1,4 +1,4 @@
-"""A run that was killed and goes on ends as if it had never stopped: the same bits, the same lines of metrics."""
+"""A run that is killed and resumed ends as if it had never stopped: the same bits, the same lines of metrics."""
 
 import json
 import math
@@ -44,7 +44,7 @@ KINDS = {
 
 
 def lines(ended):
-    """The metrics without what depends on the clock."""
+    """The metrics without the values that depend on time."""
     clock = {"seconds", "samples_per_second"}
     return [{key: value for key, value in record.items() if key not in clock} for record in ended.records]
 
@@ -56,7 +56,7 @@ def remembered():
 
 @pytest.fixture
 def whole(start, remembered):
-    """`whole("stage 0")` is the run that was never stopped: what it saved at its end, and its metrics."""
+    """`whole("stage 0")` runs without a stop. Returns its final tensors and its metrics."""
 
     def call(kind):
         if kind not in remembered:
@@ -81,7 +81,7 @@ def check_as_if_never_stopped(start, whole, kind, folder, except_step=None):
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "stage 1")) for kind in KINDS])
 def test_in_two_parts(start, whole, kind, capfd):
-    """The first part ends by itself; being the last for the time, its step is evaluated and measured."""
+    """The first part ends normally; its last step is evaluated and measured, because a run's last step always is."""
     whole(kind)
     capfd.readouterr()
     start(*SMALL, *LONG, *KINDS[kind], "train.steps=11", folder="parts")
@@ -90,7 +90,7 @@ def test_in_two_parts(start, whole, kind, capfd):
 
 
 def kill_a_rank_at(folder, steps, in_a_save):
-    """Kill one rank of this process when `steps` steps are done, or then as soon as a checkpoint is being written."""
+    """Kill one rank of this process after `steps` steps or, `in_a_save`, at the next checkpoint while it is written."""
 
     def watch():
         metrics = folder / "metrics.jsonl"
@@ -118,7 +118,7 @@ def test_a_rank_is_killed(start, whole, tmp_path, kind, in_a_save):
 
 
 def kill_everything(folder, words, steps):
-    """Start the command as a process group of its own and kill the group when `steps` steps are done."""
+    """Start the command in a new process group and kill the group after `steps` steps."""
     process = subprocess.Popen(
         [sys.executable, "-m", "runner", *words, f"hydra.run.dir={folder}"],
         cwd=folder.parent,
@@ -139,13 +139,13 @@ def kill_everything(folder, words, steps):
 
 
 def words_of(kind):
-    """As they are typed in a folder from which `networks` cannot be seen."""
+    """The words of the command line in a folder where `networks` is not importable."""
     return (*SMALL, *LONG, *KINDS[kind])
 
 
 @pytest.fixture(autouse=True)
 def visible(monkeypatch):
-    """The command of another process finds `networks` too."""
+    """Makes `networks` importable for the command in another process."""
     here = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], here]))
 
@@ -180,7 +180,7 @@ def test_killed_before_the_first_checkpoint(start, whole, tmp_path, capfd):
 
 
 def test_from_a_path(start, whole, tmp_path):
-    """Another folder goes on from a checkpoint in the middle; its metrics begin there."""
+    """A run in another folder resumes from a checkpoint in the middle; its metrics begin there."""
     kind = "stage 0"
     start(*SMALL, *LONG, *KINDS[kind], "train.steps=12", "checkpoint.keep=null", folder="first")
     path = tmp_path / "first" / "checkpoints" / "step-00000006"
@@ -218,7 +218,7 @@ def test_another_run_is_refused_and_nothing_is_touched(start, begun):
 
 
 def test_a_run_that_is_done_is_done(start, begun):
-    """A command may be killed between its last save and its end, and a scheduler gives it again."""
+    """A command may be killed between its last save and its end, and a job scheduler starts it again."""
     ended, before = begun
     again = start(*SMALL, *LONG, *KINDS["stage 0"], "train.steps=5", "train.resume=auto", folder="run")
     assert again.value == ended.value and math.isfinite(again.value)

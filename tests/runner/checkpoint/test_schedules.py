@@ -1,4 +1,4 @@
-"""Schedulers go on under a plan with other parameter groups."""
+"""Scheduler states are restored under a plan with other parameter groups."""
 
 import torch
 from torch.optim import lr_scheduler
@@ -25,7 +25,7 @@ def rates_after(scheduler, steps):
 
 
 def test_every_group_takes_the_entries_of_its_parameters():
-    """Groups [a, b], [c] become [c], [a], [b]; of two groups of a pipeline each has some."""
+    """Parameter groups [a, b], [c] become [c], [a], [b], also across two pipeline groups that hold some each."""
     before = sequence(optimizer([0.1, 0.5]))
     rates_after(before, 5)
     whole = {"groups": [{"names": ["a", "b"]}, {"names": ["c"]}], "scheduler": before.state_dict()}

@@ -1,4 +1,4 @@
-"""Replicas share what they have in common by size, and every slice is stored once."""
+"""Replicas divide saving evenly by bytes, and every shard is stored once."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ MESH = Mesh((("dp", 4), ("tp", 2)))
 
 
 def of(**shapes):
-    """A content whose tensors lie whole on all ranks, but `sliced...` over tp."""
+    """Content whose tensors are replicated, except that `sliced...` are sharded over tp."""
     sources = tuple(
         Source(name, "parameter", name, TensorSpec(shape, "float32"), True) for name, shape in shapes.items()
     )
@@ -33,7 +33,7 @@ def test_replicas_end_up_with_about_as_much():
     for name, (rows, columns) in shapes.items():
         stored[found[name]] += rows * columns
     assert sum(stored) == sum(rows * 4 for rows, _ in shapes.values())
-    assert max(stored) <= 1.05 * sum(stored) / 8  # in turns one would have 1.17 of it
+    assert max(stored) <= 1.05 * sum(stored) / 8  # round-robin, one rank would store 1.17 times the mean
 
 
 def test_each_group_of_replicas_counts_for_itself():

@@ -1,7 +1,7 @@
-"""Run folders that an earlier version left, byte for byte: what it saved is read, resumed and converted as then.
+"""Run folders written by an earlier version: checkpoints are read, resumed and converted as that version did.
 
-`written_before` was made by `run train +recipe=quickstart` with the words below, on two ranks, stopped in thought after
-step 4: `plain` saves both forms, `zero` has ZeRO 1 and saves the sharded one. `metrics.jsonl` goes on to step 8.
+`written_before` was made by `run train +recipe=quickstart` with the words below, on two ranks, as if stopped after
+step 4: `plain` saves both forms, `zero` uses ZeRO 1 and saves the sharded form. `metrics.jsonl` continues to step 8.
 """
 
 import json
@@ -73,7 +73,7 @@ def test_it_is_converted(kind, tmp_path):
 
 
 def test_the_run_goes_on_as_it_did_then(start, kind, tmp_path):
-    """Under the plan of then, searched anew or loaded from its plan.json."""
+    """Under the plan of that version, searched again or loaded from its plan.json."""
     shutil.copytree(FOLDER / kind, tmp_path / kind)
     plan = {"plain": (), "zero": (f"parallel.plan={FOLDER / 'zero' / 'plan.json'}",)}[kind]
     ended = start(*WORDS, *KINDS[kind], *plan, folder=kind)

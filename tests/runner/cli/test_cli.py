@@ -1,4 +1,4 @@
-"""The command from outside: what it prints, how it exits and what it leaves behind."""
+"""The command line interface: output, exit codes and the files that it leaves."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from strategies.core.errors import StrategyError
 QUICK = "+recipe=quickstart"
 CUBE = "+recipe=advanced_layout"
 
-# words, what the paragraph must say
+# words of the command line, texts in the error
 BAD = [
     ([], "run --help"),
     (["+recipe=quikstart"], "Did you mean 'quickstart'? (from the command line: +recipe=quikstart)"),
@@ -327,12 +327,12 @@ def test_folders_of_the_user_do_not_hide_ours(tmp_path, mine):
     ("words", "said"), [(("recipes",), 0), (("--version",), 0), ((QUICK, "job=doctor_of_nobody"), 1)]
 )
 def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path, words, said):
-    """`run recipes | head -1`; what is refused is told on stderr all the same."""
+    """`run recipes | head -1`; errors still go to stderr."""
     reading, writing = os.pipe()
     os.close(reading)
     line = [sys.executable, "-m", "runner", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("PYTHONUNBUFFERED", None)  # with it nothing waits for the end of the command
+    environment.pop("PYTHONUNBUFFERED", None)  # output must stay buffered until the command ends
     done = subprocess.run(
         line, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE, encoding="utf-8", check=False
     )
@@ -481,7 +481,7 @@ def test_config_of_a_recipe_is_shown(command):
 
 
 def test_refusal_needs_no_torch_and_little_time(tmp_path):
-    """A bad config costs less than one second of processor time, which an import of torch would not allow."""
+    """A bad config takes less than one second of processor time, so torch is not imported."""
     check = "import sys; from runner.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     spent = []

@@ -1,4 +1,4 @@
-"""What words of the command line do to a config: what they clear, remove and replace, and the values they can hold."""
+"""Overrides on the command line: which keys they clear, remove and replace, and which values they accept."""
 
 import os
 

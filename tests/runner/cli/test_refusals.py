@@ -1,4 +1,4 @@
-"""Bad input ends as one paragraph, with exit code 2 where it is wrong by itself and 1 where only training finds it."""
+"""Bad input ends in one paragraph: exit code 2 where the input alone shows the error, 1 where training finds it."""
 
 import os
 import re
@@ -22,7 +22,7 @@ PARALLEL = (*SMALL, *MODES["data_parallel"])
 SEMI = (*SMALL, *MODES["semi_auto"])
 AXES = "parallel.layouts={{a: {{device_matrix: {a}, axes: {x}}}, b: {{device_matrix: {b}, axes: {y}}}}}"
 
-# words, what the paragraph must say
+# words of the command line, texts in the error
 BAD = [
     # the model
     ((*PARALLEL, "model.target=nowhere.Net"), "there is no module 'nowhere'"),
@@ -143,7 +143,7 @@ BAD = [
         (*SMALL, *HYBRID, "parallel.comm_fusion.reduce_scatter={mode: size, config: 1}"),
         "leaves such calls to the module",
     ),
-    # going on
+    # resuming
     ((*PARALLEL, "train.resume=nowhere"), "train.resume = 'nowhere': this folder does not exist"),
     ((*PARALLEL, "train.resume=corrupt"), "train.resume = 'corrupt': this folder holds no complete checkpoint"),
     ((*PARALLEL, "train.resume=step-00000002"), "The checkpoint step-00000002 is damaged"),
@@ -173,7 +173,7 @@ class Shapes(Classifier):
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    """Files that are wrong, in a folder of their own."""
+    """A folder with faulty files."""
     folder = tmp_path_factory.mktemp("material")
     (folder / "faults.py").write_text(FAULTS, encoding="utf-8")
     (folder / "faulty.py").write_text("NUMBER = 1 / 0\n", encoding="utf-8")
@@ -189,7 +189,7 @@ def material(tmp_path_factory):
 
 @pytest.fixture
 def bad(command, tmp_path, material, monkeypatch):
-    """`bad(words)` runs the command in a folder with the faulty material; the refusal must leave nothing there."""
+    """`bad(words)` runs the command in a folder with the faulty files; the error must leave no new file there."""
     for path in material.iterdir():
         (tmp_path / path.name).symlink_to(path)
     before = sorted(tmp_path.iterdir())
@@ -246,7 +246,7 @@ TROUBLE = {
 
 @pytest.mark.parametrize("way", TROUBLE)
 def test_found_while_training(command, tmp_path, way):
-    """The first 40 rows are good, and with this seed the first step reads no others."""
+    """The first 40 rows are valid, and with this seed the first step reads no others."""
     begun = time.monotonic()
     words = (
         *PARALLEL,
@@ -263,7 +263,7 @@ def test_found_while_training(command, tmp_path, way):
     assert "out/ranks/" in done.err and done.err.count("run: ") == 1
     if way == "kill":
         assert "The end of its log, " in done.err
-    else:  # one paragraph, without our own files
+    else:  # one paragraph, without a traceback of the project's files
         assert len(done.paragraphs) == 1 and "The traceback is in " in done.err
         assert not re.search(r"(runner|strategies)/\w+/\w+\.py:", done.err.replace("tests/runner", ""))
     assert len((tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) >= 1
@@ -309,7 +309,7 @@ def test_a_rank_that_is_killed_ends_the_run(command, tmp_path):
 
 @pytest.fixture
 def real(tmp_path):
-    """`real(words)` starts the command as another process, with a process group of its own."""
+    """`real(words)` starts the command in a new process and process group."""
     started = []
 
     def call(*words):
@@ -335,7 +335,7 @@ def real(tmp_path):
 
 def test_the_real_command_refuses_too(real, tmp_path):
     process = real(*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]")
-    _, err = process.communicate(timeout=60)  # waits for all who hold its streams, so nobody is left
+    _, err = process.communicate(timeout=60)  # waits for all processes with its streams, so none is left
     assert (process.returncode, err.count("\n")) == (2, 1)
     assert "matmul3" in err and err.startswith("run: ")
     assert list(tmp_path.iterdir()) == []
@@ -350,7 +350,7 @@ def test_the_real_command_fails_too(real):
     assert re.match(r"run: rank \d of 4 failed: LookupError: row \d+ is not to be had\. Where: ", err)
 
 
-@pytest.mark.slow  # recovery/test_stopping.py has the same for every signal
+@pytest.mark.slow  # recovery/test_stopping.py tests every signal
 def test_ctrl_c(real, tmp_path):
     process = real(*PARALLEL, "train.steps=100000", "hydra.run.dir=out")
     metrics = tmp_path / "out" / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""A folder belongs to one run, and one process at a time works in it."""
+"""A folder belongs to one run, and one process at a time uses it."""
 
 import json
 import os
@@ -30,7 +30,7 @@ with occupied(Path(sys.argv[1]), Occupant.now("train", "mine")):
 
 @contextmanager
 def held(folder, how=""):
-    """Another process works in `folder`."""
+    """Another process locks `folder`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), how], stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True
     )
@@ -44,7 +44,7 @@ def held(folder, how=""):
 
 
 def trained(folder, steps=(4,), **changes):
-    """What a training run leaves, as far as another one looks at it."""
+    """Write the files of a training run that another run reads."""
     began = Occupant("0123456789abcdef", "train", "mine", 1, "there", "2026-01-02 03:04:05+0000")
     for step in steps:
         (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_a_sweep_holds_its_folder_to_its_end(command, tmp_path, job):
 
 @pytest.mark.parametrize("how", ["", "fork"])
 def test_the_lock_goes_with_its_process(tmp_path, how):
-    """Also where a fork of it lives on."""
+    """Also where a forked child outlives the process."""
     with held(tmp_path / "out", how) as other:
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
@@ -107,11 +107,11 @@ def test_the_lock_goes_with_its_process(tmp_path, how):
 
 
 def test_a_lock_is_not_that_of_a_file_that_was_removed(tmp_path):
-    """Whoever waits with the file open while the holder leaves must not believe it holds what is gone."""
+    """A process that waits on the open lock file must not take the lock of a deleted file."""
     with occupancy.occupied(tmp_path, Occupant.now("train", None)):
         (tmp_path / ".lock").unlink()
         with held(tmp_path):
-            pass  # it holds a new file
+            pass  # it locks a new file
 
 
 @pytest.mark.parametrize("verb", ["train", "launch"])
@@ -249,7 +249,7 @@ def test_files_of_somebody_else_are_not_replaced(command, tmp_path, job, verb, n
 
 
 def test_two_real_runs_at_once(tmp_path):
-    """The second one is refused while the first one trains; when that is killed, the folder is free at once."""
+    """A second run is refused while the first one trains; once that is killed, the folder is free."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     words = [sys.executable, "-m", "runner", QUICK, "hydra.run.dir=out", "checkpoint.every=2"]
     first = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The verb calibrate: a file that describes this machine, and nothing where it is interrupted."""
+"""The verb calibrate writes a file that describes this machine, and no file if it is interrupted."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_this_machine_is_measured_and_described_in_time(command, tmp_path):
 
 
 class Clock(Timer):
-    """A timer for which every call takes as long as `cost` says, and that makes none of them."""
+    """A timer that reports the seconds given by `cost` and never calls the function."""
 
     def __init__(self, seconds, cost):
         self.left, self.last, self.calls, self.cost = seconds, 0.0, 0, cost
@@ -80,7 +80,7 @@ CONSTANTS = [
 
 @pytest.fixture
 def bench(monkeypatch, capsys):
-    """`bench(seconds, cost)`: what was measured by a fake clock, the titles in order, and the clock."""
+    """`bench(seconds, cost)`: the measurements with a fake clock, their titles in order, and the clock."""
     monkeypatch.setattr(calibration.dist, "new_group", lambda ranks: None)
 
     def run(seconds, cost=lambda _: 0.01):
@@ -104,7 +104,7 @@ def test_what_matters_most_is_measured_first(bench):
     assert titles[len(NEEDED) :] == ["products of float32", *KINDS * 3, *KINDS[:-1] * 5]
     assert missing(measured) == ()
     assert {call.ranks for call in measured.calls} == {4, 2}
-    assert 0 <= clock.left < 200  # time is used, not only kept
+    assert 0 <= clock.left < 200  # the time limit is used, not only respected
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 2.0, 40.0])
@@ -114,7 +114,7 @@ def test_what_does_not_fit_keeps_its_described_value(bench, seconds):
     assert titles[: len(NEEDED)] == NEEDED[: len(titles)]
     names = missing(measured)
     known = [name not in names for name in CONSTANTS]
-    assert known == sorted(known, reverse=True), names  # nothing is skipped for something that matters less
+    assert known == sorted(known, reverse=True), names  # nothing is skipped in favour of a less important measurement
     assert any(known) == (seconds > 0) and (names == ()) == (seconds > 20)
 
 
@@ -128,7 +128,7 @@ def test_ranks_that_start_late_measure_for_a_second_all_the_same():
 @pytest.mark.parametrize("busy", [1, 10, 50, 150])
 def test_a_machine_that_becomes_busy_stops_at_the_next_repetition(bench, busy):
     _, _, clock = bench(3.0, lambda number: 0.01 if number < busy else 0.2)
-    assert clock.left + clock.last >= 0  # what was begun in time ended late, and nothing after it
+    assert clock.left + clock.last >= 0  # only the last measurement may end late
 
 
 def test_the_file_says_what_was_fitted(tmp_path):
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(command, name
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Measuring takes no time and finds a text."""
+    """A fake measurement that takes no time and returns a string."""
     monkeypatch.setattr(calibrate, "_measured", lambda *_: (f"# 1 rank, {calibrate.MARK}\n", 0.5))
 
 
@@ -204,7 +204,7 @@ def test_only_what_calibrate_has_written_is_overwritten(command, measured, tmp_p
         assert done.code == 2 and "--force" in done.err and "net.py" in done.err
     assert file.read_text(encoding="utf-8") == NOT_OURS and [path.name for path in tmp_path.iterdir()] == ["net.py"]
     assert command("calibrate", "net.py", "--force").code == 0
-    assert command("calibrate", "net.py").code == 0  # now it is ours
+    assert command("calibrate", "net.py").code == 0  # now the file is marked as generated
     assert calibrate.MARK in file.read_text(encoding="utf-8")
     assert not list(tmp_path.glob(".*part"))
 
@@ -258,7 +258,7 @@ def test_too_little_time_is_refused_before_anything_starts(command, tmp_path, se
 
 
 def test_a_device_that_is_not_there_leaves_nothing(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "warm", lambda _: None)  # other tests share the server, and need more of it
+    monkeypatch.setattr(launch, "warm", lambda _: None)  # the fork server is shared with tests that need more preloads
     done = command("calibrate", "mine.yaml", "world_size=4096", "device=cuda")
     assert (done.code, len(done.paragraphs)) == (2, 1) and "needs 4096 GPUs" in done.err
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The jobs on the shipped recipes: what they plan, that they train, and that one process agrees with every one."""
+"""The jobs on the shipped recipes: their plans, their training, and the agreement of each with one process."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def test_recipe_trains_and_sends_what_was_predicted(start, recipe):
     assert ended.value == ended.losses[-1] == ended.results[-1]["loss"]
     sent, predicted = ended.results[-1]["sent"], ended.plan["communication"]
     norm = 2 * 8  # the last step measures the gradient's norm: an all-reduce of one double over 8 ranks
-    if "exchange" in predicted:  # a plan gives the busiest rank, and rank 0 may send less than that
+    if "exchange" in predicted:  # a plan predicts the busiest rank; rank 0 may send less
         text = (ended.folder / "ir" / "rank_0" / "step_parallel_end.ir").read_text(encoding="utf-8")
         own = sum(int(count) for count in re.findall(r"ward: exchange.* (\d+) bytes sent", text))
         assert own <= predicted["exchange"]
@@ -78,7 +78,7 @@ def test_recipe_is_verified_in_double_precision(start, recipe):
     ("stage", "recipe"), [(1, "semi_auto_matmul"), (2, "hybrid_matmul"), (2, "reduce_mean"), (3, "zero")]
 )
 def test_recipe_is_verified_with_zero(start, stage, recipe):
-    """One recipe for each stage, and one of hybrid; all of them at all stages are verified below."""
+    """One recipe for each stage, and one hybrid recipe; the tests below verify all recipes at all stages."""
     verified(start, recipe, 1e-5, f"parallel.zero.stage={stage}")
 
 
@@ -93,13 +93,13 @@ def test_recipe_is_verified_at_every_stage(start, recipe, stage):
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_in_half_precision(start, recipe, stage):
-    """Through relus, because ranks add up in fp32."""
+    """Through relus, because ranks sum in fp32."""
     verified(start, recipe, 2e-2, "train.precision=bf16", f"parallel.zero.stage={stage}")
 
 
 @pytest.fixture
 def mended(monkeypatch):
-    """Undoes the mistakes that `broken.Broken` makes in this process."""
+    """Reverts the bugs that `broken.Broken` injects in this process."""
     monkeypatch.setattr(prepare, "capture", prepare.capture)
     before = dict(RULES)
     yield
@@ -113,12 +113,12 @@ def test_verify_finds_a_mistake(start, mended, tmp_path, mistake):
         start("+recipe=quickstart", "verify.steps=1", *broken, verb="verify")
     verdict = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
     assert not verdict["passed"]
-    if mistake == "slight":  # small enough for rounding, but this network does not magnify it
+    if mistake == "slight":  # as small as rounding errors, but this network does not amplify it
         assert 1e-5 < max(verdict["grad_max_rel_diff"].values()) < 2e-4
         assert max(verdict["rounding"]["grad_max_rel_diff"].values()) < 1e-5
     else:
         assert verdict["rounding"] is None
-    if mistake in ("gradient", "slight"):  # only there the loss of the first step is right
+    if mistake in ("gradient", "slight"):  # only there the loss of the first step is correct
         assert verdict["loss_max_rel_diff"] < 1e-5 < max(verdict["grad_max_rel_diff"].values())
     else:
         assert verdict["loss_max_rel_diff"] > 1e-3
@@ -253,13 +253,13 @@ def test_quickstart_plan(start):
 
 
 def test_semi_auto_redistribution_plan(start):
-    """The columns are gathered and the rows sliced, or one exchange that moves no more."""
+    """All-gather over the columns and slicing the rows, or one all-to-all that sends no more."""
     found = operators_of(start("+recipe=semi_auto_redistribution", verb="plan").plan)
     assert (found["matmul1"]["in_strategy"], found["matmul2"]["in_strategy"]) == (
         [[1, 1], [1, 2]],
         [[8, 1], [1, 1]],
     )
-    gathered = 16 * 32 * 4  # bytes of one column block of the [16, 64] result, which an all-gather sends to the other
+    gathered = 16 * 32 * 4  # bytes of one column shard of the [16, 64] result, which an all-gather sends
     assert 0 < sum(step["bytes"] for step in forward_steps(found["matmul2"])) <= gathered
 
 
@@ -269,7 +269,7 @@ def test_semi_auto_matmul_plan(start):
 
 
 def test_advanced_layout_plan(start):
-    """The four slices of a row of x are on ranks 0, 4, 2 and 6."""
+    """The four shards of a row of x are on ranks 0, 4, 2 and 6."""
     ended = start("+recipe=advanced_layout", verb="plan")
     plan = Plan.from_json(ended.plan)
     assert dict(plan.mesh.axes) and plan.mesh.size == 8

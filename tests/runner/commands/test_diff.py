@@ -1,4 +1,4 @@
-"""`run diff A B`: whose layouts differ between two plans, and what that changes."""
+"""`run diff A B`: which layouts differ between two plans, and the effect on cost and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.report.differences import differences
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory):
-    """Folders of plans of one model: tensor parallel, with sequences too, and on another mesh."""
+    """Folders of plans of one model: tensor parallel, with sequence parallelism, and on another mesh."""
     found = {}
     for name in ("megatron_tp", "megatron_sp", "gpt"):
         found[name] = tmp_path_factory.mktemp(name)

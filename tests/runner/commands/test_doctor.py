@@ -1,4 +1,4 @@
-"""The verb doctor: a line per check, and a failure that costs its own line and no other."""
+"""The verb doctor: one line per check; a failing check affects no other line."""
 
 import shutil
 from collections import namedtuple
@@ -12,13 +12,13 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def lines(text: str) -> dict[str, str]:
-    """Status by the name of the check."""
+    """The status by the name of the check."""
     return {line[8:21].strip(): line.split()[0] for line in text.splitlines()}
 
 
 @pytest.fixture
 def few_libraries(monkeypatch):
-    """Only what imports fast."""
+    """Only the checks whose imports are fast."""
     monkeypatch.setattr(doctor, "LIBRARIES", ("torch", "hydra", "pydantic"))
 
 

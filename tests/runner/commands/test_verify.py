@@ -1,4 +1,4 @@
-"""The comparison of two recorded runs: what counts as equal, and what the verdict says."""
+"""The comparison of two recorded runs: the tolerances and the verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recorded(folder: Path, weights: dict[str, Tensor], gradients: dict[str, Tens
 @pytest.mark.parametrize(
     ("mean", "error", "passed"),
     [
-        (1e-9, 1e-8, True),  # nothing but rounding
+        (1e-9, 1e-8, True),  # rounding error alone
         (1e-9, 1e-3, False),
         (3.0, 1e-6, True),
         (3.0, 1e-3, False),

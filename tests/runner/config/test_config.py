@@ -1,4 +1,4 @@
-"""The config as a value: what conf/ and the schema agree on, strategy forms, the round trip to the ranks."""
+"""The config as a value: conf/ and the schema agree, strategy forms, the round trip to the ranks."""
 
 import ast
 import json
@@ -81,7 +81,7 @@ def test_a_generated_file_that_differs_is_written_anew(tmp_path, monkeypatch, ca
 
 
 def fits(value, node, schema) -> bool:
-    """Whether a value agrees with the part of JSON Schema that ours uses."""
+    """Whether a value is valid under the subset of JSON Schema that the config's schema uses."""
     if "$ref" in node:
         return fits(value, schema["$defs"][node["$ref"].rpartition("/")[2]], schema)
     if "anyOf" in node:
@@ -164,7 +164,7 @@ VALUES = r"""
 
 
 def typed(value):
-    """A value with its types, in which nan equals itself and 1 is neither 1.0 nor True."""
+    """A value with its types, so that nan equals itself and 1 equals neither 1.0 nor True."""
     if isinstance(value, dict):
         return [(typed(key), typed(inner)) for key, inner in value.items()]
     return [typed(inner) for inner in value] if isinstance(value, list) else (type(value), repr(value))
@@ -178,7 +178,7 @@ def test_arguments_arrive_as_yaml_has_them(tmp_path):
         values[section] |= {"args": wanted}
     checked = Config.model_validate(values)
     text = checked.model_dump_json(indent=2)
-    json.loads(text, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+    json.loads(text, parse_constant=pytest.fail)  # Infinity and NaN are not JSON
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     read = config.read(tmp_path / "config.json")
     assert read.model_dump_json(indent=2) == text
@@ -292,7 +292,7 @@ def test_missing_value_is_named():
 
 
 def test_nothing_of_the_front_end_imports_torch_at_the_top():
-    """The command must refuse a bad config before torch is loaded; what each file imports at import time decides."""
+    """The command must refuse a bad config before torch is loaded, so these files must not import it at the top."""
     folder = Path(runner.__file__).parent
     for file in (folder / "errors.py", *(folder / "cli").glob("*.py"), *(folder / "config").glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

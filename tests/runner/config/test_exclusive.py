@@ -1,4 +1,4 @@
-"""The table of keys that exclude each other: what it names exists, and every rule refuses what it should."""
+"""The table of mutually exclusive keys: the keys exist, and every rule refuses its pair."""
 
 from __future__ import annotations
 

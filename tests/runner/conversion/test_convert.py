@@ -1,4 +1,4 @@
-"""Conversion moves every element, once, to where it belongs, in little memory."""
+"""Conversion copies every element once to its place in the new form, in bounded memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stored(tmp_path) -> Path:
 
 
 def held(path: Path) -> dict[str, Tensor]:
-    """Everything in a checkpoint whose files are as they should be and hold every element once."""
+    """The tensors of a checkpoint. Asserts that its files are intact and store every element once."""
     assert faults(path, read_header(path).files) == {}
     (form,) = map(index.from_json, json.loads((path / INDEX).read_text(encoding="utf-8")))
     assert all(sum(part.elements for part in entry.parts) == entry.elements for entry in form.values())
@@ -154,7 +154,7 @@ def test_no_more_than_a_chunk_is_read_at_once(stored, plan, tmp_path, monkeypatc
 def test_what_is_no_tensor_comes_along(stored, tmp_path):
     header = read_header(stored)
     torch.save({"scheduler": None, "random": None}, stored / "rank-00000.pt")
-    lost = Stamp(3, "0" * 64)  # of a file that is gone
+    lost = Stamp(3, "0" * 64)  # of a missing file
     files = {**header.files, "rank-00000.pt": stamp(stored / "rank-00000.pt"), "rank-00001.pt": lost}
     changed = replace(header, files=files, plain=(("rank-00001.pt", "rank-00000.pt"),))
     (stored / "checkpoint.json").write_text(to_text(changed), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What DeepSpeed saves is read as its own tool reads it, and nothing in it is run."""
+"""DeepSpeed checkpoints are read as DeepSpeed's own tool reads them, without executing pickled code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_weights_are_those_of_deepspeeds_own_tool(tmp_path, stage):
     assert run([str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
     opened = checkpoints.read(tmp_path / "merged")
     assert set(opened.names) == {"embed.weight", "inner.weight", "inner.bias", "outer.weight", "frozen", "scale"}
-    for name in set(opened.names) & set(expected):  # the tool forgets what is frozen at stage 1
+    for name in set(opened.names) & set(expected):  # the tool omits frozen parameters at stage 1
         assert opened.read(f"model/{name}").float().equal(expected[name].float()), name
     assert set(opened.names) - set(expected) == ({"frozen"} if stage == 1 else set())
 

@@ -1,4 +1,4 @@
-"""The data of a run: augmented alike on all ranks, and the same data everywhere."""
+"""The data of a run: all ranks read the same data with the same augmentation."""
 
 import networks
 import pytest

@@ -1,4 +1,4 @@
-"""A rank's blocks equal those cut out of the whole batch, and nothing else is read."""
+"""A rank's shards equal slices of the full batch, and nothing else is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = ((3, 4), (5,), ())
 
 
 class Watched:
-    """Rows of an image [3, 4], a numpy row [5] and a python number; notes which rows are read."""
+    """Rows of an image [3, 4], a numpy row [5] and a python number; records which rows are read."""
 
     def __init__(self, as_dict: bool = False) -> None:
         self.as_dict = as_dict
@@ -40,7 +40,7 @@ class Watched:
 
 
 class WatchedSlices(Watched):
-    """The same with `read`, which notes how many values it hands out."""
+    """The same with `read`, which records how many values it returns."""
 
     values_read = 0
 
@@ -56,7 +56,7 @@ class WatchedSlices(Watched):
 
 
 def doubled(samples: list[Any]) -> dict[str, Tensor]:
-    """A collate that makes other tensors than stacking would: [n, 4, 3], [n, 10], [n]."""
+    """A collate function with other results than stacking: [n, 4, 3], [n, 10], [n]."""
     return {
         "turned": torch.stack([image.T for image, _, _ in samples]),
         "twice": torch.stack([torch.from_numpy(np.concatenate([row, row])) for _, row, _ in samples]),
@@ -134,7 +134,7 @@ def test_a_read_method_of_another_meaning_is_not_used() -> None:
 
 
 class Rows(list[Any]):
-    """A list of samples as dataset."""
+    """A list of samples as a dataset."""
 
 
 def load(samples: list[Any], **more: Any) -> list[Tensor]:

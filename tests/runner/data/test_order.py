@@ -1,4 +1,4 @@
-"""The order of rows: reproducible, without a position to save, and every row once."""
+"""The order of rows: reproducible, stateless, and every row once per epoch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ VALUES = {"input_ids": 0, "labels": -100}
 
 
 class Ragged:
-    """Samples of 1 to 5 tokens, with a feature per token and a number of their own."""
+    """Samples of 1 to 5 tokens, with a feature per token and one number per sample."""
 
     def __len__(self) -> int:
         return 8

@@ -1,4 +1,4 @@
-"""A sample is augmented by (seed, epoch, row), whoever reads it; the process's own random states stay as they were."""
+"""Augmentation depends on (seed, epoch, row), not on the reader; the RNG states of the process do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.errors import ConfigError
 
 
 class Noisy:
-    """Each of the three generators draws for a row."""
+    """Each row uses all three global generators."""
 
     def __len__(self) -> int:
         return 8
@@ -54,7 +54,7 @@ def test_the_own_random_states_are_untouched() -> None:
 
 
 class Seldom(Noisy):
-    """Only row 7 draws."""
+    """Only row 7 uses random numbers."""
 
     def __getitem__(self, index: int) -> Any:
         return (torch.randn(4) if index == 7 else torch.ones(4),)

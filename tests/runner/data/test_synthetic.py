@@ -1,4 +1,4 @@
-"""Computed datasets: pure functions of arguments and index, learnable, and read in parts."""
+"""Synthetic datasets: pure functions of arguments and index, learnable, and readable in slices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_large_images_read_only_what_is_asked() -> None:
 
 
 def test_large_images_hold_nothing_and_end() -> None:
-    dataset = LargeImages(rows=2, height=1 << 20, width=1 << 20)  # 12 TiB, were it made
+    dataset = LargeImages(rows=2, height=1 << 20, width=1 << 20)  # 12 TiB, if it were allocated
     part, _ = dataset.read(1, ((slice(0, 3), slice(5, 7), slice(9, 10)), ()))
     assert part.shape == (3, 2, 1)
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""Text as bytes: the joined file, its parts and its cache; windows; functions; what is refused."""
+"""Text as bytes: the corpus file, its parts and its cache; windows; functions; errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FUNCTIONS = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """Forty small files, and some that do not count."""
+    """Forty small files, and some that are ignored."""
     place = tmp_path / "texts"
     (place / "deep").mkdir(parents=True)
     for number in range(40):
@@ -88,7 +88,7 @@ def test_a_joined_text_is_made_once_and_again_when_a_file_changes(folder: str, c
     assert corpus(train=None, cache=cache, path=folder) == first and first.stat().st_mtime_ns == made
     changed = Path(folder, "file00.py")
     changed.write_text("x" * changed.stat().st_size, encoding="utf-8")
-    os.utime(changed, ns=(0, changed.stat().st_mtime_ns + 1))  # were it written within one tick of the clock
+    os.utime(changed, ns=(0, changed.stat().st_mtime_ns + 1))  # as if it were written within one tick of the clock
     second = corpus(train=None, cache=cache, path=folder)
     assert second != first and b"xxxxxxxx" in second.read_bytes()
     assert sorted(os.listdir(cache)) == sorted([first.name, second.name]), "nothing unfinished is left"
@@ -99,7 +99,7 @@ def test_several_that_start_at_once_all_see_the_complete_file(cache: str) -> Non
 
     def content() -> Iterator[bytes]:
         yield b"first half, "
-        together.wait()  # all are in the middle of it
+        together.wait()  # until all threads have begun
         yield b"second half"
 
     with ThreadPoolExecutor(4) as pool:

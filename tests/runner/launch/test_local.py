@@ -1,4 +1,4 @@
-"""Ranks start, work together, and end together, whatever ends them: real processes, as few as will do."""
+"""Ranks start, communicate, and end together, whatever ends them: real processes, as few as possible."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def alive(folder: Path) -> list[int]:
-    """Processes that wrote their id into `folder` and still exist 2 s after they should have ended."""
+    """The processes that wrote their id into `folder` and still exist 2 s after they should have ended."""
     pids = [int(path.read_text(encoding="utf-8")) for path in folder.glob("pid.*")]
     assert pids
     until = time.monotonic() + 2
@@ -125,7 +125,7 @@ def test_a_failure_ends_the_run(run: Run, tmp_path: Path, way: str, told: str) -
         assert "Traceback (most recent call last):" in log.read_text(encoding="utf-8")
     else:
         assert f"The end of its log, {log}:\n" in text
-        assert "    these are the last words" in text or way == "SIGSEGV"  # whose stack is long
+        assert "    these are the last words" in text or way == "SIGSEGV"  # its stack trace is long
     assert alive(tmp_path) == []
 
 
@@ -208,7 +208,7 @@ else:
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts processes, each with a process group of its own, that start ranks."""
+    """Starts processes, each in a new process group, that start ranks."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT, encoding="utf-8")
     started: list[subprocess.Popen[str]] = []
@@ -250,7 +250,7 @@ def test_the_parent_is_ended(
     code: int,
     stopped: bool,
 ) -> None:
-    """`stopped`: the ranks, and the server of which they are forks, are stopped before."""
+    """`stopped`: the ranks and their fork server are stopped first."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -268,7 +268,7 @@ def test_the_parent_is_ended(
         os.killpg(process.pid, number)  # as a terminal sends it: to everything in the foreground
     else:
         process.send_signal(number)
-    _, err = process.communicate(timeout=5)  # waits for everyone who holds its streams, the fork server too
+    _, err = process.communicate(timeout=5)  # waits for every process with its streams, the fork server too
     assert (process.returncode, err) == (code, "")
     assert alive(tmp_path) == []
     assert list(temporary.glob("pymp-*")) == []

@@ -1,4 +1,4 @@
-"""What this machine has at hand, read from made-up systems."""
+"""The resources of a machine, read from made-up systems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ V2 = {
 }
 V1 = {
     "proc/self/cgroup": "9:name=systemd:/\n8:pids:/\n4:cpu,memory:/on/the/host\n0::/\n",
-    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{256 * MIB}\n",  # in a container the path is not to be seen
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{256 * MIB}\n",  # in a container the path is not visible
     "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{200 * MIB}\n",
     "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {10 * MIB}\n",
     "sys/fs/cgroup/pids/pids.max": "max\n",

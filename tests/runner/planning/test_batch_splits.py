@@ -1,4 +1,4 @@
-"""parallel.copies in a config: what is refused before anything starts, and what the plan tells."""
+"""parallel.copies in a config: errors before anything starts, and the content of the plan."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_plan_lists_the_batch_splits(command, tmp_path):
     plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert (plan["copies"]["count"], plan["copies"]["rows"]) == (2, 8)
     (up,) = (one for one in plan["operators"] if one["name"] == "layers.0.feed_forward.up_proj")
-    assert up["shapes"][0] == [16, 64, 64]  # the operator of the model, for the whole batch
+    assert up["shapes"][0] == [16, 64, 64]  # the model's operator, for the full batch
     assert [one["copy"] for one in up["redistributions"]] == [0, 1]
     end = (tmp_path / "run" / "ir" / "rank_0" / "step_parallel_end.ir").read_text(encoding="utf-8")
     assert "of layers.0.feed_forward.up_proj~1: " in end and " = start(" in end

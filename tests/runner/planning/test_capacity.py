@@ -1,4 +1,4 @@
-"""What is too large for this machine is refused before anything starts, in one paragraph."""
+"""A run that is too large for this machine is refused before anything starts, in one paragraph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GB = 10**9
 
 @pytest.fixture
 def room(monkeypatch):
-    """`room(memory=..., threads=..., files=..., own=...)` is what the machine has; None: any number."""
+    """`room(memory=..., threads=..., files=..., own=...)` sets the machine's resources; None: unlimited."""
 
     def put(memory=None, threads=None, files=None, own=None):
         monkeypatch.setattr(machine, "memory_at_hand", lambda: memory)

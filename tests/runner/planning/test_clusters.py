@@ -1,4 +1,4 @@
-"""The section `cluster`: what is shipped, what a file says, what is refused, and what runs are priced on by default."""
+"""The section `cluster`: shipped descriptions, files, errors, and the default description for cost estimates."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def test_a_file_describes_a_machine(tmp_path):
 def test_a_described_cluster_says_how_many_ranks_are_planned():
     assert device_of(compose("cluster=dgx_h100", "cluster.nodes=2", "job=plan")) == ("cpu", 16)
     assert device_of(compose("cluster=dgx_h100", "cluster.nodes=2", "job=plan", "world_size=4")) == ("cpu", 4)
-    assert device_of(compose("cluster=dgx_h100", "device=cpu")) == ("cpu", 8)  # a run has the ranks of this machine
+    assert device_of(compose("cluster=dgx_h100", "device=cpu")) == ("cpu", 8)  # a run uses the ranks of this machine
 
 
 REFUSED = [

@@ -1,4 +1,4 @@
-"""Joint decisions: as brute force decides, within the memory, and as the ranks then train."""
+"""Joint optimisation: equal to brute force, within the memory limit, and as the ranks train it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AUTO = (*STACK, "parallel=auto", "parallel.search=dynamic_programming", *OPEN)
 
 @pytest.fixture(scope="module")
 def stacked():
-    """The open decision of a small stack, and every choice with its cost; the bounds before it are no higher."""
+    """The open decision of a small stack, and the cost of every choice; earlier lower bounds never exceed it."""
     deciding = JointDecision(compose_config(*DATA, "parallel.plan_cache=null"), print)
     found = {}
     for choice in deciding.bounds:
@@ -99,7 +99,7 @@ STAGED = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
     ids=["ZeRO", "stages"],
 )
 def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
-    """Held to all numbers of layers of every group of ranks, one by one."""
+    """Compared with brute force over the number of recomputed layers of every group of ranks."""
     words = (*DEEP, *words, "parallel.recompute=auto", "parallel.plan_cache=null")
     free = JointDecision(compose_config(*words), print)
     every = {one: free.fastest(one) for one in free.bounds if one.recompute == "full"}
@@ -144,7 +144,7 @@ def test_layers_that_are_computed_again_train_as_one_process(start):
 
 
 def test_a_given_pipeline_computes_again_as_little_as_keeps_the_limit(start, command):
-    """Every stage as much as it needs."""
+    """Every stage recomputes only as many layers as it needs."""
     words = (*DEEP, "world_size=2", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
     free = start(*words, verb="plan", folder="free").plan["memory"]["peak"]
     least = start(*words, "parallel.recompute=full", verb="plan", folder="least").plan["memory"]["peak"]
@@ -261,7 +261,7 @@ def test_what_is_known_of_bytes_holds_whatever_a_step_does(words):
         try:
             price = one.fastest(choice)
         except ConfigError:
-            continue  # a stage that does not go with what is asked for
+            continue  # the stage conflicts with the requested options
         bounds = replace(price, traced={}).bounds(None)
         assert all(a <= b <= c for a, b, c in zip(bounds.recomputed, bounds.least, price.peaks, strict=True))
     assert len(one.estimates) >= 6
@@ -280,11 +280,11 @@ def test_where_too_little_room_is_guessed_the_plan_that_keeps_least_is_tried():
         assert one.smaller_plan(choice, room, [(free, 2**40)]).search["bytes"] == pytest.approx(least)
     assert one.smaller_plan(choice, int(free) + 1, [(free, 2**40)]).search["bytes"] == free
     one = JointDecision(compose_config(*words, "parallel.memory_limit=1GB"), print)
-    assert one.smaller_plan(choice, None, [(free, 2**20)]) is None  # near the limit
+    assert one.smaller_plan(choice, None, [(free, 2**20)]) is None  # close to the limit
 
 
 def test_plans_that_compute_other_things_again_are_lowered_once():
-    """What comes of it is what each would be lowered to."""
+    """The shared program equals the result of lowering each plan separately."""
     one = JointDecision(compose_config(*DEEP, "world_size=2", *OPEN, "parallel.plan_cache=null"), print)
     graph, made = one.captured(one.rows)[1].graph, Programs()
     plans = [one.best_plan(Choice(1, 0, 1, again), None) for again in ("none", "selective", "full")]

@@ -1,4 +1,4 @@
-"""Search budgets, for made-up ranks whose bytes follow those of the search in several ways."""
+"""Search budgets, for made-up ranks whose bytes are different functions of the search's estimate."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_search_plan_and_operators_have_one_cost(recipe: str, overrides: tuple[s
     assert content is not None
     cost = content["cost"]
     assert content["search"]["cost"] == pytest.approx(cost["total"], rel=1e-9)
-    if "pipeline" in content:  # its stages have costs of their own
+    if "pipeline" in content:  # each stage has its own cost
         return
     predicted = [operator["predicted"] for operator in content["operators"]]
 

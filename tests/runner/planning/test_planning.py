@@ -1,4 +1,4 @@
-"""Where a run takes its plan from: a file, the cache, or the search."""
+"""The source of a run's plan: a file, the cache, or the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before any rank starts, although the config alone does not show it."""
+"""Errors that are found before any rank starts, but not from the config alone."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def test_a_search_knows_what_the_optimizer_keeps(momentum, kept):
     ids=str,
 )
 def test_a_search_knows_how_many_micro_batches_take_a_step(words, turns):
-    """A pipeline of two stages waits for one more."""
+    """The bubble of a pipeline of two stages adds one micro-batch."""
     config = compose_config(*SMALL, "parallel=data_parallel", "data.batch_size=64", *words)
     assert request_of(config, 4).turns == turns
 

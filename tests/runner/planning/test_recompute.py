@@ -1,4 +1,4 @@
-"""parallel.recompute in a config: what is refused before anything starts, and what it says to choose."""
+"""parallel.recompute in a config: errors before anything starts, and the alternatives that they suggest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As few layers as keep a limit, for made-up groups of ranks whose bytes fall with every layer."""
+"""Recompute selection: the fewest layers that keep a limit, for made-up groups whose bytes fall with every layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT = 60
 
 
 def found(sizes: Sequence[Sequence[int]], measured: bool = True, guess: float = 1.0) -> tuple[list[int], int]:
-    """Of groups with these bytes by recomputed layers: how many are, and how many numbers were tried."""
+    """For groups with `sizes` by the number of recomputed layers: that number per group, and the number of trials."""
     every = [tuple(f"{group}.{layer}" for layer in range(len(one) - 1)) for group, one in enumerate(sizes)]
     most = [round(guess * one[0]) for one in sizes]
     fewest = FewestLayers(LIMIT, every, most, [one[-1] for one in sizes], measured=measured)
@@ -57,7 +57,7 @@ def test_what_is_surely_among_them_is_no_more_than_is_found():
 
 
 def test_a_layer_of_two_groups_leaves_none_too_small():
-    """One group recomputes what the other one takes for its own: it needs more than expected."""
+    """Both groups have layer b: recomputing it frees less than the second group expects, so it needs more layers."""
     fewest = FewestLayers(LIMIT, [("a", "b"), ("b", "c")], [70, 50], [50, 40], measured=True)
     layers = fewest.next()
     assert layers == {"a"}

@@ -1,4 +1,4 @@
-"""A search that takes long says so."""
+"""A long search reports its progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of stored bytes from names and layouts is never more than a trace counts."""
+"""The lower bound of stored bytes from names and layouts never exceeds the bytes of a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPES = ("ffn_auto", "gpt", "llama", "mae_784", "megatron_sp", "megatron_tp", 
 
 @pytest.fixture(scope="module", params=RECIPES)
 def made(request):
-    """The graph of a recipe, its own plan and a searched one."""
+    """The graphs of a recipe with its configured plan and with a searched one."""
     found = []
     for words in ((), ("parallel=auto", "parallel.search=dynamic_programming")):
         config = compose_config(f"+recipe={request.param}", *words, "parallel.plan_cache=null")

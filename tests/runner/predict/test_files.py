@@ -1,4 +1,4 @@
-"""Predictions on the disk: complete or not there, in order, readable by others."""
+"""Prediction files: complete or absent, in order, readable by other users."""
 
 import json
 from dataclasses import dataclass

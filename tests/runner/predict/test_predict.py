@@ -1,4 +1,4 @@
-"""Predictions are those of the plain model, in every mode, whatever plan the weights were stored under."""
+"""Predictions equal those of the plain model, in every mode, whatever plan the weights were stored under."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = "predict.data.args={rows: 50, seed: 1}"
 
 
 def trained() -> networks.Classifier:
-    """A classifier whose weights are not those of any seed of a run."""
+    """A classifier whose weights no seed of a run produces."""
     torch.manual_seed(123)
     return networks.Classifier()
 
@@ -201,7 +201,7 @@ def test_every_recipe_can_be_predicted_with(recipe):
 
 @pytest.mark.slow
 def test_what_was_trained_is_predicted_under_another_plan(start, tmp_path):
-    """Rows of the run's own evaluation: the score is that of the run."""
+    """On the rows of the run's evaluation, the score equals that of the run."""
     words = (*SMALL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", "optimizer.args.lr=0.5")
     zero = ("parallel=data_parallel", "parallel.zero.stage=2")
     trained_there = start(*words, *zero, "checkpoint.form=both", folder="trained")

@@ -1,4 +1,4 @@
-"""Predictions of models of transformers are what the library itself computes from the merged weights."""
+"""Predictions of models of transformers equal the library's results from the merged weights."""
 
 from __future__ import annotations
 

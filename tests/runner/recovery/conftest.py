@@ -1,4 +1,4 @@
-"""Entries of this folder are found by the ranks, which get the path of this process."""
+"""Makes the rank functions of this folder importable: ranks inherit `sys.path` of this process."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def remembered():
 
 @pytest.fixture
 def undisturbed(start, remembered):
-    """`undisturbed(*words)` is what that run leaves when nothing happens to it."""
+    """`undisturbed(*words)` returns the results of that run without a failure."""
 
     def call(*words):
         if words not in remembered:

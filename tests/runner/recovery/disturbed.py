@@ -1,4 +1,4 @@
-"""Runs that are disturbed on purpose, and what they leave."""
+"""Runs with injected faults, and the results that they leave."""
 
 import json
 

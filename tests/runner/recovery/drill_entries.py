@@ -1,4 +1,4 @@
-"""What the ranks of these tests run in place of plain training."""
+"""Rank functions that these tests run instead of plain training."""
 
 import pickle
 from dataclasses import replace
@@ -31,7 +31,7 @@ def with_another_torch(rank, payload):
 
 def with_other_code(rank, payload):
     plain = agreement._hash
-    if rank.rank == 2:  # what another version of the package would generate for the same plan
+    if rank.rank == 2:  # as another version of the package would lower the same plan
         agreement._hash = lambda text: plain(text.replace("aten", "other"))
     return train_prepared(rank, payload)
 
@@ -43,7 +43,7 @@ def _changed(rank, payload, change):
 
 
 def deadlock(rank, way):
-    """Two ranks call what the other one does not."""
+    """Two ranks wait in different collectives."""
     mesh = Mesh((("a", 2),))
     communicator = Communicator(mesh, rank.rank, [("a",)])
     other = communicator.own_group(("a",)) if way == "each other" else communicator.group(("a",))

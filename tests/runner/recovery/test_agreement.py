@@ -1,4 +1,4 @@
-"""Ranks that do not run the same are named before the first step."""
+"""Ranks with different programs or versions are reported before the first step."""
 
 import pytest
 from small import MODES, SMALL

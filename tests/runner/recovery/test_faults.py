@@ -1,4 +1,4 @@
-"""Injected faults happen where they are asked to, once per run folder, and the run goes on after each."""
+"""Injected faults happen where configured, once per run folder, and the run recovers from each."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again(start, undisturbed,
     "words", [pytest.param((), marks=pytest.mark.slow), ("parallel.strategies={inner.matmul: [[4,1],[1,1]]}",)]
 )
 def test_a_rank_that_is_gone_for_good(start, undisturbed, capfd, words):
-    """It fails twice without a save in between; the others go on by themselves. 12 rows are for 4, 3 and 2 ranks."""
+    """It fails twice without a save in between; the others continue alone. 4, 3 and 2 ranks divide 12 rows."""
     expected = start(*FOUR, "data.batch_size=12", *words, folder="whole").losses
     capfd.readouterr()
     twice = ["{kind: kill, rank: 3, step: 4, phase: data}"] * 2
@@ -104,7 +104,7 @@ def test_several_failures_under_other_plans(start, undisturbed, words):
     wanted = (
         "{kind: raise, rank: 2, step: 3, phase: backward}",
         "{kind: kill, rank: 1, step: 5, phase: collective}",
-        "{kind: kill, rank: 0, step: 6, phase: save}",  # the last one: no other may happen while it saves
+        "{kind: kill, rank: 0, step: 6, phase: save}",  # the last one, so that no other fault happens while it saves
     )
     ended = start(*words, *RESTARTS, faults(*wanted))
     assert stored(ended.folder) == expected

@@ -1,4 +1,4 @@
-"""Who keeps whom waiting: told from what simulated ranks have stored, and on real ones."""
+"""Hang diagnosis: which rank blocks which, from the flight recorders of simulated and of real ranks."""
 
 import os
 import re
@@ -21,7 +21,7 @@ WORLD = 4
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Four ranks in a mesh (dp 2, tp 2): each knows the world, its row and its column."""
+    """The flight recorders of four ranks in a mesh (dp 2, tp 2), with the groups world, tp and dp."""
     found = []
     for rank in range(WORLD):
         one = FlightRecorder()
@@ -41,7 +41,7 @@ def told(tmp_path):
 
 
 def join(rank, group, kind=SUM, text=None):
-    """The rank enters a call, for `text`."""
+    """The rank enters a collective of the operator `text`."""
     rank.cells[PLACE] = 0 if text is None else rank.place(text)
     rank.enter(group, kind)
 
@@ -69,7 +69,7 @@ def test_ranks_that_never_joined(ranks, told):
 
 
 def test_the_one_who_keeps_all_waiting_is_found_behind_the_others(ranks, told):
-    join(ranks[0], "tp")  # waits for 1, which waits for 3, which is elsewhere
+    join(ranks[0], "tp")  # waits for 1, which waits for 3, which is in no call
     join(ranks[1], "dp", text="the loss")
     found = told()
     assert found.hung == (3,)
@@ -98,7 +98,7 @@ def test_one_who_came_to_a_halt_inside_of_a_call_that_all_had_joined(ranks, told
 
 
 def test_one_who_halted_in_a_call_that_all_have_joined(ranks, told):
-    """Nothing but its silence tells it from the one that waits for it there."""
+    """Only its missing heartbeat distinguishes it from the rank that waits for it."""
     join(ranks[0], "tp", GATHER, "weight")
     join(ranks[1], "tp", GATHER, "weight")
     join(ranks[2], "world", SUM, "the loss")
@@ -129,7 +129,7 @@ def test_ranks_that_make_different_calls(ranks, told):
 def test_one_who_receives_waits_for_one_who_has_not_sent(ranks, told):
     join(ranks[0], "tp", SEND)
     join(ranks[1], "tp", RECEIVE)
-    assert told() is None  # under way
+    assert told() is None  # in transfer
     ranks[0].leave()
     ranks[1].leave()
     join(ranks[1], "tp", RECEIVE)
@@ -137,7 +137,7 @@ def test_one_who_receives_waits_for_one_who_has_not_sent(ranks, told):
 
 
 def test_one_that_is_behind_where_nobody_is_seen_to_wait(ranks, told):
-    """As on a GPU, where calls return before they are done."""
+    """As on a GPU, where calls return before they complete."""
     for number, rank in enumerate(ranks):
         for _ in range(3 - (number == 2)):
             join(rank, "world")
@@ -149,7 +149,7 @@ def test_one_that_is_behind_where_nobody_is_seen_to_wait(ranks, told):
 
 
 def test_calls_that_were_begun_earlier(ranks, told):
-    """Rank 0 waits for its first call, though it has begun a second one; rank 1 has begun none."""
+    """Rank 0 waits for its first call although it has started a second one; rank 1 has started none."""
     for _ in range(2):
         join(ranks[0], "tp")
         ranks[0].leave()
@@ -171,7 +171,7 @@ def test_a_stall_is_noticed(ranks, tmp_path, monkeypatch):
     stall = Stall(files, timeout=-GRACE + 0.2)
     assert not stall.found()
     time.sleep(0.3)
-    assert not stall.found()  # before the second step a rank may compile for long
+    assert not stall.found()  # before the second step a rank may compile for a long time
     for rank in ranks:
         rank.begin(1)
         rank.begin(2)
@@ -179,13 +179,13 @@ def test_a_stall_is_noticed(ranks, tmp_path, monkeypatch):
     time.sleep(0.3)
     assert stall.found()
     ranks[2].begin(3)
-    assert not stall.found()  # one that moves on is enough
+    assert not stall.found()  # one rank that makes progress is enough
     join(ranks[1], "tp")
     assert not stall.found()
     time.sleep(0.3)
     for rank in (0, 2, 3):
         ranks[rank].begin(4)
-    assert stall.found()  # unless one waits
+    assert stall.found()  # unless one waits in a collective
 
 
 def test_every_byte_is_read_by_others(tmp_path):
@@ -235,7 +235,7 @@ def test_a_hang_in_training(start, words, fault, told):
 
 
 def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
-    """It cannot say anything, and holds what it holds."""
+    """A stopped process cannot report, but keeps its locks and connections."""
 
     def stop():
         metrics = tmp_path / "run" / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""A restart goes on with its own run, whatever else is in the folder."""
+"""A restart resumes its own run, whatever else is in the folder."""
 
 import json
 
@@ -13,7 +13,7 @@ def resumed(folder):
 
 
 def test_a_restart_takes_only_checkpoints_of_its_own_run(start):
-    """In a folder that holds a longer one; then from an earlier step of it that is given, before anything is saved."""
+    """First in the folder of a longer run; then from an earlier step of it given by path, before a new save."""
     expected = stored(start(*WORDS, "train.steps=4", "train.seed=1", folder="truth").folder)
     longer = start(*WORDS, "train.steps=8").folder
     killed = "{kind: kill, rank: 0, step: 2, phase: data}"

@@ -1,4 +1,4 @@
-"""Survivors of a failure leave what is in their memory, and the restart loses no step."""
+"""Ranks that survive a failure save their state from memory, and the restart loses no step."""
 
 import json
 import re
@@ -76,7 +76,7 @@ def test_what_is_not_whole_is_not_used(start, undisturbed, capfd, words, fault, 
 
 
 def test_weights_in_change_are_not_left(start, undisturbed, capfd):
-    """Batch norm writes its buffers in forward: what is there in backward is no state between two steps."""
+    """Batch norm updates its buffers in forward, so during backward they are not the state between two steps."""
     words = (*PLAIN, "model.args.norm=true", "checkpoint.every=2")
     expected = undisturbed(*words)
     capfd.readouterr()

@@ -1,4 +1,4 @@
-"""Which hosts and ranks a run goes on with when some are gone."""
+"""Which hosts and ranks a run continues with after losing some."""
 
 import json
 import re
@@ -46,7 +46,7 @@ PIPELINES = {
 
 
 def fitting(made, count):
-    """The candidates for `count` ranks that are valid; whatever is wrong with the others is a rule that they break."""
+    """The valid candidates for `count` ranks. Asserts that all others break a rule of the config."""
     found = []
     for values in candidates(made, count):
         try:

@@ -23,7 +23,7 @@ from runner.launch.stopping import EXIT_CODE, Stopping
 
 @pytest.mark.parametrize("coupled", [True, False])
 def test_simulated_ranks_agree_on_the_last_step(monkeypatch, coupled):
-    """Ranks that wait for one another at every step, and ranks that run free, however far apart."""
+    """Ranks that synchronize at every step, and ranks that run independently, however far apart."""
     requested, store, world = threading.Event(), dist.HashStore(), 5
     monkeypatch.setattr(stopping, "_requested", requested)
     meeting, lasts = threading.Barrier(world), {}
@@ -85,7 +85,7 @@ def wait_for_steps(process, folder, steps):
 
 @pytest.mark.parametrize("to_a_rank", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
-    """As the terminal or a scheduler sends it to the command, and as one sends it to a rank."""
+    """Sent to the command, as by a terminal or a job scheduler, and to a single rank."""
     folder = tmp_path / "stopped"
     process = begun(folder)
     try:
@@ -114,7 +114,7 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_the_end_of_a_terminal_save_too(tmp_path, number):
-    """They reach everything in the foreground, and a scheduler's signal may reach the ranks, too."""
+    """A terminal signals the foreground process group; a job scheduler may signal the ranks, too."""
     folder = tmp_path / "stopped"
     process = begun(folder)
     try:
@@ -134,7 +134,7 @@ def test_ctrl_c_and_the_end_of_a_terminal_save_too(tmp_path, number):
 
 @pytest.mark.parametrize("after", [0.0, 0.1, 0.7])
 def test_ctrl_c_before_there_is_anything_to_save(tmp_path, after):
-    """Twice, while the command imports what it needs, reads its config or starts."""
+    """Two signals while the command imports modules, reads its config or starts."""
     process = begun(tmp_path / "never")
     try:
         maps = Path(f"/proc/{process.pid}/maps")
@@ -194,7 +194,7 @@ def test_a_second_one_ends_it_at_once(tmp_path):
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
         time.sleep(1.0)
-        assert process.poll() is None  # it waits for the step, which does not end
+        assert process.poll() is None  # it waits for the end of the step, which never comes
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         err = process.communicate(timeout=30)[1]

@@ -1,4 +1,4 @@
-"""What is outside of training is watched and started again too, and what is slow is left alone."""
+"""The watchdog also covers preparation and saving; a slow but active process is not restarted."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_a_process_that_is_silent_for_long_is_given_up(run, monkeypatch):
     monkeypatch.setattr(liveness, "QUIET", 1.0)
     with pytest.raises(RunFailed, match=r"^the search .* hung: .* It was in \S*troubles.py:\d+ \(sleep\)"):
         run("sleep")
-    assert run("compute", 4.5) == "done"  # which is not silent
+    assert run("compute", 4.5) == "done"  # computing counts as activity
 
 
 def test_a_fork_server_that_is_killed_is_named(run):
@@ -105,7 +105,7 @@ def test_a_full_disk_in_training_is_named(start, trouble):
 
 
 def test_slow_rows_are_no_hang(start, trouble):
-    """A step takes longer than any rank may be silent, on all ranks alike."""
+    """A step takes longer than the silence limit, on all ranks."""
     trouble("slow rows")
     assert len(start(*TWO, "data.batch_size=10", "train.steps=2", "launch.timeout=1").losses) == 2
 
@@ -167,7 +167,7 @@ def test_signs_of_life():
             process.kill()
     with subprocess.Popen(["sh", "-c", "sh -c 'while :; do :; done'; :"], start_new_session=True) as process:
         try:
-            signs = Signs(process.pid)  # it waits for its child, which computes
+            signs = Signs(process.pid)  # the process waits for its computing child
             alone = Signs(process.pid, children=False)
             spinning = Signs(process.pid, computing=False)
             time.sleep(0.5)
@@ -197,7 +197,7 @@ def test_a_process_that_ends_while_it_is_looked_at(monkeypatch):
 
 
 class Shown:
-    """Signs as a test wants them."""
+    """Simulated signs of activity."""
 
     def __init__(self):
         self.silent = self.still = False
@@ -222,18 +222,18 @@ def test_a_stall_is_no_slowness(tmp_path):
     stall = Stall(files, -GRACE + 0.1, shown)
     stall.found()
     time.sleep(0.2)
-    assert not stall.found()  # as long as one computes
+    assert not stall.found()  # not while one computes
     shown[0].silent = True
     assert not stall.found()
     shown[1].still = True
     assert stall.found()
     ranks[0].advance(4096)
-    assert not stall.found()  # nor where one writes
+    assert not stall.found()  # nor while one writes
     shown[1].still, shown[1].silent = False, True
     time.sleep(0.2)
     assert stall.found()
     at = [read_state(file) for file in files]
-    assert diagnose(at, 5.0).hung == (0,)  # both have written their parts, which rank 0 puts together
+    assert diagnose(at, 5.0).hung == (0,)  # both have written their files; rank 0 finishes the checkpoint
     ranks[0].cells[SAVES] += 2
     ranks[1].cells[SAVES] += 1
     at = [read_state(file) for file in files]
@@ -250,7 +250,7 @@ def test_who_looks_late_knows_nothing(tmp_path, monkeypatch):
     shown.silent = True
     stall = Stall([tmp_path / "0.where"], 5.0, [shown])
     stall.found()
-    clock[0] += 1000.0  # the parent itself was stopped
+    clock[0] += 1000.0  # the parent was stopped itself
     assert not stall.found()
     for _ in range(5):
         clock[0] += 2.0

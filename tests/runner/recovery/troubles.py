@@ -1,4 +1,4 @@
-"""Datasets that get the process that reads them into trouble, and entries that do it by themselves.
+"""Datasets that disturb the process that reads them, and rank functions that disturb themselves.
 
 `TROUBLE` in the environment names what happens, and `TROUBLE_MARK` a file that says that it has happened once.
 """
@@ -17,7 +17,7 @@ from runner.checkpoint import writing
 
 
 def once(what):
-    """Whether it is time for trouble of the kind `what`, which comes once."""
+    """Whether trouble of the kind `what` is due; it happens once."""
     mark = Path(os.environ["TROUBLE_MARK"])
     if os.environ["TROUBLE"] != what or mark.exists():
         return False
@@ -26,7 +26,7 @@ def once(what):
 
 
 class Troubled(Points):
-    """Signals in the constructor, while the run is prepared; slow files in the ranks."""
+    """Signals in the constructor, during preparation; slow files in the ranks."""
 
     def __init__(self, **args):
         super().__init__(**args)
@@ -49,7 +49,7 @@ class Troubled(Points):
 
 
 def slow_files():
-    """Every block takes its time, and there are many of them."""
+    """Every block is slow to read, and there are many."""
     writing.BLOCK = 400
     plain = writing.recorder.advance
 
@@ -61,7 +61,7 @@ def slow_files():
 
 
 def fill():
-    """From now on no file of this process grows, as where the disk is full."""
+    """From now on no file of this process can grow, as on a full disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     print("these words find no room")

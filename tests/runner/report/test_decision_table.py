@@ -1,4 +1,4 @@
-"""Joint decisions in explain and in the report, with the runner-up and the difference."""
+"""Jointly optimised choices in explain and in the report, with the runner-up and the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run explain OPERATOR`: who chose its slices, what is sent around it, and the next best."""
+"""`run explain OPERATOR`: the origin of its strategy, its communication, and the next best strategy."""
 
 from __future__ import annotations
 

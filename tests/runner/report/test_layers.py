@@ -1,4 +1,4 @@
-"""Layers of a plan: which are one kind, which are not, and that every operator is in one."""
+"""Layers of a plan: which are equivalent, which are not, and that every operator is in one."""
 
 from __future__ import annotations
 

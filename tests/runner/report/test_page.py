@@ -1,4 +1,4 @@
-"""report.html: strictly well-formed, alone in the world, small whatever the depth; and drawn by a real browser."""
+"""report.html: strictly well-formed, self-contained, small at any model depth; and rendered by a real browser."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-sh
 
 
 class Strict(HTMLParser):
-    """Counts elements and collects texts; fails at an end tag that ends something else, and at what is left open."""
+    """Counts elements and collects texts; fails at mismatched end tags and at unclosed elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def content(folder):
 
 
 def check(text):
-    """What holds for every page. Returns it parsed."""
+    """Check the invariants of every page. Returns it parsed."""
     parsed = Strict(text)
     assert text.startswith("<!DOCTYPE html>\n<html lang=")
     assert parsed.seen["html"] == parsed.seen["head"] == parsed.seen["body"] == 1
@@ -190,7 +190,7 @@ def test_edges_over_which_something_is_sent_are_marked(content):
 
 @pytest.mark.slow
 def test_a_browser_draws_it(folder, tmp_path):
-    """Every browser on this machine keeps all elements, none is moved or dropped, and the picture is not blank."""
+    """In every browser on this machine, all elements keep their place, and the screenshot is not blank."""
     file = folder / "report.html"
     expected = check(file.read_text(encoding="utf-8")).seen
     found = [path for path in map(shutil.which, BROWSERS) if path]

@@ -1,4 +1,4 @@
-"""What a plan promises: speed, the bottleneck, and what would help; on machines that are only described."""
+"""Predictions of a plan: speed, the bottleneck, and possible improvements; on described clusters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_speed_and_flops(start):
 
 
 def test_no_device_and_no_memory_is_needed_and_no_plan_does_more_than_the_peak(start):
-    """Products that run in bf16 are measured by the peak of bf16, whatever their parameters are."""
+    """The utilization of bf16 matmuls is relative to the bf16 peak, whatever the dtype of their parameters."""
     options = ("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16")
     plan = start(*options, verb="plan").plan
     assert plan["mesh"] == {"dp": 16}
@@ -95,7 +95,7 @@ def test_slow_links_bind_and_faster_ones_help(start, capsys):
 
 
 def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(start, capsys):
-    """A net of a few thousand parameters on a fast GPU: neither its flops nor its memory take any time."""
+    """A model of a few thousand parameters on a fast GPU, whose compute and memory time are negligible."""
     prediction = start(*SMALL, "world_size=1", "parallel.mode=data_parallel", "cluster=one_gpu", verb="plan").plan[
         "prediction"
     ]
@@ -108,7 +108,7 @@ def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(st
 
 
 def test_useless_ranks_are_reported(start, capsys):
-    """A net so small that the exact search gathers the batch and computes it on every rank."""
+    """A model so small that the exact search gathers the batch and computes it on every rank."""
     options = ("parallel=auto", "parallel.search=dynamic_programming", "cluster=dgx_h100")
     layouts = {
         layout for entry in start(*SMALL, *options, verb="plan").plan["operators"] for layout in entry["out_layouts"]
@@ -154,8 +154,8 @@ def test_plans_without_words_have_no_tokens(start):
 
 
 def test_every_copy_of_an_operator_is_begun(start):
-    """Copies compute as much as one, in twice as many calls; but for what cuts and joins the batch, what operators take
-    adds up to the step."""
+    """Two batch splits compute as much as one, in twice as many calls; except for splitting and joining the batch, the
+    times of the operators add up to the step."""
     plan = start("+recipe=gpt_multi_copy", "cluster=dgx_h100", verb="plan").plan
     one = start("+recipe=gpt_multi_copy", "cluster=dgx_h100", "parallel.copies=1", verb="plan", folder="one").plan
     parts = [entry["predicted"] for entry in plan["operators"]]

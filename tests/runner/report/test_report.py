@@ -1,4 +1,4 @@
-"""What a run tells: metrics of every step, the console, TensorBoard, the memory and time that it predicts."""
+"""The outputs of a run: metrics of every step, the console, TensorBoard, predicted memory and time."""
 
 import json
 import sys
@@ -61,8 +61,8 @@ def test_tensorboard_that_is_not_installed(start, monkeypatch):
 
 @pytest.mark.parametrize(("stage", "share", "copies"), [(0, 1, 2), (1, 8, 3), (2, 8, 3), (3, 8, 3)])
 def test_memory_by_stage(start, stage, share, copies):
-    """From stage 1 on the optimizer works on copies of the weights. At stages 1 and 2 a rank keeps the gradients of all
-    parameters of which it holds a part."""
+    """From stage 1 on, the optimizer updates copies of the weights. At stages 1 and 2 a rank keeps the gradients of all
+    parameters of which it owns a shard."""
     memory = start("+recipe=zero", f"parallel.zero.stage={stage}", verb="plan").plan["memory"]
     shapes = [a * b for a, b in zip((784, 512, 256, 128, 64), (512, 256, 128, 64, 10), strict=True)]
     size = 4 * (sum(shapes) + 512 + 256 + 128 + 64 + 10)

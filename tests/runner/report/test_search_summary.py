@@ -1,4 +1,4 @@
-"""A search in words: the mesh with its runner-up, and both prices of propagation."""
+"""The search summary: the mesh with its runner-up, and both costs of sharding propagation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on the console: aligned, whole, and plain wherever standard output is no terminal."""
+"""Tables on the console: aligned, not truncated, and plain unless standard output is a terminal."""
 
 from __future__ import annotations
 

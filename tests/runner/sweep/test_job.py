@@ -1,4 +1,4 @@
-"""What a sweep remembers of its jobs: which are done, and which folder is whose."""
+"""The records of a sweep: which jobs are done, and which folder belongs to which job."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Hydra's plugins for sweeps: jobs in other processes, started by joblib and submitit, and jobs that Optuna chooses."""
+"""Hydra's sweep plugins: jobs in other processes, started by joblib and submitit, and jobs chosen by Optuna."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""The table and the page of a sweep, and a sweep that is started again."""
+"""The table and the page of a sweep, and restarting a sweep."""
 
 import csv
 import json
@@ -47,7 +47,7 @@ def test_long_errors_are_cut_on_the_terminal_only():
 
 
 class Counting(HTMLParser):
-    """Counts elements, and the end tags that are missing."""
+    """Counts elements and missing end tags."""
 
     def __init__(self, text):
         super().__init__()

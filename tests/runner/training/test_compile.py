@@ -1,5 +1,5 @@
-"""train.compile=true: the ranks' programs through torch.compile train to the same numbers as the eager module on one
-process; where that cannot be done it is told."""
+"""train.compile=true: the ranks' compiled programs train to the same numbers as the eager module on one process;
+unsupported settings are reported."""
 
 import pytest
 from composing import compose_config

@@ -1,4 +1,4 @@
-"""parallel.memory_limit, parallel.recompute=auto and train.measure_memory, as a user meets them."""
+"""parallel.memory_limit, parallel.recompute=auto and train.measure_memory, through the command."""
 
 from __future__ import annotations
 

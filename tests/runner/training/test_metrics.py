@@ -1,4 +1,4 @@
-"""The record of a run: what is on disk, what is on the console, and what a resumed run makes of it."""
+"""The metrics of a run: on disk, on the console, and after a resume."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with Metrics(tmp_path, log_every=1, total_steps=3, first_step=2) as metrics:
         train(metrics, 2, 3)
         metrics.say("a checkpoint was written")
-    assert log.getvalue() == "a checkpoint was written\n"  # the bar is for the terminal alone
+    assert log.getvalue() == "a checkpoint was written\n"  # the progress bar is only for the terminal
     shown = terminal.getvalue()
     assert "a checkpoint was written\n" in shown
     assert "3/3" in shown and "loss=0.333" in shown
-    assert "step 3/3" not in shown  # no lines beside the bar
+    assert "step 3/3" not in shown  # no lines in addition to the progress bar
 
 
 @pytest.mark.parametrize(("progress", "bar"), [("auto", True), (True, True), (False, False)])

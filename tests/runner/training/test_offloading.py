@@ -1,4 +1,4 @@
-"""`parallel.offload` and `parallel.place` through the command: refusals, what a run says, and going on from a disk."""
+"""`parallel.offload` and `parallel.place` through the command: errors, reports, and resuming with a disk folder."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PARALLEL = (*SMALL, *MODES["data_parallel"])
 OFFLOAD = "parallel.offload"
 STAGE3 = "parallel.zero.stage=3"
 
-# words, the keys that clash, what to choose
+# words of the command line, the keys that clash, the alternative
 BAD = [
     ((f"{OFFLOAD}.optimizer=host",), (f"{OFFLOAD}.optimizer = 'host'", "parallel.zero.stage = 1, 2 or 3"), "=none"),
     ((f"{OFFLOAD}.optimizer=disk", "parallel.zero.stage=2"), (f"{OFFLOAD}.optimizer", "parallel.zero.stage"), "=host"),
@@ -55,7 +55,7 @@ def test_refused(command, tmp_path, words, keys, choose):
 
 @pytest.mark.parametrize("mode", ["stand_alone", "semi_auto", "hybrid"])
 def test_activations_move_without_a_trace(start, mode):
-    """The same losses to the bit, in every mode; what moved is in every line and in what the run returns."""
+    """Bit-identical losses in every mode; every line of metrics and the run's result record the bytes moved."""
     words = (*SMALL, *(HYBRID if mode == "hybrid" else MODES[mode]), "train.accumulate=2")
     plain = start(*words, folder="plain")
     assert "offload" not in plain.records[0] and plain.results[-1]["offload"] == {}
@@ -107,7 +107,7 @@ def test_recipes_are_verified(start, name):
         assert ended.results[0]["offload"][f"{kind}_held"] > 0
 
 
-@pytest.mark.slow  # the killed run below goes on from such states, too
+@pytest.mark.slow  # the killed run below resumes from such states, too
 def test_going_on_from_states_on_a_disk(start):
     """Saved from the disk and read back to it: the same bits as a run that was never stopped."""
     words = ("+recipe=gpt_offload_disk", "+data.args.limit=200000", "train.log_every=1")
@@ -123,7 +123,7 @@ def test_going_on_from_states_on_a_disk(start):
 
 
 def test_a_killed_run_leaves_nothing_to_the_next_and_is_continued(start, tmp_path):
-    """The whole command is killed in the middle of a step, while tensors are on their way to the disk."""
+    """The command and its ranks are killed during a step, while tensors are being written to the disk."""
     words = ("+recipe=gpt_offload_disk", "+data.args.limit=200000", "train.log_every=1", "checkpoint.every=1")
     start(*words, "train.steps=4", folder="whole")
     folder = tmp_path / "killed"
@@ -136,7 +136,7 @@ def test_a_killed_run_leaves_nothing_to_the_next_and_is_continued(start, tmp_pat
         os.killpg(running.pid, signal.SIGKILL)
 
     def hidden():
-        """But for the lock, which the kernel has released."""
+        """Except for the lock, which the kernel has released."""
         return [path for path in folder.iterdir() if path.name.startswith(".") and path.name != ".lock"]
 
     left = hidden()

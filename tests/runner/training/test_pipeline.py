@@ -1,4 +1,4 @@
-"""Pipelines on real ranks: one process agrees, bytes are those predicted, runs go on bit for bit, bad ones are told."""
+"""Pipelines on real ranks: agreement with one process, predicted bytes, bit-exact resumes, errors for bad configs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_zero_of_a_stage_that_does_not_divide(start, kind):
-    """With plain descent a wrong norm is a wrong step; the norms are well above what is clipped at."""
+    """With plain SGD a wrong norm is a wrong step; the norms are well above the clipping threshold."""
     sgd = ("optimizer.target=torch.optim.SGD", "optimizer.args={lr: 10.0}", "train.clip=0.01")
     ended = start(*UNEVEN[kind], *sgd, "parallel.zero.stage=1", "verify.steps=2", verb="verify")
     assert ended.verdict["passed"]
@@ -109,7 +109,7 @@ def test_plan_tells_stages_and_the_bytes_sent(start):
     assert ended.plan["parameters"]["inner.weight"]["stages"] == [0]
     assert (pipeline["stages"], pipeline["micro_batches"], pipeline["schedule"]) == (2, 4, "1f1b")
     predicted = pipeline["communication"][0]
-    assert predicted["send"] == 4 * 2 * 16 * 4  # micro-batches x rows of a rank x columns x bytes
+    assert predicted["send"] == 4 * 2 * 16 * 4  # micro-batches x rows per rank x columns x bytes
     norm = -(-2 * 3 // 4) * 8  # measured in the last step, over four ranks
     assert ended.results[-1]["sent"] == {kind: 3 * n + norm * (kind == "all_reduce") for kind, n in predicted.items()}
     text = [
@@ -129,7 +129,7 @@ def test_plan_tells_virtual_stages(start):
     assert ended.plan["parameters"]["layers.0.0.weight"]["stages"] == [0, 3]
     predicted = pipeline["communication"][0]
     assert predicted["send"] == 4 * (2 + 1) * 2 * 12 * 4  # micro-batches x (values and gradients) x rows x columns x 4
-    norm = -(-2 * 3 // 4) * 8  # clipped by, in every step
+    norm = -(-2 * 3 // 4) * 8  # the clipping norm, in every step
     assert ended.results[-1]["sent"] == {
         kind: 2 * n + 2 * norm * (kind == "all_reduce") for kind, n in predicted.items()
     }

@@ -21,7 +21,7 @@ KEY = 7
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention, with dropout of its own or without."""
+    """Scaled dot-product attention, with or without its built-in dropout."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Recurrent(nn.Module):
 
 
 class Noise(nn.Module):
-    """Writes random numbers in place, and draws from functions made of others."""
+    """Uses in-place random operators and random functions that are composed of others."""
 
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.empty_like(x).uniform_(-1, 1) + torch.randn_like(x)
@@ -73,7 +73,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_device_draws_what_ranks_draw(name: str) -> None:
-    """A dropout around the layer shows whether both have counted the same random operators in it."""
+    """A dropout after the layer shows whether both have counted the same random operators in the layer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Unflatten(1, (2, 4)), LAYERS[name](), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8, 4))
     step = Objective(net, nn.MSELoss(), ("0", "1"), ("1",)).double()

@@ -1,4 +1,4 @@
-"""What an evaluation measures, and that trying it out before the run changes nothing."""
+"""The metrics of an evaluation, and that checking them before the run changes no state."""
 
 import pytest
 import torch

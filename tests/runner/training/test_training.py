@@ -1,5 +1,5 @@
-"""Training under every mode and option is the training of one process: against a loop written by hand in plain torch,
-against `stand_alone`, and against itself with the batch cut otherwise."""
+"""Training in every mode and with every option equals training in one process: compared with a plain torch loop, with
+`stand_alone`, and with itself under other batch splits."""
 
 import networks
 import pytest
@@ -35,7 +35,7 @@ EVERYTHING = (
 
 
 def by_hand(steps=6):
-    """The training of EVERYTHING in plain torch: (loss, learning rate, norm before clipping) of every step."""
+    """Train EVERYTHING in plain torch. Returns (loss, learning rate, norm before clipping) of every step."""
     torch.manual_seed(3)
     model, data = networks.Classifier().double(), networks.Points()
     model.inner.bias.requires_grad_(False)
@@ -151,9 +151,9 @@ def test_random_numbers_are_those_of_one_process_on_demand(train):
 
 
 def test_hybrid_models_draw_by_rows(train):
-    """Random numbers differ between slices of the rows, and are the same where ranks share rows."""
+    """Random numbers differ between shards of the rows, and are equal on ranks with the same rows."""
     losses = train("hybrid", "model.target=networks.Drawn", "loss.target=null", "optimizer.args.lr=0.0").losses
-    assert losses == pytest.approx([0.5] * 6, rel=0.1)  # the mean of two draws has half the variance, that of one has 1
+    assert losses == pytest.approx([0.5] * 6, rel=0.1)  # the mean of two numbers has half the variance of one
 
 
 def test_seed_decides(train):

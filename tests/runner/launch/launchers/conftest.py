@@ -1,4 +1,4 @@
-"""Hosts for tests, and the command started on the first of them."""
+"""Simulated hosts, and the command started on the first of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from namespaces import Hosts  # noqa: E402
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts with two ranks each; the program `ssh` leads from one to the other."""
+    """Two hosts with two ranks each; the program `ssh` connects them."""
     made = Hosts(2, tmp_path_factory.mktemp("hosts"))
     yield made
     made.close()
@@ -60,7 +60,7 @@ def on_first(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., subprocess.
 
 @pytest.fixture(scope="module")
 def local_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What a run with `launch=local` tells of every step."""
+    """The losses of every step of a run with `launch=local`."""
     folder = tmp_path_factory.mktemp("local")
     subprocess.run(
         [sys.executable, "-m", "runner", "train", *RECIPE, f"train.steps={STEPS}"],

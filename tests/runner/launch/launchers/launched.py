@@ -1,4 +1,4 @@
-"""The run that every launcher is tried with, and what it tells."""
+"""The run that tests every launcher, and the losses that it records."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hosts for tests: network namespaces of this machine, each with an address of its own, joined by a bridge.
+"""Simulated hosts: network namespaces of this machine, each with its own address, joined by a bridge.
 
-They share the file system and nothing of the network, not even loopback. Needs root and the program `ip`. Invariant:
-`close` removes everything that was made, and ends every process that is still inside.
+They share the file system but no network, not even loopback. Needs root and the program `ip`. Invariant: `close`
+removes everything that was created, and kills every process that still runs inside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEEDED = (
 
 
 class Hosts:
-    """`count` hosts; `names` are their addresses, the first one is where a test starts its command."""
+    """`count` hosts; `names` are their addresses. A test starts its command on the first one."""
 
     def __init__(self, count: int, folder: Path) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -43,7 +43,7 @@ class Hosts:
         return list(self.namespaces)
 
     def _make(self) -> None:
-        # the bridge has a namespace of its own: the machine's firewall and routes are left alone
+        # the bridge is in a separate namespace, so the machine's firewall and routes do not change
         ip("netns", "add", self.bridge)
         ip("-n", self.bridge, "link", "add", "bridge", "type", "bridge")
         ip("-n", self.bridge, "link", "set", "bridge", "up")
@@ -87,14 +87,14 @@ class Hosts:
         )
 
     def program(self, name: str, script: str) -> None:
-        """A program of that name, for the commands that are started with `environment`."""
+        """Install a program of that name for the commands that are started with `environment`."""
         file = self.folder / "bin" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
         file.chmod(0o755)
 
     def environment(self) -> dict[str, str]:
-        """That of a command which reaches the hosts by the program `ssh`."""
+        """The environment of a command that reaches the hosts through the program `ssh`."""
         return {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
     def inside(self, name: str, words: list[str]) -> list[str]:
@@ -102,14 +102,14 @@ class Hosts:
         return ["ip", "netns", "exec", self.namespaces[name], *words]
 
     def cut_off(self, name: str) -> None:
-        """The host's cable is pulled out: nothing is said to anybody."""
+        """Cut the host's network link without closing any connection."""
         ip("-n", self.bridge, "link", "set", f"p{self.names.index(name)}", "down")
 
     def bring_back(self, name: str) -> None:
         ip("-n", self.bridge, "link", "set", f"p{self.names.index(name)}", "up")
 
     def processes(self) -> list[int]:
-        """All processes that are on one of the hosts."""
+        """All processes on any of the hosts."""
         told = [
             subprocess.run(["ip", "netns", "pids", name], capture_output=True, encoding="utf-8").stdout
             for name in self.namespaces.values()
@@ -117,7 +117,7 @@ class Hosts:
         return [int(pid) for text in told for pid in text.split()]
 
     def empty(self, seconds: float) -> bool:
-        """Whether no process is left on any host, within some seconds."""
+        """Whether no process is left on any host after a few seconds."""
         until = time.monotonic() + seconds
         while self.processes() and time.monotonic() < until:
             time.sleep(0.1)
@@ -131,7 +131,7 @@ class Hosts:
 
 
 def remove_left() -> None:
-    """Remove the hosts of tests that were killed."""
+    """Remove the hosts of killed tests."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, encoding="utf-8").stdout
     for name in re.findall(r"^mw\d+(?:-\d+)?", listed, re.MULTILINE):
         if not Path(f"/proc/{name[2:].partition('-')[0]}").exists():

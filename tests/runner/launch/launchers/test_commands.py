@@ -1,4 +1,4 @@
-"""What launchers are told, as values: no process is started."""
+"""The command lines of launchers, as values: no process is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULTS = OmegaConf.to_container(OmegaConf.load(Path(conf.__path__[0]) / "launc
 
 
 def given(**values: Any) -> Launch:
-    """The section as it is by default, on two hosts, with `values`."""
+    """The section `launch` with its defaults, on two hosts, with `values`."""
     two = {"hosts": ["10.0.0.1:2", "10.0.0.2:2"], "timeout": 60.0, "remote": ["ssh", "-x"], "options": ["--more"]}
     return Launch.model_validate({**DEFAULTS, "launcher": "torchrun", **two, **values})
 
@@ -70,7 +70,7 @@ def test_mpirun() -> None:
     assert told.endswith(" --more python -m runner.join /runs/a/join")
     settings = dict(zip(only.words, only.words[1:], strict=False))
     silent = int(settings["oob_tcp_keepalive_time"]) + 3 * int(settings["oob_tcp_keepalive_intvl"])
-    assert silent < 60  # seconds, after which the ranks of a host that is cut off end
+    assert silent < 60  # seconds until the ranks of a disconnected host end
     assert "plm_rsh_agent" not in words(*mpirun(given(launcher="mpirun", hosts=[]), PLACE).commands)
 
 

@@ -1,4 +1,4 @@
-"""The same recipe with every launcher on two hosts: the same losses; and what happens when a host is cut off.
+"""The same recipe with every launcher on two hosts gives the same losses; and the loss of a host's network.
 
 Hosts are network namespaces (see `namespaces`).
 """
@@ -30,7 +30,7 @@ def on_two(hosts: Hosts) -> str:
 
 
 def first_steps(process: subprocess.Popen[str], count: int = 1) -> None:
-    """Wait until `count` steps have been told."""
+    """Wait until `count` steps have been printed."""
     assert process.stdout is not None
     told = []
     for line in process.stdout:
@@ -43,7 +43,7 @@ def first_steps(process: subprocess.Popen[str], count: int = 1) -> None:
 
 
 def listening(hosts: Hosts, name: str) -> list[str]:
-    """The local addresses, in the kernel's hexadecimal digits, at which somebody listens on a host."""
+    """The local addresses with listening sockets on a host, in the kernel's hexadecimal digits."""
     told = subprocess.run(
         hosts.inside(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]), capture_output=True, encoding="utf-8"
     )

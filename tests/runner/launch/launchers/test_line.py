@@ -1,4 +1,4 @@
-"""The line between a command and its ranks: who is heard, and that an end is noticed."""
+"""The connection between a command and its ranks: which callers are accepted, and that a lost one is detected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def front() -> Iterator[Front]:
 
 
 def answering(front: Front, seconds: float = 3.0) -> list[tuple[Hello, object]]:
-    """What has called within some seconds, or until somebody has."""
+    """The ranks that have connected: waits some seconds, or until the first one does."""
     found: list[tuple[Hello, object]] = []
     until = time.monotonic() + seconds
     while not found and time.monotonic() < until:
@@ -45,7 +45,7 @@ def answering(front: Front, seconds: float = 3.0) -> list[tuple[Hello, object]]:
 def calling(
     front: Front, hello: Hello, secret: bytes = SECRET, seconds: float = 5.0
 ) -> tuple[threading.Thread, list[object]]:
-    """A rank that calls, in the background; what it was told, or its error, comes into the list."""
+    """A rank that connects, in a background thread. Returns the thread and a list for its message or its error."""
     told: list[object] = []
 
     def rank() -> None:
@@ -100,7 +100,7 @@ def test_the_console(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
 
     thread = threading.Thread(target=rank)
     thread.start()
-    assert answering(front, 1.0) == []  # it is no seat
+    assert answering(front, 1.0) == []  # a console is not a rank
     thread.join(3)
     front.close()
     assert capsys.readouterr().out == "step 1\nstep 2\n"
@@ -118,7 +118,7 @@ def test_tasks_and_secrets_are_files(tmp_path: Path) -> None:
 
 def test_addresses() -> None:
     assert network.resolve("127.0.0.1") == "127.0.0.1" and network.resolve("localhost") in ("127.0.0.1", "::1")
-    assert network.is_here("127.0.0.1") and not network.is_here("192.0.2.1")  # which is nobody's
+    assert network.is_here("127.0.0.1") and not network.is_here("192.0.2.1")  # an address of no machine
     assert network.is_loopback("127.0.0.9") and network.is_loopback("::1") and not network.is_loopback("10.0.0.1")
     assert network.towards("127.0.0.1") == "127.0.0.1"
     assert network.interface_of("127.0.0.1") == "lo" and network.interface_of("192.0.2.1") is None
@@ -133,12 +133,12 @@ def test_addresses() -> None:
 
 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(front: Front) -> None:
-    """More of them than this process may open files; each is heard for a moment at most."""
+    """More connections than this process may open files; each is served only briefly."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     crowd = 600
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard == -1 else min(hard, 4096), hard))
     strangers = [socket.create_connection(front.listener.getsockname()) for _ in range(crowd)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (crowd + 200, hard))  # for the answers there is less room
+    resource.setrlimit(resource.RLIMIT_NOFILE, (crowd + 200, hard))  # too few descriptors to accept all connections
     try:
         thread, told = calling(front, Hello(0, "a", "a", store=("a", 1)), seconds=60.0)
         assert [hello.rank for hello, _ in answering(front, 60.0)] == [0]
@@ -151,7 +151,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(front: Front) -> None:
 
 
 class Evil:
-    """Notes that it was unpickled."""
+    """Records that it was unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -180,8 +180,8 @@ def test_nothing_that_arrives_is_unpickled(front: Front, tmp_path: Path) -> None
 
 
 def test_no_port_is_open_where_all_ranks_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rendezvous keeps its keys in a file without a name; gloo's own ports are left."""
-    monkeypatch.setattr(network, "listener", None)  # which would be called
+    """The rendezvous keeps its keys in an unnamed file; only gloo's own ports remain."""
+    monkeypatch.setattr(network, "listener", None)  # it would be called
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     told = run_ranks("rank_entries:describe", 1, world_size=2, run_dir=tmp_path, device="cpu", timeout=30.0, threads=1)
     assert told["total"] == 1 and told["store"] == "FileStore"

@@ -1,4 +1,4 @@
-"""A launch whose hosts are all this machine: what the launchers share, without root and without a network."""
+"""A launch with this machine as every host: the common behaviour of launchers, without root or a network."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def inside(folder: Path) -> list[int]:
 def test_every_launcher_gives_the_losses_of_local_ranks(
     start: Start, local_losses: list[float], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """On this machine alone; Slurm and OpenMPI by their stand-ins, the programs themselves in `test_hosts`."""
+    """On this machine alone, with stand-ins for Slurm and OpenMPI; `test_hosts` runs the real programs."""
     for program in ("srun", "mpirun"):
         stand_in = tmp_path / "bin" / program
         stand_in.parent.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
     assert "step 4/4" in out and out.splitlines()[-1].startswith("done: 4 steps")
     assert losses(tmp_path / "run") == local_losses
     assert [(tmp_path / "run" / "ranks" / f"{rank}.log").exists() for rank in range(4)] == [True] * 4
-    assert not list((tmp_path / "run").glob(".*"))  # what ranks were told, the secret too
+    assert not list((tmp_path / "run").glob(".*"))  # the files passed to ranks, including the secret
     config = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))
     assert [host["ranks"] for host in config["launch"]["hosts"]] == [[0, 2], [1, 3]]
     assert of_run(tmp_path) == []
