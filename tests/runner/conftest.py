@@ -1,6 +1,6 @@
-"""The command, called in this process as the console script would be called in an empty folder; and its jobs alone.
+"""Fixtures that call the command in this process, as the console script in an empty folder, and its jobs alone.
 
-A job called in this process shares the fork server, and so the import of torch, with all the others.
+Jobs in this process share the fork server, and so its import of torch.
 """
 
 import atexit

@@ -1,6 +1,6 @@
-"""What a user brings: models, losses, datasets, a collate and metrics, small enough to be trained in a test.
+"""User code for tests: models, losses, datasets, a collate function and metrics, small enough to train in a test.
 
-A module of its own, because ranks find everything by its dotted name.
+A separate module, because ranks import everything by its dotted name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a run may combine: sharding, pipeline, copies, recompute, ZeRO, offload, fusion, precision, accumulation.
+"""Combined features: sharding, pipeline, batch splits, recompute, ZeRO, offload, fusion, precision, accumulation.
 
-Every combination agrees with one process, dropout on, in loss, every gradient and the weights after two steps.
+Every combination, with dropout, agrees with one process in loss, every gradient and the weights after two steps.
 """
 
 from __future__ import annotations

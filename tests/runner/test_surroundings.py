@@ -1,6 +1,6 @@
-"""What surrounds a command: the folder that it is to write, its streams, the network of the machine.
+"""The environment of a command: the folder that it writes, its streams, the network of the machine.
 
-What cannot work is one paragraph, before anything starts; what can, works."""
+An unusable environment gives one paragraph before anything starts; every other one works."""
 
 import errno
 import os

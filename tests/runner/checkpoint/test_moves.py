@@ -1,8 +1,8 @@
-"""Weights and optimizer states under 20 plans, each loaded under 10 others: every rank ends with its blocks of the same
-numbers, bit for bit, and has read only those.
+"""Weights and optimizer states under 20 plans, each loaded under 10 others: every rank ends with its shards of the
+same values, bit for bit, and has read only those.
 
-Ranks are simulated one after the other: saving and loading call no collective. Programs are made of sources alone, with
-any layout, padding included; ZeRO's flat tensors are cut as DeepSpeed cuts them, which other tests hold to it.
+Ranks are simulated one after the other: saving and loading call no collective. Programs consist of sources alone, with
+any layout, padding included; ZeRO's flat tensors are partitioned as DeepSpeed does, which other tests verify.
 """
 
 import random
