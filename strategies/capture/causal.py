@@ -1,10 +1,10 @@
-"""Attention masks that say no more than "causal" become just that, and keys and values that are repeated for groups of
-queries are handed over once.
+"""Replace causal attention masks by `is_causal`, and keys and values that are repeated for groups of queries by one
+copy.
 
 A mask that the model builds from sizes alone (as Hugging Face models do while they are exported) is computed at
 capture. If it is the lower triangle, attention takes `is_causal` in its place, which needs no memory and allows the
 fast kernels; if it hides nothing, it is dropped. Equality of the masks is the proof; a mask that depends on the batch,
-a parameter or a buffer stays as it is.
+a parameter or a buffer is left unchanged.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class _Rewriting:
         self, graph: fx.Graph, kinds: dict[str, str], buffers: dict[str, str], trainable: Callable[[fx.Node], bool]
     ) -> None:
         self.graph, self.kinds, self.buffers, self.trainable = graph, kinds, buffers, trainable
-        self.parent: dict[fx.Node, fx.Node] = {}  # a view -> what it is a view of
+        self.parent: dict[fx.Node, fx.Node] = {}  # view -> its base
         self.same: dict[fx.Node, fx.Node] = {}  # what an in-place operator returned -> what it wrote
         self.now: dict[fx.Node, fx.Node] = {}  # a base tensor -> its value
         self.version: dict[fx.Node, int] = {}  # a base tensor -> how often it was written
@@ -182,7 +182,7 @@ class _Rewriting:
         self.replaced.append(node)
 
     def _new_value(self, node: Any, op: str, old: fx.Node, name: str | None) -> fx.Node:
-        """What the in-place operator `node` leaves in the tensor that held `old`."""
+        """The new value of the tensor with the value `old` after the in-place operator `node`."""
         given: Any = fx.map_arg((node.args, dict(node.kwargs)), self.read)
         args, kwargs = given
         value: fx.Node

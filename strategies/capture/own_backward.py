@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from strategies.core.errors import StrategyError
 
 LIBRARY = "GeneratedBackwardFor_"
-"""What autograd calls the backward of an operator of torch.library, which the graph keeps whole."""
+"""The name that autograd gives to the backward of a torch.library operator, which stays one node of the graph."""
 TOLERANCE = 1e-8
 """Relative to the largest element of a gradient, in double precision."""
 ELEMENTS, LENGTH = 1 << 16, 6

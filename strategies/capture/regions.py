@@ -34,10 +34,10 @@ class Autocast:
 
 
 def flatten(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
-    """Take the regions out of `graph`, which holds their beginnings and ends as torch recorded them; `trainable` tells
-    placeholders that need a gradient.
+    """Remove the region markers from `graph`, where torch recorded the start and end of each region; `trainable` says
+    which placeholders need a gradient.
 
-    Raises StrategyError for an autocast region whose casts cannot be found out, or of another device than the batch's.
+    Raises StrategyError for an autocast region whose casts are unknown, or of another device than the batch's.
     """
     _note(graph)
     _write_casts(graph, trainable)

@@ -1,12 +1,12 @@
-"""How a model must be traced so that its graph can tell all that it does; everything is put back afterwards.
+"""The settings under which a model is traced so that its graph is complete; all are restored afterwards.
 
 torch.export makes sub-graphs of no_grad and autocast regions, but drops regions that only write, and no_grad within
 autocast; so the borders of regions stay in the graph as they were recorded. inference_mode is traced as no_grad. Batch
 normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
-of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster way to the same
-result, are left out: a graph has no values. Three mistakes of torch 2.11 are put right: a power of a number that a
-tensor holds, the shape of an LSTM's states, and quantiles, whose range it checks. Hugging Face models leave out masks
-that hide nothing, except for exporters, whose graphs serve many shapes; ours serves one.
+of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster path to the same
+result, are left out: a graph has no values. Three bugs of torch 2.11 are worked around: a power of a zero-dim tensor,
+the shape of an LSTM's states, and the range check of quantiles. Hugging Face models leave out masks that hide nothing,
+except for exporters, whose graphs serve many shapes; this graph serves one.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _cumulative_averages(objective: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_few_words() -> Iterator[None]:
-    """Keep torch from printing tracebacks and half a graph when an export fails: the exception tells it."""
+    """Keep torch from printing tracebacks and half a graph when an export fails: the exception has both."""
     levels = {name: logging.getLogger(name).level for name in TALKATIVE}
     printed = io.StringIO()
     for name in TALKATIVE:

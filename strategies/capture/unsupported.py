@@ -1,8 +1,8 @@
-"""What a graph of a forward cannot hold, refused with its line before export takes it for something else.
+"""Reject, with its line, what a forward graph cannot express, before export misreads it.
 
-Hooks change or watch gradients from outside of the operators: export goes past them without a word, and the graph would
-train to other numbers. Derivatives within a forward, packed sequences and gradients that are sparse end in errors of
-torch's that do not tell what was meant.
+Hooks change or watch gradients from outside of the operators: export drops them silently, and the graph would train to
+other numbers. Derivatives within a forward, packed sequences and sparse gradients end in torch errors that do not name
+the cause.
 """
 
 from __future__ import annotations

@@ -71,5 +71,5 @@ def is_inner_name(name: object) -> bool:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether a JSON value is a whole number from `least` to 2**63 - 1, as sizes and offsets of tensors are."""
+    """Whether a JSON value is an integer from `least` to 2**63 - 1, as sizes and offsets of tensors are."""
     return type(value) is int and least <= value < 2**63

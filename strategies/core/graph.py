@@ -78,8 +78,8 @@ class Source:
 @dataclass(frozen=True)
 class BatchSlice:
     """The rows of the batch for which an operator is computed: `index`, `index + count`, ... They are `rows` in number
-    along dim `dim` of the results (the first of what is joined in that dim). `of` and `name` are id and plan
-    name of the operator in the model."""
+    along dim `dim` of the results (the outermost one of the dims flattened there). `of` and `name` are the id and the
+    plan name of the operator in the model."""
 
     index: int
     count: int

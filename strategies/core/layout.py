@@ -88,7 +88,7 @@ def recoverable(
 ) -> tuple[int, ...]:
     """The ranks, `rank` among them, that have the same slices of all `parameters`, in order; any can restore it.
 
-    `rank` counts over the whole run; in a pipeline `parameters` are those of its `stage`, whose ranks begin at
+    `rank` is global to the run; in a pipeline `parameters` are those of its `stage`, whose ranks begin at
     `stage * mesh.size`. `split`: the optimizer's states are not the same on replicas.
     """
     first = stage * mesh.size

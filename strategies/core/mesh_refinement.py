@@ -169,7 +169,7 @@ def _run(fine: Sequence[int], names: Sequence[str], matrix: Sequence[int], index
 
 
 def _names(fine: Sequence[int], matrix: Sequence[int], axes: Sequence[str]) -> tuple[str, ...]:
-    """`tp` where the fine axis is the whole axis, `tp.0`, `tp.1`, ... where it is a part."""
+    """`tp` where the fine axis is the complete axis, `tp.0`, `tp.1`, ... where it is a part."""
     plain = [str(i) for i in range(len(fine))]
     found = dict.fromkeys(plain, "")
     for index, axis in enumerate(axes):

@@ -60,7 +60,7 @@ class Plan:
     recompute: Recompute | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What is needed to read the plan again; reports add what follows from it."""
+        """The fields from which the plan can be read again; reports add derived ones."""
         return {
             "mesh": dict(self.mesh.axes),
             "assignments": {

@@ -238,8 +238,8 @@ class LoweringOptions:
 
     Attributes:
         exact: repeat the random numbers of one device.
-        sharded_optimizer: leave the gradient reduction of whole replica groups to ZeRO, with the factor (world size /
-            replicas that are complete) that its averaging over the world undoes.
+        sharded_optimizer: leave the gradient reduction of complete replica groups to ZeRO, with the factor (world size
+            / complete replicas) that its averaging over the world undoes.
         partial_loss: return the loss as a partial sum, so that backward need not wait for its reduction.
         wide_sums: ranks reduce results below fp32 in fp32.
     """

@@ -1,9 +1,9 @@
-"""What operators make of tensors without numbers, remembered from call to call.
+"""A cache of the results of operators on fake tensors.
 
-A trace calls the same operators with the same shapes for every layer, and one trace after another does. torch remembers
-them too, but looks at everything that a tensor may be before it does, which takes most of a trace's time. Invariant:
-what is remembered is what an operator that writes nothing made of plain tensors; its results have memory of their own
-or that of an operand, as they would without.
+A trace calls the same operators with the same shapes for every layer, and so does the next trace. torch caches them
+too, but inspects everything that a tensor may be before it does, which takes most of a trace's time. Invariant: only
+results of operators that write nothing, on plain tensors, are cached; they have new memory or that of an operand, as
+they would without the cache.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _only_reads(func: Callable[..., Any]) -> bool:
 
 
 def _key(value: Any) -> Hashable:
-    """Raises _Unknown for what is not plain: a tensor without dims may be a number, whose dtype counts for less.
-    1, 1.0 and True are different keys."""
+    """The cache key of a value. Raises _Unknown for a value that is not plain: a zero-dim tensor may be a wrapped
+    number, whose dtype counts for less. 1, 1.0 and True are different keys."""
     kind = type(value)
     if kind is FakeTensor:
         if not value.ndim or value.dtype.is_complex or value.layout is not torch.strided or value.constant is not None:
@@ -110,7 +110,7 @@ _SIMPLE = frozenset((bool, int, float, str, torch.dtype, torch.device, torch.lay
 
 
 def _remembered(results: Any, given: Sequence[Tensor]) -> tuple[type | None, tuple[_Made | None, ...]] | None:
-    """What is remembered of results; None if they are not plain, or share new memory."""
+    """The cache entry of results; None if they are not plain, or share new memory."""
     several = type(results) if isinstance(results, (tuple, list)) else None
     found: list[_Made | None] = []
     operands = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(given)}

@@ -175,9 +175,9 @@ def common_prefix(x: Axes, y: Axes) -> int:
 
 
 def exchange_share(mesh: tuple[tuple[str, int], ...], before: Dims, after: Dims) -> tuple[int, int]:
-    """What the busiest rank sends in an exchange between layouts without padding.
+    """The volume that the busiest rank sends in an all-to-all-v between layouts without padding.
 
-    Dims that nothing slices, and the order of the others, do not matter.
+    Replicated dims, and the order of the others, do not matter.
 
     Args:
         mesh: (axis, size), outermost first.
@@ -185,7 +185,7 @@ def exchange_share(mesh: tuple[tuple[str, int], ...], before: Dims, after: Dims)
         after: Axes per dim.
 
     Returns:
-        So many elements of a tensor with so many.
+        (elements sent, elements of the tensor): the ratio as a fraction.
     """
     pairs = tuple(sorted([pair for pair in zip(before, after, strict=True) if any(pair)]))
     used = {axis for pair in pairs for dim in pair for axis in dim}

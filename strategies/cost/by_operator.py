@@ -40,10 +40,10 @@ class OperatorCost:
     """Seconds and bytes of one rank per step.
 
     Attributes:
-        forward: Seconds of computing.
-        backward: Seconds of computing, with what is recomputed.
-        communication: Seconds of redistributions, if nothing hid them.
-        gradients: Seconds of what is added or gathered for its parameters, as far as backward does not hide it.
+        forward: Seconds of compute.
+        backward: Seconds of compute, including recompute.
+        communication: Seconds of redistributions without overlap.
+        gradients: Seconds of reducing gradients and gathering parameters, as far as backward does not hide them.
         sent: Bytes of communication.
         parameters: Bytes of the parameters that it is the first to use.
         results: Bytes of its results.
@@ -117,7 +117,7 @@ def operator_costs(
 
 
 class _Communication:
-    """Seconds and bytes of what is sent, by operator."""
+    """Seconds and bytes of communication, by operator."""
 
     def __init__(self, plan: Plan, program: Program, cluster: Cluster, accumulate: int) -> None:
         self.plan, self.program, self.mesh = plan, program, plan.mesh

@@ -102,7 +102,7 @@ def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Cal
 
 
 def rounds(kind: str, ranks: int) -> int:
-    """Rounds of messages of one collective on a machine of one level, as a ring or directly to every peer."""
+    """Message rounds of one collective on a machine of one level, as a ring or directly to every peer."""
     if kind == SEND:
         return 1
     return (ranks - 1) * (2 if kind == ALL_REDUCE else 1)

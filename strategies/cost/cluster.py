@@ -77,8 +77,8 @@ class Cluster:
         return self.flops["float32"] / (2 if dtype == "float64" else 1)
 
     def units(self, ranks: int) -> tuple[int, ...]:
-        """Over how many units of each level but the innermost so many ranks are spread, outermost first; without
-        levels that they do not fill evenly."""
+        """The number of units of each level but the innermost over which that many ranks are spread, outermost first;
+        levels that they do not fill evenly are left out."""
         inner = [math.prod(level.size for level in self.levels[depth:]) for depth in range(1, len(self.levels))]
         return tuple(ranks // size for size in inner if ranks % size == 0 and ranks > size)
 

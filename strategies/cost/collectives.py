@@ -1,5 +1,5 @@
-"""Seconds of one collective: rounds of messages times a latency, and bytes over a bandwidth, by the algorithm that is
-fastest for the size.
+"""Seconds of one collective: message rounds times a latency, plus bytes over a bandwidth, by the fastest algorithm for
+the size.
 
 Per rank, of a group of n ranks where B bytes are sent (as `Step.busiest` counts them):
 
@@ -53,7 +53,7 @@ def step_seconds(step: Step, item_bytes: float, mesh: Mesh, cluster: Cluster) ->
 def moved_seconds(
     kind: str, axes: tuple[str, ...], copied: int, sent: int, item_bytes: float, mesh: Mesh, cluster: Cluster
 ) -> float:
-    """Seconds of a step that copies and sends so many elements."""
+    """Seconds of a step that copies and sends the given numbers of elements."""
     passed = 2 * copied * item_bytes
     local = cluster.launch + passed / cluster.memory_bandwidth if passed else 0.0
     return local if kind in LOCAL else local + collective_seconds(kind, sent * item_bytes, axes, mesh, cluster)

@@ -362,10 +362,10 @@ def _scattered(numbers: Integers) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class _Compared:
-    """What bounds depend on, whatever the size of a tensor. Of [before, after]: seconds of a byte that is `sent`, and
-    whether anything `changed` or is `copied` beside that; `slices` [before] are the slices before. The pairs in which
-    one axis moves alone, at `rows` and `columns`, send and copy `single` [4, pairs] (kind, axis, slices before, factor)
-    and `doubled` times their slice, and only those of `first` differ in the former, as `inverse` tells."""
+    """The inputs of bounds that do not depend on a tensor's size. Of [before, after]: seconds of a byte that is `sent`,
+    and whether anything `changed` or is `copied` beside that; `slices` [before] are the slices before. The pairs in
+    which one axis moves alone, at `rows` and `columns`, send and copy `single` [4, pairs] (kind, axis, slices before,
+    factor) and `doubled` times their slice; `first` are the distinct pairs of `single`, to which `inverse` maps all."""
 
     before: LayoutTable
     after: LayoutTable
@@ -492,9 +492,9 @@ class _Bounds:
         return found
 
     def _cut(self, before: Integers, after: Integers, now: Integers, wanted: Integers) -> tuple[Seconds, Seconds]:
-        """Into how many parts the slices of a dim, before and after, cut it, of which a rank at most has one; and how
-        many times fewer it has on average, which is told of one dim at a time, because ranks that are lucky in one may
-        be in others. `now` and `wanted` are the axes that slice any dim."""
+        """The number of parts into which the slices of a dim, before and after, cut it, of which a rank has at most
+        one; and how many times fewer it has on average, per dim, because the ranks that have more of one dim may be
+        the same in others. `now` and `wanted` are the axes that slice any dim."""
         prefix = self.prefixes[before, after]
         mine, other = before & ~prefix, after & ~prefix
         apart = ((mine & wanted) == 0) | ((other & now) == 0)
@@ -527,8 +527,8 @@ class _Bounds:
         return found
 
     def _single(self, source: Integers, target: Integers, slices: Integers) -> tuple[Booleans, Seconds, Seconds]:
-        """[pairs] whose axes lie as in `source` and `target` [pairs, axes]: whether one collective is all, and what it
-        sends and copies as in `Compared`."""
+        """For [pairs] with the axis allocations `source` and `target` [pairs, axes]: whether one collective suffices,
+        and what it sends and copies, as in `Compared`."""
         moving = (source != -1) & (source != target)
         axis = moving.argmax(1)
         every = np.arange(len(axis))

@@ -43,15 +43,15 @@ class StepCost:
 
     Attributes:
         cluster: The machine's name.
-        forward: Computing.
-        backward: Computing, without what is recomputed.
-        recomputed: Forward of recomputed modules, once more.
-        redistributions: Not hidden behind computing, by collective.
-        weights: Of the redistributions, those that carry parameters.
-        gradients: Adding gradients at stage 0.
-        exposed: Of `gradients`, what backward does not hide.
+        forward: Compute of forward.
+        backward: Compute of backward, without recompute.
+        recomputed: Second forward of recomputed modules.
+        redistributions: Exposed redistributions, by collective.
+        weights: The part of the redistributions that carries parameters.
+        gradients: Gradient reduction at stage 0.
+        exposed: The part of `gradients` that backward does not hide.
         zero: ZeRO's collectives.
-        optimizer: The update.
+        optimizer: The optimizer's update.
     """
 
     cluster: str

@@ -1,13 +1,13 @@
-"""The batch in several copies inside one step: the same model as a graph in which operators appear once per copy.
+"""Batch splits inside one step (interleaved micro-batches): a graph of the same model with operators once per split.
 
-Copy k takes the rows k, k + count, ... of the batch, so the rows of a copy are on the ranks of the batch. What works on
-each row by itself is there once per copy; what does not depend on the batch is there once, for all. Where rows meet,
-which is at the loss, the copies are joined again in their order and the rest is done once on the whole batch: means,
-ignored labels and weights are those of one batch, whatever they are. Invariant: the graph computes what the model
-computes, in any plan; random operators know which rows they draw for.
+Split k takes the rows k, k + count, ... of the batch, so its rows stay on the ranks of the batch. An operator that
+works on each row independently appears once per split; one that does not depend on the batch appears once for all.
+Where rows mix, which is at the loss, the splits are concatenated in order and the rest runs once on the complete batch,
+so means, ignored labels and weights are those of one batch. Invariant: the graph computes what the model computes, in
+any plan; random operators know which rows they draw for.
 
-Whether an operator works on each row by itself is what its sharding rule says: it can be sliced along the rows without
-anything sent and without knowing the position of its slice.
+The sharding rule says whether an operator works on each row independently: it can then be sliced along the rows without
+communication and without knowing the position of its slice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from strategies.rules.registry import RULES
 from strategies.rules.traits import traits
 
 LARGEST = 0.25
-"""The share of the work that may be left to the whole batch."""
+"""The largest share of the work that may run on the complete batch."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class _Building:
                 self._split(ref, operator.name, operator.module, operator.source, operator.path, index)
 
     def copy(self, operator: Operator, small: Operator, number: int) -> None:
-        """What copy `number` computes; after the last one, the whole if it is needed."""
+        """Emit split `number`; after the last one, also the value of the complete batch if it is needed."""
         chosen, sharding = self.plan.operators[operator.name], rule_of(small, self.judged.part)
         if not sharding.legal(chosen.assignment, self.plan.mesh):
             raise StrategyError(
@@ -302,7 +302,7 @@ class _Building:
         return self.own.get((ref, number), ref)
 
     def _split(self, ref: Ref, name: str, module: str, source: str, path: tuple[str, ...], index: int = 0) -> None:
-        """The rows of each copy out of a whole value."""
+        """Split a value of the complete batch into the rows of each split."""
         if ref not in self.judged.dims:
             return
         shape, dim = self.specs[ref].shape, self.judged.dims[ref]
@@ -322,7 +322,7 @@ class _Building:
             self.own[ref, number] = piece
 
     def _join(self, ref: Ref, operator: Operator, index: int) -> Ref:
-        """The whole value out of the copies' rows."""
+        """Concatenate the splits' rows to the value of the complete batch."""
         shape, dim = operator.results[index].shape, self.judged.dims[ref]
         inner = shape[dim] // (self.rows * self.count)
         about = replace(operator, name=f"{operator.name}~{index}", multiple=False, args=(), kwargs=())

@@ -68,7 +68,7 @@ def _can_be_joined(instruction: Redistribute, sizes: Mapping[str, int]) -> bool:
 
 
 def _kind(instruction: Redistribute) -> Kind:
-    """What is equal for redistributions that may be joined."""
+    """The key that redistributions must share to be fused."""
     path = instruction.path
     return (
         path[:-1] if len(path) > 1 else path,  # siblings, but not all layers of a model

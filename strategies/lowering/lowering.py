@@ -44,7 +44,7 @@ def lower(
         plan: the plan of this graph.
         options: how to lower.
         outputs: for a stage of a pipeline, the layouts in which it returns its values and receives their gradients.
-        ordinals: for a stage of a pipeline, the numbers of random operators in the whole model, by operator id.
+        ordinals: for a stage of a pipeline, the numbers of random operators in the unsplit model, by operator id.
         open_axes: axes over which a parameter's gradient, by name, is at least reduced after backward, because other
             stages of the same ranks add to it.
     """
@@ -87,7 +87,7 @@ def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh
 
 
 class _Lowering:
-    """What is known of the values while the program grows, operator by operator."""
+    """The layouts and gradients of the values emitted so far, while the program grows operator by operator."""
 
     def __init__(
         self,

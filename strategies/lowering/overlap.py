@@ -46,7 +46,7 @@ def _communicates(one: Redistribute | Fused) -> bool:
 
 
 def _sends_forward(instruction: Instruction) -> bool:
-    """Whether an instruction must not be moved ahead: not a start, nor a wait for what is sent in backward alone."""
+    """Whether an instruction must not be moved ahead: any but a start or a wait that communicates only in backward."""
     if not isinstance(instruction, Wait):
         return not isinstance(instruction, Start)
     return any(step.kind not in LOCAL for step in instruction.of.parts[0].forward)
@@ -209,8 +209,8 @@ class _Order:
         return [node for _, _, node in sorted(timed, key=lambda one: one[:2])]
 
     def _times(self, nodes: Sequence[Instruction]) -> tuple[list[float], float]:
-        """When the instructions of one copy would begin, and how far apart its redistributions are on average. What is
-        sent is taken to need as long as what is computed between two redistributions."""
+        """The start times of one split's instructions, and the average distance of its redistributions. A transfer is
+        assumed to take as long as the compute between two redistributions."""
         costs = [self.work.get(node.operator, 1.0) if isinstance(node, Compute) else 0.0 for node in nodes]
         waits, seen = [], set[str]()
         for node in nodes:

@@ -65,10 +65,10 @@ _uses: dict[int, dict[Ref, tuple[_Use, ...]]] = {}
 
 
 def stored_lower_bound(graph: OperatorGraph, plan: Plan) -> int:
-    """Bytes that a rank stores for backward at least.
+    """A lower bound of the bytes that a rank stores for backward.
 
-    What operators surely save is counted once, in the smallest of the layouts in which it is handed on and used; of
-    recomputed modules, their inputs, and of what they keep what is saved.
+    Each tensor that operators certainly save is counted once, in the smallest of the layouts in which it is passed on
+    and used; of recomputed modules, their inputs and the saved tensors among those that they keep.
 
     Args:
         graph: The graph of a step, or of a stage of a pipeline.
@@ -201,7 +201,7 @@ class KnownBytes:
         return int(self.bucket) * self.zero.dtype.itemsize + self.copied(self.trainable)
 
     def update(self, gradients: int) -> int:
-        """The most while the optimizer works on so many bytes of gradients."""
+        """Peak bytes during the optimizer step with the given bytes of gradients."""
         return gradients + self.need.during(self.sizes) if self.zero is None else self.zero.during_update()
 
     @property
@@ -221,13 +221,13 @@ class KnownBytes:
 
 @dataclass(frozen=True)
 class Outline:
-    """Bytes of a rank that are there at least.
+    """Lower bounds of a rank's bytes.
 
     Attributes:
-        persistent: From step to step; the others are beside it.
-        gradients: Between two micro-batches.
-        ending: At the end of the last backward.
-        update: In the update.
+        persistent: Bytes that stay from step to step; the others are in addition.
+        gradients: Bytes between two micro-batches.
+        ending: Bytes at the end of the last backward.
+        update: Bytes during the optimizer's update.
     """
 
     persistent: int
@@ -236,12 +236,12 @@ class Outline:
     update: int
 
     def least(self, stored: int) -> int:
-        """Bytes at the peak, at least, where so many are stored for backward."""
+        """A lower bound of the peak with `stored` bytes for backward."""
         return self.persistent + max(self.gradients + stored, self.ending, self.update)
 
     @classmethod
     def together(cls, stages: Sequence[Outline]) -> Outline:
-        """Of programs that one rank runs in turn."""
+        """The bounds of programs that one rank runs in turn."""
         return cls(
             sum(one.persistent for one in stages),
             sum(one.gradients for one in stages),

@@ -166,7 +166,7 @@ class RecomputeSelection:
     def _with(
         self, counts: Mapping[tuple[str, Mode], int], kinds: Mapping[str, Sequence[str]], handling: Handling
     ) -> Plan:
-        """The plan with so many layers recomputed: of each kind the first ones in full, then selective ones."""
+        """The plan that recomputes `counts` layers: of each kind the first ones in full, then selective ones."""
         paths: dict[Mode, list[str]] = {mode: [] for mode in MODES}
         for kind, members in kinds.items():
             left = list(members)

@@ -1,15 +1,15 @@
 """The memory of a program with repeated blocks (the layers of a deep model), from traces of few of them.
 
 A truncated program runs two or three repetitions, with the same instructions in front of them and behind them.
-Invariant: what is left out repeats, instruction by instruction, what is kept: the same calls of tensors of the same
+Invariant: the omitted blocks repeat the traced ones, instruction by instruction: the same calls of tensors of the same
 sizes, taken from as far behind or from in front of the repeated blocks.
 
-What is alive at a moment is affine in the number of repetitions, and in that of the one that runs; a peak, the most of
-many moments, is not. So every call of two traces, one repetition apart, is compared with its counterpart: from the
-front, where further repetitions are still to come, and from the back, where they are over. Either way all calls must
-differ by the same bytes, and both ways together must reach over the complete longer trace; then the most of the first
-and the last repetition is that of all between. Invariant: what can be summed is never extrapolated, and where the
-traces do not confirm this the complete program is traced.
+The live bytes at a moment are affine in the number of repetitions, and in that of the one that runs; a peak, the
+maximum over many moments, is not. So every call of two traces, one repetition apart, is compared with its counterpart:
+from the front, where further repetitions are still to come, and from the back, where they are over. In either
+comparison all calls must differ by the same bytes, and the two together must cover the complete longer trace; then the
+maximum of the first and the last repetition is that of all between. Invariant: sums are never extrapolated, and where
+the traces do not confirm this the complete program is traced.
 """
 
 from __future__ import annotations
@@ -441,8 +441,8 @@ class _Pair:
 
     @property
     def agree(self) -> bool:
-        """Whether the shorter trace predicts the longer one: both ways together reach over all calls. Without
-        repetitions, whether the calls are the same."""
+        """Whether the shorter trace predicts the longer one: the comparisons from the front and from the back cover
+        all calls. Without repetitions, whether the calls are the same."""
         if not self.period:
             return all(a[0] is b[0] for a, b in zip(self.few.moments, self.more.moments, strict=True))
         return self.period > 0 and self.before - self.behind >= self.period
@@ -472,7 +472,7 @@ class _Pair:
 
 
 def _equal(pairs: Iterable[tuple[tuple[object, int], tuple[object, int]]], difference: int) -> int:
-    """How many pairs are of one call and differ by so many bytes, before the first that is not."""
+    """The number of leading pairs that are of one call and differ by `difference` bytes."""
     count = 0
     for (call, now), (other, later) in pairs:
         if call is not other or later - now != difference:

@@ -347,7 +347,7 @@ class Trace:
             del inputs
         kept = self.live.now - before
         hooked = self.settings.stage == 3 or self.settings.offload.activations != "none"
-        return kept if hooked else saved.bytes, kept  # other hooks see what is saved there
+        return kept if hooked else saved.bytes, kept  # other hooks see the tensors saved there
 
     def _backward(self, updates: BucketedUpdates | ZeroBuffers | None) -> None:
         """Backward of the loss, or of all outputs of a pipeline stage."""

@@ -22,7 +22,7 @@ from strategies.optimizer.updates import Groups, layout_of, local_elements, para
 from strategies.optimizer.zero.deepspeed_config import LARGEST_BUCKET, SMALLEST_ON_DISK, SWAP_BUFFERS, SWAPPED_TOGETHER
 
 ALIGNED = 2
-"""Elements to which DeepSpeed rounds a rank's part of a group up, at stages 1 and 2."""
+"""The multiple to which DeepSpeed pads a rank's part of a group at stages 1 and 2, in elements."""
 FP32 = 4
 
 
@@ -158,7 +158,7 @@ class ZeroBuffers:
         return torch.empty(elements, dtype=dtype, device=self.device)
 
     def skip(self, micro_batches: int) -> None:
-        """The state after so many micro-batches of a step."""
+        """The state after the given number of micro-batches of a step."""
         self.finished += micro_batches
         if self.stage == 1:
             self.buffer = self._empty(self.bucket, self.dtype)

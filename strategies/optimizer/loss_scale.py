@@ -1,8 +1,8 @@
-"""The factor on the loss that keeps fp16 gradients from vanishing: as large as they can be without overflowing.
+"""Dynamic loss scaling: the largest factor on the loss with which fp16 gradients neither underflow nor overflow.
 
-Doubled after `WINDOW` steps in a row whose gradients are finite, halved after a step whose gradients are not, which
-leaves the weights as they are (the rule of Micikevicius et al. 2018, as in torch.amp.GradScaler). Invariant: all ranks
-have the same scale, because they decide by the norm of the global gradient.
+The scale doubles after `WINDOW` consecutive steps with finite gradients and halves after a step without, which leaves
+the weights unchanged (the rule of Micikevicius et al. 2018, as in torch.amp.GradScaler). Invariant: all ranks have the
+same scale, because they decide by the norm of the global gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizer parallel of stage 0: whole gradients and optimizer states on every replica, any precision.
+"""Optimizer parallel of stage 0: unsharded gradients and optimizer states on every replica, any precision.
 
 Every gradient is added over the axes that lowering left open (`Program.reductions`), in buckets: one all-reduce per
 bucket, all of them in flight at once, with `overlap` while backward of the last micro-batch still runs. Weights of less
@@ -112,7 +112,7 @@ class BucketedUpdates:
         self.collect()
 
     def skip(self, micro_batches: int) -> None:
-        """As behind so many of a step, with zeros for their gradients."""
+        """Count the given number of micro-batches as done, with zero gradients."""
         self._micro_batches += micro_batches
         for holder in self._owned.values():
             holder.grad = torch.zeros_like(holder)

@@ -1,8 +1,8 @@
-"""The state of a torch optimizer by parameter name, so that another plan, which groups and cuts parameters in another
-way, finds what belongs to each.
+"""The state of a torch optimizer by parameter name, so that it can be loaded under a plan that groups and shards
+parameters differently.
 
-Invariant: what is a tensor over a parameter is a `Shard`; all else, numbers and options, is `OptimizerScalars` and the
-same on all ranks that hold the parameter.
+Invariant: a state tensor of a parameter's shape is a `Shard`; all else, numbers and options, is `OptimizerScalars` and
+the same on all ranks that hold the parameter.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 """Parameter groups of torch ({"params": [...], option: value, ...}) -> optimizer."""
 
 BY_SHAPE = frozenset({"Adafactor", "Muon"})
-"""Optimizers whose update of an element depends on the shape of the whole parameter."""
+"""Optimizers whose update of an element depends on the shape of the unsharded parameter."""
 UNFIT = {"LBFGS": "evaluates the loss several times in one step", "SparseAdam": "only takes sparse gradients"}
 
 
@@ -98,27 +98,27 @@ class Updates(Protocol):
         one. With `write` the views may be overwritten, after `begin` and before `loaded`."""
 
     def plain(self) -> OptimizerScalars:
-        """What is no tensor of the optimizer's state, of all parameters that this rank holds a slice of."""
+        """The optimizer state that is not a tensor, for all parameters of which this rank holds a slice."""
 
     def begin(self, states: States, plain: OptimizerScalars) -> None:
         """Give the optimizer the states of a checkpoint, made of zeros, and its options and scalars."""
 
     def loaded(self) -> None:
-        """All views were overwritten: make what follows from them. Collective."""
+        """Recompute the derived values once all views are overwritten. Collective."""
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """What the loss is multiplied by in fp16; None in other precisions."""
+        """The loss scale in fp16; None in other precisions."""
 
     @property
     def moved(self) -> Mapping[str, OffloadTraffic]:
         """What was offloaded so far: `optimizer` and `parameters`, where they are."""
 
     def hosted(self) -> list[Tensor]:
-        """What is kept in the host's memory between updates, and what gradients arrive in there."""
+        """The tensors kept in host memory between updates, and the host buffers that gradients are copied to."""
 
     def close(self) -> None:
-        """Let go of hooks and buffers; the object cannot be used afterwards."""
+        """Release hooks and buffers; the object cannot be used afterwards."""
 
 
 def axes_needed(program: Program) -> list[tuple[str, ...]]:

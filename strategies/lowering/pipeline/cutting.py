@@ -1,9 +1,9 @@
 """One operator graph and its plan -> the graph and plan of every stage.
 
-A value that later stages use becomes an input of each stage up to the last that uses it, handed on by those between. It
-travels as whole slices in one layout of the mesh that all stages share, from each rank to the rank of the same number
-in the next stage. Invariant: the stages' operators are those of the whole graph, each once and under its own plan, so
-results and gradients are those of the whole graph. A parameter that several stages use is a source of each.
+A value that later stages use becomes an input of each stage up to the last that uses it; the stages between forward it.
+It is sent in one layout of the mesh that all stages share, without partial sums, from each rank to the rank of the same
+number in the next stage. Invariant: the stages' operators are those of the unsplit graph, each once and under its own
+plan, so results and gradients are the same. A parameter that several stages use is a source of each.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from strategies.rules import rule_of, share_rules
 @dataclass(frozen=True)
 class Stage:
     """`graph` has the batch and then the values in `receives` (ids) as inputs, and returns what the next stage receives
-    in the layouts `sends`, or the results of the whole graph. `holders` gives, for each trainable parameter here that
-    other stages use too, all stages that do. `ordinals` numbers random operators as in the whole graph; `returning` are
-    the outputs to which a gradient comes back."""
+    in the layouts `sends`, or the results of the unsplit graph. `holders` gives, for each trainable parameter here that
+    other stages use too, all stages that do. `ordinals` numbers random operators as in the unsplit graph; `returning`
+    are the outputs to which a gradient comes back."""
 
     number: int
     graph: OperatorGraph

@@ -44,11 +44,11 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 
 def rounds(groups: int, micro_batches: int) -> int:
-    """The number of rounds in which the micro-batches of a `ROUND_ROBIN` schedule go through a group's stages.
+    """The number of rounds in which the micro-batches of a `ROUND_ROBIN` schedule pass through a group's stages.
 
     A round has about `groups` micro-batches.
 
-    Raises StrategyError where they cannot be cut into rounds of one size.
+    Raises StrategyError where they do not divide into rounds of one size.
     """
     count = max(1, micro_batches // groups)
     if micro_batches % count:
@@ -75,8 +75,8 @@ def make_schedule(kind: str, groups: int, micro_batches: int, virtual: int = 1) 
 
 
 def _actions(kind: str, group: int, groups: int, micro_batches: int, virtual: int) -> tuple[Action, ...]:
-    """Some passes forward, then one forward and one backward in turn, then backward what is left; halves for weights
-    follow `late` passes behind."""
+    """The 1F1B order: warm-up forwards, then forward and backward in alternation, then the remaining backwards. Weight
+    gradients follow `late` passes behind."""
     size = micro_batches // rounds(groups, micro_batches) if kind in ROUND_ROBIN else micro_batches
     count, behind = micro_batches * virtual, groups - 1 - group
     ahead = {
@@ -169,8 +169,8 @@ def bubble(schedule: Schedule, work: Sequence[float]) -> float:
 
 
 def peak_activations(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:
-    """The most activations that a group holds at one time: passes, or their `size` by stage added. They are held until
-    the last half of backward."""
+    """The peak of the activations that a group stores: the number of passes, or the sum of their `size` by stage. They
+    are stored until the last half of backward."""
     now = most = 0.0
     for action in actions:
         one = 1.0 if size is None else size[action.stage]

@@ -115,7 +115,7 @@ def engine_config(
     precision: Precision,
     loss_scale: float | None = None,
 ) -> dict[str, Any]:
-    """The whole config for `deepspeed.initialize`. `loss_scale` None is one that adapts."""
+    """The config for `deepspeed.initialize`. `loss_scale` None selects dynamic loss scaling."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's own throughput figures
         "gradient_accumulation_steps": accumulate,

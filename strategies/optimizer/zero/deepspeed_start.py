@@ -1,7 +1,7 @@
-"""How DeepSpeed is started, with all settings that only its private attributes take. Only this file imports it.
+"""Start DeepSpeed, with the settings that only its private attributes take. Only this file imports it.
 
-Invariant: what is replaced in the package for a start is put back after it; the package is imported when a rank needs
-it, never before.
+Invariant: patches of the package for a start are undone after it; the package is imported when a rank needs it, never
+before.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def deepspeed_for(device: torch.device) -> Any:
         module = importlib.import_module("deepspeed")
         # Else it is compiled, for half a minute, and training never uses it.
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-        with _without_compiler():  # else each rank imports torch's whole compiler, for seconds
+        with _without_compiler():  # else each rank imports torch's compiler, for seconds
             importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     if device.type == "cpu":
         # It asks whether the processor has fast fp16 products (AVX512-FP16). Without, it refuses fp16, which torch
@@ -94,9 +94,9 @@ def _without_compiler() -> Iterator[None]:
 def replica_groups(
     found: Mapping[str, nn.Parameter], program: Program, communicator: Communicator, stage: int
 ) -> dict[str, str]:
-    """Tell DeepSpeed which ranks hold the same slice of each parameter. Parameter -> its group, "" for the world.
+    """Give DeepSpeed the replica group of each parameter: parameter -> its group, "" for the world.
 
-    DeepSpeed's words for it: the slices are experts. The name must begin with ep_size_NUMBER.
+    In DeepSpeed's terms the slices are experts, and a group's name must begin with ep_size_NUMBER.
     """
     groups = importlib.import_module("deepspeed.utils.groups")
     mesh, names, alone = program.mesh, {}, None

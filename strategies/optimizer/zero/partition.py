@@ -32,7 +32,7 @@ def part_of_flat(sizes: Sequence[int], replicas: int) -> int:
 
 
 def ranges_of_flat(sizes: Sequence[int], replicas: int, index: int) -> Iterator[Range]:
-    """What is in the part of the `index`-th replica at stages 1 and 2."""
+    """The ranges of parameters in the part of the `index`-th replica at stages 1 and 2."""
     part = part_of_flat(sizes, replicas)
     start, stop = index * part, (index + 1) * part
     for member, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
@@ -47,7 +47,7 @@ def part_of_one(size: int, replicas: int) -> int:
 
 
 def ranges_of_each(sizes: Sequence[int], replicas: int, index: int) -> Iterator[Range]:
-    """What is in the parts of the `index`-th replica at stage 3, one behind the other."""
+    """The ranges of parameters in the parts of the `index`-th replica at stage 3, concatenated."""
     position = 0
     for member, size in enumerate(sizes):
         part = part_of_one(size, replicas)

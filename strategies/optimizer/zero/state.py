@@ -180,7 +180,7 @@ class ZeroState:
         info.tensors, info.has_state_tensors = info.tensors[:1], False
 
     def _place(self, name: str) -> tuple[tuple[int, ...], Any, tuple[int, ...]]:
-        """Whole shape, this rank's block, and the shape of its slice with padding."""
+        """The global shape, this rank's block, and the shape of its slice with padding."""
         source = self._sources[name]
         block = self._program.layouts[source.id].block(source.spec.shape, self._program.mesh, self._rank)
         return source.spec.shape, block, self._shapes[name]

@@ -81,8 +81,8 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
 
 
 def _gathered(program: Program, learns: set[str]) -> list[tuple[str, ...]]:
-    """The parameters of every gather of stage 3, forward and backward of one micro-batch. What is gathered for backward
-    of a unit that hands no gradient on (an embedding, a use of another module's weight) is kept to the end."""
+    """The parameters of every all-gather of stage 3, forward and backward of one micro-batch. Those gathered for the
+    backward of a unit without input gradient (an embedding, a use of another module's weight) are kept to the end."""
     entered = units(program)
     found, kept = [one.parameters for one in entered], set[str]()
     for one in reversed(entered):

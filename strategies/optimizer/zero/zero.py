@@ -2,8 +2,8 @@
 
 DeepSpeed averages over the world but adds only over the ranks that hold the same slice, which it knows as an expert's
 data-parallel group; lowering with `sharded_optimizer` multiplies what flows into each parameter by the factor that this
-needs. The program must be a tree of modules: stage 3 gathers parameters module by module. What is used of DeepSpeed
-beyond its public face is written once, here and in `zero_start`, and each convention has a regression test.
+needs. The program must be a tree of modules: stage 3 gathers parameters module by module. Uses of DeepSpeed's private
+interface are confined to this file and `deepspeed_start`, and each convention has a regression test.
 """
 
 from __future__ import annotations
