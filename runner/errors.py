@@ -19,8 +19,8 @@ class ConfigError(CodedError):
 
 
 class RunFailed(CodedError):
-    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where;
-    `rank` is that one, `hung` are those that hang, `hosts` those that no longer answer."""
+    """A run that started and could not end well: a rank raised, was killed, or hung. The text names the rank and the
+    place; `rank` is that rank, `hung` are the ranks that hang, `hosts` the hosts that no longer answer."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RunFailed(CodedError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP (`number`) arrived, and nothing could be stopped in an orderly way."""
+    """SIGTERM or SIGHUP (`number`) arrived, and no orderly stop was possible."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__(number)

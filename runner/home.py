@@ -1,4 +1,4 @@
-"""The folders of the user, who may have none: HOME is not set, and the system has no entry for the account."""
+"""The user's home and cache folders. There may be none: HOME unset and no system entry for the account."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def cache() -> Path | None:
-    """The folder for what can be made again, by the XDG base directory specification; None without a home folder."""
+    """The cache folder, by the XDG base directory specification; None without a home folder."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "meshwright"
     try:

@@ -44,9 +44,9 @@ def install() -> None:
 
 
 def installed_first() -> None:
-    """Move the working directory behind what is installed, where the script `run` has it, if Python put it first, as
-    `python -m runner` does: a user's own folder `models` or `recipes` would hide ours."""
-    with suppress(FileNotFoundError):  # the working directory is gone, which the command reports
+    """Move the working directory behind installed packages, as for the script `run`, if Python put it first, as for
+    `python -m runner`: a user's own folder `models` or `recipes` would hide ours."""
+    with suppress(FileNotFoundError):  # the working directory was removed, which the command reports
         if sys.path[:1] == [os.getcwd()]:
             sys.path.append(sys.path.pop(0))
 

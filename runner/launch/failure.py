@@ -1,8 +1,8 @@
-"""What went wrong in a rank, which of several failures came first, and the one message about it for the user.
+"""Failures of ranks: finding the root cause among several, and the error message about it.
 
-A rank that fails takes its neighbours down: their collectives break or time out. So failures have an `order`:
-a rank that raised or was killed by itself comes before one that waited in vain, and that one before one that lost its
-connection; among equals the earliest is the cause. Nothing here imports torch: the parent reads these values.
+A rank that fails takes its peers down: their collectives break or time out. So failures have an `order`:
+a rank that raised or was killed comes before one that timed out, which comes before one that lost its connection; among
+equals the earliest is the cause. Nothing here imports torch: the parent reads these values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CauseOrder(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Done:
-    """A rank's last word when all went well; `value` is the result of rank 0, pickled or as JSON, None elsewhere."""
+    """The report of a rank that succeeded; `value` is the result of rank 0, pickled or as JSON, None elsewhere."""
 
     value: bytes | None
 
@@ -147,7 +147,7 @@ def from_exit(rank: int, code: int, log: str) -> Failure:
 
 
 def killed_by(number: int) -> str:
-    """What to say of a process that was ended by signal `number`."""
+    """The description of a process that was ended by signal `number`."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -169,8 +169,8 @@ def message(cause: Failure, others: Sequence[int], world_size: int, name: str | 
 
 
 def end_of_log(cause: Failure | None, log: Path, text: str) -> str:
-    """What follows the sentence about a failure: where its traceback is, or the last lines of what the process has
-    said, `text`, which is in `log`."""
+    """The end of a failure message: where its traceback is, or the last lines of the process's output `text`, which is
+    in `log`."""
     if cause is not None and cause.raised and os.environ.get("MESHWRIGHT_TRACEBACK") != "1":
         return f" The traceback is in {log}."
     lines = text.rstrip().splitlines()[-LOG_LINES:]
@@ -253,14 +253,14 @@ def _place(file: str, line: int, function: str) -> str:
 
 
 class Watched(Protocol):
-    """A rank as its parent knows it. `report` is its last word, None until it has come."""
+    """A rank as seen by its parent. `report` is its outcome, None until received."""
 
     number: int
     log: Path
     report: Done | Failure | None
 
     def said(self) -> str:
-        """What it has written to its log since it was started."""
+        """Its log output since the start."""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to it, if it is alive."""
@@ -329,7 +329,7 @@ def _hang(
     places = {number: dumped_place(ranks[number].said()) for number in here}
     halted = [number for number in here if not places[number] and ranks[number].report is None]
     if halted and (found is None or len(halted) < len(hung)):
-        # Who answers only waits, in a call that all of them have joined, for one who does not.
+        # Ranks that respond only wait, in a call that all have joined, for one that does not respond.
         found = hangs.diagnose(at, timeout, halted) or found
     if found is not None:
         suspects, hung = list(found.hung), found.hung

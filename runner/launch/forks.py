@@ -1,4 +1,4 @@
-"""The command's end of the fork server: `warm` starts it, `fork` has it make processes.
+"""The client of the fork server: `warm` starts it, `fork` makes it create processes.
 
 Importing torch costs a second or more per process; the server does it once, in the background while the command reads
 its config, and every fork of it is ready within moments.
@@ -103,7 +103,7 @@ class Server:
 
     @property
     def ending(self) -> str:
-        """How it has ended, such as "was killed by SIGKILL"; nothing while it is alive."""
+        """How it has ended, such as "was killed by SIGKILL"; empty while it is alive."""
         code = self._process.poll()
         if code is None:
             return ""
@@ -114,12 +114,12 @@ class Server:
         self._process.wait(seconds)
 
     def wake(self) -> None:
-        """Let it go on where it was stopped (SIGSTOP): only it knows how its forks end."""
+        """Resume it if it was stopped (SIGSTOP): only it knows the exit codes of its forks."""
         if self.alive:
             os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """End it: at once where it may still be importing, else when it has ended what its forks have left."""
+        """Terminate it: at once if it may still be importing, else after it has cleaned up after its forks."""
         self.wake()
         self.control.close()
         if self.owner == os.getpid():

@@ -1,8 +1,8 @@
-"""Who keeps whom waiting, read from what the ranks have stored about themselves.
+"""Hang diagnosis: which ranks block which, from the flight records of the ranks.
 
-A rank that waits has stored the group, the number of the call among those of its group, and the operator behind it; the
-ranks of the group that have joined fewer calls are the ones that it waits for. The ranks take no part, so it
-works for ranks that hang in the kernel, hold a lock, are stopped, or have died. Does not import torch.
+A waiting rank has recorded the process group, the sequence number of the call in that group, and the operator; it waits
+for the ranks of the group that have joined fewer calls. Diagnosis does not involve the ranks, so it works for ranks
+that hang in the kernel, hold a lock, are stopped, or have died. Does not import torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AwaitedCall:
 
 @dataclass(frozen=True)
 class RankState:
-    """RankState one rank is: how many calls of each group it has joined, and in which it waits."""
+    """The state of one rank: how many calls of each group it has joined, and in which it waits."""
 
     step: int = 0
     phase: str = PHASES[0]
@@ -122,8 +122,8 @@ class Diagnosis:
 
 
 def diagnose(ranks: Sequence[RankState | None], timeout: float, halted: Collection[int] = ()) -> Diagnosis | None:
-    """What the flight records of all ranks say about a hang; None where nobody waits for anybody. Ranks that `halted`
-    do nothing any more, whatever they were in: a call that all have joined cannot end without them."""
+    """The diagnosis of a hang from the flight records of all ranks; None if no rank waits for another. Ranks that
+    `halted` do nothing any more, whatever they were in: a call that all have joined cannot end without them."""
     waits = {rank: at.wait for rank, at in enumerate(ranks) if at is not None and at.wait is not None}
     missing = {rank: absent(wait, ranks, halted) for rank, wait in waits.items() if rank not in halted}
     for rank, wait in waits.items():
@@ -148,8 +148,8 @@ def diagnose(ranks: Sequence[RankState | None], timeout: float, halted: Collecti
 
 
 def _late(ranks: Sequence[RankState | None], timeout: float, halted: Collection[int]) -> Diagnosis | None:
-    """Who has come to a halt where nobody waits in a collective, or keeps the others waiting in a save: those that have
-    not written their parts, or else rank 0, which puts the parts together."""
+    """The ranks that have halted while none waits in a collective, or that block the others in a save: those that have
+    not written their parts, or else rank 0, which merges the parts."""
     if halted:
         sentence = f"{_ranks(tuple(halted))} of {len(ranks)} came to a halt"
         return Diagnosis(f"{sentence}, and nobody has moved on for {timeout:g} s", tuple(halted))
@@ -163,8 +163,8 @@ def _late(ranks: Sequence[RankState | None], timeout: float, halted: Collection[
 
 
 def _behind(ranks: Sequence[RankState | None], timeout: float) -> Diagnosis | None:
-    """Who has joined fewer calls than others, where nobody is seen to wait: on a GPU calls are made ahead, and what
-    waits for them is something else."""
+    """The ranks that have joined fewer calls than others, if no rank records a wait: on a GPU collectives are
+    asynchronous, and the host waits elsewhere."""
     for group in dict.fromkeys(group for at in ranks if at is not None for group in at.joined):
         joined = {rank: at.joined.get(group, 0) for rank in group.ranks if (at := ranks[rank]) is not None}
         most = max(joined.values())
@@ -177,7 +177,7 @@ def _behind(ranks: Sequence[RankState | None], timeout: float) -> Diagnosis | No
 
 
 def _circle(missing: dict[int, list[int]]) -> tuple[int, ...]:
-    """Ranks each of which waits for the next, and the last for the first."""
+    """A cycle of ranks, each waiting for the next."""
     for first in missing:
         path = [first]
         while others := [rank for rank in missing[path[-1]] if rank in missing]:
@@ -210,7 +210,7 @@ class Stall:
         self._at = time.monotonic()
 
     def found(self) -> bool:
-        """Look once; True where the ranks hang."""
+        """Poll once; True if the ranks hang."""
         now, waiting, steps = time.monotonic(), [False] * len(self._files), 0
         if now - self._at > ASLEEP:
             self._since = [now] * len(self._files)

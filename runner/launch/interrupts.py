@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C), SIGTERM and SIGHUP: they end the work at once, but never the clean-up after it. Ranks that can stop
+"""SIGINT (Ctrl-C), SIGTERM and SIGHUP: they end the work at once, but never interrupt the clean-up. Ranks that can stop
 between two steps are requested to at the first signal.
 
 Invariant: afterwards the handlers are those of before, and a signal that arrived during the clean-up still ends the
@@ -62,7 +62,7 @@ class Interrupts:
 
     @staticmethod
     def again() -> None:
-        """Raise what a signal has raised, where a library may have made another exception of it."""
+        """Raise the signal's exception again, in case a library has converted it."""
         if Interrupts._raised is not None:
             raise error_of(Interrupts._raised[0])
 
@@ -76,9 +76,9 @@ class Interrupts:
             self.stopping, Interrupts.requested = True, number
             if number == signal.SIGINT:
                 with suppress(OSError):
-                    os.write(2, STOPPING)  # print may be in the middle of something
+                    os.write(2, STOPPING)  # print is not reentrant
         elif self.stopping and number == signal.SIGHUP:
-            return  # it comes along with others
+            return  # another exception is already on its way
         else:
             Interrupts._raised = number, now
             Interrupts._once_more = threading.Timer(1.1 * SAME, _raise_in_main_thread, (number,))
@@ -106,5 +106,5 @@ def _raise_in_main_thread(number: int) -> None:
 
 
 def error_of(number: int) -> KeyboardInterrupt:
-    """What signal `number` raises."""
+    """The exception for signal `number`."""
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)

@@ -1,5 +1,5 @@
-"""Whether a process does anything at all, as the operating system shows it. The process takes no part, so a
-stopped one is found like any other.
+"""Whether a process makes progress, according to the operating system. The process is not involved, so a stopped one is
+detected too.
 
 Signs of life are time on a processor, bytes read and written, and a wait for a disk. Where there is no /proc, nothing
 is known: every process counts as alive.
@@ -34,7 +34,7 @@ class Signs:
         """Since when the process is stopped (SIGSTOP, a debugger); None where it is not."""
 
     def look(self) -> None:
-        """Take note of what has happened since the last look; `since` is the time of the last sign."""
+        """Record activity since the last call; `since` is the time of the last sign of life."""
         now = time.monotonic()
         if now - self._at > ASLEEP:
             self.since, self.stopped = now, None

@@ -33,8 +33,8 @@ from runner.launch.rank import enter
 from runner.launch.server import Descriptor
 from runner.launch.startup import Starting
 
-# Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised for the whole.
-CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
+# Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised in total.
+CAUSE = 0.3  # to learn which other ranks failed independently at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 STOP = 1.0  # between asking a rank to end and killing it
 RESCUE = 10.0  # for the others to write what they have in memory
@@ -178,7 +178,7 @@ def run_ranks(
 
 
 class _Rank:
-    """The parent's end of one rank. `report` is its last word, None until it has come."""
+    """The parent's handle of one rank. `report` is its outcome, None until received."""
 
     def __init__(self, number: int, run_dir: Path) -> None:
         self.number = number
@@ -278,7 +278,7 @@ def _watch(ranks: Sequence[_Rank], starting: Starting, stall: Stall) -> bool:
             limit = CAUSE if failure.root_cause(failures).order is CauseOrder.CAUSE else ECHO
             deadline = min(deadline or now + limit, now + limit)
         elif all(rank.report for rank in ranks):
-            deadline = deadline or now + STOP  # to leave; nothing is lost when one is ended on its way out
+            deadline = deadline or now + STOP  # to exit; killing a rank during its exit loses nothing
         sources = [source for rank in ranks for source in rank.sources]
         if failures and all(rank.report for rank in ranks):
             return False
@@ -291,7 +291,7 @@ def _watch(ranks: Sequence[_Rank], starting: Starting, stall: Stall) -> bool:
 
 
 def _let_rescue(ranks: Sequence[_Rank], hung: Sequence[int]) -> None:
-    """End those that hang, upon which the others find their neighbours gone, and give these time to save."""
+    """End the ranks that hang, so that the others notice, and give these time to save."""
     for rank in ranks:
         if rank.number in hung:
             rank.send_signal(signal.SIGKILL)
@@ -306,7 +306,7 @@ def _stop(ranks: Sequence[_Rank]) -> None:
     if not all(rank.wait(0) for rank in ranks):
         for rank in ranks:
             rank.send_signal_to_all(signal.SIGTERM)
-            rank.send_signal(signal.SIGKILL)  # itself it may take SIGTERM for a wish
+            rank.send_signal(signal.SIGKILL)  # the rank itself may treat SIGTERM as a request
         deadline = time.monotonic() + STOP
         for rank in ranks:
             rank.wait(deadline - time.monotonic())

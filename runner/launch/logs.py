@@ -1,4 +1,4 @@
-"""What a rank prints: all of it goes to its log file, what rank 0 prints to stdout also to the console.
+"""Output of a rank: all of it goes to its log file, rank 0's stdout also to the console.
 
 The log is attached to the file descriptors 1 and 2, so that output of libraries and of crash handlers arrives too. The
 console is a second stream beside it: progress bars use it alone (`console()`), and a console that has gone away (a
@@ -72,7 +72,7 @@ def attach(log: Path, console: int | None) -> None:
 
 
 def console() -> TextIO:
-    """The stream that reaches the terminal without reaching the log; stdout where there is no such thing."""
+    """The stream that reaches the terminal but not the log; stdout if there is none."""
     stdout: object = sys.stdout
     if isinstance(stdout, Echo) and stdout.console is not None:
         return stdout.console

@@ -1,7 +1,7 @@
-"""What a rank and its command say to each other: a line of JSON, and after it the bytes of a result.
+"""Messages between a rank and its command: a line of JSON, followed by the bytes of a result.
 
-Ranks may be behind a network. Invariant: nothing that arrives is unpickled here, and what is no message of ours is an
-OSError, as a broken line is.
+Ranks may be behind a network. Invariant: no received data is unpickled here, and a malformed message raises OSError, as
+a broken connection does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def send(connection: Connection, value: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """The next plain value. Raises EOFError when the other end is closed, OSError for what is none."""
+    """The next plain value. Raises EOFError when the other end is closed, OSError if the message is malformed."""
     return _read(connection.recv_bytes(LONGEST))
 
 
@@ -39,7 +39,7 @@ def _read(content: bytes) -> Any:
 
 
 def report(connection: Connection, outcome: Done | Failure) -> None:
-    """Send the last word of a rank."""
+    """Send the outcome of a rank."""
     fields = asdict(outcome)
     value = fields.pop("value", None)
     head = json.dumps({"kind": type(outcome).__name__, "valued": value is not None, **fields})

@@ -24,7 +24,7 @@ def resolve(host: str, key: str = "launch.hosts") -> str:
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else "it is no name of a host"
         raise ConfigError("MW702", f"{key}: the host {host!r} cannot be found: {reason}; give its address.") from None
-    best = min(found, key=lambda one: one[0] != socket.AF_INET)  # gloo and NCCL are most at home there
+    best = min(found, key=lambda one: one[0] != socket.AF_INET)  # gloo and NCCL support IPv4 best
     return str(best[4][0])
 
 
@@ -55,7 +55,7 @@ def towards(address: str) -> str:
 
 
 def require_loopback() -> None:
-    """Raises ConfigError where the ranks of this machine cannot reach each other; they would wait in vain."""
+    """Raises ConfigError where the ranks of this machine cannot reach each other; they would time out."""
     try:
         towards(LOOPBACK)
     except ConfigError as error:
@@ -67,7 +67,7 @@ def require_loopback() -> None:
 
 
 def listener(address: str, port: int = 0) -> socket.socket:
-    """A listening socket at `address` alone. Raises ConfigError if it cannot be had."""
+    """A listening socket at `address` alone. Raises ConfigError if binding fails."""
     try:
         return socket.create_server((address, port), family=_family(address), backlog=4096)
     except OSError as error:
@@ -116,7 +116,7 @@ def variables(address: str) -> dict[str, str]:
     if interface is None:
         return {}
     if is_loopback(address):
-        return {"GLOO_SOCKET_IFNAME": interface}  # NCCL has better ways inside a machine
+        return {"GLOO_SOCKET_IFNAME": interface}  # NCCL has faster transports inside a machine
     return {
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,

@@ -12,12 +12,12 @@ from pathlib import Path
 from runner.launch.server import Descriptor
 
 OPEN_FILES = "/proc/self/fd"
-"""Where a process finds its open files under names of its own, on Linux."""
+"""Where a process finds its open files by descriptor, on Linux."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """All that a rank is given.
+    """The launch parameters of a rank.
 
     Attributes:
         entry: "package.module:function".
@@ -60,7 +60,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class RankContext:
-    """Who this rank is.
+    """The identity of this rank.
 
     Attributes:
         rank: 0 <= rank < world_size.

@@ -29,7 +29,7 @@ def enter(orders: Orders) -> None:
     """Carry out `orders` in this process, report the outcome, and in case of failure end the process at once."""
     try:
         # What this rank starts can be ended with it, and Ctrl-C reaches the parent alone.
-        if os.getpgrp() != os.getpid():  # a launcher may have seen to it
+        if os.getpgrp() != os.getpid():  # a launcher may have done it
             os.setpgrp()
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -52,7 +52,7 @@ def enter(orders: Orders) -> None:
             traceback.print_exc()
         _flush()
         messages.report(orders.connection, from_exception(orders.rank, error))
-        # Without the usual farewells: they could wait for ranks that will not answer.
+        # Without the usual exit handlers: they could wait for ranks that will not answer.
         os._exit(1)
     _flush()
     messages.report(orders.connection, done)

@@ -178,11 +178,11 @@ class Server:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            # Without the usual farewells: what libraries do there could wait for ranks that do not answer.
+            # Without the usual exit handlers: those of libraries could wait for ranks that do not answer.
             os._exit(code)
 
     def _reap(self) -> None:
-        """Take note of children that have ended. Before the end of the last fork is reported, its orphans are."""
+        """Reap children that have ended. Orphans are ended before the end of the last fork is reported."""
         for pid, status in _ended():
             if pid in self._forks:
                 pipe = self._forks.pop(pid)
@@ -219,7 +219,7 @@ def _exactly(control: socket.socket, count: int) -> bytes:
 
 
 def _put(pipe: int, number: int) -> None:
-    with suppress(OSError):  # nobody waits for it any more
+    with suppress(OSError):  # the receiver is gone
         os.write(pipe, number.to_bytes(NUMBER, "little", signed=True))
 
 

@@ -2,7 +2,7 @@
 
 The parent, or SIGTERM or SIGHUP straight from a scheduler, requests it. From then on a rank begins no further step and
 writes its step to the store; when all have, the latest of these steps is the last for all. No rank is beyond it and
-each can reach it, because none waits for a rank that stops earlier. Until then a step costs one comparison.
+each can reach it, because none waits for a rank that stops earlier. Without a request a step costs one comparison.
 Importing this imports no torch.
 """
 
@@ -31,8 +31,8 @@ def request() -> None:
 
 
 def listen() -> None:
-    """From now on the first SIGTERM or SIGHUP asks, and a second SIGTERM ends this process at once. For the main
-    thread."""
+    """From now on the first SIGTERM or SIGHUP requests a stop, and a second SIGTERM ends this process at once. For the
+    main thread."""
     near, far = socket.socketpair()
     far.setblocking(False)
     signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)  # a handler would wait for the end of a collective
@@ -52,7 +52,7 @@ def _hear(near: socket.socket, far: socket.socket) -> None:
 
 
 def stopping_of(rank: RankContext, done: int) -> Stopping:
-    """Training begins after step `done`: what `rank` asks before every step."""
+    """Training begins after step `done`: what `rank` checks before every step."""
     import torch.distributed as dist
 
     listen()
@@ -61,7 +61,7 @@ def stopping_of(rank: RankContext, done: int) -> Stopping:
 
 
 class Stopping:
-    """The agreement of `world_size` ranks over `store`, which no other thread of this rank uses."""
+    """Coordinates the stop of `world_size` ranks through `store`, which no other thread of this rank uses."""
 
     def __init__(self, rank: int, world_size: int, store: Any, *, done: int = 0, poll: float = 1.0) -> None:
         self._rank, self._world_size, self._store, self._poll = rank, world_size, store, poll

@@ -1,8 +1,8 @@
 """The folders that a run needs only while it lasts, one of them on the disk to which it offloads. Does not import
 torch: the parent makes them.
 
-Invariant: they are gone after the run, whatever became of the ranks; where the parent itself was killed, they are gone
-when the next run there starts.
+Invariant: they are removed after the run, however the ranks end; if the parent itself was killed, the next run there
+removes them.
 """
 
 from __future__ import annotations

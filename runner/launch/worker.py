@@ -1,8 +1,7 @@
 """One rank: its process group, its device, and the function that it was started for.
 
 `runner.launch` starts it; there is no command for it. Invariant: the default process group exists exactly while
-the entry function runs, and ranks leave together: none of them tears its connections down while another still needs
-them.
+the entry function runs, and ranks leave together: no rank closes its connections while another still needs them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def work(orders: Orders) -> Any:
 
     Raises:
         ConfigError: the entry cannot be found.
-        Exception: whatever the entry raises; the process group is then left as it is.
+        Exception: any exception of the entry; the process group is then not destroyed.
     """
     _announce(orders)
     recorder.attach(flight_record_of(orders.run_dir, orders.rank))

@@ -1,6 +1,6 @@
-"""Launchers: what starts the ranks of a run on several hosts, or as a site is used to.
+"""Launchers: they start the ranks of a run on several hosts, or with a site's own tools.
 
-`described` says what a config would start, `started` starts it. Every launcher is a pure function in a file of its own;
-behind them is one way: `supervise` here, `runner.join` there, and the same rank as `runner.launch` starts. Nothing
+`described` says what a config would start, `started` starts it. Every launcher is a pure function in a separate file;
+the rest is shared: `supervise` here, `runner.join` on the hosts, and the same rank as `runner.launch` starts. Nothing
 here imports torch.
 """

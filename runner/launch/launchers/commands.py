@@ -1,4 +1,4 @@
-"""What a launcher is to this project: a pure function from the config and a place to commands and files.
+"""The launcher interface: a pure function from the config and a launch site to commands and files.
 
 `run launch --dry-run` prints what the function returns, `run train` starts it. What every launcher starts in the end is
 `python -m runner.join FOLDER`, which learns from the launcher's environment which rank it is.
@@ -58,7 +58,7 @@ class LaunchSite:
 
 @dataclass(frozen=True)
 class Command:
-    """One command. `host` is where it has to run, None here; `environment` comes on top of what is there."""
+    """One command. `host` is where it has to run, None here; `environment` extends the existing environment."""
 
     words: tuple[str, ...]
     host: str | None = None

@@ -75,7 +75,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first words of a rank.
+    """The first message of a rank.
 
     Attributes:
         rank: who calls; the same rank calls once more, with `console`, for what it shows to the user.
@@ -91,7 +91,7 @@ class Hello:
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
-        """Raises OSError for what is none."""
+        """Raises OSError if `fields` is not a valid one."""
         try:
             hello = cls(**fields)
             if hello.store is not None:
@@ -103,7 +103,7 @@ class Hello:
 
 
 def silence_of(timeout: float) -> float:
-    """How long a line may be silent in a run whose collectives may take `timeout`."""
+    """Seconds of silence allowed on a connection if collectives may take `timeout`."""
     return min(timeout, SILENCE)
 
 
@@ -224,7 +224,7 @@ class Front:
             self._waiting.clear()
 
     def close(self) -> None:
-        """Take no more calls, and let what has been said on the console be seen."""
+        """Accept no more connections, and flush the console output."""
         self.listener.close()
         for thread in self._consoles:
             thread.join(FLUSH)
@@ -245,13 +245,13 @@ class Front:
 
 
 def _show(connection: Connection) -> None:
-    """Copy what rank 0 shows to this command's stdout, until it has ended."""
+    """Copy rank 0's console output to this command's stdout until it has ended."""
     encoding = locale.getpreferredencoding(False)  # in which `logs.attach` writes
     with (
         connection,
         open(os.dup(connection.fileno()), encoding=encoding, errors="replace") as lines,
         suppress(OSError),
     ):
-        for line in lines:  # until the rank has ended, or nobody looks at the console any more
+        for line in lines:  # until the rank has ended, or the console is closed
             sys.stdout.write(line)
             sys.stdout.flush()

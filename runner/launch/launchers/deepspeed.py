@@ -1,6 +1,6 @@
 """DeepSpeed's launcher: it reads a hostfile, reaches the hosts by pdsh and ssh, and starts a process per rank.
 
-An option keeps it from adding words of its own to the program. The library itself is not imported here.
+An option keeps it from adding its own arguments to the program. The library itself is not imported here.
 """
 
 from __future__ import annotations

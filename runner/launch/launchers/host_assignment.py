@@ -1,4 +1,4 @@
-"""Which ranks are started in one place, and the places of a whole launch."""
+"""The ranks started on one host, and the assignment of all ranks of a launch to hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ USUAL_PORT = 29500
 
 
 def part_by_hand(launch: Launch) -> LocalRanks | None:
-    """What `launch.host` or `launch.rank` asks this command to start; None where it asks for nothing.
+    """The ranks that `launch.host` or `launch.rank` makes this command start; None if neither is set.
 
     Raises ConfigError where the first host cannot be found.
     """
@@ -63,7 +63,7 @@ def meeting_unasked(launch: Launch) -> tuple[str, int]:
 
 
 def meeting(launch: Launch) -> tuple[str, int]:
-    """Address and port at which a launcher lets the ranks meet: those of the first host. A port that is not configured
+    """The rendezvous address and port: those of the first host. A port that is not configured
     is free where the first host is this machine, else the usual one."""
     address = network.resolve(launch.hosts[0].name) if launch.hosts else network.LOOPBACK
     if launch.port is not None:

@@ -1,6 +1,6 @@
 """What a launcher starts, `python -m runner.join FOLDER [--host NAME]`: one rank, or all ranks of one host.
 
-`run train launch=...` writes FOLDER and names it to the launcher; nobody types this. A rank calls the command that
+`run train launch=...` writes FOLDER and passes it to the launcher; users never type this. A rank calls the command that
 started the run, learns where the store is, and then is a rank like any other. With `--host` the process imports torch
 once and forks the ranks of its host. Invariant: a rank ends when its line to the command does, so nothing outlives a
 run, whatever becomes of the launcher.
@@ -165,7 +165,7 @@ def rank(folder: Path, who: Identity) -> None:
             connection=connection,
         )
     )
-    os._exit(0)  # all is said; libraries that the launcher loaded could wait for each other
+    os._exit(0)  # everything is reported; libraries that the launcher loaded could deadlock at exit
 
 
 def _port(listener: socket.socket) -> int:

@@ -1,4 +1,4 @@
-"""From a config to running ranks, with one import of torch on the whole machine.
+"""From a config to running ranks, with one import of torch per machine.
 
 Importing torch and its exporter costs more than everything else before the first step. So the fork server does it once;
 a fork of it builds, captures and plans, local ranks are forks of it, and the parent, which talks to the user, never
@@ -159,7 +159,7 @@ def started(
 ) -> Any:
     """Call `entry` in `world_size` ranks that a launcher starts; return what it returns in rank 0.
 
-    The arguments are those of `runner.launch.run_ranks`, and so is what is raised.
+    Arguments and exceptions are those of `runner.launch.run_ranks`.
     """
     run_dir, address = run_dir.absolute(), address_of(launch)
     with own_folder(run_dir, "join") as folder, network.listener(address) as listener:

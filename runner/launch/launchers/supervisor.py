@@ -42,9 +42,9 @@ LOG = "launch.log"
 
 
 class _Seat:
-    """What is known here of one rank. `report` is its last word, None until it has come. `lost`: the line broke though
-    nobody ended it, so the host, or the way to it, is down. `wordless`: the rank ended without a word, as one does that
-    is killed."""
+    """The supervisor's state of one rank. `report` is its outcome, None until received. `lost`: the connection broke
+    unexpectedly, so the host, or the network to it, is down. `wordless`: the rank ended without a report, as after a
+    kill."""
 
     def __init__(self, number: int, host: str, run_dir: Path) -> None:
         self.number, self.host = number, host
@@ -99,7 +99,7 @@ class Watch:
         self.processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
 
     def start(self, command: Command, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start a launcher in a group of its own: Ctrl-C reaches this command alone, which ends everything."""
+        """Start a launcher in its own process group: Ctrl-C reaches only this command, which ends everything."""
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -126,7 +126,7 @@ class Watch:
             lines = [seat.line for seat in self.seats if seat.line is not None and seat.report is None]
             door = [] if all(seat.line for seat in self.seats) else [self.front.listener]
             if not door:
-                self.front.listener.close()  # all are there: nobody else is heard
+                self.front.listener.close()  # all ranks have joined: accept no more connections
             if self.front.listener in connection.wait([*door, *lines], LOOK):
                 self.front.take()
             for hello, line in self.front.arrived():
@@ -162,7 +162,7 @@ class Watch:
                 )
 
     def stop(self, patience: float) -> None:
-        """Give launchers `patience` seconds to end by themselves; close all lines; end what is left here."""
+        """Give launchers `patience` seconds to exit; close all connections; kill the remaining local processes."""
         self._wait_for_launchers(patience)
         self.front.close()
         for seat in self.seats:
@@ -190,7 +190,7 @@ class Watch:
         return RunFailed("MW716", f"{self.launcher}{where} ended with {how} {before}.{self._last_words()}")
 
     def _last_words(self) -> str:
-        """What launchers have said, for the end of a message."""
+        """The output of the launchers, for the end of a message."""
         return failure.end_of_log(None, self.log, read_since(self.log, self.log_start))
 
     def _raise_failed(self, failures: Sequence[Failure]) -> None:
@@ -222,8 +222,7 @@ class Watch:
         raise RunFailed(cause.code, f"{sentence}{failure.end_of_log(cause, named.log, named.said())}", rank=cause.rank)
 
     def _raise_hang(self, cause: Failure | None) -> None:
-        """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
-        nobody is silent."""
+        """Raise the diagnosis of a hang from the flight records, if readable here; return if no rank is silent."""
         at = [hangs.read_state(seat.flight_record) for seat in self.seats]
         found = hangs.diagnose(at, self.timeout)
         silent = [seat for seat in self.seats if seat.report is None]
