@@ -1,4 +1,4 @@
-"""The catalogue of codes: what each refusal means and what to do about it.
+"""The catalogue of codes: what each error means and how to fix it.
 
 The data is in `refusals.yaml`, from which `run explain CODE` prints and the page docs/troubleshooting.md is made.
 """

@@ -1,1 +1,2 @@
-"""From a config to a plan and all that the ranks need: what is decided, priced, and prepared once per run."""
+"""From a config to a plan and everything that the ranks need: decisions, cost estimates and preparation, once per
+run."""

@@ -1,8 +1,8 @@
 """What each rank measures for `run calibrate`: all ranks do the same at the same time, as they do in training.
 
 Points are measured in the order of what a plan's cost depends on most, each as long as the time left allows. Invariant:
-every rank makes the same calls in the same order; what is measured, and how often, follows from times that all ranks
-agree on.
+every rank makes the same calls in the same order; the measurements and their repetitions depend only on times that all
+ranks agree on.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ CHAIN = 32
 LAYERS, WIDTH, TOKENS = 2, 16, 8
 """Of small layers: their operators take as long as it takes to begin them."""
 BETWEEN = (8, 128, 64)
-"""Layers, width and tokens of what is computed before each collective, as in a step: ranks are not all there at once,
-and what was in their caches is gone. On 8 ranks of 2 cores an all-reduce of 1 KiB between 2 (8) ranks takes 2.2 (17) ms
-behind another one, 4.4 (24) ms behind this."""
+"""Layers, width and tokens of the computation before each collective, as in a step: ranks do not arrive simultaneously,
+and their caches are cold. On 8 ranks of 2 cores an all-reduce of 1 KiB between 2 (8) ranks takes 2.2 (17) ms behind
+another one, 4.4 (24) ms behind this."""
 ADDED = 0.25
-"""Share of its seconds by itself that a call adds at least to those of what is computed before it, in which it may
+"""Minimum share of its standalone seconds that a call adds to the computation before it, in which it may
 drown."""
 TOGETHER = 3
-"""Calls that are timed at once, what is computed before them included."""
+"""Calls that are timed together, including the computation before them."""
 FEWEST = 3
 """Differences of which the middle is taken: any one may be below zero."""
 LEAST = 1.0
@@ -68,8 +68,8 @@ HEADS = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of one of `world_size` busy ranks; `memory` in bytes, `launch` and `view` in seconds per operator,
-    `overlap` the share of adding gradients that hides behind products. None: there was no time for it."""
+    """Measured times of one of `world_size` busy ranks; `memory` in bytes, `launch` and `view` in seconds per operator,
+    `overlap` the share of adding gradients that hides behind products. None: not measured for lack of time."""
 
     world_size: int
     device: str
@@ -84,12 +84,12 @@ class Measured:
 
 def measure(rank: int, world_size: int, device: torch.device, until: float) -> Measured:
     """Measure until `until` by time.monotonic(), which all processes of a machine share, or until all points are
-    measured, and for LEAST seconds where processes took long to start; rank 0 prints what is being measured."""
+    measured, and for LEAST seconds where processes took long to start; rank 0 prints the progress."""
     return Bench(rank, world_size, device, Timer(world_size, device, until)).run()
 
 
 class Timer:
-    """Times what all ranks do at once, by the slowest rank.
+    """Times simultaneous actions of all ranks, by the slowest rank.
 
     Attributes:
         left: seconds until the end, by the rank that has the fewest; LEAST at first, at least.
@@ -134,9 +134,9 @@ class Point:
     """Something to measure.
 
     Attributes:
-        title: what is printed.
-        measure: measures in about so many seconds, and fewer if they run out.
-        enough: seconds in which it is measured well.
+        title: the text to print.
+        measure: measures for about the given number of seconds, or less if time runs out.
+        enough: seconds for an accurate measurement.
     """
 
     title: str
@@ -145,7 +145,7 @@ class Point:
 
 
 class Bench:
-    """The points, and what has been measured of them."""
+    """The points and their measurements."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timer: Timer) -> None:
         self.rank, self.size, self.device, self.timer = rank, world_size, device, timer
@@ -161,7 +161,7 @@ class Bench:
         self.overlap: float | None = None if world_size > 1 else 0.0
 
     def _sizes(self) -> Iterator[int]:
-        """The world, and what halving it makes."""
+        """The world size, halved repeatedly."""
         size = self.size
         while size > 1:
             yield size
@@ -190,7 +190,7 @@ class Bench:
         )
 
     def _needed_points(self) -> Iterator[Point]:
-        """What every constant needs, most important first."""
+        """The points that every constant needs, most important first."""
         first, *others = self.sides
         yield from self._of_products(first, self.sides[first][:3])
         for size in COPIED:
@@ -206,7 +206,7 @@ class Bench:
             yield Point("products beside all-reduces", self._overlap, lambda: 3 * BESIDE)
 
     def _further_points(self) -> Iterator[Point]:
-        """What makes constants more certain: other sizes, then other groups, of all kinds in turn."""
+        """Points that make constants more accurate: other sizes, then other groups, alternating between kinds."""
         for dtype, sides in self.sides.items():
             yield from self._of_products(dtype, sides[3:])
         yield from self._of_calls(SENT[2:], KINDS, self.sizes[:1])
@@ -234,9 +234,9 @@ class Bench:
         return min(batches, default=first)
 
     def _added(self, action: Callable[[], object], share: float) -> float | None:
-        """Seconds that a call adds to what is computed before it, while all ranks do both: the middle of what was found
-        in `share` seconds. Where that is too short, the seconds of a call with nothing before it; None if there is no
-        time for that either."""
+        """Seconds that a call adds to the computation before it, while all ranks run both: the median of the
+        measurements in `share` seconds. If `share` is too short, the seconds of a call with nothing before it; None if
+        there is no time for that either."""
         compute, _ = self._between
 
         def both() -> None:
@@ -263,17 +263,17 @@ class Bench:
 
     @cached_property
     def _between(self) -> tuple[Callable[[], None], float]:
-        """What is computed before each collective, and its seconds."""
+        """The computation before each collective, and its seconds."""
         compute = SampleLayers(self.device, *BETWEEN).forward
         self.timer.time(compute)
         return compute, self.timer.time(compute)
 
     def _needed(self, call: float) -> float:
-        """Seconds for the fewest differences of a call that takes `call` seconds by itself."""
+        """Seconds for the minimum number of differences of a call that takes `call` seconds standalone."""
         return FEWEST * TOGETHER * (2 * self._between[1] + call)
 
     def _enough(self, kind: str) -> float:
-        """Seconds in which a call is measured well: it takes no longer than the longest one of its kind."""
+        """Seconds for an accurate measurement of a call: it takes no longer than the longest one of its kind."""
         known = [call.seconds for call in self.calls if call.kind == kind] or [call.seconds for call in self.calls]
         return self._needed(max(known, default=0.0))
 
@@ -310,7 +310,8 @@ class Bench:
                 self.launch = max(layers - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
 
     def _overlap(self, share: float) -> None:
-        """How much of adding several buckets of gradients is hidden by products that take as long."""
+        """The share of an all-reduce of several gradient buckets that is hidden by matrix products of equal
+        duration."""
         if share < 2 * BESIDE:
             return
         side = 256 if self.cpu else 4096
@@ -348,7 +349,7 @@ class Bench:
             self.calls.append(Call(kind, ranks, 4 * sent, seconds))
 
     def _group(self, ranks: int) -> Any:
-        """The group of this rank among those of so many ranks; making them is collective and takes time."""
+        """The process group of `ranks` ranks that holds this rank; creating the groups is collective and takes time."""
         if ranks not in self.groups:
             made = [dist.new_group(list(range(first, first + ranks))) for first in range(0, self.size, ranks)]
             self.groups[ranks] = made[self.rank // ranks]
@@ -385,7 +386,7 @@ class Bench:
 
 
 class SampleLayers:
-    """So many layers of a width, each with weights of its own, for two sequences of `tokens`."""
+    """A stack of layers of one width, each with separate weights, for two sequences of `tokens`."""
 
     def __init__(self, device: torch.device, layers: int, width: int, tokens: int) -> None:
         def values(*shape: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Whether this machine can hold what is about to start on it: processes, then the model, then the plan.
+"""Checks that this machine has the resources for a run: processes, then the model, then the plan.
 
-Only what is needed in any case is counted, so that no run is refused that would fit: before the plan is known, every
-tensor once. What is too large ends as one paragraph, before anything starts; otherwise the kernel would kill a process
-silently. A container has what its control groups leave it (version 1 and 2, at every level that can be seen). Where the
-system does not say (no /proc), nothing is refused.
+Only lower bounds are counted, so that no run is rejected that would fit: before the plan is known, every tensor once. A
+run that is too large ends with one paragraph, before anything starts; otherwise the kernel would kill a process
+silently. In a container the limits of its control groups apply (versions 1 and 2, at every visible level). Without
+/proc, nothing is rejected.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check_model(config: Config, device: str, world_size: int) -> None:
         with shapes_only():
             model = build_model(config)
     except ConfigError:
-        return  # said where it is built for real
+        return  # reported when it is built for real
     tensors = [*model.parameters(), *model.buffers()]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     learning = sum(one.numel() for one in model.parameters() if one.requires_grad)
@@ -90,7 +90,7 @@ def check_model(config: Config, device: str, world_size: int) -> None:
     try:
         states = optimizers.need_of(config.optimizer).kept * max(1.0, size / 4) + 4 * (size < 4)  # with fp32 weights
     except StrategyError:
-        states = 0.0  # not an optimizer that plans know
+        states = 0.0  # an unknown optimizer
     gradients, updated = (learning * size, int(learning * states)) if config.job.name != "predict" else (0, 0)
     needs = {"building it": weights}
     count = ranks_here(config, world_size) if device == "cpu" and not config.parallel.offload.on_disk else 0
@@ -152,7 +152,7 @@ def _size(count: float) -> str:
 
 
 def memory_at_hand(root: Path = ROOT) -> int | None:
-    """Bytes that new processes can take before the kernel ends one; None where the system does not say."""
+    """Bytes that new processes can allocate before the OOM killer acts; None if unknown."""
     found = _fields(root / "proc/meminfo")
     if "MemAvailable" not in found:
         return None
@@ -169,7 +169,7 @@ def memory_at_hand(root: Path = ROOT) -> int | None:
 
 
 def threads_at_hand(root: Path = ROOT) -> int | None:
-    """How many more threads, of any processes, the kernel allows; None where the system does not say."""
+    """How many more threads, of any processes, the kernel allows; None if unknown."""
     try:
         now = int((root / "proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
     except (OSError, ValueError, IndexError):

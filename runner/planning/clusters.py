@@ -1,7 +1,7 @@
-"""Where a run takes place and what its plan is priced on: the devices of this machine, and the section `cluster`.
+"""The devices of this machine on which a run executes, and the cluster for which its plan cost is estimated.
 
-With `cluster=auto`, the default, plans are priced on laptop_gloo on CPU and on nodes of dgx_h100 on GPUs, with as many
-devices as there are ranks.
+With `cluster=auto`, the default, plan costs are estimated for laptop_gloo on CPU and for nodes of dgx_h100 on GPUs,
+with one device per rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def shipped(name: str, nodes: int | None = None) -> Machine:
 
 
 def cluster_of(config: Config, device: str, world_size: int) -> Cluster:
-    """The machine on which `world_size` ranks on `device` are priced."""
+    """The machine for which the cost of `world_size` ranks on `device` is estimated."""
     chosen = config.cluster
     if chosen.machine is not None:
         return described(chosen.name, chosen.machine)
@@ -78,14 +78,14 @@ def cluster_of(config: Config, device: str, world_size: int) -> Cluster:
 
 
 def from_description(file: Path) -> Cluster:
-    """What a file, such as one of `run calibrate`, describes. Raises ConfigError."""
+    """The cluster described in a file, such as one of `run calibrate`. Raises ConfigError."""
     form = ClusterForm.model_validate(from_file({"file": str(file)}))
     assert form.machine is not None
     return described(form.name, form.machine)
 
 
 def described(name: str, machine: Machine) -> Cluster:
-    """A machine as cost models see it: with the rates that programs achieve."""
+    """A machine for the cost models, with achieved rates."""
     achieved = machine.achieved
 
     def link(rate: Rate) -> Link:

@@ -1,7 +1,7 @@
-"""What a step of a plan is estimated to take: seconds, and bytes on a rank. The one source of such numbers for the
-search, the joint decision and every report.
+"""Estimates of the step time and the memory per rank of a plan: the single source of these numbers for the search, the
+joint optimisation and every report.
 
-Plans of one decision differ in little, so `Programs` and `Traces` keep what was lowered, cut and traced before.
+The plans of one joint optimisation differ little, so `Programs` and `Traces` cache lowered, cut and traced programs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Programs:
         open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
         **stage: Any,
     ) -> Program:
-        if plan.recompute is not None and plan.recompute.slices_inputs:  # what is stored then depends on the program
+        if plan.recompute is not None and plan.recompute.slices_inputs:  # storage then depends on the program
             return lower(graph, plan, options, open_axes=open_axes, **stage)
         key = id(plan.operators), options, tuple((name, tuple(axes)) for name, axes in open_axes.items())
         if key not in self.programs:
@@ -93,13 +93,13 @@ class Programs:
         return replace(self.programs[key][1], recompute=plan.recompute)
 
     def works(self, graph: OperatorGraph, plan: Plan, cluster: Cluster) -> list[Work]:
-        """As `works_of`, always for the same cluster."""
+        """Like `works_of`, always for the same cluster."""
         if id(plan.operators) not in self.work:
             self.work[id(plan.operators)] = plan, works_of(graph, plan, cluster)
         return self.work[id(plan.operators)][1]
 
     def stages(self, config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
-        """As `lowering.stages_of`."""
+        """Like `lowering.stages_of`."""
         key = id(plan.operators), lowering.training_options(config), lowering.pipeline_groups(config)
         if key not in self.cuts:
             self.cuts[key] = plan, lowering.stages_of(config, graph, replace(plan, recompute=None))
@@ -126,7 +126,7 @@ class MemoryBounds:
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """A stage of a pipeline, or the whole step: what runs, and what it costs by itself."""
+    """A pipeline stage, or the complete step without a pipeline: its program and its standalone cost."""
 
     graph: OperatorGraph
     plan: Plan
@@ -137,8 +137,8 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a step whose `parts` are run by groups of ranks as `schedule` says; without a pipeline there is one part, one
-    group, and no `stages`. Memory is traced on demand, see `memories`."""
+    """The estimate of a step whose `parts` are run by groups of ranks in the order of `schedule`; without a pipeline
+    there is one part, one group, and no `stages`. Memory is traced on demand, see `memories`."""
 
     parts: Sequence[StageEstimate]
     stages: Sequence[Stage]
@@ -155,7 +155,7 @@ class Estimate:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
+        """Estimated seconds of a step."""
         return self._step([part.cost for part in self.parts])
 
     def _step(self, costs: Sequence[StepCost]) -> float:
@@ -167,7 +167,7 @@ class Estimate:
         return float(cost_of_stages(self.stages, by_part, self.schedule, accumulate, self.cluster)[0]["total"])
 
     def memory(self, group: int) -> Memory:
-        """Of a rank of a group, by tracing its programs."""
+        """The memory of a rank of a group, by tracing its programs."""
         if group not in self.traced:
             numbers = range(group, len(self.parts), self.groups)
             traces = {number: self.traces.of(self.parts[number].program, self.settings) for number in numbers}
@@ -179,7 +179,7 @@ class Estimate:
 
     @property
     def memories(self) -> list[Memory]:
-        """Of a rank of every group."""
+        """The memory of a rank of every group."""
         return [self.memory(group) for group in range(self.groups)]
 
     @property
@@ -188,17 +188,17 @@ class Estimate:
 
     @property
     def peaks(self) -> list[int]:
-        """Bytes of a rank of every group at its fullest moment."""
+        """Peak bytes of a rank of every group."""
         return [one.peak for one in self.memories]
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank."""
+        """Peak bytes, the maximum over ranks."""
         return max(self.peaks)
 
     def peak_within(self, limit: int) -> int:
-        """Bytes of the fullest rank; or of the first rank that exceeds `limit`, likely candidates being traced first,
-        so that the other groups need not be."""
+        """Peak bytes, the maximum over ranks; or the peak of the first rank that exceeds `limit`. Likely candidates are
+        traced first, to skip the other groups."""
         groups = sorted(range(self.groups), key=lambda group: -self.likely[group])
         return next((one for group in groups if (one := self.memory(group).peak) > limit), None) or self.peak
 
@@ -207,7 +207,7 @@ class Estimate:
 
     @cached_property
     def outlines(self) -> list[Outline]:
-        """What is known of the bytes of every group without a trace."""
+        """Memory outlines of every group, without a trace."""
         return [
             Outline.together([outline(part.program, self.settings) for part in self.of_group(group)])
             for group in range(self.groups)
@@ -257,12 +257,12 @@ class Estimate:
         return by_group
 
     def bounds(self, similar: Estimate | None) -> MemoryBounds:
-        """What is known of the bytes of every group without tracing this plan.
+        """Memory bounds of every group, without tracing this plan.
 
         Args:
-            similar: a traced estimate with the same forward: while that runs and behind it, a rank holds as much beside
-                what is persistent. There are no gradients before the first backward; with several micro-batches the
-                peak may be in a later one.
+            similar: a traced estimate with the same forward: during and after that, a rank holds equally many bytes
+                besides persistent state. There are no gradients before the first backward; with several micro-batches
+                the peak may be in a later one.
         """
         if self.is_traced:
             recomputed = []
@@ -292,12 +292,12 @@ def estimate(
     """The estimate of a step.
 
     Args:
-        config: with nothing left open.
+        config: without open keys.
         in_step: graph and plan, as `lowering.training_step` returns them.
         settings: as `settings_of` returns it.
-        cluster: the machine on which the step is priced.
-        programs: what was lowered before.
-        traces: what was traced before.
+        cluster: the machine for which the cost is estimated.
+        programs: the cache of lowered programs.
+        traces: the cache of memory traces.
 
     Raises:
         StrategyError: the plan cannot be lowered or cut.
@@ -325,7 +325,8 @@ def step_price(
     ranks: int,
     cluster: Cluster,
 ) -> StepEvaluation:
-    """How the search prices plans of `graph`: as `run plan` does. `training_step` returns graph and plan of a step."""
+    """The cost function by which the search estimates plans of `graph`, the same as for `run plan`. `training_step`
+    returns graph and plan of a step."""
     settings, programs, traces = settings_of(config, graph, device), Programs(), Traces()
 
     def seconds(plan: Plan) -> float:
@@ -343,7 +344,7 @@ def step_price(
 def running_of(
     config: Config, graph: OperatorGraph, settings: OptimizerSettings, cluster: Cluster, ranks: int
 ) -> StepSavings:
-    """What is known of a step before there is a plan."""
+    """The properties of a step that are known before there is a plan."""
     cut = settings.cut
     bucket = 0 if cut.at is not None else None if cut.size is None else max(cut.size, 1)
     used = {ref for operator in graph.operators if operator.id in graph.returning for ref in operator.operands}

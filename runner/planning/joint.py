@@ -1,8 +1,8 @@
-"""What `auto` leaves open beside the plan (ZeRO stage, pipeline stages, micro-batches, recompute) is optimised jointly
-here, before anything is prepared with it.
+"""Joint optimisation of the keys that `auto` leaves open (ZeRO stage, pipeline stages, micro-batches, recompute)
+together with the plan, before preparation.
 
-Invariant: what is prepared has a config that holds every decision, so ranks, checkpoints and reports need not know that
-something was open. The plan keeps the decision in its `search`, under `decided`.
+Invariant: the prepared config holds every decision, so ranks, checkpoints and reports never see an open key. The plan
+keeps the decision in its `search`, under `decided`.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ EVERY = 5.0
 def prepare_decided(
     config: Config, folder: Path | None, say: Callable[[str], None] = print, accept: Accept = accept_any
 ) -> Prepared:
-    """`prepare`, after the joint decision of what is left open.
+    """`prepare`, after the joint optimisation of open keys.
 
     Raises:
-        ConfigError, StrategyError: as `prepare`, and where nothing fits into the memory of a rank.
+        ConfigError, StrategyError: as `prepare`, and if no choice fits into the memory of a rank.
     """
     device, world_size = device_of(config)
     capacity.check_processes(config, world_size)
@@ -98,7 +98,7 @@ def choice_of(content: Mapping[str, Any]) -> Choice:
 
 
 def _decided_in(name: str) -> dict[str, Any]:
-    """What was decided when a saved plan was made. Raises ConfigError and StrategyError."""
+    """The decision stored in a saved plan. Raises ConfigError and StrategyError."""
     content = read_content(Path(name))
     check_form(content, f"parallel.plan = {name!r}")
     found: dict[str, Any] | None = content["search"].get("decided")
@@ -117,7 +117,7 @@ def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = 
     Args:
         config: with `auto` for some keys.
         choice: values for all of them.
-        modules: what is recomputed; None for all that may be.
+        modules: the modules to recompute; None for all that may be.
 
     Raises:
         ConfigError: the sections of that config exclude each other.
@@ -140,7 +140,7 @@ def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = 
 
 @dataclass(frozen=True)
 class _Search:
-    """A request, and its plan or why there is none. `sizes` are the bytes of a rank by the search's own sum, by ZeRO
+    """A request, and its plan or the error. `sizes` are the bytes of a rank in the search's memory model, by ZeRO
     stage."""
 
     request: Request
@@ -166,7 +166,7 @@ class _Search:
 class Searches:
     """The plans of one graph on one number of ranks, each searched once.
 
-    Invariant: an answer from another search is what a search of its own would find: the best plan for more memory that
+    Invariant: a reused result equals that of a separate search: the best plan for more memory that
     needs less is the best for less; and where nothing is small enough, nothing is at a lower ZeRO stage or for less
     memory. But without a limit all ZeRO stages share the plan of stage 0: theirs are within a hundredth, except in
     pipelines, where ZeRO 1 may lose a twentieth.
@@ -181,7 +181,7 @@ class Searches:
 
     @cached_property
     def rules(self) -> Mapping[str, Sharding]:
-        """Of all operators, by id."""
+        """The sharding rules of all operators, by id."""
         return {operator.id: rule_of(operator, self.graph) for operator in self.graph.operators}
 
     def plan(self, request: Request, budget: int | None) -> Plan:
@@ -218,7 +218,7 @@ class Searches:
         return search
 
     def _bytes(self, search: _Search, stage: int) -> float:
-        """Bytes of a rank at another ZeRO stage, by the search's own sum."""
+        """Bytes of a rank at another ZeRO stage, in the search's memory model."""
         plan = search.plan
         assert plan is not None
         if stage not in search.sizes:
@@ -258,7 +258,7 @@ class JointDecision:
     """By stages and ZeRO stage."""
 
     def check(self, accept: Accept) -> None:
-        """Refuse what `prepare` would refuse after the search. Raises ConfigError."""
+        """Reject early what `prepare` would reject after the search. Raises ConfigError."""
         config = self.config
         if config.train.compile:
             compiled.check(self.device)
@@ -336,7 +336,7 @@ class JointDecision:
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """All that the config allows. Raises the error of the first one where it allows none."""
+        """All choices that the config allows. If none is valid, raises the error of the first."""
         allowed, refused = [], None
         for choice in self._every():
             try:
@@ -377,7 +377,7 @@ class JointDecision:
         bounds = {}
         for choice in self.choices:
             if parallel.pipeline.stages == "auto" and len(repeated) % choice.stages:
-                continue  # a layer would be cut
+                continue  # a stage boundary would cut a layer
             if parallel.recompute.operators == "auto" and choice.recompute != "none" and not repeated:
                 continue
             ranks, again = self.ranks // choice.stages, choice.recompute == "full"
@@ -411,7 +411,7 @@ class JointDecision:
 
     @cached_property
     def _open_request(self) -> Request:
-        """The request before anything is decided."""
+        """The request with all open keys undecided."""
         return request_of(self.config, self.ranks)
 
     def _request(self, choice: Choice, modules: Sequence[str] | None = None) -> Request:
@@ -425,7 +425,7 @@ class JointDecision:
         )
 
     def searched(self, choice: Choice) -> Searches:
-        """The searches that `choice` shares with those of as many rows and stages."""
+        """The searches that `choice` shares with choices of the same number of rows and stages."""
         rows = self._rows(choice)
         if (rows, choice.stages) not in self.searches:
             self.searches[rows, choice.stages] = Searches(self.captured(rows)[1].graph, self.cluster)
@@ -436,14 +436,14 @@ class JointDecision:
         return self.searched(choice).plan(self._request(choice), budget)
 
     def estimate(self, choice: Choice, plan: Plan, modules: Sequence[str] | None = None) -> Estimate:
-        """Of a plan of a choice that recomputes `modules`."""
+        """The estimate of a plan of a choice that recomputes `modules`."""
         objective, captured, tensors = self.captured(self._rows(choice))
         config = with_choice(self.config, choice, modules)
         in_step = lowering.training_step(config, objective, tensors, captured.graph, plan)
         return estimate(config, in_step, self._settings(choice), self.cluster, self.programs, self.traces)
 
     def fastest(self, choice: Choice) -> Estimate:
-        """Of a choice's fastest plan, whatever memory it needs."""
+        """The estimate of a choice's fastest plan, regardless of memory."""
         if choice not in self.estimates:
             self.estimates[choice] = self.estimate(choice, self.best_plan(choice, None))
         return self.estimates[choice]
@@ -464,7 +464,7 @@ class JointDecision:
         return evaluate
 
     def evaluate(self, choice: Choice) -> Iterator[Priced]:
-        """What a choice costs, ever more exactly, as `decide` asks for it.
+        """Yield cost estimates of a choice, increasingly exact, as `decide` requests them.
 
         First lower bounds, from choices with the same plan but without ZeRO or recompute. Then plans, each without and
         then with its bytes: the fastest, with as few recomputed layers as keep the limit or with all, then those found
@@ -489,7 +489,7 @@ class JointDecision:
             yield from self._within_less(choice, plan)
 
     def memory_bounds(self, choice: Choice) -> MemoryBounds:
-        """What is known of the bytes of a choice's fastest plan without a trace of it. ZeRO stages share that plan, and
+        """Memory bounds of a choice's fastest plan without tracing it. ZeRO stages share that plan, and
         its forward unless parameters are gathered there."""
         known = (self.estimates.get(replace(choice, zero=stage)) for stage in ZERO[:3])
         similar = next((one for one in known if one is not None and one.is_traced), None)
@@ -497,8 +497,8 @@ class JointDecision:
 
     def _within_less(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """Plans found for less memory than `plan`, the fastest, needs; the last one keeps the limit, if one does. After
-        one that does, others between it and those that are too large are tried. What is surely too large is not
-        traced."""
+        one that does, plans between it and those that are too large are tried. Plans whose lower bound exceeds the
+        limit are not traced."""
         budgets = self.budgets.setdefault((choice.stages, choice.zero), SearchBudget(self.limit, 1 / choice.stages))
         likely = self.memory_bounds(choice).likely or self.fastest(choice).likely
         seen, best, too_large = [(plan.search["bytes"], max(likely))], None, self.fastest(choice).seconds
@@ -553,7 +553,7 @@ class JointDecision:
             modules = tuple(first.lower_bound)
             return Priced(plan, none.seconds_with_recompute(replace(wanted, modules=modules)), None)
 
-        if max(self.memory_bounds(stored).least) > self.limit:  # before it is known what recompute saves
+        if max(self.memory_bounds(stored).least) > self.limit:  # before the savings of recompute are known
             yield bound(self.memory_bounds(stored).recomputed)
         if max(self.memory_bounds(choice).least) > self.limit:
             return

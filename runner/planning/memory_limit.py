@@ -1,9 +1,9 @@
-"""`parallel.memory_limit` and `parallel.recompute=auto`: how a plan is made to keep the memory of a rank.
+"""`parallel.memory_limit` and `parallel.recompute=auto`: how a plan is made to fit the memory of a rank.
 
-A search adds up all that is stored; a rank needs the most of any moment, which only a trace of its program tells. So
+The search sums all stored bytes; a rank needs the peak over time, which requires a trace of its program. So
 plans are traced, and where one exceeds the limit either less memory is allowed to the search (`SearchBudget`) or layers
-are recomputed (`FewestLayers`). Both numbers of bytes are nearly affine in what is varied, so both are found by regula
-falsi, in few traces.
+are recomputed (`FewestLayers`). Memory is nearly affine in both variables, so both are found by regula falsi, in few
+traces.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def first_within(
                 tried.append(smaller.operators)
                 return fit(smaller)
         except StrategyError:
-            continue  # the first refusal is raised
+            continue  # the first error is raised
     raise refused
 
 
@@ -74,7 +74,7 @@ def within_limit(
     """`plan`, with the recompute that the limit asks for where that is `auto`.
 
     Args:
-        config: with the limit; without one `plan` is returned as it is.
+        config: with the limit; without one `plan` is returned unchanged.
         graph: the graph of the plan.
         plan: recomputes nothing where that is `auto`.
         device: "cpu" or "cuda".
@@ -129,7 +129,7 @@ class SearchBudget:
         """The budget of the next search; None where a plan is near the limit, or no budget is left.
 
         Args:
-            seen: bytes of every plan so far, as the search adds them up and as a rank needs them.
+            seen: bytes of every plan so far, in the search's memory model and traced.
         """
         large = min((one for one in seen if one[1] > self.limit), default=None)
         small = max((one for one in seen if one[1] <= self.limit), default=None)
@@ -149,7 +149,7 @@ class SearchBudget:
 @dataclass
 class _GroupLayers:
     """How many `layers` a group of ranks recomputes: `low` are too few, at the bytes `above`, `high` are enough, at the
-    bytes `below`; `measured` says that `above` is no estimate."""
+    bytes `below`; `measured` says that `above` was traced."""
 
     limit: int
     layers: tuple[str, ...]
@@ -211,7 +211,7 @@ class FewestLayers:
 
     @property
     def lower_bound(self) -> set[str]:
-        """Layers that are among them in any case."""
+        """Layers that are recomputed in any case."""
         return self._layers([max(group.guess - 1, 0) if group.high else 0 for group in self.groups])
 
     def next(self) -> set[str] | None:

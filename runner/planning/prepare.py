@@ -1,7 +1,7 @@
-"""What is done once per run, before ranks start: build data and model, capture, plan, write the initial weights.
+"""Preparation, once per run before ranks start: build data and model, capture, plan, write the initial weights.
 
-What can be wrong with the user's model, loss, data, optimizer or strategies is found here and ends as one paragraph
-(exit code 2).
+Errors in the user's model, loss, data, optimizer or strategies are detected here and end as one paragraph (exit code
+2).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Short:
-    """The last micro-batch of an epoch where it has fewer rows (`data.drop_last=false`): the training graph of so many
-    rows under the same plan, and its stages in a pipeline. Graph and plan are None as in `Prepared`."""
+    """The last micro-batch of an epoch where it has fewer rows (`data.drop_last=false`): the training graph for that
+    number of rows under the same plan, and its stages in a pipeline. Graph and plan are None as in `Prepared`."""
 
     rows: int
     graph: OperatorGraph | None = None
@@ -88,7 +88,7 @@ Trial = tuple[int, Mapping[str, Tensor], Structure]
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that a rank needs beside its number, as plain data.
+    """Everything that a rank needs besides its number, as plain data.
 
     Attributes:
         names: the entries of a batch.
@@ -104,7 +104,7 @@ class Prepared:
         evaluated: the entries of an evaluated or predicted batch, with their shapes but for the rows.
         published: the names in the model's state dict.
         described: the config.json of a model of transformers.
-        data: what every rank must find, too.
+        data: the description of the data, which every rank must match.
         single_draws: whether a module that runs alone in fp64 draws the random numbers of fp32.
         short: the short last micro-batch of an epoch, where there is one.
     """
@@ -131,7 +131,7 @@ class Prepared:
     short: Short | None = None
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
+        """The properties of the run that a checkpoint stores, as `runner.checkpoint.check` takes them."""
         plan = {} if self.plan is None else self.plan.to_json()
         config = self.config.model_dump(mode="json")
         return {"plan": plan, "config": config, "fingerprint": self.digest, "samples": self.data.training}
@@ -153,7 +153,7 @@ def prepare(
     plan: Plan | None = None,
     accept: Accept = accept_any,
 ) -> Prepared:
-    """Build, capture and plan. Everything that can be refused without a plan is, before one is searched.
+    """Build, capture and plan. Everything that can be rejected without a plan is rejected before the search.
 
     Args:
         config: with nothing left to the joint decision.
@@ -369,7 +369,7 @@ def _short(
 
 
 def _check_mesh(config: Config, world_size: int) -> None:
-    """A hybrid run has no planner that would notice. Raises ConfigError."""
+    """Check the mesh of a hybrid run, which no planner validates. Raises ConfigError."""
     mesh = config.parallel.mesh
     if mesh is not None and math.prod(mesh.values()) != world_size:
         raise ConfigError(
@@ -429,8 +429,8 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
 def _evaluations(
     config: Config, step: Objective, plan: Plan, stages: Sequence[Stage], trials: Sequence[Trial]
 ) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
-    """Evaluation graphs by rows, and the tensors in them. A short last batch has a graph of its own: filling it up
-    would change what models that mix rows return."""
+    """Evaluation graphs by rows, and the tensors in them. A short last batch has a separate graph: padding it would
+    change the results of models that mix rows."""
     tensors: dict[str, Tensor] = {}
     evaluations: dict[int, Evaluation] = {}
     for size, entries, structure in trials:
@@ -444,5 +444,5 @@ def _evaluations(
 
 
 def digest(*parts: object) -> str:
-    """A short hash of what all ranks must agree on."""
+    """A short hash of everything that all ranks must agree on."""
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]

@@ -64,7 +64,7 @@ def request_of(config: Config, world_size: int) -> Request:
         optimizer_bytes=need.moved,
         overlap_gradients=lowering.overlaps_backward(config) and not parallel.pipeline.known,
         micro_batches=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),
-        memory_limit=None if limit is None else limit * groups,  # a rank has the part of its own stages
+        memory_limit=None if limit is None else limit * groups,  # a rank holds only its stages
     )
 
 
@@ -83,8 +83,8 @@ def planned(
     price: StepEvaluation,
     say: Callable[[str], None],
 ) -> Plan:
-    """The plan of `graph` for `cluster`, the cheapest by `price`; `search["loaded_from"]` says where it was found, if
-    it was not made now.
+    """The plan of `graph` for `cluster`, the cheapest by `price`; `search["loaded_from"]` names its source, if it was
+    loaded.
 
     Raises ConfigError for a file that cannot be read, StrategyError for one that does not fit and for a request that
     the planner refuses.
@@ -103,7 +103,7 @@ def planned(
 
 
 def _priced_by(config: Config) -> tuple[object, ...]:
-    """What the seconds of a step depend on beside graph, request and cluster."""
+    """The inputs of a step's cost estimate besides graph, request and cluster."""
     parallel, train = config.parallel, config.train
     collectives = parallel.comm_fusion, parallel.comm_overlap, parallel.comm_async, parallel.copies
     step = train.accumulate, train.compile, train.precision, train.random

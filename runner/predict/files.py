@@ -1,4 +1,4 @@
-"""Predictions on their way to the disk, batch by batch, in the order of the rows.
+"""Writing predictions batch by batch, in the order of the rows.
 
 A JSONL file has an object per row: its number as `row`, and what the model returns by name. A safetensors file has one
 tensor [rows, ...] per name. Invariant: a file with its final name is complete, and no more than a batch is in memory.
@@ -51,7 +51,7 @@ class Predictions:
             self._partial.unlink()
 
     def add(self, rows: Sequence[int], output: Any) -> None:
-        """Write what the model returned for consecutive `rows`. Raises ConfigError where nothing of it counts rows."""
+        """Write what the model returned for consecutive `rows`. Raises ConfigError if no tensor has a value per row."""
         found = by_row(output, len(rows))
         if self._lines:
             values = {name: _plain(tensor) for name, tensor in found.items()}
@@ -115,7 +115,7 @@ def _named(output: Any, where: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(tensor: Tensor) -> list[Any]:
-    """The rows as JSON knows them: what is no finite number is null."""
+    """The rows as JSON values; non-finite numbers become null."""
     rows: list[Any] = tensor.tolist()
     if not tensor.dtype.is_floating_point or bool(tensor.isfinite().all()):
         return rows

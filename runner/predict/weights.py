@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in the slices of a rank, whatever plan they were stored under.
+"""Load checkpoint weights into the shards of a rank, whatever plan they were stored under.
 
 Invariant: a rank reads the parts that it holds and nothing else, and no weight keeps its initial value.
 """
@@ -20,7 +20,7 @@ SHOWN = 3
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint that `predict.checkpoint` means. Raises ConfigError for what is none."""
+    """The checkpoint that `predict.checkpoint` means. Raises ConfigError if there is none."""
     place = home.expanded(path)
     if place.is_file():
         raise ConfigError(
@@ -52,7 +52,7 @@ def check(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
 
 
 def fill(checkpoint: Checkpoint, execution: Execution) -> None:
-    """Overwrite this rank's slices by what is stored. No collective is called. Raises ConfigError as `check`."""
+    """Load the stored values into this rank's shards. Calls no collective. Raises ConfigError as `check`."""
     runner, program = execution.runner, execution.program
     programs = [program, *(one for _, one in execution.evaluations.values())]
     if runner is not None:

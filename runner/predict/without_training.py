@@ -1,4 +1,4 @@
-"""A config with nothing in it that only training needs."""
+"""Removes training-only settings from a config."""
 
 from __future__ import annotations
 

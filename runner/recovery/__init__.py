@@ -1,5 +1,5 @@
-"""What a run does after a failure: `restarting` from its newest checkpoint, on fewer ranks (`shrinking`) where some are
-down for good.
+"""Recovery after a failure: `restarting` from the newest checkpoint, on fewer ranks (`shrinking`) if some are
+permanently down.
 
 Importing this package imports nothing, and its modules import no torch.
 """

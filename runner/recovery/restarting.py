@@ -1,9 +1,9 @@
-"""A run that fails, in its preparation or in training, is started again from its newest checkpoint, in the same folder,
-as often as it may be.
+"""A run that fails, in its preparation or in training, is restarted from its newest checkpoint in the same folder, up
+to the configured number of times.
 
-The survivors of a failure are stopped first, by `launch.run_ranks`; then every rank starts anew, so nothing of the
-failed attempt but its files is used. Invariant: what is trained after a restart is, bit for bit, what an undisturbed
-run trains, as long as all ranks are there. Does not import torch.
+First `launch.run_ranks` stops the surviving ranks; then every rank starts anew, so only the files of the failed attempt
+are used. Invariant: after a restart training is bitwise identical to an undisturbed run, as long as all ranks are
+available. Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
     """Prepare, and train on all ranks, `1 + launch.max_restarts` times at most; returns what rank 0 returns. `payload`
     has the "folder" of the preparation and the "marks" of the time until now.
 
-    A host that no longer answers, and a rank that has failed twice without a save in between, are gone for good: where
+    A host that no longer answers, and a rank that has failed twice without a save in between, are permanently down: if
     `launch.min_ranks` allows it, the run goes on without them. Raises RunFailed as the last attempt did; wrong input
     (ConfigError, StrategyError) is not tried again.
     """
@@ -58,7 +58,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                     except ConfigError as refused:
                         print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
                 ready = replace(ready, resume=newest)
-                payload = payload | {"marks": ()}  # how long it took to the first step is reported once
+                payload = payload | {"marks": ()}  # the time to the first step is reported once
                 _note(run_dir, count, failed, newest, ready.world_size)
                 _say(count, most, failed, _going_on(ready, fewer, time.monotonic() - began))
             return start("runner.commands.entries:train_prepared", ready, config, run_dir, payload)
@@ -81,7 +81,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
 
 
 def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
-    """How many ranks there are without those that are down."""
+    """The number of ranks that are not down."""
     lost = sum(len(host.ranks) for host in config.launch.hosts if host.name in failed.hosts)
     return ready.world_size - max(lost, 1)
 

@@ -1,7 +1,7 @@
 """Going on with fewer ranks: the config of a smaller run, and its plan, which is searched anew.
 
-What was configured is kept as far as it fits the smaller number; else the plan is whatever the search finds for it. The
-batch of a step is that of the whole run before and after. Does not import torch.
+The configured strategies are kept if they fit the smaller number of ranks; otherwise the plan is searched. The global
+batch size does not change. Does not import torch.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What users read of a plan: tables, the page, explanations and comparisons. Nothing is decided here."""
+"""Reports of a plan: tables, the HTML page, explanations and comparisons. Nothing is decided here."""

@@ -16,7 +16,7 @@ Content = Mapping[str, Any]
 
 
 def differences(one: Content, other: Content) -> str:
-    """The report as text. Raises KeyError and TypeError for what is no content of a plan.json."""
+    """The report as text. Raises KeyError and TypeError if an argument is not the content of a plan.json."""
     lines = [f"mesh: {_mesh(one)}" + ("" if one["mesh"] == other["mesh"] else f"  ->  {_mesh(other)}")]
     ours, theirs = ({entry["name"]: entry for entry in content["operators"]} for content in (one, other))
     alone = {"first": [name for name in ours if name not in theirs], "second": [n for n in theirs if n not in ours]}

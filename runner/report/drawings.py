@@ -1,4 +1,4 @@
-"""Where the marks of the report's pictures go, in pixels: bars of amounts, the mesh, and operators as a graph. The
+"""Coordinates of the report's figures, in pixels: bars of amounts, the mesh, and operators as a graph. The
 templates draw them as SVG."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def bar(amounts: Mapping[str, float], show: Any) -> list[Segment]:
 
 @dataclass(frozen=True)
 class Gauge:
-    """Widths of a limit, of what is used of it, and of what exceeds it."""
+    """Widths of a limit, of the used part, and of the excess."""
 
     limit: float
     used: float
@@ -125,7 +125,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """The path from one node to another, and what is sent over it."""
+    """The path from one node to another, and the communication on it."""
 
     path: str
     sent: str
@@ -133,7 +133,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class GraphDrawing:
-    """Nodes in lines by their depth."""
+    """Nodes in rows by depth."""
 
     width: int
     height: int
@@ -142,7 +142,7 @@ class GraphDrawing:
 
 
 def layer_drawing(kind: Kind, axes: Sequence[str]) -> GraphDrawing:
-    """The operators of one layer. Operators that only show elements in another shape are drawn if they communicate."""
+    """The operators of one layer. Views are drawn only if they communicate."""
     rows = kind.rows()
     drawn = [row for row in rows if row.matters or not traits(row.first["op"]).view]
     if len(drawn) > LARGEST:
@@ -167,7 +167,7 @@ def layer_drawing(kind: Kind, axes: Sequence[str]) -> GraphDrawing:
 
 
 def flow_drawing(layers: Sequence[Kind]) -> GraphDrawing:
-    """The kinds of layers and which takes values of which, but for those of one layer of a kind to the next."""
+    """The kinds of layers and the data flow between them, except between successive layers of one kind."""
     owner = {entry["name"]: at for at, kind in enumerate(layers) for layer in kind.instances for entry in layer}
     producers: dict[str, list[str]] = {kind.name: [] for kind in layers}
     for at, kind in enumerate(layers):
@@ -208,7 +208,7 @@ def _origins(entry: Mapping[str, Any], rows: Mapping[str, Row], drawn: set[str])
 
 
 def _sends(entry: Mapping[str, Any], operands: set[int]) -> list[str]:
-    """What is sent for some operands of an operator, step by step."""
+    """The communication for some operands of an operator, step by step."""
     return [
         f"{'result' if one['operand'] == RESULT else 'operand'}, {way}: {step['step']}, {shown_bytes(step['bytes'])}"
         for one in entry["redistributions"]
@@ -224,7 +224,7 @@ def _short(label: str) -> str:
 
 
 def _edge(start: tuple[int, int], end: tuple[int, int], sent: str) -> Edge:
-    """From one node down to another; past nodes in between it bends to the side."""
+    """An edge from one node down to another; it bends around nodes in between."""
     (x1, y1), (x2, y2) = start, end
     if y2 - y1 > STEP and x1 == x2:
         side, out, back = x1 - 0.6 * MARGIN, y1 + NODE_HEIGHT / 2, y2 + NODE_HEIGHT / 2

@@ -1,5 +1,5 @@
-"""Why an operator has its strategy: who chose, what it costs with what is sent around it, and the runner-up; and which
-slices of a tensor the ranks have."""
+"""Why an operator has its strategy: who chose it, its cost including resharding, and the runner-up; and which shard of
+a tensor each rank holds."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _subtitle(content: text.Content) -> str:
 
 
 def _tiles(prediction: text.Content) -> list[tuple[str, str]]:
-    """The numbers on top, each with what it is."""
+    """The key figures at the top, each with its label."""
     limit = units.shown_bytes(prediction["memory_limit"])
     tiles = [(f"{text.used_devices(prediction)} devices", prediction["cluster"])]
     tiles.append((units.shown_seconds(prediction["seconds"]), "per step"))
@@ -88,7 +88,7 @@ def _tiles(prediction: text.Content) -> list[tuple[str, str]]:
 
 
 def _mesh_axes(content: text.Content) -> list[tuple[str, str]]:
-    """The axes that are drawn, each with where its ranks are."""
+    """The axes in the drawing, each with the placement of its ranks."""
     links = content["prediction"]["axes"]
     axes = [axis for axis, size in content["mesh"].items() if size > 1]
     directions = zip(reversed(axes), ("across", "down", *["in blocks"] * len(axes)), strict=False)

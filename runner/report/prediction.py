@@ -1,7 +1,8 @@
-"""What a plan promises on its cluster: speed, the bottleneck, and what would make it faster or make it fit.
+"""The predicted performance of a plan on its cluster: speed, the bottleneck, and what would make it faster or make it
+fit.
 
-What-ifs price the same plan on a machine with one rate doubled. Invariant: all of it follows from plan, program and
-cluster; nothing is measured.
+What-ifs estimate the same plan on a machine with one rate doubled. Invariant: everything is derived from plan, program
+and cluster; nothing is measured.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ ATTENTION = 2.0
 
 
 def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int, tokens: int) -> None:
-    """Add to the content of plan.json what its operators cost (`predicted`, per operator), where their operands come
-    from (`inputs`), and what the plan promises (`prediction`).
+    """Add to the content of plan.json the cost of its operators (`predicted`, per operator), the sources of their
+    operands (`inputs`), and the performance of the plan (`prediction`).
 
     Args:
         content: that of plan.json, without predictions.
@@ -102,13 +103,13 @@ def _seconds_at_peak(step: Estimate) -> float:
 
 
 def _sender(name: str, made: Set[str]) -> str:
-    """The operator of another stage whose result a stage receives as `NAME[RESULT]`; every other name as it is."""
+    """The operator of another stage whose result a stage receives as `NAME[RESULT]`; other names are unchanged."""
     operator = name.rpartition("[")[0]
     return operator if operator in made else name
 
 
 def crossed(mesh: Mesh, axis: str, cluster: Cluster) -> str | None:
-    """The slowest level of the cluster that neighbours along an axis of the mesh cross; None for one rank."""
+    """The slowest cluster level between neighbours along a mesh axis; None for one rank."""
     spread = zip(cluster.levels, cluster.spread(mesh, (axis,)), strict=True)
     return next((level.name for level, peers in spread if peers > 1), None)
 

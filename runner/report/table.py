@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 UNLIMITED = 1_000_000
-"""Columns of the console: no cell is cut or wrapped, whatever the terminal, so that pipes and logs hold whole rows."""
+"""Columns of the console: no cell is cut or wrapped, whatever the terminal, so that pipes and logs hold complete
+rows."""
 
 
 def text_table(rows: Sequence[Sequence[str]], *, numbers: Collection[int] = ()) -> str:

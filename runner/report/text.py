@@ -1,6 +1,6 @@
-"""A plan as text: the headline of a command, tables of layers, operators and decisions, and what the plan promises.
+"""A plan as text: the headline of a command, tables of layers, operators and decisions, and the predicted performance.
 
-All but the headline is made from the content of plan.json alone, so commands and the page say the same.
+All but the headline is made from the content of plan.json alone, so commands and the page agree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DECIDED = {
 
 
 def headline(prepared: Prepared, run_dir: Path) -> str:
-    """What is about to run, and where."""
+    """The headline: model, plan, ranks and run folder."""
     config, plan = prepared.config, prepared.plan
     only_described = config.cluster.machine is not None and config.job.name in DESCRIBING
     where = f"as described by cluster={config.cluster.name}" if only_described else f"on {prepared.device}"
@@ -87,7 +87,7 @@ def _certificate(plan: Plan) -> str:
 
 
 def shown_gap(gap: float) -> str:
-    """By how much at most another plan may cost less, in percent."""
+    """The optimality gap in percent."""
     return f"{100 * gap:.2g} %" if gap > ROUNDING else "0 %"
 
 
@@ -149,7 +149,7 @@ def _choice(content: Content) -> str:
 
 
 def recompute_of(content: Content) -> str:
-    """What a choice recomputes, and in how many layers if not in all."""
+    """The recompute setting of a choice, and the number of layers if not all."""
     recompute, modules = str(content["recompute"]), content["modules"]
     if modules is None:
         return recompute
@@ -180,7 +180,7 @@ def _decided_value(choice: Content, entry: str) -> str:
 
 
 def decision_counts(content: Content) -> str:
-    """How many choices there were, and what became of them."""
+    """The number of choices, and how many were pruned or evaluated."""
     return (
         f"{content['tried']} choices evaluated, {content['pruned']} pruned because their bounds are no better, "
         f"{content['over']} too large for the memory of a rank, {content['refused']} without a plan"
@@ -188,7 +188,7 @@ def decision_counts(content: Content) -> str:
 
 
 def decision_table(content: Content) -> str:
-    """What `auto` was replaced by; `content` is `search.decided` of plan.json."""
+    """The values chosen for `auto`; `content` is `search.decided` of plan.json."""
     return f"{text_table([DECISION, *decision_rows(content)])}\n{decision_counts(content)}"
 
 
@@ -311,7 +311,7 @@ def used_devices(prediction: Content) -> str:
 
 
 def prediction_lines(content: Content) -> str:
-    """Speed, the bottleneck, and what the next better thing would need."""
+    """Speed, the bottleneck, and the next improvement."""
     prediction = content["prediction"]
     seconds = shown_seconds(prediction["seconds"])
     line = f"on {used_devices(prediction)} devices of {prediction['cluster']}: {seconds} per step"
@@ -326,7 +326,7 @@ def prediction_lines(content: Content) -> str:
 
 
 def next_better(content: Content) -> list[str]:
-    """What would make the plan fit or, if it does, faster; and whether more than one rank is of any use."""
+    """What would make the plan fit or, if it fits, faster; and whether more than one rank helps."""
     prediction, lines = content["prediction"], []
     replicated = all(set(layout) <= set("(-, )") for one in content["operators"] for layout in one["out_layouts"])
     if prediction["ranks"] > 1 and replicated:
@@ -368,7 +368,7 @@ def _does_not_fit(prediction: Content) -> str:
 
 
 def _better(name: str) -> str:
-    """What doubles a rate, in words; a link's bandwidth is doubled and its latency halved together."""
+    """A what-if in words; for a link, doubled bandwidth and half the latency."""
     if name == CALLS:
         return "launching calls in half the time"
     return f"a {name} twice as fast" if name.endswith(" link") else f"twice the {name}"

@@ -1,4 +1,4 @@
-"""Numbers and paths as people read them."""
+"""Human-readable numbers and paths."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A run has an id, drawn at random when it begins. `run.json` in its folder and every checkpoint carry that id and the
 run's history: which runs it continues, each up to which step. `train.resume=auto` and restarts continue the run of the
 folder under its id; any other start is a new run. Invariant: a checkpoint is on the branch of a run if that run saved
-it, or if a run of its history did, at a step that the history includes. Nothing else is ever continued unasked.
+it, or if a run of its history did, at a step that the history includes. Nothing else is ever continued implicitly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Run:
-    """The training run of a folder, as `run.json` tells it.
+    """The training run of a folder, as recorded in `run.json`.
 
     Attributes:
         lineage: its id and history.
@@ -75,7 +75,7 @@ def read(run_dir: Path) -> Run | None:
 
 
 def of_checkpoints(place: Path) -> Lineage | None:
-    """The lineage of the run whose checkpoints are in `place`, if that is known."""
+    """The lineage of the run whose checkpoints are in `place`, if known."""
     found = read(place.parent)
     return None if found is None else found.lineage
 
@@ -104,19 +104,19 @@ def begin(config: Config, run_dir: Path, resume: str | None, ancestry: Sequence[
 
 
 def occupant(config: Config, run_dir: Path, recipe: str | None) -> Occupant:
-    """Who this process is while it does the job of `config` in `run_dir`."""
+    """The identity of this process while it runs the job of `config` in `run_dir`."""
     known = read(run_dir) if config.job.name in TRAINING and config.train.resume == "auto" else None
     return Occupant.now(config.job.name, recipe, None if known is None else known.lineage.run)
 
 
 def continues(config: Config, run_dir: Path) -> bool:
-    """Whether `train.resume` continues what is in `run_dir` itself."""
+    """Whether `train.resume` continues the run in `run_dir` itself."""
     resume = config.train.resume
     return resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve()))
 
 
 def leads(config: Config) -> bool:
-    """Whether this command starts rank 0, and so owns the run folder; others are started by hand beside it."""
+    """Whether this command starts rank 0, and so owns the run folder; others are started manually beside it."""
     launch = config.launch
     if launch.host is not None:
         return any(host.name == launch.host and 0 in host.ranks for host in launch.hosts)
@@ -155,7 +155,7 @@ def check_folder(config: Config, run_dir: Path) -> None:
 
 
 def _foreign(run_dir: Path) -> str | None:
-    """The name of a file that a run writes, where what is there is JSON of somebody else."""
+    """The name of an output file that exists with JSON not written by a run, or None."""
     from strategies.core.bounded_files import read_json
 
     if (run_dir / FILE).exists():
@@ -178,7 +178,7 @@ def _trained(run_dir: Path) -> bool:
 
 
 def _remove_traces(run_dir: Path) -> None:
-    """Remove what an earlier run has left and a new one would mix with. What is not known to be ours stays."""
+    """Remove files of an earlier run that a new one would mix with. Unknown files are kept."""
     place = run_dir / CHECKPOINTS
     for path in (*place.glob("step-*"), *place.glob(".step-*"), run_dir / FAULTS):
         if path.is_dir() and not path.is_symlink():

@@ -1,7 +1,7 @@
 """One process at a time in a run folder or a sweep folder.
 
 The file `.lock` in the folder is locked with flock and says who holds it. The kernel releases the lock when the process
-ends, however it ends, so none is ever left over. The command holds it for the whole run, restarts included; its ranks
+ends, however it ends, so no stale lock remains. The command holds it for the entire run, restarts included; its ranks
 never do: the descriptor is closed on exec, and in forks. On a network file system the lock holds between hosts where
 that supports flock (NFS on Linux since 2.6.12 with a lock manager, Lustre with `-o flock`); where it holds on one host
 only (`local_lock=flock`, Lustre's `localflock`), two hosts do not see each other, and where there are no locks at all,
@@ -52,7 +52,7 @@ class Occupant:
 
     @property
     def told(self) -> str:
-        """The id, and what is known about the run, for messages."""
+        """The id and the known properties of the run, for messages."""
         return f"{self.run} ({'' if self.recipe is None else f'recipe {self.recipe}, '}started {self.started})"
 
 
@@ -106,7 +106,7 @@ def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
             return
         if _is_still(file, descriptor):
             break
-        os.close(descriptor)  # whoever had it has just removed it
+        os.close(descriptor)  # the previous holder has just removed it
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(asdict(occupant)).encode() + b"\n", 0)
     _held[folder.resolve()] = descriptor, occupant
@@ -117,7 +117,7 @@ def leave(folder: Path) -> None:
     held = _held.pop(folder.resolve(), None)
     if held is not None:
         with suppress(OSError):
-            (folder / FILE).unlink()  # before the lock goes: what is there afterwards is somebody else's
+            (folder / FILE).unlink()  # before the lock is released: a later file belongs to another process
         os.close(held[0])
 
 
@@ -157,7 +157,7 @@ def _refusal(folder: Path, other: Occupant | None, key: str) -> str:
 
 
 def _let_go() -> None:
-    """In a fork, which would hold the locks of this process as long as it lives."""
+    """Close the descriptors in a fork, which would otherwise keep holding the locks of this process."""
     for descriptor, _ in _held.values():
         with suppress(OSError):
             os.close(descriptor)

@@ -12,7 +12,7 @@ PLAN = "plan.json"
 
 
 def read_content(file: Path) -> Any:
-    """What a plan.json, or the one in a run folder, holds. Raises ConfigError."""
+    """The content of a plan.json, or of the one in a run folder. Raises ConfigError."""
     file = file / PLAN if file.is_dir() else file
     try:
         return read_json(file)

@@ -28,7 +28,7 @@ class SweepJob:
     """One job.
 
     Attributes:
-        number: its place in the sweep, from 0.
+        number: its index in the sweep, from 0.
         overrides: what makes it differ from the bare command, as typed.
         verb: what it does.
         sweep: the start of the sweep that requested it last, see `Sweep.mark`.
@@ -105,7 +105,7 @@ def folder_of(sweep: str, number: int, overrides: Sequence[str]) -> str:
 
 
 def _but_how_it_begins(overrides: Sequence[str]) -> list[str]:
-    """What a job and the one that goes on with it have in common, in alphabetical order."""
+    """The overrides that a job and its continuation have in common, in alphabetical order."""
     return sorted(override for override in overrides if not override.startswith("train.resume="))
 
 

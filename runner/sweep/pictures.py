@@ -1,4 +1,4 @@
-"""Where the marks of a sweep's pictures go, in pixels: the loss of every job by step, and the results as bars."""
+"""Coordinates of a sweep's figures, in pixels: the loss of every job by step, and the results as bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.run_folder.metrics import records
 
 WIDTH, HEIGHT, LEFT, BELOW = 900, 320, 70, 24
 POINTS = 300
-"""At most so many per curve."""
+"""The maximum number of points per curve."""
 DECADES = 1.5
 """Losses that span more have a logarithmic scale."""
 

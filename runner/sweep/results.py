@@ -83,7 +83,7 @@ def mark_of(folder: Path) -> str:
 
 
 def table(all_jobs: Sequence[SweepJob], folders: Sequence[Path]) -> list[list[str]]:
-    """A heading, and a line per job: what was varied, what came of it, and why it failed."""
+    """A heading, and a line per job: the varied values, the results, and the error if it failed."""
     given = [dict(_pair(override) for override in job.overrides) for job in all_jobs]
     keys = [
         key for key in dict.fromkeys(key for one in given for key in one) if len({one.get(key) for one in given}) > 1

@@ -1,1 +1,1 @@
-"""What a rank does in its steps, and what it measures; and one device's truth to compare with."""
+"""Training on one rank: the step, its metrics, and the single-device reference to compare with."""

@@ -1,4 +1,4 @@
-"""Ranks prove to one another that they run the same, and name those that do not.
+"""Consistency checks between ranks, which name the ranks that differ.
 
 Every rank gives a few short texts (versions, hashes); all ranks see all of them, so each can say who differs in what.
 Invariant: either all ranks of a group return, or all raise.
@@ -32,8 +32,8 @@ TOKEN = ".shared"
 
 
 def agree_on_program(prepared: Prepared, folder: Path) -> None:
-    """All ranks were sent the same, and run it with the same versions (collective). Hosts that were started by hand
-    have prepared for themselves: they must have found the same, down to the initial weights in `folder`. Raises
+    """Check that all ranks received the same preparation, and run the same versions (collective). Manually started
+    hosts prepare independently: their results must be identical, including the initial weights in `folder`. Raises
     RuntimeError."""
     config = prepared.config.model_dump_json(exclude={"launch": {"host", "rank"}})
     facts = {
@@ -50,7 +50,7 @@ def agree_on_program(prepared: Prepared, folder: Path) -> None:
 def agree_on_data(
     prepared: Prepared, training: MapDataset, evaluating: MapDataset | None, collate: Collate | None
 ) -> None:
-    """All ranks found the same data, which is that of the preparation (collective). Raises RuntimeError."""
+    """Check that all ranks see the same data as the preparation (collective). Raises RuntimeError."""
     expected, seed = prepared.data, prepared.config.train.seed
     found = described(training, evaluating, collate, row=expected.row, shapes=prepared.shapes, seed=seed)
     if expected.sample is None:
@@ -64,7 +64,7 @@ def agree_on_data(
 
 
 def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The ranks of a group, which run one program, have generated the same code for it (collective). Raises
+    """Check that the ranks of a group, which run one program, generated the same code for it (collective). Raises
     RuntimeError. Numbers are left out: offsets differ from rank to rank."""
     units = {type(unit): unit for unit in module.modules() if isinstance(unit, GraphModule)}
     text = "\n".join(re.sub(r"\d+", "#", unit.code) for unit in units.values())
@@ -72,8 +72,8 @@ def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
 
 def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank of a group, by default all, has the same `facts` (collective). Raises RuntimeError, which names the
-    ranks that differ from most and in what, and ends with `otherwise`."""
+    """Check that every rank of a group, by default all, has the same `facts` (collective). Raises RuntimeError, which
+    names the ranks that differ from most and in what, and ends with `otherwise`."""
     found = gather(dict(facts), group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if differences := different(ranks, found):
@@ -117,7 +117,7 @@ def require_shared(config: Config, run_dir: Path) -> None:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of a group, by default all, gives, in the order of the ranks (collective): numbers, strings,
+    """The values of every rank of a group, by default all, in the order of the ranks (collective): numbers, strings,
     lists and dicts with strings as keys."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""The checkpoints of one training run: from which step and which row it goes on, and what is saved after which step:
-after so many steps, after so many minutes, at the best value of a metric, at the end.
+"""The checkpoints of one training run: the step and row at which it continues, and when it saves: every N steps, every
+N minutes, at the best value of a metric, at the end.
 
 Clock and metric are rank 0's; where they decide, it broadcasts the decision. Invariants: all ranks save after the same
 steps; the rows of a step follow from its number and from `ahead`, by how many steps the data is ahead of the
@@ -53,8 +53,8 @@ class Calendar:
             self._best = branch.best_metric(self.place, self._better)
 
     def due(self, step: int, last: int, evaluation: Mapping[str, float] | None) -> tuple[bool, float | None]:
-        """Whether to save after `step`, and the metric of this step; `evaluation` is what was found after it, if it was
-        evaluated. Collective. Raises ConfigError for a metric that an evaluation does not find."""
+        """Whether to save after `step`, and the metric of this step; `evaluation` holds its evaluation results, if any.
+        Collective. Raises ConfigError for a metric that is not in the evaluation results."""
         metric = self._metric(evaluation)
         found = self.section.every is not None and step % self.section.every == 0
         found = found or (self.section.at_end and step == last)
@@ -84,7 +84,7 @@ class Calendar:
         return True
 
     def _decided(self, mine: bool) -> bool:
-        """What rank 0 has decided."""
+        """The decision of rank 0."""
         if self.world == 1:
             return mine
         flag = torch.tensor([int(mine)], device=self.device)
@@ -93,7 +93,8 @@ class Calendar:
 
 
 class Keeper:
-    """Every rank has one, and all call it together. `begin` is called before anything is saved."""
+    """Restores and saves checkpoints. Every rank has one, and all call it together. `begin` is called before anything
+    is saved."""
 
     def __init__(self, config: Config, rank: RankContext, order: Order, begin: Callable[[], None]) -> None:
         self._config, self._order, self._rank, self._begin = config, order, rank.rank, begin
@@ -125,8 +126,8 @@ class Keeper:
     def after(
         self, step: int, last: int, evaluation: Mapping[str, float] | None, content: Callable[[], Content]
     ) -> None:
-        """Save after `step` if it is due; `evaluation` is what was found after it. Collective. Raises what a save
-        beside training raised meanwhile."""
+        """Save after `step` if it is due; `evaluation` holds its evaluation results. Collective. Raises the error of a
+        background save, if any."""
         due, metric = self._calendar.due(step, last, evaluation)
         if self._saver is not None:
             self._saver.check()
@@ -139,18 +140,18 @@ class Keeper:
             self._save(step, None, content)
 
     def intact(self, step: int) -> None:
-        """The state is that after `step`, until `changing`."""
+        """Record that the state is that after `step`, until `changing`."""
         if self._intact is not None:
             self._intact.after(step)
 
     def changing(self) -> None:
-        """Something of the state is about to be changed."""
+        """Record that the state is about to change."""
         if self._intact is not None:
             self._intact.changes()
 
     @contextmanager
     def rescuing(self, content: Callable[[], Content]) -> Iterator[None]:
-        """Before an error leaves the block, leave what is in memory to the next start (`launch.rescue`)."""
+        """Write a rescue checkpoint before an error leaves the block (`launch.rescue`)."""
         try:
             yield
         except Exception:
@@ -171,7 +172,7 @@ class Keeper:
         self._saved = step
 
     def before_update(self) -> None:
-        """Before weights and states change."""
+        """Called before every update: wait for pending copies."""
         self.changing()
         if self._saver is not None:
             self._saver.wait_for_copies()

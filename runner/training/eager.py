@@ -1,8 +1,8 @@
 """The user's own module on a rank: alone on one process (the reference), or with its own collectives (mode hybrid).
 
 Invariant: the module is not changed. Around it only its random numbers are replaced by stateless ones, and a `Program`
-without instructions describes the layouts of batch and tensors, so that gradients, checkpoints and verification need
-not know the difference to a sharded program.
+without instructions describes the layouts of batch and tensors, so that gradients, checkpoints and verification handle
+it like a sharded program.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Eager(nn.Module):
             self._modules["loss"] = step.loss
 
     def forward(self, *entries: Tensor, key: int, outputs: Sequence[str] = ()) -> Any:
-        """The loss with the random numbers of `key`; with `outputs`, the names of the entries, what the model alone
-        returns in evaluation."""
+        """The loss with the random numbers of `key`; with `outputs`, the names of the entries, the output of the model
+        alone in evaluation."""
         (step,) = self.step
         with ExactRandom(key, single=self.single_draws):
             if not outputs:
@@ -99,7 +99,7 @@ def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
 
 
 def take(module: Eager, pieces: Mapping[str, Tensor]) -> None:
-    """Take over what is there for this rank, by name and in the shapes of the module's own slices."""
+    """Load this rank's shards, by name and in the shapes of the module's own parameters."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in pieces:

@@ -71,10 +71,10 @@ class Evaluator:
 
     @torch.no_grad()
     def outputs(self) -> Iterator[tuple[list[int], Any]]:
-        """Every batch in order: its rows, and what the model returns for them, whole on rank 0."""
+        """Yield every batch in order: its rows, and the model's output for them, unsharded on rank 0."""
         self._update_loss()
         for number, rows in enumerate(eval_rows(self.length, self.size)):
-            # training steps count from 1, so these random numbers are nobody else's
+            # training steps count from 1, so no step uses these random numbers
             yield rows, self._output(rows, mix(self._seed, 0, number))
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class Evaluator:
         return self.scores.of(output, self._target(rows))
 
     def _update_loss(self) -> None:
-        """Give the loss the trained values of its own parameters and buffers."""
+        """Copy the trained parameters and buffers of the loss into the loss module."""
         if self.scores.loss is None:
             return
         sources = {source.name: source for source in self.execution.program.sources}
@@ -103,7 +103,7 @@ class Evaluator:
         return full_tensor(source, mine, self.execution.program, self.execution.communicator)
 
     def _output(self, rows: list[int], key: int) -> Any:
-        """What the model returns for `rows`."""
+        """The model's output for `rows`."""
         if self.prepared.config.parallel.mode == "stand_alone":
             names = tuple(self.prepared.evaluated)
             return self.execution.module(*self._whole_batch(rows), key=key, outputs=names)
@@ -127,7 +127,7 @@ class Evaluator:
         return self.prepared.evaluations[size].structure.filled(found) if found else None
 
     def _through_stages(self, runner: StageRunner, size: int, entries: list[Tensor], key: int) -> list[Tensor]:
-        """The results on rank 0; on others some or none."""
+        """The complete results on rank 0; on other ranks some or none."""
         graph = self.prepared.evaluations[size].graph
         found = runner.evaluate(size, entries, key)
         if self.rank.rank == 0:
@@ -137,7 +137,7 @@ class Evaluator:
         return found
 
     def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
-        """Reads `blocks`; of entries that are not named, whole values of the rows that are read anyway."""
+        """A loader of `blocks`; entries that are not named are read completely, for the rows that are read anyway."""
         span = next(iter(blocks.values()))[0]
         shapes = self.prepared.evaluated
         every = [blocks.get(name, (span, *((0, size) for size in shape))) for name, shape in shapes.items()]
@@ -156,7 +156,7 @@ class Evaluator:
         return [tensor.to(self.rank.device) for tensor in cast(tensors, precision)]
 
     def _target(self, rows: list[int]) -> list[Tensor]:
-        """Whole targets of `rows`."""
+        """Unsharded targets of `rows`."""
         values = dict(zip(self.prepared.evaluated, self._whole_batch(rows), strict=True))
         return [values[name] for name in self.prepared.targets]
 
@@ -200,7 +200,7 @@ class Evaluator:
 
 
 def _first(tensor: Tensor, valid: int, size: int) -> Tensor:
-    """The first `valid` rows of a tensor of `size` rows; others have no rows to drop."""
+    """The first `valid` rows of a tensor of `size` rows; other tensors have no batch dim and are unchanged."""
     return tensor[:valid] if tensor.dim() and tensor.shape[0] == size else tensor
 
 

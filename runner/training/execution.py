@@ -2,7 +2,7 @@
 
 `_sharded` runs the program of the plan, `_staged` that of one stage of a pipeline; `_alone` the user's own module on
 one process; `_hybrid` the user's module with its own collectives. All are described by a `Program` (for the last
-two without instructions), so that gradients, checkpoints and verification need not know the difference.
+two without instructions), so that gradients, checkpoints and verification treat them alike.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Axes = Callable[[Program], Iterable[Sequence[str]]]
 
 @dataclass(frozen=True)
 class ShortExecution:
-    """The same for a short last micro-batch of an epoch: on the same tensors, and in a pipeline run by its runner."""
+    """An `Execution` for the short last micro-batch of an epoch: on the same tensors, and in a pipeline run by its
+    runner."""
 
     module: nn.Module | None
     forward: Forward
@@ -312,7 +313,7 @@ def gather_axes(program: Program) -> list[tuple[str, ...]]:
 
 
 def full_tensor(source: Source, piece: Tensor, program: Program, communicator: Communicator) -> Tensor:
-    """The whole tensor of a source from the ranks' slices (collective)."""
+    """All-gather the full tensor of a source from the ranks' shards (collective)."""
     return communicator.carrier(_to_whole(source, program))(piece)
 
 

@@ -1,6 +1,6 @@
 """Injected faults, so that recovery can be tried before it is needed (`launch.faults`).
 
-Each happens once per run folder: a mark is on the disk before it does, so the run that is started again goes on.
+Each is injected once per run folder: a mark is written to disk first, so the restarted run is not hit again.
 Invariant: a rank without a fault at the step at hand runs what it would run without any.
 """
 
@@ -67,7 +67,7 @@ def _saves(config: Config, step: int, steps: int) -> bool:
 
 
 class Faults:
-    """What goes wrong on `rank`, which runs `module` and its `communicator`; only training has faults."""
+    """The injected faults of `rank`, which runs `module` and its `communicator`; only training has faults."""
 
     def __init__(self, config: Config, rank: RankContext, module: nn.Module, communicator: Communicator) -> None:
         self._marks, self._saved = rank.run_dir / "faults", rank.run_dir / "checkpoints"
@@ -79,11 +79,11 @@ class Faults:
         self._undo: list[Callable[[], None]] = []
 
     def _mark(self, number: int, fault: Fault) -> Path:
-        """Where it is noted that a fault, the `number`-th of its like, has happened."""
+        """The file that records that a fault, the `number`-th of its kind, was injected."""
         return self._marks / f"{fault.kind}-in-{fault.phase}-of-{fault.step}-on-{fault.rank}-{number}"
 
     def begin(self, step: int) -> None:
-        """A step begins: prepares the faults inside of it."""
+        """Begin a step: prepare the faults to inject during it."""
         if not self._due:
             return
         self._late()
@@ -96,13 +96,13 @@ class Faults:
                     self._before(self._communicator, name, number, fault)
 
     def at(self, phase: Phase) -> None:
-        """This phase of the step is reached: faults that are due in it happen."""
+        """Inject the faults that are due in this phase of the step."""
         for number, fault in list(self._due):
             if fault.step == self._step and fault.phase == phase:
                 self._happen(number, fault)
 
     def saving(self) -> None:
-        """A checkpoint is about to be written."""
+        """Inject the faults due before a checkpoint is written."""
         for number, fault in list(self._due):
             if fault.step != self._step or fault.phase != "save":
                 continue
@@ -113,19 +113,20 @@ class Faults:
                 self._before(os, "fsync", number, fault)
 
     def end(self) -> None:
-        """The last step is done, and saved."""
+        """Inject the faults due after the last step is done and saved."""
         self._late()
 
     def _written(self, fault: Fault) -> Path:
-        """What the checkpoint of a fault is called while it is written."""
+        """The temporary name of the checkpoint of a fault."""
         return folder.hidden(folder.target(self._saved, fault.step))
 
     def _is_written(self, fault: Fault) -> bool:
-        """Whether that is what is being written now, and not still the checkpoint before it."""
+        """Whether that checkpoint is being written, and not still the previous one."""
         return [self._written(fault)] == list(self._saved.glob(".step-*.partial"))
 
     def _late(self) -> None:
-        """What waits for a checkpoint that has its name, and what found no place inside of the step that was run."""
+        """Inject the faults that wait for a committed checkpoint, and those that could not be injected inside the
+        step."""
         for number, fault in list(self._due):
             saved = folder.target(self._saved, fault.step)
             if fault.step > self._step or (fault.phase == "save" and not saved.is_dir()):
@@ -137,7 +138,7 @@ class Faults:
                 self._happen(number, fault)
 
     def _inside(self, number: int, fault: Fault) -> None:
-        """Let it happen in the second half of the module's units, or else at the end of the module."""
+        """Inject it in the second half of the module's units, or else at the end of the module."""
         units = [unit for unit in self._module.modules() if unit is not self._module]
         half = units[len(units) // 2 :]
 
@@ -157,7 +158,7 @@ class Faults:
         self._undo += [hook.remove for hook in hooks]
 
     def _before(self, holder: Any, name: str, number: int, fault: Fault) -> None:
-        """Let it happen before the next call of `holder.name`."""
+        """Inject it before the next call of `holder.name`."""
         own, plain = name in vars(holder), getattr(holder, name)
 
         def call(*args: Any, **named: Any) -> Any:
@@ -234,7 +235,8 @@ def damage(path: Path, *, cut: bool) -> Path:
 
 
 def fill_disk(folder: Path) -> Callable[[], None]:
-    """From now on, whatever this process opens below `folder` for writing has no room. Returns what undoes it."""
+    """From now on, writes of this process to files below `folder` fail with a full disk. Returns a function that undoes
+    it."""
     plain, inside = io.open, str(folder.absolute()) + os.sep
 
     def opened(file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What a rank's tensors take during training, measured: the most in each phase of a step, and what stays between steps.
+"""Measured tensor memory of a rank during training: the peak in each phase of a step, and the persistent bytes between
+steps.
 
 On a CPU every storage that an operator sees is counted (`strategies.runtime.live_tensors`), on a GPU torch's allocator
 is queried.
@@ -20,7 +21,7 @@ from strategies.runtime.live_tensors import Live, bytes_of
 
 class Meter:
     """Bytes of one rank. `steps` holds one entry per step: `before` it, at the `ends` of its phases and their `peaks`,
-    each the largest of the step's micro-batches; and what the first `forward` has left more than it found."""
+    each the largest of the step's micro-batches; and the bytes that the first `forward` left allocated."""
 
     def __init__(self, device: str) -> None:
         self._live = Live("cpu") if device == "cpu" else None
@@ -43,7 +44,7 @@ class Meter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is made inside is the data's: counted when the model takes it."""
+        """Attribute allocations inside the block to the data: they count once the model takes them."""
         if self._live is None:
             yield
             return
@@ -75,9 +76,9 @@ class Meter:
             step["kept"] = max(step["kept"], self._now() - before)
 
     def report(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Of all steps but the first, which makes the optimizer's states (of the only one, if there is no other). What
-        is left after a phase is the least of the steps, and a peak the median: a thread that communicates may let go of
-        a tensor late now and then. `highest` is the most that there ever was."""
+        """A summary of all steps except the first, which creates the optimizer's states (of that step, if it is the
+        only one). Bytes after a phase are the minimum over the steps, and peaks the median: a communication thread may
+        occasionally free a tensor late. `highest` is the overall peak."""
         steps = self.steps[1:] or self.steps
         own = {tensor.untyped_storage()._cdata for tensor in parameters}
         state_tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]

@@ -1,4 +1,4 @@
-"""What a run measures, step by step: `metrics.jsonl`, the console, and TensorBoard if asked for.
+"""The metrics of a run, step by step: `metrics.jsonl`, the console, and TensorBoard if asked for.
 
 Rank 0 owns one `Metrics`. Invariant: `metrics.jsonl` only grows during a run, each line is complete JSON and on disk
 when the call returns, and steps never repeat: a resumed run first drops the lines that it is about to write again.
@@ -98,10 +98,10 @@ class Metrics:
 
         Args:
             step: its number; larger than every number before.
-            loss: mean loss of the step's whole batch.
+            loss: mean loss of the step's global batch.
             lr: learning rate of the first parameter group during the step.
             seconds: wall time of the step.
-            samples: rows of the whole batch, over all ranks and micro-batches.
+            samples: rows of the global batch, over all ranks and micro-batches.
             grad_norm: norm of all gradients before clipping, where it is known.
             loss_scale: in fp16, what the next step's loss is multiplied by, and how many steps were skipped so far.
             offload: bytes that were moved away from the device and back in this step, by kind.
@@ -124,7 +124,7 @@ class Metrics:
             self._print_line(step, loss, lr, grad_norm)
 
     def evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Record what an evaluation after `step` found, and print it."""
+        """Record and print the results of an evaluation after `step`."""
         self._write(step, {"evaluation": dict(results)})
         self._plot(step, results, "evaluation")
         found = "  ".join(f"{key} {value:.6g}" for key, value in results.items())
@@ -205,7 +205,7 @@ def metrics_of(
 
 def _drop_from(path: Path, step: int) -> None:
     """Cut the file before its first record of `step` or later. Lines before that which are no records, such as one that
-    a kill has cut off, are left out; what no line of a record can be as long as ends the file."""
+    a kill has cut off, are left out; the file ends at a line longer than any record can be."""
     if not path.is_file():
         return
     end = position = 0

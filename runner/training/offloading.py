@@ -1,4 +1,4 @@
-"""`parallel.offload` on a rank: the modules whose kept tensors are meant, and what was moved."""
+"""`parallel.offload` on a rank: the modules whose saved tensors are offloaded, and the traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strategies.runtime.offload import Offload, OffloadTraffic
 
 
 def activations(module: nn.Module, offload: Offload, device: str) -> Activations | None:
-    """Offload what `module` saves for backward as `offload` says. The counts are in what is returned."""
+    """Offload the tensors that `module` saves for backward according to `offload`. The result counts the traffic."""
     if offload.activations == "none":
         return None
     disk = Disk(offload.place) if offload.activations == "disk" else None
@@ -33,7 +33,7 @@ def change(before: Mapping[str, OffloadTraffic], after: Mapping[str, OffloadTraf
 
 
 def summary(moved: Mapping[str, OffloadTraffic], offload: Offload) -> str:
-    """One line for the end of a run: what rank 0 moved."""
+    """One line for the end of a run: rank 0's offload traffic."""
     parts = []
     for kind, one in moved.items():
         what = "placed operators, host" if kind == "place" else f"{kind} to {getattr(offload, kind)}"

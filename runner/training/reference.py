@@ -1,4 +1,4 @@
-"""One device's truth: the user's own eager module, with the random numbers that `train.random=exact` stands for.
+"""The single-device reference: the user's eager module, with the random numbers of `train.random=exact`.
 
 Invariant: the n-th random operator of a forward draws from (key, n), as the captured program does. Most are torch's own
 functions behind a seed. Where a slice could not repeat torch's numbers, both sides share a definition: dropout, leaky

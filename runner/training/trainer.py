@@ -57,7 +57,8 @@ from strategies.runtime.offload import OffloadTraffic
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What every rank is sent. `folder` holds the initial weights; `resume` is the checkpoint to continue from."""
+    """The job that every rank receives. `folder` holds the initial weights; `resume` is the checkpoint to continue
+    from."""
 
     prepared: Prepared
     folder: Path
@@ -67,7 +68,7 @@ class TrainingJob:
     follow: Path | None = None
     """Another run's record, whose gradients the optimizer is given in place of the run's own."""
     offload: Path | None = None
-    """The folder for what is offloaded to a disk."""
+    """The folder for tensors offloaded to disk."""
     marks: Marks = ()
     """When the parent's phases ended."""
 
@@ -145,7 +146,7 @@ class Trainer:
         )
 
     def _moved(self) -> dict[str, OffloadTraffic]:
-        """What was offloaded since the start, by kind."""
+        """The offload traffic since the start, by kind."""
         kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
         copied, module = OffloadTraffic(), self.execution.module
         for part in (module, *module.children()):  # the stages of a pipeline, if it is one
@@ -259,8 +260,8 @@ class Trainer:
         return number
 
     def _micro_batches(self, step: int) -> tuple[float, int]:
-        """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch, and
-        the number of its rows."""
+        """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the global batch,
+        and the number of its rows."""
         with self._aside():
             number = self._number(step)
             rows, epoch = self.order.rows(number), self.order.epoch(number)
@@ -397,7 +398,7 @@ class Trainer:
         self.faults.saving()
 
     def _weights(self) -> dict[str, Tensor]:
-        """Every parameter and buffer of the model, whole (collective)."""
+        """Every unsharded parameter and buffer of the model (collective)."""
         found = {}
         for source in self.execution.program.sources:
             if source.kind in ("parameter", "buffer"):
@@ -412,7 +413,7 @@ class Trainer:
         return self._of_all_stages(found)
 
     def _of_all_stages(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On rank 0: whole tensors by name, from all stages of a pipeline (collective)."""
+        """On rank 0: unsharded tensors by name, from all pipeline stages (collective)."""
         if self.execution.runner is None:
             return found
         first = self.execution.communicator.rank == 0
@@ -430,13 +431,13 @@ class Trainer:
         return own
 
     def _publish(self) -> None:
-        """Write the whole initial weights of a hybrid module, from which its reference starts."""
+        """Write the unsharded initial weights of a hybrid module, from which its reference starts."""
         found = self._weights()
         if self.rank.rank == 0:
             weights.write(self.job.folder / WEIGHTS, found)
 
     def _record(self, step: int, loss: float) -> None:
-        """Whole gradients of this step, written by rank 0 for the comparison."""
+        """Record the unsharded gradients of this step, written by rank 0 for the comparison."""
         sources = {source.name: source for source in self.execution.program.sources}
         found = {
             name: full_tensor(sources[name], piece, self.execution.program, self.execution.communicator).cpu()
@@ -450,7 +451,7 @@ class Trainer:
             torch.save(content, self.job.record / name)
 
     def _follow(self, step: int) -> None:
-        """Give the optimizer the gradients of the run that this one is compared with; rounding does not compound."""
+        """Pass the optimizer the gradients of the compared run, so that rounding does not compound."""
         assert self.job.follow is not None
         given = torch.load(self.job.follow / f"step-{step}.pt", weights_only=True)["gradients"]
         for name, own in self.updates.gradients():
@@ -460,7 +461,7 @@ class Trainer:
 
 @contextmanager
 def _found_in_training() -> Iterator[None]:
-    """A wrong input that only training could find is a failed run: there is something to look at by then."""
+    """Turn input errors found only during training into a failed run, which keeps its output files."""
     try:
         yield
     except ConfigError as error:
@@ -468,7 +469,7 @@ def _found_in_training() -> Iterator[None]:
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:
-    """A batch entry on the device of the rank. A GPU fetches it by itself, from memory that cannot be swapped out."""
+    """A batch entry on the device of the rank. On a GPU the copy is asynchronous, from pinned memory."""
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
