@@ -1,12 +1,12 @@
-"""What a save costs the training beside it, as a ratio of one run: the time that steps take longer because of a save in
-the background, over the time of a save for which the ranks wait.
+"""The overhead of a background save, as a ratio measured in one run: the additional step time during a background save
+over the time of a blocking save.
 
     python -m benchmarks.checkpoint [--ranks 1] [--device cpu|cuda] [--width 1024] [--layers 24] [--rounds 9]
         [--clock wall|cpu]
 
 Rounds of plain steps, a blocking save and a background save alternate in the same processes, so that other work on the
-machine reaches all of them; every figure is a median. Goal: at most 5 %. The memory that is needed for it is a copy, in
-the host's memory, of what a rank stores.
+machine reaches all of them; every figure is a median. Goal: at most 5 %. A background save needs host memory for one
+copy of a rank's shards.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Run:
         self.batch = torch.randn(rows, width, device=self.device)
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Run one step and return its seconds."""
         started = self.clock()
         self.updates.backward(self.module(self.batch).square().mean())
         self.updates.reduce()
@@ -73,7 +73,7 @@ class Run:
 
 
 def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the rounds, and bytes, of this rank."""
+    """Medians over the rounds, and checkpoint bytes, of this rank."""
     run = Run(rank, payload["width"], payload["layers"], payload["rows"], payload["clock"])
     saver, wanted = run.saver, checkpoints.SaveOptions(keep=2)
     folder, number = Path(payload["folder"]), 0

@@ -1,10 +1,11 @@
-"""Time from the command to the first optimizer step on 8 ranks, against 8 plain processes that only meet.
+"""Time from the command to the first optimizer step on 8 ranks, against 8 plain processes that only form a process
+group.
 
     python benchmarks/cold_start.py [--recipe ffn_auto] [--rounds 3]
 
-Baseline: as many processes started one by one, which import torch, form a gloo group and add one number; the least that
-any launcher without a shared import does. Both are run in turn; the ratio of the medians is printed, and where our time
-goes. Goal: at most 8 s on 2 cores.
+Baseline: as many processes started one by one, which import torch, form a gloo group and add one number; the minimum
+for any launcher without a shared import. Both run alternately; the ratio of the medians is printed, with a breakdown of
+our time. Goal: at most 8 s on 2 cores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ dist.destroy_process_group()
 
 
 def ours(recipe: str, folder: Path) -> tuple[float, str]:
-    """Seconds until metrics.jsonl has its first line, and the command's own account of them."""
+    """Seconds until metrics.jsonl has its first line, and the command's breakdown of them."""
     words = [
         f"+recipe={recipe}",
         "train.steps=1",

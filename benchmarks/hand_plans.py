@@ -1,10 +1,10 @@
-"""Bytes that hand-written plans send, against those of the plans that the search finds in the same memory.
+"""Bytes sent by hand-written plans, compared with plans that the search finds within the same memory.
 
     python -m benchmarks.hand_plans [--only WORD] [--out docs/hand_plans.md]
 
-Tiny models of real structure. A hand plan's memory is the predicted peak of its fullest rank (see docs/memory.md); the
-search (dynamic_programming, without ZeRO or at the hand plan's stage) gets that as its limit, and a machine whose links
-are all that costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose
+Tiny models with realistic structure. A hand plan's memory is its predicted peak over ranks (see docs/memory.md); the
+search (dynamic_programming, without ZeRO or at the hand plan's stage) gets that as its limit, and a cluster where only
+communication costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose
 communicators count what they send. Goal: the search never sends more.
 """
 
@@ -47,7 +47,7 @@ Model = tuple[nn.Module, nn.Module, tuple[torch.Tensor, ...]]
 
 
 def by_bytes(ranks: int) -> Cluster:
-    """A machine on which a step takes as long as its bytes are sent."""
+    """A cluster on which the step time is that of the bytes sent."""
     return Cluster(
         "bytes", (Level("rank", ranks, Link(1e6, 0.0)),), {"float32": FAST}, 2**50, FAST, 0.0, algorithms=(RING,)
     )
@@ -79,8 +79,8 @@ def ffn() -> Model:
 
 
 def megatron(data: int, tensor: int, inner: Sequence[str], *, sequence: bool = False, tied: bool = True) -> Strategies:
-    """Column-then-row pairs, a vocabulary sliced from the head to the loss; with `sequence`, norms, dropouts and sums
-    between the pairs are sliced along the sequence."""
+    """Column-then-row pairs, a vocabulary sharded from the head to the loss; with `sequence`, norms, dropouts and
+    additions between the pairs are sharded along the sequence."""
     d, t = data, tensor
     s = t if sequence else 1
     weights = ((1,), (1,)) if tied else ((1,),)
@@ -172,7 +172,7 @@ HANDS = (
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a task is predicted to need: bytes of memory, and seconds where bytes are all that takes any."""
+    """The prediction for a task: bytes of memory, and seconds on a cluster where only communication costs time."""
 
     peak: int
     seconds: float
@@ -185,7 +185,7 @@ def predicted(task: Task, ranks: int) -> Predicted:
 
 
 def pair(hand: Hand) -> tuple[Task, Task]:
-    """The hand plan, and the one that is found in its memory."""
+    """The hand plan, and the plan searched within its memory."""
     torch.manual_seed(0)
     net, loss, batch = hand.model()
     captured = capture(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True)
@@ -196,21 +196,21 @@ def pair(hand: Hand) -> tuple[Task, Task]:
 
 
 def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Plan, int]:
-    """The plan that sends least within `limit` bytes of memory, and its ZeRO stage."""
+    """The plan that sends the fewest bytes within `limit` bytes of memory, and its ZeRO stage."""
     request = hand.request
     mesh = tuple(zip("abc", hand.mesh, strict=False)) if len(hand.mesh) > 1 else (("a", 2), ("b", hand.ranks // 2))
     free = Request("auto", hand.ranks, "dynamic_programming", mesh, dataset_strategy=request.dataset_strategy)
     machine = by_bytes(hand.ranks)
 
     def look(choice: Choice) -> Iterator[Priced]:
-        """The least seconds within the limit; the search's own bytes are a model, so it gets several budgets."""
+        """The shortest time within the limit; the search's memory is a model, so it gets several budgets."""
         fits: Priced | None = None
         for share in (None, *ROOMS):
             room = None if share is None else int(share * limit)
             try:
                 plan = make_plan(captured.graph, replace(free, stage=choice.zero, memory_limit=room), machine)
             except StrategyError:
-                break  # nothing is so small
+                break  # no plan is so small
             one = predicted(replace(written, plan=plan, stage=choice.zero), hand.ranks)
             if one.peak <= limit and (fits is None or one.seconds < fits.seconds):
                 fits = Priced(plan, one.seconds, one.peak)
@@ -226,7 +226,7 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Pl
 
 
 def count(rank: Any, payload: dict[str, Any]) -> list[int]:
-    """Bytes that the busiest rank sends in a step of every task, but for the loss."""
+    """Bytes that the busiest rank sends in a step of every task, without the loss."""
     import torch.distributed as dist
 
     found = []
@@ -243,7 +243,7 @@ def count(rank: Any, payload: dict[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class Result:
-    """Bytes sent and of memory: of the hand plan, and of ours at `stage`."""
+    """Bytes sent and bytes of memory, of the hand plan and of ours at `stage`."""
 
     hand: Hand
     sent: tuple[int, int]

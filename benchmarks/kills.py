@@ -1,13 +1,13 @@
-"""Kills at every moment of real runs, and what becomes of them.
+"""Kill real runs at random moments and check that they recover.
 
     python -m benchmarks.kills [--kills 300] [--seed 0] [--minutes 60] [--plans PLAN ...] [--out FILE]
 
 Small models are trained by the command itself, each plan first undisturbed. Then signals (SIGKILL, SIGSTOP, SIGTERM)
 reach its processes: the command, the fork server, and its forks (the preparation, the search for a checkpoint, ranks).
 A run gets several; each waits for its phase, and phases that were hit least come first. A command that has ended is
-given again with train.resume=auto. Asked of every run: are the last weights and the metrics those of the undisturbed
-run, bit for bit; is a process left, a file in /dev/shm, a folder of multiprocessing, or a partial file. With --out,
-results are added to those of earlier calls.
+repeated with train.resume=auto. Checked for every run: the last weights and the metrics equal those of the undisturbed
+run bitwise; no process, file in /dev/shm, multiprocessing folder or partial file is left. With --out, results are added
+to those of earlier calls.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ LONGEST = 240.0
 
 @dataclass(frozen=True)
 class Blow:
-    """One or several signals: when, to whom."""
+    """One or several signals: when, and to which processes."""
 
     phase: str
     kind: str
 
 
 def random_blows(draw: random.Random, hit: Mapping[str, int], phases: Sequence[str], most: int) -> list[Blow]:
-    """What one run gets, `most` blows in order; `hit` counts the signals in each phase so far."""
+    """The signals for one run, `most` blows in order; `hit` counts the signals in each phase so far."""
     counts = Counter({phase: hit.get(phase, 0) for phase in phases})
     found = []
     for _ in range(most):
@@ -150,7 +150,7 @@ def children(pid: int) -> list[int]:
 
 
 def flight_record(fork: int) -> Path | None:
-    """The file in which a rank shows where it is, once it does."""
+    """The flight record of a rank, once it exists."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{fork}/fd").iterdir():
             if (name := os.readlink(descriptor)).endswith(".where"):
@@ -159,8 +159,8 @@ def flight_record(fork: int) -> Path | None:
 
 
 def phase_of(cells: Sequence[Sequence[int]], forks: int, prepared: bool, ranks: int) -> str:
-    """What the run does now: `cells` are those of the forks that show theirs, `prepared` is whether the plan is
-    written."""
+    """The current phase of the run: `cells` are the flight records of the forks that have one, `prepared` is whether
+    the plan is written."""
     if not prepared:
         return "preparation" if forks else "import"
     started = max((one[BEGUN] for one in cells), default=0)
@@ -203,7 +203,7 @@ def strike(
         server = next(iter(children(process.pid)), None)
         forks = [] if server is None else children(server)
         if hit & {*forks, server, process.pid} and time.monotonic() < last + CLEARED:
-            continue  # what was hit is not cleared away yet
+            continue  # the killed process is not reaped yet
         with suppress(FileNotFoundError):
             prepared = prepared or plan.stat().st_mtime > began
         for fork in forks:
@@ -213,9 +213,9 @@ def strike(
         blow, phase = blows[0], phase_of(cells, len(forks), prepared, ranks)
         if phase != blow.phase:
             if since is not None:
-                since, wait, narrower = None, draw.random(), narrower / 2  # it was over too soon
+                since, wait, narrower = None, draw.random(), narrower / 2  # the phase ended too soon
             if blow.phase in ONCE and phase != BETWEEN and order[phase] > order[blow.phase]:
-                blows.pop(0)  # it does not come again
+                blows.pop(0)  # the phase does not recur
             continue
         since = since or time.monotonic()
         if time.monotonic() - since < wait * narrower * PHASES[phase]:
@@ -235,7 +235,7 @@ def strike(
         for place, victim in enumerate(struck):
             if place and blow.kind == "storm":
                 time.sleep(draw.random() ** 3 * 0.3)
-            with suppress(ProcessLookupError):  # the one before has brought this one down
+            with suppress(ProcessLookupError):  # the previous signal has ended it
                 os.kill(victim, number)
                 yield phase, blow.kind
         last, since, wait, narrower = time.monotonic(), None, draw.random(), 1.0
@@ -254,7 +254,7 @@ def ended(folder: Path) -> tuple[dict[str, str], list[tuple[int, float]]]:
 def survive(
     folder: Path, words: Sequence[str], blows: list[Blow], draw: random.Random
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Run to the end, through `blows`: phase and kind of the signals that were sent, and what is wrong."""
+    """Run to the end, through `blows`. Returns phase and kind of the signals sent, and the violations."""
     sent: list[tuple[str, str]] = []
     wrong: list[str] = []
     before = shared()
@@ -296,7 +296,7 @@ def survive(
 def drill(
     kills: int, seed: int, minutes: float, names: Sequence[str] = tuple(ALL), phases: Sequence[str] = tuple(PHASES)
 ) -> dict[str, object]:
-    """Run until so many signals were sent, all in `phases`, or the time is over."""
+    """Run until the wanted number of signals was sent, all in `phases`, or time is up."""
     draw, sent, wrong, runs = random.Random(seed), Counter[tuple[str, str]](), list[str](), 0
     hit = Counter[str]()
     undisturbed: dict[str, object] = {}

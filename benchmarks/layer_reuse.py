@@ -1,4 +1,4 @@
-"""What the depth of a model costs a rank: code, time and memory of its program, for a GPT of growing depth.
+"""The cost of model depth on a rank: code, time and memory of its program, for a GPT of growing depth.
 
     python benchmarks/layer_reuse.py [--layers 4 16 64] [--compile] [--backend inductor]
 
@@ -46,7 +46,7 @@ STRATEGIES = {
 
 
 class Silent(Communicator):
-    """Makes no process groups: its module is built, not run."""
+    """A communicator without process groups, for a module that is built but not run."""
 
     def prepare(self, axes: Any) -> None:
         return None
@@ -78,7 +78,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measured(program: Program) -> str:
-    """Units, codes, nodes, seconds and bytes of one way to build."""
+    """Build once: units, code objects, nodes, seconds and bytes."""
     tensors = slices(program)
     make = lambda: build(program, tensors, Silent(program.mesh, 0), "cpu")  # noqa: E731
     seconds = min(timed(make)[0] for _ in range(3))
@@ -97,7 +97,7 @@ def measured(program: Program) -> str:
 def compile_once(seen: Captured, backend: str) -> str:
     program = lower(seen.graph, make_plan(seen.graph, Request("data_parallel", 1)), LoweringOptions(partial_loss=True))
     module = build(program, slices(program), Communicator(program.mesh, 0), "cpu", compiled=True)
-    torch._inductor.config.force_disable_caches = True  # what another depth compiled would be found there
+    torch._inductor.config.force_disable_caches = True  # it would hold the graphs of another depth
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled.compile_units(module, "cpu", backend=backend)
@@ -108,7 +108,7 @@ def compile_once(seen: Captured, backend: str) -> str:
 
 
 def measure(layers: int, backend: str | None) -> None:
-    """Print what a GPT of so many layers costs."""
+    """Print the cost of a GPT with `layers` layers."""
     seen = captured(layers)
     plan = make_plan(seen.graph, Request("auto", 4, mesh=(("dp", 2), ("tp", 2)), strategies=STRATEGIES))
     seconds, program = timed(lambda: lower(seen.graph, plan, LoweringOptions(partial_loss=True)))

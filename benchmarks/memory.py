@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--only WORD] [--out docs/memory.md]
 
-Every pair is trained for four steps with train.measure_memory=true; what is predicted is in its plan.json. Goals: mean
+Every pair is trained for four steps with train.measure_memory=true; the prediction is in its plan.json. Goals: mean
 difference of the peaks at most 5 %, no prediction more than 3 % under; recompute and offload lower the peak by the
 predicted bytes within 5 %.
 """
@@ -96,12 +96,12 @@ class Result:
 
     @property
     def difference(self) -> float:
-        """Of the peaks, relative to the measured one."""
+        """The difference of the peaks, relative to the measured one."""
         return (int(self.predicted["peak"]) - int(self.measured["peak"])) / int(self.measured["peak"])
 
 
 def measure(model: str, words: str, steps: int = FEW) -> Result:
-    """Train for so many steps; the measured rank is the one with the highest peak."""
+    """Train for `steps` steps; the measured rank is the one with the highest peak."""
     given = [
         *MODELS[model].split(),
         *STEPS.split(),

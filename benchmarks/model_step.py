@@ -3,7 +3,7 @@
     python benchmarks/model_step.py [--model gpt|llama] [--device cpu|cuda] [--dtype float32|bfloat16] [--width 256]
                                     [--layers 4] [--sequence 128] [--batch 8] [--rounds 20]
 
-What is measured is what capture, lowering and generated code add to a step that needs no collective: both versions have
+This is the overhead of capture, lowering and generated code in a step without collectives: both versions have
 the same weights, batch, loss and optimizer (AdamW) and take one step each in turn in one process; the ratio of the
 medians is printed. Goal: at most 1.01.
 """
@@ -96,7 +96,7 @@ def main() -> None:
     times: dict[str, list[float]] = {"ours": [], "hand-written": []}
     steps, worst = [("ours", ours), ("hand-written", by_hand)], 0.0
     for _ in range(options.rounds):
-        steps.reverse()  # whoever comes second finds warmer caches
+        steps.reverse()  # the second one finds warmer caches
         losses = []
         for name, step in steps:
             started = time.perf_counter()

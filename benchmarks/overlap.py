@@ -1,15 +1,14 @@
-"""What overlapping is worth, as ratios of one run: copies of the batch over a slow link, gradients added during
-backward over a slow link, and activations stored by the schedules of a pipeline.
+"""The gain of overlapping, as ratios of one run: batch splits over a slow link, gradient reduction during backward over
+a slow link, and activations stored by pipeline schedules.
 
     python benchmarks/overlap.py [--parts copies reduction schedules] [--rounds 15] [--clock wall|cpu]
 
-A link is a latency and a bandwidth, waited for on top of what a collective takes anyway; waiting costs no computing
-time, so computing can go on meanwhile. The variants of a part alternate in the same processes and each is judged by its
-median step, so that other work on the machine reaches all of them; on a busy machine `--clock cpu` counts computing and
-waiting for the link alone. Goals: a step that communicates as long as it
-computes is 1.2 times faster in batch splits; 70 % of the time to add gradients hides behind backward, in at least 10
-times fewer calls than there are gradients; with at least twice as many micro-batches as stages, 1f1b holds less than
-gpipe.
+A link adds latency and bandwidth delays to a collective; waiting uses no CPU time, so computation can overlap it. The
+variants of a part alternate in the same processes and each is judged by its median step, so that other work on the
+machine reaches all of them; on a busy machine `--clock cpu` counts only computation and waiting for the link. Goals: a
+step that communicates as long as it computes is 1.2 times faster with batch splits; 70 % of the gradient reduction
+overlaps with backward, in at least 10 times fewer calls than there are gradients; with at least twice as many
+micro-batches as stages, 1f1b holds less than gpipe.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A tensor-parallel GPT over a slow link, on which a step communicates as long as it computes: with one batch, and with
-two and four interleaved splits of it.
+"""A tensor-parallel GPT over a slow link, where a step communicates as long as it computes: without batch splits, and
+with two and four interleaved splits.
 
 Every layer has two all-reduces forward and two backward, for which everything after them waits unless there is another
-copy. Gained is the median step of one batch over that of the copies.
+split. The gain is the median step without splits over that with splits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST = 2
 
 
 def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per step, by number of copies and with or without the link, and the largest difference of gradients."""
+    """Seconds per step, by number of splits and with or without the link, and the largest difference of gradients."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -1,8 +1,8 @@
 """The gradients of a data-parallel GPT over a slow link: without the link, gradient by gradient, in buckets after
 backward and in buckets during backward.
 
-The link is so slow that the buckets take `SHARE` of a step without it. Hidden is (after - during) / (after - without);
-the same follows from what the ranks wait for when backward is over, 1 - waiting during / waiting after.
+The link is so slow that the buckets take `SHARE` of a step without it. The overlapped share is (after - during) /
+(after - without); it also follows from the exposed communication after backward, 1 - waiting during / waiting after.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST = 6
 
 
 def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per step and calls of every way, and whether the weights are equal at the end."""
+    """Seconds per step and calls of every variant, and whether the weights are equal at the end."""
     import torch
     import torch.distributed as dist
     from torch import nn

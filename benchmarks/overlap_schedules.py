@@ -1,7 +1,7 @@
-"""Activations that the schedules of a pipeline hold: a GPT in two stages, a rank each, with as many and with twice as
-many micro-batches as it takes, the same batch of rows for all.
+"""Activations stored by pipeline schedules: a GPT in two stages, one rank each, with as many and with twice as many
+micro-batches as stages, and the same batch size.
 
-Counted is what autograd has saved and not yet let go, by storage and without the parameters, while a step runs.
+Counts the storages that autograd has saved and not yet freed during a step, without the parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.runtime.pipeline_stage import Peers, StageRunner
 
     class StoredBytes:
-        """Bytes that autograd holds: storages are counted while anything keeps a tensor of theirs."""
+        """Bytes that autograd has saved: a storage counts while any of its tensors is alive."""
 
         def __init__(self, others: set[int]) -> None:
             self.others, self.uses, self.now, self.most = others, dict[int, int](), 0, 0

@@ -1,11 +1,11 @@
-"""Failures of every kind in every phase on random ranks, and what becomes of the runs: a drill of recovery.
+"""Recovery benchmark: inject failures of every kind in every phase on random ranks, and check the runs.
 
     python -m benchmarks.recovery [--failures 100] [--seed 0] [--minutes 60] [--out docs/recovery.md]
 
 Small models train on 2 and 4 real ranks under several plans, each first undisturbed, then with two or three faults
-chosen at random. For every disturbed run: does it end, with the same weights and optimizer states to the bit and
-the same lines of metrics; how many steps did each failure cost; is a process left. Goals: all, at most one save
-interval (two where the newest checkpoint is damaged by the benchmark, or still under way beside training), none.
+chosen at random. For every disturbed run: does it finish with bitwise equal weights and optimizer states and the same
+lines of metrics; how many steps did each failure cost; is a process left. Goals: all, at most one save interval (two
+where the newest checkpoint is damaged by the benchmark, or still under way beside training), none.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class Drawn:
 
     @property
     def done(self) -> int:
-        """The steps that were done when it happened."""
+        """The completed steps at the time of the failure."""
         return self.step if self.phase == "save" else self.step - 1
 
     def bound(self, plan: str) -> int:
-        """How many of them may be lost."""
+        """The maximum number of steps that may be lost."""
         return 2 * EVERY if self.damage or plan == BACKGROUND else EVERY
 
 
 @dataclass
 class Row:
-    """What became of the failures of one kind."""
+    """The outcome of the failures of one kind."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     resumed: int = 0

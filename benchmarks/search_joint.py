@@ -1,10 +1,10 @@
-"""The joint decision of ZeRO, pipeline, micro-batches and recompute for the shape of a 7B llama on 8 devices.
+"""The joint optimisation of ZeRO, pipeline, micro-batches and recompute for the shape of a 7B llama on 8 devices.
 
     python -m benchmarks.search_joint [--layers 32] [--length 2048] [--limits none 60 40 20]
 
 The model is captured on meta tensors, once per number of rows of a micro-batch, and the exact search plans it; every
-limit (GiB of a device) is decided anew, but for the captures and the rules of their operators. Printed are CPU seconds
-of one core, how many choices there are, searches and traces of memory, and what was decided. Goal: at most 10 s.
+limit (GiB of a device) is optimised anew, except for the captures and the sharding rules of their operators. Prints CPU
+seconds of one core, the number of choices, searches and memory traces, and the decision. Goal: at most 10 s.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def deciding(layers: int, length: int, limit: str) -> JointDecision:
 
 
 def forget() -> None:
-    """What one decision leaves to the next one of a process, but for its captures."""
+    """Clear the caches that one decision leaves to the next in a process, except captures."""
     shapes.forget()
     sharding.forget()
 

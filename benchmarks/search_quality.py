@@ -1,10 +1,10 @@
-"""How far from the best: recursive programming and sharding propagation against the exact search, on every model.
+"""Optimality gaps: recursive programming and sharding propagation against the exact search, on every model.
 
     python -m benchmarks.search_quality [--only WORD] [--out docs/search_quality.md]
 
-Small models (those of the recipes) are priced on a laptop's gloo, large ones on H100s; on the prime axes of 4 and 8
-devices. Propagation starts from two operators per layer, configured in three ways. A plan's seconds are those of the
-exact search's own prices; where exact has a gap (three axes), the ratio is to the best plan that it found. Goals:
+Small models (those of the recipes) are estimated on a laptop's gloo, large ones on H100s; on the prime axes of 4 and 8
+devices. Propagation starts from two operators per layer, in three configurations. A plan's seconds are those of the
+exact search's cost model; where exact has a gap (three axes), the ratio is to the best plan that it found. Goals:
 recursive at most 1.05, propagation at most 1.03.
 """
 
@@ -134,7 +134,8 @@ def configured(made: Problem, names: Sequence[str], way: str) -> dict[str, Assig
 
 @dataclass(frozen=True)
 class Result:
-    """Ratios to exact; `gap` is that of the exact search, `configured` are the ratios of propagation by way."""
+    """Ratios to exact; `gap` is that of the exact search, `configured` are the ratios of propagation by
+    configuration."""
 
     case: Case
     ranks: int

@@ -2,11 +2,11 @@
 
     python -m benchmarks.search_scale [--most 10000] [--layers 126]
 
-CPU seconds of one core from the problem to the assignments (rules and capture excluded): chains of products and relus
-of up to 10,000 operators, all layers alike or each with a width of its own, on up to 16,384 devices in nodes of 8; and
-with --layers N a Llama of the shape of 405 billion parameters on 16,384. Goal: 405B at most 1 s; slopes of at most 1 in
-operators, and the square of the logarithm of the devices (a test holds them, by counted work). `benchmarks.search`
-draws them.
+CPU seconds of one core from the problem to the assignments (rules and capture excluded): chains of matrix products and
+relus of up to 10,000 operators, all layers equal or each of a different width, on up to 16,384 devices in nodes of 8;
+and with --layers N a Llama of the shape of 405 billion parameters on 16,384. Goal: 405B at most 1 s; slopes of at most
+1 in operators, and the square of the logarithm of the devices (a test checks them by operation counts).
+`benchmarks.search` plots them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on(ranks: int) -> Cluster:
 
 
 def by_operators(most: int) -> Series:
-    """Chains on 64 devices; those whose layers all differ of at most 1,000 operators."""
+    """Chains on 64 devices; at most 1,000 operators if all layers differ."""
     found: Series = {"layers alike, 64 devices": [], "every layer another, 64 devices": []}
     for repeating, name in zip((True, False), found, strict=True):
         count = 100
@@ -69,7 +69,7 @@ class Large:
 
 
 def large(layers: int, repeat: int = 1) -> Large:
-    """So many layers of it on 16,384 devices."""
+    """A model of `layers` layers on 16,384 devices."""
     graph = llama(layers, batch=2048, width=16384, hidden=53248, length=8192)
     made = problem(graph, prime_mesh(16384))
     found = Large(layers, len(graph.operators), min(seconds(made, on(16384)) for _ in range(repeat)))

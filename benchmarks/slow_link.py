@@ -1,8 +1,8 @@
-"""A slow link between ranks, injected: every all-reduce takes a latency and its bytes over a bandwidth, one after the
-other, on top of what it takes anyway. Waiting costs no computing time, as on a real link.
+"""An injected slow link between ranks: every all-reduce takes an additional latency plus its bytes over a bandwidth,
+serialised. Waiting uses no CPU time, as on a real link.
 
-By the wall clock the link is slept for. By the clock `cpu` time is what this process computes plus what it would have
-slept, so that other work on the machine does not count; the ranks, which do the same, are taken to go at one speed.
+With the wall clock, waiting sleeps. With the clock `cpu`, time is the CPU time of this process plus the time it would
+have slept, so that other work on the machine does not count; all ranks are assumed to run at the same speed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 @dataclass
 class Link:
-    """What calls take, in seconds and bytes per second; `free` is when the last one has come through, `taken` how long
-    all of them took and `waited` how long somebody waited for the link alone."""
+    """The latency and bandwidth of calls, in seconds and bytes per second; `free` is when the last one completes,
+    `taken` the total time of calls and `waited` the time spent waiting for the link alone."""
 
     latency: float
     bandwidth: float
@@ -30,14 +30,14 @@ class Link:
         return time.perf_counter() if self.clock == "wall" else time.thread_time() + self.waited
 
     def accept(self, size: int) -> float:
-        """When a call that is made now has come through."""
+        """The completion time of a call issued now."""
         seconds = self.latency + size / self.bandwidth
         self.taken += seconds
         self.free = max(self.free, self.now()) + seconds
         return self.free
 
     def wait(self, due: float) -> None:
-        """Until a call is due."""
+        """Wait until a call is due."""
         missing = max(due - self.now(), 0.0)
         self.waited += missing
         if self.clock == "wall":
@@ -45,7 +45,7 @@ class Link:
 
 
 class _Work:
-    """A collective under way, which is done when both the real one and the link are."""
+    """A pending collective, complete when both the real one and the link are."""
 
     def __init__(self, work: Any, link: Link, due: float) -> None:
         self.work, self.link, self.due = work, link, due
@@ -58,7 +58,7 @@ class _Work:
 
 @contextmanager
 def slowed(link: Link) -> Iterator[Link]:
-    """All-reduces of this process through `link`."""
+    """Route the all-reduces of this process through `link`."""
     import torch.distributed as dist
 
     real: Any = dist.all_reduce
@@ -79,7 +79,7 @@ def slowed(link: Link) -> Iterator[Link]:
 
 
 def agreed(seconds: float) -> float:
-    """The longest time that a rank has measured, the same on all ranks."""
+    """The maximum over ranks of a measured time, on all ranks."""
     import torch
     import torch.distributed as dist
 

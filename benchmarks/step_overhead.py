@@ -2,10 +2,9 @@
 
     python benchmarks/step_overhead.py [--ranks 2] [--width 2048] [--rows 512] [--rounds 30]
 
-A two-layer network, tensor parallel: linear (columns sliced), relu, linear (rows sliced), reduce-scatter, mean squared
+A two-layer tensor-parallel network: column-wise linear, relu, row-wise linear, reduce-scatter, mean squared
 error, SGD with momentum. Both versions run in the same processes, one step of each in turn; the ratio of the medians is
-printed. Goal:
-at most 1.02 for steps of 10 ms and more.
+printed. Goal: at most 1.02 for steps of 10 ms and more.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     times: dict[str, list[float]] = {"ours": [], "by_hand": []}
     steps = [("ours", ours), ("by_hand", by_hand)]
     for _ in range(shape.rounds):
-        steps.reverse()  # whoever comes second finds warmer caches
+        steps.reverse()  # the second one finds warmer caches
         for name, step in steps:
             dist.barrier()
             started = time.perf_counter()

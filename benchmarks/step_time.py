@@ -3,8 +3,8 @@
     python benchmarks/step_time.py [--ranks 8] [--steps 4] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
 
 Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. Each
-has processes of its own, as in training, and two rounds, the second in the opposite order: what else the machine does
-falls on all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a turn.
+runs in separate processes, as in training, in two rounds, the second in reverse order, so that other load on the
+machine affects all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a round.
 Printed: a table, Spearman's rank correlation over all plans and by model, and how much slower the plan that is
 predicted to be the fastest is than the fastest one. Goals: at least 0.9, and at most 1.05.
 """
@@ -75,7 +75,7 @@ def model_of(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
 
 
 def strategies_of(name: str, wish: Wish) -> Strategies:
-    """Columns, then rows, in every pair of products; the rest follows."""
+    """Column-wise, then row-wise, in every pair of products; the rest is propagated."""
     d, t = wish.data, wish.tensor
     if name == "ffn":
         columns, rows = ((d, 1), (1, t)), ((d, t), (t, 1))
@@ -200,12 +200,12 @@ def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
 
 
 def ranks_of(values: Sequence[float]) -> list[float]:
-    """The place of every value among all; equal ones share the middle of their places."""
+    """The rank of every value; ties get their mean rank."""
     return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """The correlation of the ranks."""
+    """Spearman's rank correlation."""
     return statistics.correlation(ranks_of(first), ranks_of(second))
 
 
@@ -227,8 +227,8 @@ class Result:
 
 
 def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: Path | None) -> list[Result]:
-    """Measure every plan of the models on so many ranks; the machine is what the file `cluster` describes, or is
-    calibrated in so many seconds."""
+    """Measure every plan of the models on `ranks` ranks; the machine is described by the file `cluster`, or calibrated
+    for `seconds` seconds."""
     launch.warm()
     from runner.planning.clusters import from_description
     from strategies.cost.step import step_cost
@@ -255,13 +255,13 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
 
 
 def of_best(results: Sequence[Result]) -> float:
-    """How much slower than the fastest plan the one is that is predicted to be the fastest."""
+    """The measured time of the plan predicted fastest, relative to the fastest plan."""
     first = min(results, key=lambda one: one.predicted.total)
     return first.seconds / min(one.seconds for one in results)
 
 
 def correlation(results: Sequence[Result]) -> float:
-    """Spearman's."""
+    """Spearman's rank correlation of predicted and measured times."""
     return spearman([one.predicted.total for one in results], [one.seconds for one in results])
 
 

@@ -1,7 +1,7 @@
 """The name under which this project is installed: `meshwright.models.gpt` is the module that ships with it.
 
 A user's folder or file may be called `runner`, `strategies` or `models`; this name belongs to the project alone, so the
-installed command starts here. Importing it finds our own `runner` first, which decides what the shared names mean.
+installed command starts here. Importing it imports our `runner` first, which resolves the shared names.
 """
 
 import sys

@@ -43,7 +43,7 @@ class FlatFFN(FFN):
 class MatMulNet(nn.Module):
     """[batch, sizes[0]] -> matmul1 -> relu1 -> matmul2 -> ... -> matmulN -> [batch, sizes[-1]], N = len(sizes) - 1.
 
-    Every relu is a module of its own, so that each can have its own strategy.
+    Every relu is a separate module, so that each can have its own strategy.
     Raises ValueError: fewer than two sizes.
     """
 

@@ -1,4 +1,4 @@
-"""GPT: a causal transformer with learned positions, whose output layer is the token embedding once more (tied)."""
+"""GPT: a causal transformer with learned positions, whose output layer is tied to the token embedding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Llama: a causal transformer with rotated queries and keys, grouped heads, gated feed-forward parts and RMS norms.
+"""Llama: a causal transformer with rotary embeddings, grouped-query attention, SwiGLU feed-forward layers and RMS
+norms.
 
 Queries have `heads` heads, keys and values `kv_heads`: each serves heads / kv_heads consecutive heads of the queries.
-No product has a bias.
+No linear layer has a bias.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from torch.nn import functional
 
 
 class Rotary(nn.Module):
-    """x [batch, heads, sequence, width] -> the same, columns i and i + width / 2 of position p turned by the angle
+    """x [batch, heads, sequence, width] -> the same, columns i and i + width / 2 of position p rotated by the angle
     p * base ** (-2 i / width).
 
-    The tables for `length` positions are buffers [length, width] that are no part of the saved weights.
+    The tables for `length` positions are non-persistent buffers [length, width].
     Raises ValueError: an odd width.
     """
 
@@ -106,7 +107,7 @@ class Llama(nn.Module):
     """input_ids [batch, sequence] int64 -> logits [batch, sequence, vocabulary] of the next token.
 
     `layers` layers of `width` columns, `heads` heads of queries and `kv_heads` of keys and values, `hidden` columns in
-    the gated part; positions up to `length`, turned by `base`; `eps` is that of the RMS norms. With the arguments of
+    the gated part; positions up to `length`, rotary base `base`; `eps` is that of the RMS norms. With the arguments of
     Llama 3 8B (128256, 8192, 4096, 32, 32, 8, 14336) it has its 8,030,261,248 parameters.
     Raises ValueError: a sequence longer than `length`.
     """

@@ -1,6 +1,6 @@
 """Loss and metric of models that predict a token at every position.
 
-The invariant: a position whose label is `ignore_index` counts nowhere, so padded batches measure what is in them.
+The invariant: a position whose label is `ignore_index` never counts, so padding does not change the loss or the metric.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A mixture of experts as dense products: a sequence is a group of tokens, an expert takes a fixed number of them.
 
 A token goes to the `choices` experts that its router scores highest. An expert has `capacity` slots per group; they are
-given in the order of the tokens, and who finds none is passed by that expert. No token takes a slot from one before it,
-so a causal model stays causal.
-Because the numbers are fixed, dispatch and combination are products with a 0/1 tensor [group, token, expert, slot] and
-no shape depends on data: slicing the groups before and the experts after the dispatch is one all-to-all.
+assigned in token order, and a token without a slot is dropped by that expert. No token takes a slot from one before it,
+so a causal model stays causal. Because the numbers are fixed, dispatch and combination are products with a 0/1 tensor
+[group, token, expert, slot] and no shape depends on data: slicing the groups before and the experts after the dispatch
+is one all-to-all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Router(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """x [group, expert, slot, in] -> [group, expert, slot, out], every expert with a weight [in, out] of its own."""
+    """x [group, expert, slot, in] -> [group, expert, slot, out], with a separate weight [in, out] per expert."""
 
     def __init__(self, experts: int, features: int, out: int) -> None:
         super().__init__()
@@ -76,23 +76,24 @@ class Experts(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """x [group, token, width] -> the experts' slots [group, expert, slot, width]; slots that nobody took are zero."""
+    """x [group, token, width] -> the experts' slots [group, expert, slot, width]; unused slots are zero."""
 
     def forward(self, routes: Tensor, x: Tensor) -> Tensor:
         return torch.einsum("gtec,gtd->gecd", routes, x)
 
 
 class Combine(nn.Module):
-    """slots [group, expert, slot, width] -> [group, token, width], weighed; a token without a slot gets zeros."""
+    """slots [group, expert, slot, width] -> [group, token, width], weighted; a token without a slot gets zeros."""
 
     def forward(self, routes: Tensor, slots: Tensor) -> Tensor:
         return torch.einsum("gtec,gecd->gtd", routes, slots)
 
 
 class MixtureOfExperts(nn.Module):
-    """x [group, token, width] -> (the same shape, load): a feed-forward part with a choice of `experts`.
+    """x [group, token, width] -> (the same shape, load): a mixture-of-experts feed-forward layer with `experts`
+    experts.
 
-    `spare` is how many slots there are for one that is needed if all experts are used equally: an expert has
+    `spare` is the capacity factor: an expert has
     ceil(spare * choices * tokens / experts) slots in a group of `tokens` tokens.
     Raises ValueError: more choices than experts, or an x with another number of tokens.
     """
@@ -117,7 +118,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """One pre-norm layer with a choice of experts: x [batch, sequence, width] -> (the same shape, load)."""
+    """One pre-norm layer with a mixture of experts: x [batch, sequence, width] -> (the same shape, load)."""
 
     def __init__(
         self, width: int, heads: int, hidden: int, length: int, experts: int, choices: int, spare: float

@@ -1,4 +1,4 @@
-"""The smallest network worth slicing: two products with a relu between them."""
+"""The smallest network worth sharding: two matrix products with a relu in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ResNet: convolutions whose input is added to their output, with batch statistics over the global batch.
+"""ResNet: convolutions with residual connections, and batch norm statistics over the global batch.
 
 Parameters have the names and shapes of the well-known implementation, so its weights can be loaded.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 class BasicBlock(nn.Module):
     """x [batch, inside, h, w] -> [batch, planes, h / stride, w / stride] by two 3 x 3 convolutions.
 
-    The input is added as it is, or through `downsample` (1 x 1) where its shape differs.
+    The residual is the input, or `downsample` of it (1 x 1) where the shape differs.
     """
 
     expansion = 1

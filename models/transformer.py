@@ -1,7 +1,8 @@
 """The transformer block that GPT, ViT and the mixture of experts share: normalise, attend, add; normalise, feed, add.
 
-Written so that every dim which a plan may want to slice is a dim of its own: queries, keys and values are separate
-products, heads are separated from their width by a view, and nothing is cut along a dim that tensor parallelism slices.
+Written so that every dim that a plan may shard is a separate tensor dim: queries, keys and values are separate
+products, heads are separated from their width by a view, and no tensor is split along a dim that tensor parallelism
+shards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ViT: an image as a sequence of patches, with a learned token in front whose result is classified."""
+"""ViT: an image as a sequence of patches, with a learned class token in front, whose output is classified."""
 
 from __future__ import annotations
 

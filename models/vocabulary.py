@@ -10,7 +10,7 @@ from .transformer import FeedForward
 class VocabularyFFN(nn.Module):
     """input_ids [batch, sequence] int64 -> embedding -> feed_forward -> head -> logits [batch, sequence, vocabulary].
 
-    Every position is seen for itself: the next token is predicted from the last one alone. `hidden` columns in the
+    Positions are independent: the next token is predicted from the last one alone. `hidden` columns in the
     feed-forward part.
     """
 

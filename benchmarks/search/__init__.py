@@ -1,5 +1,5 @@
-"""All that the searches promise, measured by one command: `python -m benchmarks.search`.
+"""The claims about the searches, measured by one command: `python -m benchmarks.search`.
 
 Every part is a module with a `TITLE` and a function `measure(Setting) -> Outcome`; an outcome is written as JSON, and
-docs/search.md is made from these alone, so that a part can be measured anew without the others.
+docs/search.md is made from these alone, so a part can be measured again without the others.
 """

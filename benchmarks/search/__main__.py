@@ -1,10 +1,10 @@
-"""Measure what the searches promise, and write docs/search.md with its pictures.
+"""Measure the claims about the searches, and write docs/search.md with its figures.
 
     python -m benchmarks.search [--only PART[,PART]] [--quick] [--out docs]
 
-Each part runs in a process of its own, so that no part is flattered by what another has kept. The page is made of the
-outcomes in OUT/search/*.json; parts that are not measured now keep theirs. With --quick parts leave out what takes
-long, and without --out nothing is kept: the page is printed.
+Each part runs in a separate process, so that no part profits from another's caches. The page is made of the
+outcomes in OUT/search/*.json; parts that are not measured keep their last outcome. With --quick parts skip slow cases;
+without --out nothing is written and the page is printed.
 """
 
 from __future__ import annotations

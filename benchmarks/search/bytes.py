@@ -1,4 +1,4 @@
-"""What the plans of the search send, against plans that people write, in the same memory, executed on real ranks."""
+"""Bytes sent by searched plans against hand-written plans within the same memory, executed on real ranks."""
 
 from __future__ import annotations
 

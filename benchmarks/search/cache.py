@@ -1,4 +1,4 @@
-"""A plan that was found before: the time from the captured graph to the plan out of the cache."""
+"""A plan cache hit: the time from the captured graph to the cached plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts, ZeRO's stage, recompute, stages and micro-batches of a model of 7 billion parameters, decided together."""
+"""Layouts, ZeRO's stage, recompute, stages and micro-batches of a model of 7 billion parameters, jointly optimised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = ("tokens", "memory", "choices", "tried", "left out", "too large", "captur
 
 @dataclass(frozen=True)
 class Result:
-    """One decision, for sequences of `length`: CPU seconds of all captures, and of the rest."""
+    """One joint optimisation for sequences of `length`: CPU seconds of all captures, and of the rest."""
 
     length: int
     limit: str
@@ -65,7 +65,7 @@ def decided(length: int, limit: str, layers: int) -> Result:
 
 
 def measure(setting: Setting) -> Outcome:
-    """Without a limit but a device's memory, and with less and less; a quick run has four layers and one limit."""
+    """With a device's memory as the limit, then with decreasing limits; a quick run has four layers and one limit."""
     results = []
     for length in LENGTHS[:1] if setting.quick else LENGTHS:
         for limit in LIMITS[2:3] if setting.quick else LIMITS:

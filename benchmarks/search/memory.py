@@ -1,4 +1,4 @@
-"""Predicted peaks of memory against those that are counted while training on real ranks."""
+"""Predicted peak memory against measured peaks in training on real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact search with nothing said about the mesh: every factorisation of very many devices into at most three axes.
+"""The exact search with an open mesh: every factorisation of many devices into at most three axes.
 
     python -m benchmarks.search --only open_mesh
 
@@ -37,7 +37,7 @@ HEAD = ("model", "devices", "mesh", "pruned", "search, s", "cost", "lower bound"
 
 
 def machine(devices: int) -> Cluster:
-    """Nodes of 8 devices as `conf/cluster/dgx_h100.yaml` describes them, with what is achieved."""
+    """Nodes of 8 devices as in `conf/cluster/dgx_h100.yaml`, with achieved rates."""
     levels = (Level("node", devices // 8, Link(41e9, 4e-6, 10e-6)), Level("gpu", 8, Link(369e9, 1.9e-6, 10e-6)))
     flops = {"bfloat16": 692e12, "float32": 47e12}
     return Cluster("dgx_h100", levels, flops, 83 * 10**9, 3e12, 5e-6, overlap=0.9)

@@ -1,4 +1,4 @@
-"""What a part of the benchmark found: claims with their goals, a table, pictures. Plain data, JSON in and out."""
+"""The outcome of a benchmark part: claims with their goals, a table, figures. Plain data, JSON in and out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure: `quick` leaves out what takes long; pictures and pages are written into `folder`."""
+    """How to measure: `quick` skips slow cases; pictures and pages are written into `folder`."""
 
     folder: Path
     quick: bool = False
