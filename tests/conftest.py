@@ -1,5 +1,5 @@
-"""What every test needs: one thread per process, because many run side by side on few cores, and an interrupt that
-arrives: whoever starts the suite in the background may have had it ignored, which programs under test would inherit.
+"""Settings for every test: one thread per process, because many run side by side on few cores, and an interrupt
+that arrives: a shell that starts the suite in the background may ignore it, and programs under test would inherit that.
 
 `--part` divides the suite in two. The `sample` has every test marked `essential` and, of every file, a share drawn by
 `--seed`, none of them slow; the `rest` has all others. Whoever runs both with the same seed has run every test once.
@@ -17,7 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARE = 5
-"""One test in so many of a file is in the sample, rounded up."""
+"""The sample holds one of every `SHARE` tests of a file, rounded up."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.search`: outcomes survive their files, the page tells every claim, pictures do not change."""
+"""`python -m benchmarks.search`: outcomes survive serialization, the page has every claim, figures are stable."""
 
 from __future__ import annotations
 

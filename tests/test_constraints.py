@@ -1,4 +1,4 @@
-"""A pinned version is for the Pythons that it supports: on the others, pip could install nothing."""
+"""Each pinned version has a marker for the Python versions it supports; on others pip could not install it."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -11,7 +11,7 @@ PINNED = Path(__file__).parents[1] / "constraints.txt"
 
 
 def supported(pinned: Requirement) -> SpecifierSet:
-    """The Pythons that a pinned version supports; any where that version is not installed here."""
+    """The Python versions that a pinned version supports; any if that version is not installed here."""
     try:
         found = distribution(pinned.name)
     except PackageNotFoundError:

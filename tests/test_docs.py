@@ -115,7 +115,7 @@ def test_a_drawn_command_runs(request: pytest.FixtureRequest, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, commands in BY_PAGE.items() if commands])
 def test_all_commands_run(name: str, tmp_path: Path) -> None:
-    """In their order, because some need what those before have written."""
+    """In order, because some need the output of earlier ones."""
     _own_recipe(tmp_path, name)
     for command in BY_PAGE[name]:
         _run(command, tmp_path)

@@ -1,4 +1,4 @@
-"""What is read and written as text never depends on the locale: every call that opens text names its encoding."""
+"""Text I/O never depends on the locale: every call that opens a text file names its encoding."""
 
 import ast
 from pathlib import Path

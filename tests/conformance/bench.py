@@ -1,4 +1,4 @@
-"""A recorded case on the bench: its network captured, planned, lowered, and run on simulated ranks where it is small
+"""Runs a recorded case: its network is captured, planned, lowered, and run on simulated ranks where it is small
 enough."""
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PROOF = 2**22
 
 
 class Differs(Exception):
-    """Something is not as recorded; the text says what."""
+    """The result differs from the record; the message names the difference."""
 
 
 class Bench:
-    """A case's network, captured; with real numbers where it is small enough to be run."""
+    """The captured network of a case; with real values where it is small enough to be run."""
 
     def __init__(self, case: Case, most: int) -> None:
         self.case = case
@@ -63,7 +63,7 @@ class Bench:
         self.runs = largest <= limit and self.request.world_size <= RUN_RANKS
 
     def _real(self) -> Model:
-        """The network with numbers, its loss and its gradients."""
+        """The network with real values, its loss and its gradients."""
         if self.model is None:
             real = build(self.case, real=True)
             self.model = Model(real.network, None, real.batch)
@@ -71,7 +71,7 @@ class Bench:
 
     @property
     def no_search(self) -> str:
-        """Why the recorded search does not take the case."""
+        """Why the recorded search cannot handle the case."""
         return "starts from configured operators" if self.case["search_mode"] in SEARCHES else "is not there yet"
 
     def lowered(self, request: Request) -> tuple[Plan, Program]:
@@ -100,18 +100,18 @@ class Bench:
 
     @property
     def machine(self) -> Cluster:
-        """Nodes of 8 devices: what plans are searched and priced for."""
+        """Nodes of 8 devices: the cluster for which plans are searched and estimated."""
         return cluster(-(-self.request.world_size // 8), 8)
 
     def cost(self, plan: Plan) -> float:
-        """Microseconds of a step by our cost model."""
+        """The estimated microseconds of a step."""
         return 1e6 * self.seconds(plan)
 
     def seconds(self, plan: Plan) -> float:
         return step_cost(self.graph, plan, lower(self.graph, plan), self.machine, SIMPLE).total
 
     def cheapest(self) -> Plan:
-        """The plan of the exact search, which decides the configured operators, too."""
+        """The plan of the exact search, which also chooses strategies for the configured operators."""
         moved = need_of(SIMPLE).moved
         request = replace(
             self.request,

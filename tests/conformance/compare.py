@@ -1,4 +1,4 @@
-"""A plan against the recorded case: strategies, slices of parameters, what is sent between operators."""
+"""Compares a plan with the recorded case: strategies, parameter shards, communication between operators."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def strategy_of(bench: Bench, plan: Plan, node: Mapping[str, Any]) -> list[list[
 
 
 def compare(bench: Bench, plan: Plan, program: Program) -> list[str]:
-    """Raises Differs; returns notes on values that agree for another reason."""
+    """Raises Differs on a mismatch; returns notes on values that agree for another reason."""
     expected, notes = bench.case["expected"], []
     wrong = wrong_strategies(bench, plan, expected.get("strategies") or {})
     if wrong:

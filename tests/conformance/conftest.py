@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def recorded(config: pytest.Config) -> list[dict[str, Any]]:
-    """The cases that are a network; those about the algebra of layouts have a test of their own."""
+    """The cases that are a network; those about the algebra of layouts have a separate test."""
     return [case for case in json.loads(cases_file(config).read_text(encoding="utf-8")) if case.get("network")]
 
 

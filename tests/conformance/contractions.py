@@ -27,7 +27,7 @@ from tests.conformance.forms import (
 
 
 def product(args: Args, attrs: Attrs) -> Tensor:
-    """Transposed operands stay as they are: a linear layer, or letters that say so."""
+    """Transposed operands stay transposed: a linear layer, or einsum subscripts."""
     (x, y), turned = args[:2], [bool(attrs.get(name)) for name in ("transpose_a", "transpose_b")]
     if turned == [False, False]:
         return torch.matmul(x, y)

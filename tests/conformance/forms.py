@@ -1,7 +1,7 @@
 """How a recorded strategy reads in torch's operand order.
 
 Invariant: no entry is invented. What the recorded strategy does not say of an operand follows from the shapes, and a
-strategy that does not fit its operand is passed on unchanged, for the planner to refuse.
+strategy that does not fit its operand is passed on unchanged, for the planner to reject.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What our planner and engine make of one recorded case, beside what is recorded.
+"""Compares the planner's and the engine's results for one recorded case with the record.
 
 A case passes if the strategies chosen, the slices of parameters and the communication between operators are the
 recorded ones, if the strategy is refused for the recorded reason, or if the network is planned and lowered; and, where
 it is small enough to be run on simulated ranks, if its loss and gradients are those of the network itself. A plan that
-differs from the recorded one passes if it is no dearer by our own cost model; both costs are told. A strategy that is
-refused there and right here differs by design, once a run has proved it.
+differs from the recorded one passes if our own cost model estimates no higher cost; both costs are reported. A
+strategy that is refused there and right here differs by design, once a run has proved it.
 """
 
 from __future__ import annotations

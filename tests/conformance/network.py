@@ -95,7 +95,7 @@ class Network(nn.Module):
         self.used = {taken for node in self.nodes for item in flat(node["in"]) for taken in results_taken(node, item)}
 
     def _parameters_of(self, case: Case, sizes: Sizes) -> None:
-        """A name that the case lists as often as it is used is another parameter at every use."""
+        """A name that the case lists once per use is a separate parameter at each use."""
         listed = [p["name"] for p in case.get("params") or []]
         fixed = {p["name"] for p in case.get("params") or [] if p.get("requires_grad") is False}
         uses: dict[str, int] = {}

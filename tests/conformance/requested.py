@@ -1,4 +1,4 @@
-"""What a case asks of the planner, as a request."""
+"""Translates a case into a planner request."""
 
 from __future__ import annotations
 
@@ -112,5 +112,5 @@ def wanted_of(
     record = Recorded(inputs, outputs, arguments, step.attrs, operators, shapes, ranks)
     try:
         return TABLE[node["op"]].spread(record)
-    except IndexError:  # entries for other dims than the operand has: as they are, for the planner to refuse
+    except IndexError:  # entries for other dims than the operand has: passed unchanged, for the planner to reject
         return {operators[-1].name: wanted(inputs, outputs)}

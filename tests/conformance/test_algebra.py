@@ -129,7 +129,7 @@ def needed_ranks(arguments, call, _):
 
 
 def same_rows(layout, shape, mesh, one, peer):
-    """Whether two ranks hold the same part of dim 0: gathers of the other dims bring all of these together."""
+    """Whether two ranks hold the same shard of dim 0: gathers of the other dims collect all of these."""
     return layout.block(shape, mesh, one)[0] == layout.block(shape, mesh, peer)[0]
 
 

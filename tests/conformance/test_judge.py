@@ -1,4 +1,4 @@
-"""The judge itself: a case that is recorded wrongly does not pass, and an unknown one is named."""
+"""Tests of the judge: a wrongly recorded case fails, and an unknown one is named."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Outcome:
 
 
 def random_case(seed: int, operators: tuple[int, int] = (5, 30)) -> Case:
-    """The case of this seed, which holds at least as many operators as were drawn between the two bounds."""
+    """The case of this seed, whose minimum number of operators is random between the two bounds."""
     rng = random.Random(seed)
     pool, wanted = Pool(rng), rng.randint(*operators)
     names = sorted(GENERATORS.keys() & RULES.keys())
@@ -107,7 +107,7 @@ def _call(operator: Operator, args: Any, kwargs: Any) -> Any:
 
 
 def eager(case: Case, noise: float = 0.0) -> Outcome:
-    """The case on one device. With `noise` every intermediate value is disturbed by as much, relative to its largest
+    """The case on one device. `noise` perturbs every intermediate value by this much, relative to its largest
     element. Raises Refused where torch does not run it."""
     try:
         return _eager(case, noise)
@@ -161,7 +161,7 @@ def failure(case: Case) -> str | None:
     want = eager(case)
     try:
         outputs, gradients, buffers = sharded(case)
-    except Exception as error:  # whatever lowering or running raises is the finding
+    except Exception as error:  # every error of lowering or running is a failure
         place = traceback.extract_tb(error.__traceback__)[-1]
         line = str(error).splitlines()[0] if str(error) else ""
         return f"{type(error).__name__}: {line} ({place.filename.rpartition('/')[2]}:{place.lineno})"
@@ -200,7 +200,7 @@ def difference(got: Tensor, want: Tensor) -> float:
 
 
 def sensitive(case: Case) -> bool:
-    """Whether one device itself is unsure: rounding errors, made a little larger, change its results by more than
+    """Whether the case is ill-conditioned on one device: slightly larger rounding errors change results by more than
     the tolerance allows. Such a case proves nothing."""
     plain, disturbed = eager(case), eager(case, noise=1e-14)
     pairs = [

@@ -26,11 +26,11 @@ NEAR = 1e-6
 
 
 class Rejected(Exception):
-    """This draw does not suit the values at hand; another one is tried."""
+    """This call does not suit the available values; another one is tried."""
 
 
 class Pool:
-    """Draws from `rng` alone: the same seed gives the same graph."""
+    """Uses `rng` as its only source of randomness: the same seed gives the same graph."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -45,7 +45,7 @@ class Pool:
         return OperatorGraph(tuple(self.sources), tuple(self.operators), tuple(outputs), order)
 
     def attempt(self, draw: Callable[[Pool], None]) -> bool:
-        """Whether a draw succeeded; one that is rejected is undone."""
+        """Whether a generator succeeded; a rejected call is undone."""
         before = len(self.sources), len(self.operators), dict(self.values), dict(self.unused)
         try:
             draw(self)

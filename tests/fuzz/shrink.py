@@ -79,7 +79,7 @@ def _trimmed(case: Case, outputs: tuple[Ref, ...]) -> Case:
 
 
 def _restricted(case: Case, graph: OperatorGraph, values: Mapping[str, Tensor]) -> Case:
-    """A case for another graph with the same plan, as far as it goes."""
+    """A case for another graph with the same plan, restricted to that graph."""
     names, plan = {source.name for source in graph.sources}, case.plan
     lying = {**plan.inputs, **plan.tensors}
     layouts = {s.name: lying.get(s.name, Layout.replicated(len(s.spec.shape))) for s in graph.sources}
@@ -91,7 +91,7 @@ def _restricted(case: Case, graph: OperatorGraph, values: Mapping[str, Tensor]) 
 
 
 def _begun_at(case: Case, operator: Operator) -> Case | None:
-    """The case with the operator's results as sources; whatever led to them is no longer needed."""
+    """The case with the operator's results as sources; their producers are no longer needed."""
     try:
         computed = _values(case, operator)
     except Refused:
@@ -116,7 +116,7 @@ def _renamed(operator: Operator, fresh: Mapping[Ref, Ref]) -> Operator:
 
 
 def _values(case: Case, operator: Operator) -> tuple[Tensor, ...]:
-    """What an operator's results are on one device."""
+    """An operator's results on one device."""
     refs = tuple(Ref(operator.id, i) for i in range(len(operator.results)))
     return tuple(value.clone() for value in eager(replace(case, graph=replace(case.graph, outputs=refs))).outputs)
 

@@ -1,5 +1,5 @@
-"""200 random graphs in every run of the tests; and the fuzzer itself: it draws every operator, catches a broken rule
-and makes it small."""
+"""200 random graphs in every test run; and the fuzzer itself: it generates every operator, catches a broken rule and
+shrinks the failing case."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST = 500_000_000
 
 @pytest.fixture(autouse=True)
 def _no_warnings() -> object:
-    """Some operators are deprecated in torch; what they compute is compared all the same."""
+    """Some operators are deprecated in torch; their results are compared nevertheless."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -85,7 +85,7 @@ def test_cases_vary() -> None:
 
 
 def broken(rule: object) -> object:
-    """A rule of softmax that lets its own dim be sliced as if the elements of it did not meet."""
+    """A wrong softmax rule that allows its reduction dim to be sharded."""
 
     def wrong(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
         dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))

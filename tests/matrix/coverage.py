@@ -1,4 +1,4 @@
-"""What the matrix found, as a table: per architecture how much is sliced, what falls back, how exact the runs are."""
+"""The results of the matrix as a table: per architecture the sharded share, replicated operators, numerical error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def row(architecture: Architecture, world: int, say: Callable[[str], None]) -> R
         for precision in precisions:
             try:
                 one = subject(architecture, dropout, precision)
-            except Exception as problem:  # a model that is refused is a row of the table
+            except Exception as problem:  # a rejected model is a row of the table
                 error = f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
                 return Row(architecture, 0, {}, Share(0, 0.0), {}, tuple(runs), error, rounding, _since(started))
             for mode in MODES:

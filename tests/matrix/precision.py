@@ -1,6 +1,6 @@
-"""A model that does everything in double precision, also what it asks to do in single precision.
+"""Runs a model entirely in double precision, including casts to single precision.
 
-Many models compute norms and softmax in float32 by name, whatever precision they have; then no run of them agrees with
+Many models compute norms and softmax in float32 explicitly, whatever precision they have; then no run agrees with
 another to 1e-10. Inside `in_double` such requests mean float64, for the eager model and for its capture.
 """
 
@@ -31,7 +31,7 @@ class _Double(TorchFunctionMode):
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Everything that is made or asked for in float32 inside is float64."""
+    """Tensors created or requested as float32 inside are float64."""
     with double_by_default(), as_double():
         yield
 

@@ -90,7 +90,7 @@ def subject(architecture: Architecture, dropout: float, precision: Precision, se
 
 
 def run(subject: Subject, plan: Plan, kinds: Kinds = (Simulation,)) -> Differences:
-    """How far the sharded step, run in each of these kinds, is from the eager one at most."""
+    """The largest error of the sharded step, run in each of these kinds, relative to the eager one."""
     program = lower(subject.graph, plan, LoweringOptions(exact=True))
     return max((_apart(subject, kind(program, subject.values)) for kind in kinds), key=lambda one: one.worst)
 
@@ -131,7 +131,7 @@ def _gap(found: Tensor, expected: Tensor, noise: float, precision: Precision) ->
 
 
 def own_rounding(architecture: Architecture, dropout: float, seed: int = 0) -> float:
-    """How far one device's gradients in single precision are from the same in double precision, with either set of
+    """The error of one device's single-precision gradients relative to double precision, with either set of
     torch's kernels: which no other order of additions can reproduce."""
     torch.manual_seed(seed)
     net, batch = architecture.build(dropout)
@@ -180,7 +180,7 @@ class Run:
 
 
 def matrix_run(subject: Subject, mode: Mode, dropout: float, world: int = 4, seed: int = 0, kinds: Kinds = BOTH) -> Run:
-    """Plan and run one cell; its row has what the planner or the program raises."""
+    """Plan and run one cell; its row records any error of the planner or the program."""
     started, plan = time.process_time(), None
     try:
         plan = plan_for(subject.graph, mode, world, seed)

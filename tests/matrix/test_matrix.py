@@ -1,4 +1,4 @@
-"""The architectures against eager torch: in every run of the tests each under one plan, in turn; all among the slow
+"""The architectures against eager torch: each under one plan per test run, in rotation; all of them in the slow
 tests; a few on real processes."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WAYS: tuple[tuple[Mode, float, Precision], ...] = tuple(
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """What other packages say about deprecations of their own."""
+    """Ignores deprecation warnings of other packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -150,7 +150,7 @@ REAL = (("gpt2", "auto"), ("resnet", "data_parallel"), ("mixtral", "random"), ("
 
 
 def test_real_processes(tmp_path: Path) -> None:
-    """The same step on four processes that talk to one another."""
+    """The same step on four communicating processes."""
     subjects, cases = [], []
     for name, mode in REAL:
         one = subject(BY_NAME[name], 0.0, "fp32")

@@ -1,4 +1,4 @@
-"""What real ranks run for the tests of compiled programs."""
+"""Entry points that real ranks run for the tests of compiled programs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a module gave on one rank: losses and gradients by key, graph breaks and graphs, bytes sent."""
+    """The results on one rank: losses and gradients by key, graph breaks and graphs, bytes sent."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
@@ -49,7 +49,7 @@ class Ran:
 
 
 def compare(rank: Any, payload: tuple[list[Case], list[str]]) -> list[dict[str, Any]]:
-    """Every case in every way: plain, compiled as a whole, compiled by leaves; and the order of what was carried."""
+    """Every case in every mode: eager, compiled as one module, compiled by leaves; and the order of its collectives."""
     cases, ways = payload
     found = []
     for case in cases:

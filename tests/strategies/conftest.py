@@ -20,13 +20,13 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.rules.sharding import Sharding
 
-# the same examples everywhere, no time limit on busy machines, no folder left behind
+# reproducible examples, no time limit on busy machines, no folder left behind
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("repeatable")
 
 
 Fits = Callable[[int], bool]
-"""Whether a dim or a factor can be cut into so many slices."""
+"""Whether a dim or a factor can be divided into this number of slices."""
 
 
 def _fits(size: int, padded: bool, count: int) -> bool:
@@ -40,7 +40,7 @@ class Draw:
         self.rng = random.Random(seed)
 
     def _spread(self, room: Sequence[Fits], mesh: Mesh) -> list[tuple[str, ...]]:
-        """Per place the axes that slice it, as many slices as fit there."""
+        """The axes that slice each dim or factor, as many slices as fit there."""
         places: list[tuple[str, ...]] = [() for _ in room]
         for axis, size in self.rng.sample(mesh.axes, len(mesh.axes)):
             fits = [i for i, fit in enumerate(room) if fit(size * mesh.product(places[i]))]

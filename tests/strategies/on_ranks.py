@@ -1,4 +1,4 @@
-"""What real ranks run for the tests of this folder."""
+"""Entry points that real ranks run for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """The loss, whole gradients, names of the parameters in order, bytes by rank and collective, predicted and sent,
+    """The loss, full gradients, names of the parameters in order, bytes by rank and collective, predicted and sent,
     and the calls that rank 0 made."""
 
     loss: float

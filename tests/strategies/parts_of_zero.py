@@ -1,4 +1,4 @@
-"""What DeepSpeed itself says about where it keeps the elements of parameters, on real ranks, beside our arithmetic."""
+"""Compares DeepSpeed's own placement of parameter elements on real ranks with our arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWO = Mesh((("a", 2),))
 
 def compared(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[list[Any], list[Any], bool]]:
     """Per case: (name, first, position, count) by arithmetic and as DeepSpeed keeps it, both sorted; and whether the
-    pieces of every learning parameter hold the elements of the weight."""
+    pieces of every trainable parameter hold the elements of the weight."""
     found = []
     for task, case in payload:
         setup = Setup(task, case, rank.rank, MESH if rank.world_size == 4 else TWO)

@@ -1,4 +1,4 @@
-"""What real ranks run for the tests of recomputed modules."""
+"""Entry points that real ranks run for the tests of recomputed modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ran:
 
 
 def steps(rank: Any, case: Case) -> list[list[Ran]]:
-    """Per plan what every rank found."""
+    """The results of every rank, per plan."""
     return [_gather(_step(case, plan, rank.rank)) for plan in case.plans]
 
 

@@ -1,4 +1,4 @@
-"""A small net with everything that is awkward, its eager training, and the same training on real ranks under any plan.
+"""A small net with many special cases, its eager training, and the same training on real ranks under any plan.
 
 The parent captures and plans; `train` is what every rank runs, several cases per start, because starting is what
 takes time.
@@ -40,7 +40,7 @@ from strategies.runtime.simulate import assemble, shard
 MESH = Mesh((("a", 2), ("b", 2)))
 ALONE = Mesh((("a", 1),))
 DATA_PARALLEL, FULLY_SLICED = -1, -2
-"""Plans that are not drawn: whole parameters, and every parameter sliced over all ranks (no replicas anywhere)."""
+"""Fixed plans: replicated parameters, and every parameter sharded over all ranks (no replicas anywhere)."""
 
 
 class Net(nn.Module):
@@ -71,7 +71,7 @@ class Loss(nn.Module):
 
 
 class Layers(nn.Module):
-    """`count` square layers of one size, each a module of its own."""
+    """`count` square layers of one size, each a separate module."""
 
     def __init__(self, count: int = 8, width: int = 16) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 saw: global tensors, put together from all ranks. `gradients` are those of the first step."""
+    """Results on rank 0: global tensors, assembled from all ranks. `gradients` are those of the first step."""
 
     losses: list[float]
     norms: list[float]
@@ -185,7 +185,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 
 def eager(net: nn.Module, case: Case, batches: list[list[tuple[Tensor, Tensor]]], names: tuple[str, ...]) -> Result:
-    """The same training by plain torch on one device, whole batch."""
+    """The same training by plain torch on one device, with the full batch."""
     parameters = dict(net.named_parameters())
     plain = [name for name in names if not name.endswith("bias")]
     biases = [name for name in names if name.endswith("bias")]
@@ -218,9 +218,7 @@ def eager(net: nn.Module, case: Case, batches: list[list[tuple[Tensor, Tensor]]]
 
 
 def plan_of(graph: OperatorGraph, seed: int, mesh: Mesh = MESH) -> Plan:
-    """ALONE = Mesh((("a", 1),))
-    DATA_PARALLEL, FULLY_SLICED, or a plan drawn at random: any assignment of axes to factors and any layout that
-        divides."""
+    """DATA_PARALLEL, FULLY_SLICED, or a random plan: any assignment of axes to factors and any layout that divides."""
     draw, drawn = random.Random(seed), seed >= 0 and mesh.size > 1
     operators, layouts = {}, {}
     for operator in graph.operators:
@@ -351,7 +349,7 @@ class Setup:
         return {s.name: self.updates.weight(s.name).clone() for s in self.program.sources if s.kind == "parameter"}
 
     def whole(self, slices: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-        """Global tensors on rank 0, and whether replicas hold the same bits."""
+        """Global tensors on rank 0, and whether replicas are bitwise equal."""
         received: list[Any] = [None] * self.mesh.size
         dist.gather_object(slices, received if self.rank == 0 else None)
         if self.rank:
@@ -367,7 +365,7 @@ class Setup:
 
 
 def train(rank: Any, payload: list[tuple[Task, Case]]) -> list[Result | str]:
-    """Run every case; a refusal gives its text."""
+    """Run every case; a rejected case returns its error message."""
     return [_train(rank.rank, task, case) for task, case in payload]
 
 
@@ -421,8 +419,8 @@ def _on_disk(offload: Offload) -> int:
 
 
 def overlapped(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[bool, list[int], list[int], bool]]:
-    """Every case with buckets that leave during backward and with the same ones after it: whether gradients, norms and
-    weights have the same bits; all-reduces by micro-batch of a step, both ways; whether as many bytes are sent."""
+    """Every case with buckets reduced during backward and after it: whether gradients, norms and weights are bitwise
+    equal; all-reduces by micro-batch of a step, with and without overlap; whether as many bytes are sent."""
     found = []
     for task, case in payload:
         during, after = [Setup(task, replace(case, overlap=overlap), rank.rank) for overlap in (True, False)]
@@ -446,7 +444,7 @@ def overlapped(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[bool, 
 
 
 def reductions(rank: Any, payload: list[tuple[Task, Case]]) -> list[list[int]]:
-    """Of every case without slices: how often gradients are sent to be added, by micro-batch and then in the update."""
+    """Of every unsharded case: the number of gradient reductions, by micro-batch and then in the update."""
     counted = [0]
 
     def counting(call: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Collectives of hybrid modules: on four ranks every one returns what it says and has its true adjoint; alone it
-changes nothing."""
+"""Collectives of hybrid modules: on four ranks each returns its documented result and has the exact adjoint; on one
+rank it is the identity."""
 
 from __future__ import annotations
 

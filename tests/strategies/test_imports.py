@@ -1,4 +1,4 @@
-"""Which packages ours import, by name or by `import_module`; import-linter holds the layers inside of them."""
+"""The packages that ours import, by name or by `import_module`; import-linter checks the layers inside them."""
 
 import ast
 import sys

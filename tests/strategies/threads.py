@@ -25,14 +25,14 @@ PATIENCE = 60.0
 
 
 class Meeting:
-    """Where ranks leave what the others need."""
+    """Where ranks exchange tensors."""
 
     def __init__(self) -> None:
         self.turn = Condition()
         self._given: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
 
     def share(self, group: tuple[int, ...], rank: int, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What every rank of a group gave, in the order of the group. The caller holds `turn`."""
+        """The contributions of all ranks of a group, in group order. The caller holds `turn`."""
         given = self._given.setdefault(group, {})
         given[rank] = [tensor.detach().clone() for tensor in tensors]
         if len(given) == len(group):
@@ -76,7 +76,7 @@ class InMemory(Communicator):
 
 
 class Trees:
-    """Runs the generated modules of all ranks, in the words of `Simulation`."""
+    """Runs the generated modules of all ranks, with the interface of `Simulation`."""
 
     def __init__(self, program: Program, values: Mapping[str, Tensor]) -> None:
         self.program, self.mesh = program, program.mesh

@@ -1,4 +1,4 @@
-"""A whole model captured, planned and run on simulated ranks, beside its eager self: loss and every gradient in
+"""An entire model captured, planned and run on simulated ranks, compared with eager: loss and every gradient in
 fp64."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How to draw each operator that has a rule: a table from operator names to draws, one family per file.
+"""Random calls of each operator that has a rule: a table from operator names to generators, one family per file.
 
-A draw takes operands from the pool (or new sources), chooses arguments and emits the operator in a form in which
-exported models call it. Invariant: drawn calls are differentiable where they are drawn: no ties, kinks or poles nearby.
+A generator takes operands from the pool (or new sources), chooses arguments and emits the operator in a form in which
+exported models call it. Invariant: generated calls are differentiable at their operands: no ties, kinks or poles.
 """
 
 from __future__ import annotations

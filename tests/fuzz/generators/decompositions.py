@@ -1,4 +1,4 @@
-"""Linear algebra on matrices that are far from singular and with separate eigenvalues."""
+"""Linear algebra on well-conditioned matrices with distinct eigenvalues."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def vecdot(pool: Pool, op: str) -> None:
 
 @draws("linalg_eigh", "linalg_svd", "linalg_qr")
 def decomposition(pool: Pool, op: str) -> None:
-    """Vectors are used as squares, which do not depend on their signs (torch refuses other losses of them)."""
+    """The loss uses squares of the vectors, which do not depend on their signs (torch rejects other losses of them)."""
     for result in pool.call(f"aten.{op}.default", _square(pool, symmetric=op == "linalg_eigh")):
         pool.emit("aten.square.default", result)
         pool.forget(result)

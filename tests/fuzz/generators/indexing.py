@@ -1,6 +1,6 @@
-"""Reading and writing at places that integer tensors name.
+"""Reading and writing at indices given by integer tensors.
 
-Writes without addition go to different places: which of two writes to one place comes last is nobody's promise.
+Writes without accumulation go to distinct indices: the order of two writes to one index is undefined.
 """
 
 from __future__ import annotations

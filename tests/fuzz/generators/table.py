@@ -1,4 +1,4 @@
-"""The table from operator names to draws, and how families enter theirs."""
+"""The table from operator names to generators, and how families register theirs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GENERATORS: dict[str, Draw] = {}
 
 
 def draws(*operators: str) -> Callable[[Draw], Draw]:
-    """Enter a draw for operators, by the names under which rules are registered."""
+    """Register a generator for operators, by the names under which rules are registered."""
 
     def register(draw: Draw) -> Draw:
         for name in operators:

@@ -1,4 +1,4 @@
-"""The architectures of the matrix, small and with random weights: 32 that must be exact, and further ones tried."""
+"""The architectures of the matrix, small and with random weights: 32 that must be exact, and additional ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures beyond the matrix: what holds there must hold here too."""
+"""Architectures beyond the matrix, with the same requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network whose modules and tensors are called like what generated code and modules themselves use."""
+"""A network whose module and tensor names collide with those of generated code and of nn.Module."""
 
 from __future__ import annotations
 

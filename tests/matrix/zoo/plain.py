@@ -98,7 +98,7 @@ class UNet(nn.Module):
 
 
 class DiffusionBlock(nn.Module):
-    """A transformer block whose norms are shifted and scaled by what the class says."""
+    """A transformer block whose norms are shifted and scaled by the class embedding."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

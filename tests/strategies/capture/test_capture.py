@@ -1,5 +1,5 @@
-"""Capture: what torch models are made of becomes one graph that trains like the model, or an error that says what
-is in the way."""
+"""Capture: a torch model becomes one graph that trains like the model, or an error names the unsupported
+construct."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass
 class Output:
-    """What a model may return, unknown to torch."""
+    """A model output of a class unknown to torch."""
 
     logits: Tensor
     loss: Tensor
@@ -400,7 +400,7 @@ for way in ("works", "shape", "branch"):
 
 
 def test_a_failing_capture_prints_nothing_itself() -> None:
-    """In a process of its own, as torch's loggers hold on to the first standard error that they saw."""
+    """In a separate process, because torch's loggers keep the first standard error stream that they opened."""
     words = [sys.executable, "-c", THREE_CAPTURES]
     ended = subprocess.run(words, cwd=Path(__file__).parents[3], capture_output=True, encoding="utf-8", check=True)
     assert ended.stdout.splitlines() == ["shape refused", "branch refused"]

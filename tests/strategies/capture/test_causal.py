@@ -1,4 +1,4 @@
-"""Masks: what is only causal becomes is_causal, what hides nothing goes, all else stays; the loss is the same."""
+"""Masks: a purely causal mask becomes is_causal, one that masks nothing is removed, others stay; same loss."""
 
 from __future__ import annotations
 

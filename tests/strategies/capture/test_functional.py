@@ -1,5 +1,5 @@
-"""Writes of a model become values: loss, gradients and buffers come out as in eager torch, whatever view was written
-through, and what cannot be a value is refused."""
+"""In-place writes become functional: loss, gradients and buffers equal eager torch, whatever view was written
+through, and unsupported writes are rejected."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def moving_average(net: Net, x: Tensor) -> Tensor:
 
 
 def following(net: Net, x: Tensor) -> Tensor:
-    """Frozen parameters follow those that learn."""
+    """Frozen parameters follow the trainable ones."""
     with torch.no_grad():
         for slow, quick in zip(net.teacher.parameters(), net.dense.parameters(), strict=True):
             slow.mul_(0.9).add_(quick, alpha=0.1)
@@ -151,7 +151,7 @@ def detached(net: Net, x: Tensor) -> Tensor:
 
 
 def exchanged(net: Net, x: Tensor) -> Tensor:
-    """The value of one buffer is what the other one held."""
+    """Two buffers exchange their values."""
     kept = net.mean.clone()
     net.mean.copy_(net.old)
     net.old.copy_(kept + x.mean(0))

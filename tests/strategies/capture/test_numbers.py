@@ -1,4 +1,4 @@
-"""Python numbers in a model: those that a tensor holds flow on as tensors, and what they cannot decide is refused."""
+"""Python numbers in a model: those read from a tensor stay tensors; control flow that depends on them is rejected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_an_argument(net: Net, x: Tensor) -> Tensor:
 
 
 def powers(net: Net, x: Tensor) -> Tensor:
-    """Of tensors with and without dims; by numbers that are whole and not."""
+    """Powers of tensors with and without dims; integer and fractional exponents."""
     high = net.dense(x).sigmoid() + 1
     return high.pow(x.max().item()) + torch.pow(high, net.steps.item()) + high.sum() ** x.mean().item()
 

@@ -1,4 +1,4 @@
-"""Own backwards are refused by name, but for those of installed libraries that are as autograd's."""
+"""Custom backwards are rejected by name, except those of installed libraries that equal autograd's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strategies.whole_model import TOLERANCE, Model
 
 
 class Softened(torch.autograd.Function):
-    """An activation that saves memory: its backward is written by hand, and right."""
+    """A memory-saving activation with a correct custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
@@ -48,7 +48,7 @@ class Product(torch.autograd.Function):
 
 
 def passing(name: str, backward: Any) -> Any:
-    """A function that returns its operand, with a backward of its own."""
+    """A function that returns its operand, with a custom backward."""
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of this file as if a library had brought them along."""
+    """The functions of this file as if an installed library defined them."""
     monkeypatch.setattr(sys.modules[__name__], "__file__", "/lib/site-packages/library.py")
 
 

@@ -72,7 +72,7 @@ def written(net: Net, x: Tensor) -> Tensor:
 
 
 def counted(net: Net, x: Tensor) -> Tensor:
-    """A region from which nothing but a write comes."""
+    """A region whose only effect is a write."""
     with torch.no_grad():
         net.seen.add_(net.dense(x).mean())
     return net.dense(x).square().mean()

@@ -1,4 +1,4 @@
-"""What is changed around an export is put back, also if it fails."""
+"""Patches around an export are restored, also if it fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_library_of_models_that_was_not_imported_stays_so(monkeypatch: pytest.
 
 
 class Decoder(nn.Module):
-    """torch's transformer with masks that it would look into."""
+    """torch's transformer with masks whose values it would inspect."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a graph of a forward cannot hold is refused by its name and line, and everything is put back."""
+"""Unsupported constructs are rejected by name and line, and all patches are restored."""
 
 from __future__ import annotations
 

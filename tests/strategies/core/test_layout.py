@@ -1,4 +1,4 @@
-"""Layouts as pictures of who holds what: blocks tile the tensor, once per replica."""
+"""Layouts map ranks to blocks: blocks tile the tensor, once per replica."""
 
 import math
 

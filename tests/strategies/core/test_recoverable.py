@@ -49,7 +49,7 @@ def test_data_parallel():
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, (0, 8, 16, 24)), (63, (39, 47, 55, 63))])
 def test_two_stages_of_a_pipeline_on_64(rank, expected):
-    """Every stage has 32 ranks and slices its matrices 8 ways over neighbours."""
+    """Every stage has 32 ranks and shards its matrices over 8 neighbouring ranks."""
     mesh = Mesh((("dp", 4), ("tp", 8)))
     parameters = [Layout((("tp",), ())), Layout(((), ("tp",))), Layout.replicated(1)]
     assert recoverable(parameters, mesh, rank, stage=rank // 32) == expected

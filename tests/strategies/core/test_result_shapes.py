@@ -1,4 +1,4 @@
-"""What is remembered of operators on tensors without numbers is what they make."""
+"""Cached results of operators on fake tensors equal those of a new dispatch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def told(results: Any, given: list[Tensor]) -> Any:
-    """All that a trace looks at; memory by whose it is."""
+    """All properties that a trace reads; memory by its owner."""
     if isinstance(results, Tensor):
         storages = [one.untyped_storage()._cdata for one in given]
         storage = results.untyped_storage()
@@ -50,7 +50,7 @@ def told(results: Any, given: list[Tensor]) -> Any:
 
 
 def made(case: Callable[[Tensor, Tensor], Any], wrapped: bool) -> tuple[Any, int]:
-    """What a case makes, and the most that is alive."""
+    """The results of a case, and the peak of live bytes."""
     with FakeTensorMode() as mode:
         given = [torch.zeros(4, 8), torch.ones(4, 8)]
         if not wrapped:
@@ -78,7 +78,7 @@ def test_what_is_known_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             with Live("cpu", mode):
                 b = torch.relu(a)[1:]
-                monkeypatch.setattr(FakeTensorMode, "dispatch", None)  # as if torch could not tell
+                monkeypatch.setattr(FakeTensorMode, "dispatch", None)  # as if torch could not infer the results
     assert type(b) is FakeTensor and b.shape == (3, 8) and b.fake_mode is mode and b.storage_offset() == 8
 
 
@@ -99,7 +99,7 @@ def test_no_more_calls_are_remembered_than_there_is_room_for(monkeypatch: pytest
 
 
 def test_memory_that_was_given_away_stays_away_where_torch_remembers_nothing() -> None:
-    """As that of activations on the host, of which views are made all the same."""
+    """Like activations on the host, of which views are still made."""
     for remembered in (True, False):
         with FakeTensorMode() as mode:
             mode.cache_enabled = remembered

@@ -1,4 +1,4 @@
-"""What single operators cost adds up to what the step costs."""
+"""The costs of single operators add up to the cost of the step."""
 
 from __future__ import annotations
 

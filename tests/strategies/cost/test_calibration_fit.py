@@ -1,4 +1,4 @@
-"""Constants from times: found again where times follow the law, and errors that tell where they do not."""
+"""Constants fitted to times: recovered where times follow the model, and errors that report where they do not."""
 
 from __future__ import annotations
 
@@ -99,4 +99,4 @@ def test_a_collective_whose_times_do_not_grow_has_the_bandwidth_of_its_largest_c
     flat = [Call(SEND, 2, size, 1.0 / (1 + size)) for size in (1, 10, 100)]
     found = fit(PRODUCTS, COPIES, flat)
     assert found.links[SEND].bandwidth == pytest.approx(100 * 101)
-    assert found.errors[SEND].worst > 0.5  # which says how little is known of it
+    assert found.errors[SEND].worst > 0.5  # a large error: the constant is uncertain

@@ -1,4 +1,4 @@
-"""What redistributions add to a step: begun early they hide behind computing, as far as there is any."""
+"""Exposed communication: redistributions started early overlap with computation, as far as there is any."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_starts_all_of_it_is_added(model: Model, draw: Any) -> None:
 
 
 def test_nothing_is_hidden_for_more_than_its_time_nor_behind_nothing(model: Model, draw: Any) -> None:
-    """Between the whole sum, where operators take no time, and what is no collective or cannot be hidden."""
+    """Between the full sum, where operators take no time, and the steps that are no collective or cannot be hidden."""
     begun = less = 0
     for seed in range(40):
         plan = model.random_plan(draw, seed, Mesh((("a", 2), ("b", 2), ("c", 2))))
@@ -88,13 +88,13 @@ def test_nothing_is_hidden_for_more_than_its_time_nor_behind_nothing(model: Mode
 
 
 def _whole(program: Program) -> list[Any]:
-    """The instructions with every start and wait as one again, where the wait stood."""
+    """The instructions with every start and wait merged again, at the position of the wait."""
     return [one.of if isinstance(one, Wait) else one for one in program.instructions if not isinstance(one, Start)]
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(0.0, 0.0), (1e-5, 0.0), (0.0, 1e-5), (1e-5, 1e-5), (1.0, 1.0)])
 def test_a_sum_hides_behind_the_other_branch_both_ways(model: Model, forward: float, backward: float) -> None:
-    """first's sum is under way while `second` and its tanh run; in backward the gradients' way back likewise."""
+    """first's sum runs while `second` and its tanh compute; in backward likewise for the gradients."""
     program, machine = split(model), replace(MACHINE, launch=0.0, memory_bandwidth=1e18)  # copies take no time
     (start,) = (one for one in program.instructions if isinstance(one, Start) and one.of.operator == "add")
     order = [one.id for one in program.instructions]
@@ -114,7 +114,7 @@ def test_a_sum_hides_behind_the_other_branch_both_ways(model: Model, forward: fl
 
 
 def split(model: Model) -> Program:
-    """Only `first` is sliced along what it sums over, so that its result must be added up."""
+    """Only `first` is sharded along its contraction, so its result is partial."""
     wanted = {"first": OperatorStrategy(((1, 8), (1, 8), (1,)), None)}
     plan = make_plan(model.graph, Request("semi_auto", 8, strategies=wanted, dataset_strategy="full_batch"))
     return overlap(lower(model.graph, plan))

@@ -1,4 +1,4 @@
-"""Chains in closed form: they lead to the target, never beat the engine's search, and mostly equal it."""
+"""Resharding paths in closed form: they reach the target, never beat the engine's search, and mostly equal it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_every_chain_leads_to_its_target_and_never_beats_the_engine() -> None:
 
 
 def test_what_one_axis_changes_costs_what_the_engine_needs() -> None:
-    """The layouts of a round and of its neighbours differ in the place of one axis: there no detour helps, except
-    where the order of axes in a dim changes too."""
+    """The layouts of one round and the next differ in the dim of one axis: there no detour helps, except where the
+    order of axes in a dim changes too."""
     machine = node(8)
     for place in all_layouts(2, "ab", False):
         for before in all_layouts(2, "c", True):

@@ -46,7 +46,7 @@ def test_exact_pairs_cost_what_their_paths_cost_and_others_less(
     monkeypatch.setattr(resharding_matrix, "pattern_hashes", hashes)  # equal hashes: patterns are compared
     costs, rng = ReshardingCosts(MESH, NODES, at_once=0), random.Random(0)
     before, after = tables_of(costs)
-    for spec in SPECS:  # those that come later take over what is known
+    for spec in SPECS:  # later ones reuse known costs
         costs.seconds(before, after, spec)
         for _ in range(20):
             row, column = rng.randrange(len(before)), rng.randrange(len(after))
@@ -66,7 +66,7 @@ def test_exact_pairs_cost_what_their_paths_cost_and_others_less(
 
 def test_one_exact_pair_makes_all_with_its_pattern_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = TensorSpec((64, 1024, 512), "bfloat16"), TensorSpec((64, 512, 1024), "bfloat16")
-    for equal in (-1.0, 1e-6):  # not those that are bounded alike, and these too
+    for equal in (-1.0, 1e-6):  # without and with pairs of equal bounds
         monkeypatch.setattr(resharding_matrix, "EQUAL", equal)
         costs = ReshardingCosts(MESH, NODES, at_once=0)
         before, after = tables_of(costs)

@@ -1,4 +1,4 @@
-"""Seconds of a step: the parts, what is hidden, and what recompute, ZeRO and micro-batches change."""
+"""Seconds of a step: its parts, overlapped communication, and the effect of recompute, ZeRO and micro-batches."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def test_zero_sends_as_many_bytes_as_predicted_and_updates_a_part(model: Model) 
 def test_an_update_takes_what_its_calls_read_and_write(model: Model) -> None:
     plain, adam = cost(model, OptimizerSettings()), cost(model, OptimizerSettings(factory=torch.optim.Adam))
     assert adam.optimizer - plain.optimizer == pytest.approx(
-        (18 - 3) * 8 * 4 * (512 * 512 + 512) / MACHINE.memory_bandwidth  # so often every number, which are fp64
+        (18 - 3) * 8 * 4 * (512 * 512 + 512) / MACHINE.memory_bandwidth  # times every element is moved, in fp64
     )
     at_once = cost(model, OptimizerSettings(factory=partial(torch.optim.Adam, fused=True)))
     assert plain.optimizer < at_once.optimizer < plain.optimizer + (adam.optimizer - plain.optimizer) / 2
-    busy = replace(MACHINE, view=1e-3)  # Adam begins more calls for each of 8 parameters than SGD
+    busy = replace(MACHINE, view=1e-3)  # Adam makes more calls for each of 8 parameters than SGD
     slower = [
         cost(model, one, machine=busy).optimizer
         for one in (OptimizerSettings(), OptimizerSettings(factory=torch.optim.Adam))

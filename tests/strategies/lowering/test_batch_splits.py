@@ -1,4 +1,4 @@
-"""The batch in copies: the same loss and gradients, whatever meets at the loss, and what cannot be is refused."""
+"""Batch splits: the same loss and gradients, whatever is joined at the loss; unsupported models are rejected."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Attending(nn.Module):
 
 
 class Ignoring(nn.Module):
-    """A mean over the labels that count, which are not as many in every copy, and a statistic of the whole batch."""
+    """A mean over the labels that count, whose number differs between splits, and a statistic of the full batch."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss = functional.cross_entropy(logits, labels.flatten(), ignore_index=-100)
@@ -160,8 +160,8 @@ def test_copies_share_the_slices_of_a_parameter(model: Model, draw: Any) -> None
 
 
 def test_one_copy_computes_while_another_communicates(model: Model, draw: Any) -> None:
-    """Between a start and its wait stands some product of another copy, forward and backward, for every all-reduce
-    but the last one of each way."""
+    """Between a start and its wait stands some product of another split, for every all-reduce but the last one of
+    forward and of backward."""
     made = copied(model, tensor_parallel(model, draw), 4)
     work = {operator.name: 1.0 for operator in made.graph.operators}
     early = overlap(fuse(lower(made.graph, made.plan), dict.fromkeys(KINDS, 2**20)), work)

@@ -1,4 +1,4 @@
-"""Joined redistributions: the same as apart but for the order of sums, on simulated and on real ranks."""
+"""Fused redistributions: the same results but for the order of sums, on simulated and on real ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def sliced_weights(model: Model, mesh: Mesh = MESH) -> Plan:
 
 
 class _Nothing:
-    """Draws whole tensors and no slices."""
+    """Draws complete tensors and no slices."""
 
     def __init__(self, seed: int) -> None:
         self.rng = self
@@ -137,7 +137,7 @@ def test_no_call_carries_more_than_allowed(model: Model) -> None:
     apart = lower(model.graph, sliced_weights(model))
     matrix = 8 * 8 * 8 // 4
     assert fuse(apart, EVERYTHING | {"all_gather": 2 * matrix}).calls["all_gather"] == 7
-    assert fuse(apart, {"all_reduce": 2**20}) == apart  # what is not named is left alone
+    assert fuse(apart, {"all_reduce": 2**20}) == apart  # collectives that are not listed stay
     assert fuse(apart, EVERYTHING | {"all_gather": 0}) == apart
 
 

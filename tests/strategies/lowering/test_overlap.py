@@ -1,4 +1,4 @@
-"""Redistributions beside computation: the same bits, calls and bytes, in another order."""
+"""Redistributions overlapped with computation: bitwise equal results, same calls and bytes, in another order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVERYTHING = dict.fromkeys(KINDS, 2**20)
 
 
 class Branch(nn.Module):
-    """Two branches of one input, added to it: what one sends can run beside the other."""
+    """Two branches of one input, added to it: communication of one can overlap with the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def model() -> Model:
 
 
 def check_order(program: Program) -> None:
-    """Everything follows what it takes, and every start has one wait."""
+    """Every instruction follows its inputs, and every start has one wait."""
     known = {source.id for source in program.sources} | {"random_key"}
     for instruction in program.instructions:
         assert {ref.id for ref in instruction.operands} <= known

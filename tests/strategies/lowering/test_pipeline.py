@@ -1,4 +1,4 @@
-"""Pipelines on simulated ranks: a model in stages has the loss, gradients and buffers of the whole, in fp64."""
+"""Pipelines on simulated ranks: a model in stages has the loss, gradients and buffers of the unsplit model, in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: complete, free of waiting in circles, in torch's order, with known bubbles and activations."""
+"""Schedules: complete, free of deadlocks, in torch's order, with known bubbles and activations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TORCH = {
 
 
 def every(kinds: tuple[str, ...] = KINDS) -> list[tuple[str, int, int, int]]:
-    """(kind, groups, micro-batches, virtual stages) that go together."""
+    """Valid (kind, groups, micro-batches, virtual stages)."""
     found = []
     for kind in kinds:
         for groups, micro_batches in SIZES:

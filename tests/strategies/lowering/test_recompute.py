@@ -1,4 +1,4 @@
-"""Recomputed modules: the same bits in every gradient, fewer bytes between forward and backward, exactly as many as
+"""Recomputed modules: bitwise equal gradients, fewer bytes between forward and backward, exactly as many as
 predicted; kept operators and collectives run once."""
 
 from __future__ import annotations

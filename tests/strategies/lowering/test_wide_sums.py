@@ -1,4 +1,4 @@
-"""What ranks add up is added in fp32: a sliced contraction in bf16 rounds once, as on one device."""
+"""Reductions across ranks accumulate in fp32: a sharded contraction in bf16 is rounded once, as on one device."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1.5e-2), (torch.float16, 1e-3)])
 def test_gradients_are_those_of_one_device(dtype: torch.dtype, limit: float) -> None:
-    """Through relus, which another rounding flips."""
+    """Through relus, which different rounding can flip."""
     seen, expected = captured(dtype), eager(dtype)
     assert worst(gradients(seen, LoweringOptions(), dtype), expected) < limit
     assert worst(gradients(seen, LoweringOptions(wide_sums=False), dtype), expected) > limit
 
 
 def dtypes(program: Program, added: bool) -> list[str]:
-    """Of what is added up forward, or of what is not."""
+    """The dtypes of forward redistributions with partial sums (`added`), or of those without."""
     pairs = [(r.spec.dtype, any(step.before.partial for step in r.forward)) for r in program.redistributions]
     return [dtype for dtype, partial in pairs if partial is added]
 

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[RecomputeRequest | None, tuple[str, ...], OptimizerSettin
     "full, placed, offloaded": (FULL, ("layers.1.attention",), HOST),
 }
 SMALL = 4096 + 1024
-"""Bytes: the batch, the loss and counters of the optimizer are held a little longer on one side or the other."""
+"""Bytes: the batch, the loss and optimizer counters live slightly longer on one side or the other."""
 
 
 @pytest.fixture(scope="module")

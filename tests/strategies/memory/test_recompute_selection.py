@@ -1,4 +1,4 @@
-"""Choosing what to compute again: the knapsack against all choices, and on a model against every plan there is."""
+"""Recompute selection: the knapsack against all candidates, and on a model against every plan."""
 
 from __future__ import annotations
 
@@ -148,4 +148,4 @@ def test_work_that_is_repeated_costs_time(gpt):
         return step_cost(gpt.graph, plan, one.lowered(plan), CLUSTER, one.settings).compute
 
     assert full.recompute is not None and len(full.recompute.modules) == 2
-    assert compute(plain) < compute(full) < 4 / 3 * compute(plain)  # a third, less what is outside the layers
+    assert compute(plain) < compute(full) < 4 / 3 * compute(plain)  # a third, less the operators outside the layers

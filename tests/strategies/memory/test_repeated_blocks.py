@@ -1,4 +1,4 @@
-"""What few repetitions tell of a deep model is what a trace of all of it tells."""
+"""The memory of a deep model extrapolated from few repetitions equals that of a complete trace."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def graph_of(name: str, layers: int, dtype: torch.dtype) -> OperatorGraph:
 def program_of(
     name: str, again: str | None, stage: int, layers: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Program:
-    """Data parallel on 2 x tensor parallel on 2, redistributions beside what is computed."""
+    """Data parallel on 2 x tensor parallel on 2, redistributions overlapped with computation."""
     graph = graph_of(name, layers or DEPTH[name], dtype)
     plan = make_plan(graph, Request("auto", 4, "dynamic_programming", mesh=(("a", 2), ("b", 2))))
     if again is not None:
@@ -123,7 +123,7 @@ def test_what_repetitions_do_not_tell_is_traced(settings):
 
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_layers_of_two_plans_are_told_from_more_repetitions(never_whole, share):
-    """What follows the last repetition may begin inside it, where a limit of memory makes later layers others."""
+    """The code after the last repetition may start inside it, where a memory limit changes later layers."""
     graph = graph_of("llama", 14, torch.bfloat16)
     request = Request("auto", 4, "dynamic_programming", mesh=(("a", 4),))
     limit = int(share * make_plan(graph, request).search["bytes"])
@@ -180,7 +180,7 @@ def test_layers_of_other_widths_are_no_repetition():
 
 
 def test_programs_that_are_alike_are_traced_once(monkeypatch):
-    """Stages of one model; a group of the optimizer of its own makes one another."""
+    """Stages of one model; a separate optimizer group makes a stage different."""
     graph = graph_of("llama", 8, torch.float32)
     plan = make_plan(graph, Request("data_parallel", 2))
     stages = cut(
@@ -210,7 +210,7 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
 
 
 def test_the_form_of_a_program_tells_what_it_does():
-    """Of whatever depth, other shapes, layouts, recompute and reductions are other forms; names are not."""
+    """At any depth, shapes, layouts, recompute and reductions change the form; names do not."""
     program = program_of("llama", None, 0)
     assert program_signature(program) == program_signature(program_of("llama", None, 0))
     others = [program_of("llama", "full", 0), program_of("llama", None, 1), program_of("llama", None, 0, 8)]

@@ -47,7 +47,7 @@ def cases(training):
 
 @pytest.fixture(scope="module")
 def results(training, ranks):
-    """Every case with what the ranks did and what one device does."""
+    """Every case with the result of the ranks and of one device."""
     tasks = {precision: training.task(dtype) for precision, dtype in DTYPES.items()}
     given = cases(training)
     done = ranks("train", [(tasks[case.precision][1], case) for case in given])

@@ -16,12 +16,12 @@ TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 
 def conventions(training):
-    """What must be right -> the case that shows it."""
+    """Convention -> the case that tests it."""
     case, data_parallel, sliced = training.Case, training.DATA_PARALLEL, training.FULLY_SLICED
     cpu = {"device": "cpu"}
     found = {}
     for stage in (1, 3):
-        # clip=None: DeepSpeed clips at 1.0 if it is not told not to, and the norms here are above 5
+        # clip=None: DeepSpeed clips at 1.0 unless clipping is disabled, and the norms here are above 5
         found[f"whole parameters are the dense group, stage {stage}"] = case(data_parallel, stage)
         found[f"no dense group and replica groups of one rank, stage {stage}"] = case(sliced, stage, clip=0.3)
     found["a replica group for every parameter, stage 2"] = case(0, 2, clip=0.3)
@@ -59,7 +59,7 @@ def more_conventions(training):
 
 
 def refusals(training):
-    """What is refused, with a part of the reason."""
+    """Rejected cases, each with a part of its error message."""
     case = training.Case
     return [
         (case(stage=1, precision="fp64"), "ZeRO stage 1 cannot train in fp64: DeepSpeed keeps the weights"),
@@ -76,7 +76,7 @@ def refusals(training):
 
 
 def carry_out(training, ranks, given, refused=()):
-    """Every convention with what the ranks did and what one device does; and what the refused cases were told."""
+    """Every convention with the result of the ranks and of one device; and the error messages of rejected cases."""
     tasks = {
         ("fp32", 2): training.task(steps=2),
         ("fp32", 1): training.task(steps=2, accumulate=1),

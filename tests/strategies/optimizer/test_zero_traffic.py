@@ -1,4 +1,4 @@
-"""Bytes that ZeRO is predicted to send are those that DeepSpeed sends; units are found without building them."""
+"""Predicted bytes of ZeRO equal those that DeepSpeed sends; units are derived without building them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths: which operators they mean, which of two counts, and what a strategy says about the factors."""
+"""Paths: which operators they match, which of two takes precedence, and which factors a strategy assigns."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_glob_that_does_not_fit_every_operator_is_an_error(graph: OperatorGrap
 
 
 def test_operands_that_others_determine_may_be_left_out(graph: OperatorGraph) -> None:
-    """The bias of a linear operator; not the second operand of a sum, which is as much one as the first."""
+    """The bias of a linear operator; not the second operand of a sum, which is equivalent to the first."""
     assert factors(graph, "layers.0.dense", {"layers.0.dense": wanted((1, 1), (4, 1))})[1] == {
         "batch0": 1,
         "k": 1,

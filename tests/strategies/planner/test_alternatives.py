@@ -1,4 +1,4 @@
-"""Alternatives of an operator: every price is that of the whole plan with this operator changed."""
+"""Alternatives of an operator: every cost is that of the complete plan with this operator changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def quickstart() -> tuple[OperatorGraph, Plan]:
 
 
 def whole(graph: OperatorGraph, plan: Plan) -> tuple[float, float, Program]:
-    """Seconds of computing and of redistributions of a plan."""
+    """Seconds of computation and of redistribution of a plan."""
     program = lower(graph, plan, LoweringOptions(partial_loss=True))
     sent = sum(
         path_seconds(chain, one.spec.item_bytes, plan.mesh, MACHINE)
@@ -109,7 +109,7 @@ def test_gradients_under_zero_are_gathered_too() -> None:
     operator = graph.by_name["matmul2"]
     sharding = rule_of(operator, graph)
     first = next(factor for factor in sharding.operands[0] if factor is not None)
-    # the batch is sliced, so that the weight lies whole on every rank
+    # the batch is sharded, so the weight is replicated
     prices = [
         Neighbourhood(graph, plan, operator, MACHINE, stage).price({first: tuple(plan.mesh.names)})
         for stage in (0, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""What operators get that nobody configured, and names of axes that slice nothing."""
+"""Default strategies of operators that are not configured, and names of axes that shard nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_view_lies_as_what_it_shows(heads: Model) -> None:
 
 def test_a_view_whose_default_sends_less_keeps_it(heads: Model) -> None:
     assert counts(heads, plan_of(heads, {}), "view") == (8, 1)
-    summed = plan_of(heads, {"matmul": ((1, 8), (8, 1))})  # whole, once every rank has the sum: an all-reduce
+    summed = plan_of(heads, {"matmul": ((1, 8), (8, 1))})  # replicated after the sum: an all-reduce
     assert counts(heads, summed, "view") == (8, 1)
     assert sent_for(heads, summed, "view") == ["reduce_scatter"]
     assert heads.difference(summed) < TOLERANCE

@@ -1,4 +1,4 @@
-"""What plan.json tells: the keys that scripts rely on, and predictions that come true on real ranks."""
+"""The content of plan.json: the keys that scripts rely on, and predictions that match real ranks."""
 
 from __future__ import annotations
 

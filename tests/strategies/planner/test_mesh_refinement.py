@@ -70,7 +70,7 @@ def test_named_mesh_gives_the_first_run_of_unused_axes() -> None:
     assert built.place((4, 4)) == (("pp", "dp"), ("tp.0", "tp.1"))
     assert built.place((8,)) == (("dp", "tp.0", "tp.1"),)
     assert built.place((16, 1)) == (("pp", "dp", "tp.0", "tp.1"), ())
-    # no run of whole axes is left: the first axis that can be split
+    # no run of complete axes is left: the first axis that can be split
     assert built.place((2, 2, 2)) == (("pp",), ("dp",), ("tp.0",))
     assert built.place((2,), taken=("pp", "dp")) == (("tp.0",),)
     with pytest.raises(

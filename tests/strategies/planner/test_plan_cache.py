@@ -1,4 +1,4 @@
-"""The plan cache: what is found again, what is not, and what damage does."""
+"""The plan cache: hits, misses, and damaged entries."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_oldest_go_first(plan: Plan, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_many_may_write_and_drop_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry is whole or not there, also while others replace it and drop the oldest."""
+    """An entry is complete or absent, also while other processes replace it and evict the oldest."""
     monkeypatch.setattr(plan_cache, "MOST", 3)
 
     def work(number: int) -> int:

@@ -1,4 +1,4 @@
-"""Plans read back from plan.json: the same plan for the same model, and the first difference told for another."""
+"""Plans read back from plan.json: the same plan for the same model; for another the first difference is reported."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LINE = NamedMatrix((8,), ("tp",))
 
 
 class Tied(nn.Module):
-    """Everything that errors need: a tied weight, an operator without a rule, one whose last dim stays whole, a
+    """A model for all errors: a tied weight, an operator without a rule, one whose last dim must be replicated, a
     module called twice."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ def test_named_mesh(two: Model) -> None:
 
 
 def test_explicit_layouts_fix_ranks() -> None:
-    """The slices a0..a3 of a row lie on ranks 0, 4, 2, 6; several layouts, counts and None live in one plan."""
+    """The slices a0..a3 of a row are on ranks 0, 4, 2, 6; one plan mixes several layouts, counts and None."""
     torch.manual_seed(0)
     model = Model(MatMulNet([32, 16, 16, 8]), nn.CrossEntropyLoss(), (torch.randn(8, 32), torch.randint(0, 8, (8,))))
     strategies = {
@@ -416,7 +416,7 @@ def test_a_plan_is_made_in_milliseconds() -> None:
     assert plan.search["seconds"] < 5  # on a busy core; all placements of six axes would take a minute
 
 
-# --- what is wrong
+# --- errors
 
 LAYOUTS = {"cube": CUBE, "line": LINE}
 BIG, SHORT = {"big": NamedMatrix((4, 4), ("a", "b"))}, {"big": NamedMatrix((4, 2), ("a",))}

@@ -1,4 +1,4 @@
-"""No plan's step takes less than a bound says, whatever overlap hides and joined calls save; exact searches take the
+"""No plan's step takes less time than its lower bound, with any overlap and fused calls; exact searches find the
 cheapest plan that any search finds."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ JOINED = dict.fromkeys(KINDS, LARGEST)
 
 
 class Branches(nn.Module):
-    """What runs beside a redistribution: branches, a skip connection, a product of two values."""
+    """Computation that overlaps with redistribution: branches, a skip connection, a product of two values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Branches(nn.Module):
 
 
 class Chain(nn.Module):
-    """Beside which nothing runs."""
+    """A chain, in which no computation overlaps with redistribution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def graph_of(net: type[nn.Module], width: int) -> OperatorGraph:
 def seconds_of(
     graph: OperatorGraph, plan: Plan, machine: Cluster, updating: OptimizerSettings, scalar: bool = True
 ) -> float:
-    """A step as it runs by default."""
+    """Seconds of a step with default settings."""
     options = LoweringOptions(sharded_optimizer=updating.stage > 0, partial_loss=scalar)
     program = overlap(fuse(lower(graph, plan, options), JOINED))
     return step_cost(graph, plan, program, machine, updating).total

@@ -61,7 +61,7 @@ def odd():
 
 
 def check(odd, draw, seed):
-    """Every factor that may be uneven often is; so are layouts of sources and of results. True if some were."""
+    """Factors, layouts of sources and of results are often padded where allowed. True if some were."""
     graph, values, loss, gradients = odd
     drawn, mesh = draw(seed), random.Random(seed).choice(MESHES)
     operators, padded = {}, False

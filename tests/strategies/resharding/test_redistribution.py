@@ -1,4 +1,4 @@
-"""Chains end in the right slices, forward and backward; what they send is what they say; none is cheaper."""
+"""Resharding paths end in the target layout, forward and backward; predicted bytes are sent; none is cheaper."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mesh_of(sizes):
 
 
 def case(draw, seed):
-    """A mesh, a shape, a layout with partial sums, and a target: whole, partial where it may stay, or padded."""
+    """A mesh, a shape, a layout with partial sums, and a target: not partial, partial where possible, or padded."""
     drawn = draw(seed)
     rng = drawn.rng
     mesh = mesh_of(rng.choice(SIZES))
@@ -78,7 +78,7 @@ def pieces_of(whole, layout, mesh, generator):
 
 
 def assert_lies(pieces, whole, layout, mesh):
-    """`pieces` are `whole` under `layout`: equal slices on replicas, and sums over partial axes."""
+    """`pieces` are the shards of `whole` under `layout`: equal on replicas, terms of a sum over partial axes."""
     slices = shard(whole, layout, mesh)
     for rank, piece in enumerate(pieces):
         total = sum(pieces[peer] for peer in mesh.group(rank, mesh.sorted(layout.partial)))
@@ -130,7 +130,7 @@ def sent(step, mesh):
         for place, rank in enumerate(group):
             if step.kind == ALL_GATHER:  # my slice to everyone
                 messages = [local for peer in group if peer != rank]
-            elif step.kind == ALL_REDUCE:  # a ring: add up one chunk per turn, then hand the sums round
+            elif step.kind == ALL_REDUCE:  # a ring: reduce one chunk per step, then gather the sums
                 adding = [chunks[(place - turn) % n] for turn in range(n - 1)]
                 handing = [chunks[(place + 1 - turn) % n] for turn in range(n - 1)]
                 messages = adding + handing
@@ -234,7 +234,7 @@ def every_layout(mesh, shape):
 
 
 def cheapest(before, after, mesh, shape, everything, collectives):
-    """Elements of the cheapest chain with at most so many collectives that slices only over axes of the target."""
+    """Elements of the cheapest path with at most this many collectives that shards only over axes of the target."""
     costs, order = {(before, 0): 0}, count()
     queue = [(0, next(order), 0, before)]
     while queue:
@@ -278,7 +278,7 @@ def test_no_chain_is_cheaper_on_a_cube():
 
 
 def test_a_moved_axis_is_one_exchange_of_what_is_missing():
-    """The seed's example: ((1, 8) -> (8, 1)) moves 7/8 of a slice, not the whole tensor."""
+    """((1, 8) -> (8, 1)) moves 7/8 of a slice, not the full tensor."""
     mesh = Mesh((("a", 8),))
     before, after = Layout(((), ("a",))), Layout((("a",), ()))
     (step,) = resharding_path(before, after, (16, 16), mesh)

@@ -1,4 +1,4 @@
-"""Rules against eager torch: many small functions in one captured graph, sliced in every way on simulated ranks.
+"""Rules against eager torch: many small functions in one captured graph, under every assignment on simulated ranks.
 
 A case is (name, function, *operands). Floating operands become parameters, the others buffers; every second case hands
 its parameters on through another operator, so that both kinds of edges occur. All results and gradients are compared.
@@ -104,7 +104,7 @@ class Family:
         return self.names[int(name.split(".")[1])]
 
     def plan(self, mesh: Mesh, turn: int) -> Plan:
-        """The `turn`-th plan: operators of cases take their assignments in turn, the loss stays whole."""
+        """The `turn`-th plan: operators of cases take their assignments in rotation, the loss is replicated."""
         graph, draw, operators = self.captured.graph, self.draw(turn), {}
         for operator in graph.operators:
             assignment: Assignment = {}
@@ -124,7 +124,7 @@ class Family:
         return range(max(len(list(single_axis(rule_of(o, graph), mesh))) for o in graph.operators) + samples)
 
     def wrong(self, mesh: Mesh, turn: int) -> dict[str, str]:
-        """Case -> what differs from eager under the `turn`-th plan."""
+        """Case -> its differences from eager under the `turn`-th plan."""
         plan = self.plan(mesh, turn)
         graph = self.captured.graph
         simulation = Simulation(lower(graph, plan), self.captured.tensors)

@@ -1,4 +1,4 @@
-"""Calls of every operator with a rule, as the fuzzer's generators draw them: random shapes and arguments."""
+"""Calls of every operator with a rule, as the fuzzer generates them: random shapes and arguments."""
 
 from __future__ import annotations
 

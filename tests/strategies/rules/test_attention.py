@@ -103,7 +103,7 @@ def test_flops(cases):
     ],
 )
 def test_open_attention_is_torchs(arguments, start, grouped):
-    """Where nothing falls out, the definition with dropout is torch's attention, gradients included."""
+    """With dropout that drops nothing, the definition equals torch's attention, gradients included."""
     q, k, v, *masks = (a.clone().requires_grad_(a.is_floating_point()) for a in arguments)
     given = masks[0] if masks else None
     shape = (*q.shape[:-1], k.shape[-2])
@@ -189,7 +189,7 @@ def test_fast_dropout_draws_per_slice(capture_cases, factor):
 
 
 def test_fast_dropout_is_causal_and_masked(dropping, draw):
-    """What no query may see has no gradient, whatever falls out."""
+    """Keys that no query may attend to have no gradient, whatever is dropped."""
     graph = dropping.captured.graph
     chosen = {o.name: draw(5).assignment(rule_of(o, graph), MESH) for o in attentions(dropping)}
     results, gradients = run(dropping, chosen, exact=False)

@@ -1,4 +1,4 @@
-"""Cross-entropy and nll over whole and sliced classes: ignored targets, class weights, label smoothing, probabilities,
+"""Cross-entropy and nll over replicated and sharded classes: ignored targets, class weights, smoothing, probabilities,
 further dims, classes that do not divide, scores of -inf."""
 
 import math
@@ -121,6 +121,6 @@ def test_counts_of_targets_are_exact_in_half_precision():
 
 @pytest.mark.parametrize("target", [12, -1])
 def test_a_target_outside_the_classes_is_an_error(target):
-    """No slice would own it: it must not pass for a target of another slice."""
+    """No slice owns it: it must not alias a target of another slice."""
     with pytest.raises(IndexError, match="outside the 12 classes"):
         class_slice_loss(x(2, 3), torch.tensor([0, target]), None, None, 3, 12, -100, 0.0, True)

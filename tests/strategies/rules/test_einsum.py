@@ -84,8 +84,8 @@ def test_diagonals_scalars_and_shorter_operands_stay_whole(cases, known):
 
 
 def test_experts_slice_what_was_dispatched_to_them(cases):
-    """Groups and experts are factors of dispatch and of the experts' products alike: between a plan that slices the
-    one and a plan that slices the other stands an all_to_all."""
+    """Groups and experts are factors both of dispatch and of the experts' products: between a plan that shards the one
+    and a plan that shards the other stands an all_to_all."""
     graph = cases.captured.graph
     found = {o.args[0]: rule_of(o, graph) for o in graph.operators if o.op == "einsum"}
     dispatch, experts = found["gtec,gtd->gecd"], found["gecd,edf->gecf"]

@@ -1,4 +1,4 @@
-"""Lookup in whole and sliced tables, with padding_idx in any slice."""
+"""Lookup in replicated and sharded tables, with padding_idx in any slice."""
 
 import pytest
 import torch

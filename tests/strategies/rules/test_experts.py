@@ -54,7 +54,7 @@ def whole(*shape):
 
 
 def single(a, w, ends):
-    """torch's own product knows no double precision; small whole numbers are exact in half precision too."""
+    """torch's own product does not support double precision; small integers are exact in half precision too."""
     return torch.nn.functional.grouped_mm(a.detach().bfloat16(), w.detach().bfloat16(), offs=ends)
 
 
@@ -105,7 +105,7 @@ def test_every_operator_of_the_layer_has_a_rule(cases):
 
 @pytest.mark.parametrize("first", [0, 6])
 def test_torch_and_own_products_agree(first):
-    """The first half of the rows and the second, with whole numbers, which are exact."""
+    """The first half of the rows and the second, with integers, which are exact."""
     rows, weights, stops = whole(12, 16).float(), whole(4, 16, 8).float(), ends(2, 7, 7, 12)
     want = torch.nn.functional.grouped_mm(rows, weights, offs=stops)[first : first + 6]
     assert torch.equal(expert_products(rows[first : first + 6], weights, stops, first, 0), want)

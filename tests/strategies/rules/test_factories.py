@@ -65,7 +65,7 @@ def test_every_rule_has_a_case(cases, uncovered):
 
 
 def test_a_tensor_that_lends_its_dtype_may_lie_in_any_way(cases):
-    """It need not be gathered: its dims are sliced without any effect on the result."""
+    """It need not be gathered: the sharding of its dims does not affect the result."""
     graph = cases.captured.graph
     (operator,) = (o for o in graph.operators if o.op == "new_full")
     found = rule_of(operator, graph)

@@ -1,4 +1,4 @@
-"""Reading by index, with indexed dims whole and sliced, and indices of every shape."""
+"""Reading by index, with indexed dims replicated and sharded, and indices of every shape."""
 
 import pytest
 import torch
@@ -68,6 +68,6 @@ def test_a_search_per_row_and_a_flattened_one_run_whole(cases, known):
 
 @pytest.mark.parametrize("index", [12, -13])
 def test_an_index_outside_the_dim_is_an_error(index):
-    """No slice would have it: it must not pass for an entry of another slice."""
+    """No slice owns it: it must not alias an entry of another slice."""
     with pytest.raises(IndexError, match="outside a dim of size 12"):
         own_index(torch.tensor([0, index]), 3, 3, 12)

@@ -62,14 +62,14 @@ def test_products(cases, check, mesh):
     ids=["forgets the sum", "leaves the bias whole"],
 )
 def test_a_broken_rule_is_detected(capture_cases, check, monkeypatch, break_it):
-    """The proof can fail: a linear rule without its sum, or with a wrong operand, is wrong or does not run."""
+    """The check can fail: a linear rule without its sum, or with a wrong operand, gives a wrong result or an error."""
     cases = capture_cases(CASES[:1])
     mesh = Mesh((("a", 2),))
     check(cases, mesh, samples=0)
     rule = RULES["linear"]
     monkeypatch.setitem(RULES, "linear", lambda operator, specs: break_it(rule(operator, specs)))
     with pytest.raises((AssertionError, RuntimeError)):
-        check(capture_cases(CASES[:1]), mesh, samples=0)  # what a rule tells of a graph is asked once
+        check(capture_cases(CASES[:1]), mesh, samples=0)  # a rule is evaluated once per graph
 
 
 def test_a_bias_that_every_slice_adds_is_detected(capture_cases, check, monkeypatch):

@@ -124,5 +124,5 @@ def test_pointwise(cases, check, mesh):
 
 
 def test_larger_companion_runs_whole(cases, known):
-    """type_as with a tensor of more dims has no slicing of its own."""
+    """type_as with a tensor of more dims cannot be sharded."""
     assert known(cases, "type_as") == [True, False]

@@ -91,7 +91,7 @@ def test_every_rule_has_a_case(cases, uncovered):
 
 
 def test_packed_sequences_are_not_covered(cases):
-    """Their rows lie one after the other."""
+    """Their rows are concatenated in one dim."""
     graph = cases.captured.graph
     gru = next(operator for operator in graph.operators if operator.op == "gru")
     packed = replace(gru, target="aten.gru.data")
@@ -134,7 +134,7 @@ def test_exact_dropout_repeats_the_numbers_of_one_device(dropping, axes):
 
 
 def test_open_layers_are_torchs(capture_cases):
-    """Where next to nothing falls out, the definition with dropout is torch's network."""
+    """With almost no dropout, the definition equals torch's network."""
     case = network(nn.LSTM, x(3, 12, 4), num_layers=3, dropout=1e-12, bidirectional=True)
     cases = capture_cases([("lstm", *case)])
     results, _ = run(cases, ("a",), exact=True)
@@ -144,7 +144,7 @@ def test_open_layers_are_torchs(capture_cases):
 
 
 def test_fast_dropout_draws_per_slice(capture_cases):
-    """Rows with the same input differ from slice to slice by what falls out; replicas and repeats agree."""
+    """Rows with the same input differ from slice to slice by their dropout masks; replicas and repeats agree."""
     alike = x(3, 1, 4).expand(3, 12, 4)
     cases = capture_cases([("gru", *network(nn.GRU, alike, num_layers=2, dropout=0.5))])
     (out, _), _ = run(cases, ("b",), exact=False)

@@ -1,4 +1,4 @@
-"""Random operators beyond dropout: `exact` repeats what one device draws, `fast` draws per slice, replicas agree."""
+"""Random operators beyond dropout: `exact` repeats one device's numbers, `fast` draws per slice, replicas agree."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ ALIKE = [
 
 @pytest.mark.parametrize("factor", ["d0", "d1", "d2"])
 def test_fast_slices_of_equal_data_differ(capture_cases, factor):
-    """But the slices of a channel agree about whether the channel falls out."""
+    """But the slices of a channel agree on whether the channel is dropped."""
     cases = capture_cases(ALIKE)
     results, _ = run(cases, {o.name: {factor: ("b",)} for o in drawing(cases)}, exact=False)
     for name, ranks in results.items():

@@ -1,4 +1,4 @@
-"""The table of notation: every operator in it equals eager torch under every slicing, and one more is one line."""
+"""The table of notation: every operator in it equals eager torch under every assignment; a new one takes one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assignments(sharding: Sharding, mesh: Mesh) -> Iterator[dict[str, tuple[str,
 
 
 def wrong(name: str, mesh: Mesh, count: int) -> str | None:
-    """What differs from eager torch in the first `count` calls of an operator."""
+    """Differences from eager torch in the first `count` calls of an operator."""
     for call in calls(name)[:count]:
         tensors = {source.name: Layout(((),) * len(source.spec.shape)) for source in call.graph.sources}
         for assignment in assignments(rule_of(call.operator, call.graph), mesh):
@@ -67,7 +67,7 @@ def test_more_calls_of_every_operator_of_the_table(mesh):
 
 @pytest.fixture
 def scores() -> Iterator[str]:
-    """A user's operator, [..., s, d] and [t, d] to [..., s, t]; it has a rule as long as the test runs."""
+    """A user's operator, [..., s, d] and [t, d] to [..., s, t]; its rule is registered while the test runs."""
 
     @torch.library.custom_op("meshwright_tests::scores", mutates_args=())
     def scores(query: Tensor, key: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def read(text: str, results: tuple[tuple[int, ...], ...], *shapes: tuple[int, ..
     ],
 )
 def test_notation(text, results, shapes, operands, sums):
-    """Names are factors, dots in the last column replicated dims; what no result carries is summed over."""
+    """Names are factors, dots in the last column replicated dims; factors in no result are summed over."""
     sharding = read(text, tuple(results), *shapes, target="aten.relu.default")
     assert sharding is not None
     shown = ", ".join(" ".join(factor or "." for factor in dims) for dims in sharding.operands)

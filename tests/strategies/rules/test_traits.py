@@ -1,7 +1,7 @@
 """Every column of the traits, for every operator with a rule, against torch itself.
 
-The calls are those of the fuzzer's generators: random shapes, arguments and forms of call. What torch saves is seen by
-autograd's hooks, where results lie by their storages.
+The calls are those of the fuzzer's generators: random shapes, arguments and forms of call. Autograd's saved-tensor
+hooks observe what torch saves; storages show which results alias operands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.fuzz.generators import WITHOUT
 from tests.strategies.rules.drawn_calls import OPERATORS, Call, calls
 
 LISTS = {"gru", "lstm", "rnn_tanh", "rnn_relu"}
-"""Operators whose weights lie in a list: which of them are saved depends on the number of layers."""
+"""Operators whose weights are in a list: which of them are saved depends on the number of layers."""
 WRITES = {"batch_norm"}
 """Operators that write running statistics, which a graph does not have."""
 UNFUSED = {"scaled_dot_product_attention"}
@@ -118,7 +118,7 @@ def test_permutations_are_views_whatever_the_strides():
 
 
 def test_the_kind_of_a_view():
-    """By the shapes and elements of what it shows."""
+    """By the shapes and elements of the viewed tensor."""
     wrong: list[str] = []
     for name in OPERATORS:
         for call in calls(name):

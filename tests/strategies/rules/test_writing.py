@@ -1,4 +1,4 @@
-"""Writing by index: written or added, with the written dim and what is added whole and sliced."""
+"""Writing by index: assigned or accumulated, with the written dim and the values replicated and sharded."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def indices(high, *shape):
 
 
 def places(high, *shape):
-    """Indices of which none occurs twice along the first dim: what is written twice is not defined."""
+    """Indices without duplicates along the first dim: writing twice to one index is undefined."""
     return torch.rand(high, *shape[1:]).argsort(0)[: shape[0]]
 
 

@@ -1,4 +1,4 @@
-"""Kept tensors on the host or on a disk: the same bits, every storage once, and its memory really let go."""
+"""Saved tensors on the host or on disk: bitwise equal, every storage once, and its memory really freed."""
 
 import copy
 
@@ -94,7 +94,7 @@ def test_what_is_kept_anyway_stays(home):
 
 
 def test_parameters_are_looked_up_in_backward():
-    """Stage 3 lets a parameter go after forward and gathers it anew, in other memory, before backward."""
+    """Stage 3 frees a parameter after forward and gathers it again, in other memory, before backward."""
     net, away = nn.Linear(4, 4), Activations(CPU)
     away.attach([net], [])
     x = torch.randn(2, 4, requires_grad=True)
@@ -166,7 +166,7 @@ def test_space_is_used_again(tmp_path):
 
 
 class Swapped(nn.Module):
-    """Lets go of its weight while it runs, and keeps an activation for backward that lies where the weight was."""
+    """Frees its weight while it runs, and saves an activation for backward in the same memory."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Buffers take their new values as if all were written at once."""
+"""Buffer updates take effect as if all were written at once."""
 
 from __future__ import annotations
 

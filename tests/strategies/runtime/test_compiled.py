@@ -71,7 +71,7 @@ def case_of(model: Model, draw: Any, seed: int, folder: Any, mesh: Mesh = MESH) 
 
 
 def on_ranks(cases: list[Case], ways: list[str], folder: Any) -> list[list[dict[str, Any]]]:
-    """What every rank found, by case."""
+    """The results of every rank, by case."""
     entry = "tests.strategies.compiled_entries:compare"
     count = cases[0].plan.mesh.size
     found = run_ranks(entry, (cases, ways), world_size=count, run_dir=folder, device="cpu", timeout=300.0, threads=1)
@@ -79,7 +79,7 @@ def on_ranks(cases: list[Case], ways: list[str], folder: Any) -> list[list[dict[
 
 
 def check(ranks: list[dict[str, Any]], once: bool = False) -> None:
-    """`once`: the compiled program sends once what is sent twice of one value."""
+    """`once`: the compiled program merges two equal redistributions of one value."""
     assert len({one["order"] for one in ranks}) == 1 and ranks[0]["order"] > 0
     for one in ranks:
         plain: Ran = one["plain"]
@@ -110,7 +110,7 @@ def test_compiled_ranks_under_many_plans(model: Model, draw: Any, tmp_path: Any)
 
 @pytest.mark.slow
 def test_compiled_ranks_send_the_same_value_once(model: Model, draw: Any, tmp_path: Any) -> None:
-    """The plan of seed 4 slices a tied weight anew for its second use, and in the same way."""
+    """The plan of seed 4 reshards a tied weight again for its second use, to the same layout."""
     case = case_of(model, draw, 4, tmp_path)
     tied = [one.forward for one in lower(case.graph, case.plan).redistributions if one.value.id == "p_model_emb_weight"]
     assert len(tied) == 2 and tied[0] == tied[1]
@@ -152,7 +152,7 @@ def test_random_operators_keep_their_numbers_and_gradients(model: Model, draw: A
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 def test_local_steps_keep_their_gradients(dim: int, rank: int) -> None:
-    """Steps that send nothing are no opaque operators. A slice of rows is a view, and contiguous as it is."""
+    """Steps that send nothing are no opaque operators. A slice of rows is a contiguous view."""
     mesh, shape = Mesh((("a", 2),)), (4, 6)
     given, summed = Layout(((), ())), Layout(((), ()), frozenset("a"))
     sliced = Layout((("a",), ()) if dim == 0 else ((), ("a",)))

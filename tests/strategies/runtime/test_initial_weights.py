@@ -1,4 +1,4 @@
-"""Initial weights: one file of whole tensors, of which every rank copies its own slices."""
+"""Initial weights: one file of full tensors, of which every rank copies its own slices."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ QUOTED = (
 
 @pytest.mark.parametrize("name", QUOTED)
 def test_no_name_of_the_users_is_executed(name: str) -> None:
-    """Of a child, of its own child and of a parameter, each also used from outside of the module that owns it."""
+    """Names of a child, its child and a parameter, each also used from outside of the module that owns it."""
 
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -375,7 +375,7 @@ def test_random_key_and_several_outputs() -> None:
 
 
 class Remembering(nn.Module):
-    """Buffers of several modules, written in all ways, two of them exchanged."""
+    """Buffers of several modules, updated by every kind of write, two of them exchanged."""
 
     def __init__(self) -> None:
         super().__init__()

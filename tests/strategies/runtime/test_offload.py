@@ -1,4 +1,4 @@
-"""States and parameters on the host and on a disk: the same bits as without, and really where they should be.
+"""States and parameters on the host and on disk: bitwise equal to no offload, and really where they should be.
 
 A layer of 1100 x 1100 leaves 1.15 MiB to each of 4 ranks, more than the 1 MiB below which DeepSpeed leaves everything
 in memory.

@@ -1,4 +1,4 @@
-"""A whole net under random plans: loss and all gradients on simulated ranks equal eager, in fp64."""
+"""An entire net under random plans: loss and all gradients on simulated ranks equal eager, in fp64."""
 
 import random
 
@@ -23,7 +23,7 @@ MESHES = [
 
 
 class Net(nn.Module):
-    """Tied weights, a table, attention by hand, norms, a residual, a mean, a buffer, a frozen weight, one unused."""
+    """Tied weights, a table, explicit attention, norms, a residual, a mean, a buffer, a frozen weight, one unused."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Loss(nn.Module):
 
 @pytest.fixture(scope="module")
 def net():
-    """Graph, whole tensors, loss and gradients by name."""
+    """Graph, full tensors, loss and gradients by name."""
     torch.manual_seed(0)
     model = Net().double()
     tokens, target = torch.randint(0, 16, (8, 8)), torch.randint(0, 16, (8, 8))

@@ -1,5 +1,5 @@
 """Layers with the same code share it: distinct code objects, process groups and compiled graphs do not grow with the
-depth, and the numbers are those of layers with code of their own."""
+depth, and the results equal those of layers with separate code."""
 
 from __future__ import annotations
 

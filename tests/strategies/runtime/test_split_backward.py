@@ -1,4 +1,4 @@
-"""Backward in two halves gives the gradients of backward in one piece, each when it is due."""
+"""Split backward (input gradients, then weight gradients) gives the gradients of one backward, each when it is due."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Net, set[str]]] = {
     "beside": (beside, {"first", "scale"}),
     "in python": (in_python, {"first"}),
 }
-"""What is computed, and the parameters whose gradients can wait."""
+"""The computation, and the parameters whose gradients can be delayed."""
 
 
 @pytest.mark.parametrize("case", CASES)

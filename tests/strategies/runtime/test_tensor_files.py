@@ -1,4 +1,4 @@
-"""Stored tensors: every format gives the same blocks, reads no more than a block, and says what is wrong."""
+"""Stored tensors: every format gives the same blocks, reads no more than a block, and reports damage."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_form_gives_the_same_blocks(path: Path) -> None:
 
 
 def test_nothing_but_headers_is_read_for_an_index(tmp_path: Path) -> None:
-    """The data of a tensor may be missing altogether: a file with a hole of 64 GiB is indexed, and its blocks read."""
+    """Tensor data may be missing: a sparse file with a hole of 64 GiB is indexed, and its blocks are read."""
     header = json.dumps({"big": {"dtype": "F32", "shape": [1 << 17, 1 << 17], "data_offsets": [0, 1 << 36]}}).encode()
     with (tmp_path / "big.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

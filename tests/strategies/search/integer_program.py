@@ -1,4 +1,4 @@
-"""The optimum of a search's graph by a mixed-integer program: another algorithm on the same costs."""
+"""The optimum of a cost graph by a mixed-integer program: an independent algorithm on the same costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strategies.search.strategy_space import StrategySpace
 
 
 def settled(problem: Problem, cluster: Cluster) -> FactorGraph:
-    """The graph with true prices around its optimum, built anew: each solution settles the prices that it uses."""
+    """The graph with exact costs around its optimum, built again: each solution evaluates the costs that it uses."""
     graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, cluster)))
     folded = Contraction(graph.factors)
     while graph.evaluate(folded.solve()[0]):

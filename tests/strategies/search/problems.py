@@ -1,4 +1,4 @@
-"""Graphs of models without numbers, problems on them with nothing configured, and machines to price them on."""
+"""Graphs of models on meta tensors, search problems with nothing configured, and clusters to estimate them on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def prime_mesh(ranks: int) -> Mesh:
 
 
 def problem(graph: OperatorGraph, mesh: Mesh, fixed: dict[str, Assignment] | None = None) -> Problem:
-    """Nothing configured but `fixed` (by plan name); the batch lies over as many axes as divide it."""
+    """Nothing configured but `fixed` (by plan name); the batch is sharded over as many axes as divide it."""
     inputs = {}
     for source in graph.of_kind("input"):
         axes: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ def all_layouts(dims: int, axes: Sequence[str], partial: bool) -> list[Layout]:
 
 
 def line(operators: int, *, repeating: bool = True, batch: int = 2**20, width: int = 2**14) -> OperatorGraph:
-    """A chain of products and relus, made without capture: every layer alike, or each with a width of its own."""
+    """A chain of products and relus, made without capture: all layers equal, or each with a different width."""
     widths = [width if repeating else width * (1 + place) for place in range(operators // 2 + 1)]
     sources = [Source("x", "input", "0", TensorSpec((batch, widths[0]), "bfloat16"))]
     found: list[Operator] = []
@@ -125,6 +125,6 @@ def line(operators: int, *, repeating: bool = True, batch: int = 2**20, width: i
 
 
 def propagated(made: Problem, machine: Cluster, seconds: PlanSeconds | None = None) -> Propagated:
-    """What sharding propagation ends with on the problem's own axes; what it does not reach is sliced by its batch."""
+    """The plan of sharding propagation on the problem's own axes; operators it does not reach are sharded by batch."""
     shape = meshing(made.mesh.size, made.mesh.axes, {}, [])
     return sharding_propagation(made, machine, shape.fixed, lambda one: batch_parallel(made, shape, one), seconds)

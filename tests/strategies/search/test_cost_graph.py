@@ -1,4 +1,4 @@
-"""Solutions read back from arrays, against the tables one by one; what options take, against one option at a time."""
+"""Solutions read from arrays, against the tables one by one; costs of options, against one option at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.strategies.search.test_factor_graph import NODES, gpt, llama, problem
 
 
 def cost_of(graph: CostGraph, indices: Sequence[int]) -> float:
-    """What every operator and every value takes, one after the other; a target that uses share is paid once."""
+    """The costs of all operators and values, one by one; a target shared by several uses is counted once."""
     total = sum(candidates.seconds[indices[graph.variables[id]]] for id, candidates in graph.candidates.items())
     total += sum(seconds[indices[variable]] for variable, seconds in graph.leaving)
     for value in graph.values:

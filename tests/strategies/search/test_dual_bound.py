@@ -1,4 +1,4 @@
-"""No solution costs less than the dual bound says of it, and reduced-cost fixing keeps the minimum."""
+"""No solution costs less than its dual bound, and reduced-cost fixing keeps the minimum."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_graph(seed: int) -> FactorGraph:
 
 
 def joint_uses(rng: random.Random, sizes: list[int], given: bool) -> JointUses:
-    """A value with random prices: its options have some of three layouts, those of its uses want some of four."""
+    """A value with random costs: its options have some of three layouts, those of its uses need some of four."""
     costs = np.random.default_rng(rng.getrandbits(30)).random((3 if given else 1, 4))
     before = np.array([rng.randrange(3) for _ in range(sizes[0])]) if given else None
     wanted = [np.array([rng.randrange(4) for _ in range(size)]) for size in sizes[given:]]
@@ -51,7 +51,7 @@ def joint_uses(rng: random.Random, sizes: list[int], given: bool) -> JointUses:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_uses_that_agree_pay_once(given: bool) -> None:
-    """Against what is paid by definition, and the messages of such a constant against those of the constant itself."""
+    """Against the cost by definition, and the messages of such a factor against those of the dense factor."""
     for seed in range(60):
         rng, numbers = random.Random(seed), np.random.default_rng(seed)
         sizes = [rng.randint(1, 5) for _ in range(rng.randint(1, 4) + given)]
@@ -82,7 +82,7 @@ def test_no_solution_costs_less_than_the_messages_say() -> None:
 
 @pytest.mark.parametrize("efforts", [(2**3,), (2**6,), (2**3, 2**20)])
 def test_a_solver_network_tells_its_optimum_or_less(efforts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With enough elimination_effort it is the optimum; with less the bound stays one. Prices that rise raise it."""
+    """With enough elimination_effort it is the optimum; with less it stays a bound. Higher costs raise it."""
     monkeypatch.setattr("strategies.search.dual_bound.EFFORTS", efforts)
     exact = 0
     for seed in range(80):

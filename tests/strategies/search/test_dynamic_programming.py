@@ -1,4 +1,4 @@
-"""The plan found costs what the engine's program costs, and no assignment costs less."""
+"""The cost of the plan equals that of the engine's program, and no assignment costs less."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plan_of(problem: Problem, found: Solution) -> Plan:
 
 
 def executed_seconds(problem: Problem, found: Solution, bucket: float) -> float:
-    """What the lowered program costs: its operators, all chains that it holds, and the sums of gradients."""
+    """The cost of the lowered program: its operators, all resharding paths, and the gradient reductions."""
     graph, mesh, plan = problem.graph, problem.mesh, plan_of(problem, found)
     program = lower(graph, plan)
     total = 0.0
@@ -168,7 +168,7 @@ def test_networks_that_are_too_wide_have_the_same_optimum(largest: int, monkeypa
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2)])
 def test_a_mixture_of_experts_has_a_certified_plan(sizes: tuple[int, ...]) -> None:
-    """Its router is a graph that is too wide to be eliminated."""
+    """The treewidth of its router's graph is too large for elimination."""
     with torch.device("meta"):
         net = MoE(256, 32, 32, 2, 4, 64, 8, 2)
     made = problem(shaped(net, NextTokenLoss(), *tokens(16, 32)), Mesh(tuple(zip("abcd", sizes, strict=False))))

@@ -1,4 +1,4 @@
-"""The minimum choice by elimination, against trying everything."""
+"""The minimum assignment by elimination, against enumeration."""
 
 from __future__ import annotations
 

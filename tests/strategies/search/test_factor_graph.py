@@ -1,4 +1,4 @@
-"""Elimination and folding against enumeration and a mixed-integer program; bounds against prices; limits of memory."""
+"""Elimination and contraction against enumeration and a mixed-integer program; bounds against costs; memory limits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def problem_of(graph: OperatorGraph, *sizes: int) -> Problem:
 
 
 def random_network(rng: random.Random, blocks: int) -> FactorGraph:
-    """Blocks of three variables, each touching the block before; the first variable is touched by all."""
+    """Blocks of three variables, each connected to the block before; the first variable is connected to all."""
     numbers = np.random.default_rng(rng.getrandbits(30))
     graph, sizes = FactorGraph(), [rng.randint(1, 4) for _ in range(3)]
     graph.add(rng.randint(1, 3))
@@ -184,7 +184,7 @@ def test_no_plan_within_a_limit_is_below_the_bound() -> None:
 
 
 def changed(graph: FactorGraph, rng: np.random.Generator, share: float) -> None:
-    """Makes some cells again, with other numbers."""
+    """Replaces some factors with other numbers."""
     for table in {id(one.table): one.table for one in graph.factors}.values():
         if rng.random() < share:
             shape = table.seconds.shape

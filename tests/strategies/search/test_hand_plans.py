@@ -1,4 +1,4 @@
-"""Plans that people write by hand send no less than those that the search finds in their memory."""
+"""Manual plans send no fewer bytes than those that the search finds within the same memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUICK = ("data parallel", "pairs in a feed-forward net", "sliced vocabulary")
 
 @pytest.mark.parametrize("hand", [one for one in HANDS if one.name in QUICK], ids=lambda hand: hand.name)
 def test_the_search_sends_no_more_in_as_much_memory(hand: Hand) -> None:
-    """By prediction, which equals what is counted; on this machine seconds are bytes."""
+    """By prediction, which equals the counted bytes; on this cluster seconds are bytes."""
     written, found = (predicted(task, hand.ranks) for task in pair(hand))
     assert found.peak <= written.peak
     assert 0 < found.seconds <= written.seconds

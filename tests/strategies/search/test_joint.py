@@ -1,4 +1,4 @@
-"""The joint decision against brute force, on made-up prices."""
+"""Joint optimisation against brute force, on synthetic costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_no_choice_within_the_limit_is_faster(seed):
     limit, asked, rng = 50, [], random.Random(seed)
 
     def look(choice: Choice) -> Iterator[Priced]:
-        """The fastest plan, and perhaps a slower one that is the first to keep the limit."""
+        """The fastest plan, and perhaps a slower one that is the first to fit the limit."""
         seconds, size = true[choice]
         smaller = size <= limit and rng.random() < 0.5
         faster = rng.uniform(bounds[choice].seconds, seconds) if smaller else seconds

@@ -1,4 +1,4 @@
-"""Plans that people have found by hand, found by every search that prices plans, with nothing configured."""
+"""Well-known manual plans, found by every search that estimates costs, with nothing configured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sliced(graph: OperatorGraph, chosen: dict[str, Assignment], pattern: str) ->
 
 
 def test_columns_then_rows(found: Search) -> None:
-    """One short sequence on one node: Megatron's pairs in attention and in the feed-forward part, whole between."""
+    """One short sequence on one node: Megatron's pairs in attention and feed-forward part, replicated between."""
     graph = llama(2, batch=1, length=512)
     chosen = found(problem(graph, ONE), node(8))
     for columns in ("[qkv]_proj", "gate_proj", "up_proj"):
@@ -68,17 +68,17 @@ def test_a_vocabulary_is_sliced_from_the_head_to_the_loss(found: Search) -> None
 
 
 def test_the_batch_over_nodes_and_the_rest_inside_of_them(found: Search) -> None:
-    """Sums of activations stay on the fast links; what crosses nodes is the gradients, which backward hides."""
+    """Reductions of activations stay on the fast links; only gradients cross nodes, overlapped with backward."""
     graph = llama(2, batch=2, length=4096)
     chosen = found(problem(graph, Mesh((("dp", 2), ("tp", 8)))), nodes(2))
-    rows = [(("batch0", "dp"),), (("batch1", "dp"),)]  # in the feed-forward part a token is a token
+    rows = [(("batch0", "dp"),), (("batch1", "dp"),)]  # the feed-forward part merges batch and sequence
     assert sliced(graph, chosen, "layers.*.gate_proj") <= {(*row, ("n", "tp")) for row in rows}
     assert sliced(graph, chosen, "layers.*.down_proj") <= {tuple(sorted((*row, ("k", "tp")))) for row in rows}
     assert sliced(graph, chosen, "layers.*.scaled_dot_product_attention") == {(("b0", "dp"), ("h", "tp"))}
 
 
 def test_norms_along_the_sequence(found: Search) -> None:
-    """Of a long sequence norms and sums are sliced too: a reduce-scatter and a gather for an all-reduce."""
+    """With a long sequence norms and sums are sharded too: reduce-scatter and all-gather replace an all-reduce."""
     graph = llama(2, batch=1, length=8192)
     chosen = found(problem(graph, ONE), node(8))
     assert sliced(graph, chosen, "layers.1.*_norm") == {(("d1", "tp"),)}
@@ -86,7 +86,7 @@ def test_norms_along_the_sequence(found: Search) -> None:
 
 
 def test_norms_along_the_sequence_where_memory_asks(found: Search) -> None:
-    """Of a short sequence it would not pay, but what norms keep is what the limit lacks; the pairs stay."""
+    """With a short sequence it is slower, but the activations of norms exceed the limit; the pairs stay."""
     graph = llama(2, batch=1, length=512)
     made = problem(graph, ONE)
     free = plan_bytes(made, found(made, node(8)))
@@ -131,7 +131,7 @@ TINY: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 
 @pytest.mark.parametrize("name", TINY)
 def test_how_far_from_the_best_where_calls_are_dear(name: str) -> None:
-    """Losses and batch statistics are made whole on every rank, which takes calls."""
+    """Losses and batch statistics are replicated on every rank, which takes collectives."""
     slow = Cluster("slow", (Level("rank", 4, Link(3e8, 1e-3)),), {"float32": 2e10}, 2**31, 6e9, 3e-5, overlap=0.25)
     with torch.device("meta"):
         net, loss = TINY[name]()

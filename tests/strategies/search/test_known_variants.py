@@ -1,4 +1,4 @@
-"""The plans that people have found by hand, on models that nobody tuned a search for: other widths, groups of heads,
+"""Well-known manual plans, on models for which no search was tuned: other widths, groups of heads,
 vocabularies, numbers of experts and meshes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder of searches is drawn on one page: at most five levels of imports, those inside functions included."""
+"""The search package has at most five levels of imports, those inside functions included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One search for many limits of memory: what it keeps changes nothing but the time."""
+"""One search for many memory limits: its caches change nothing but the time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_no_plan_keeps_is_refused_at_once(monkeypatch):
     for share in (0.01, 0.02):
         with pytest.raises(StrategyError, match="no plan was found that keeps it"):
             budget.within(share * free)
-    assert len(multipliers) == 3  # none, the first, and the one at which only memory counts
+    assert len(multipliers) == 3  # zero, the first, and one at which only memory counts
     smallest = budget.smallest[0].bytes
     assert 0.02 * free < smallest < free
     assert budget.within(smallest).bytes == smallest

@@ -1,4 +1,4 @@
-"""What a rank keeps: the same bytes in every search, and limits of them kept by recursive programming."""
+"""The memory estimate of a rank: equal in every search, and its limits respected by recursive programming."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_limit_is_kept_at_little_more_than_the_least_price(made: Problem) -> N
 
 
 def test_fewer_states_leave_room_for_a_faster_plan(made: Problem) -> None:
-    """What SGD keeps fits where Adam's states do not."""
+    """SGD's state fits where Adam's does not."""
     limit = 0.9 * plan_bytes(made, recursive_search(made, node(4)).assignments)
     adam, sgd = (replace(made, optimizer_state_factor=states, memory=limit) for states in (2.0, 0.0))
     free = replace(made, optimizer_state_factor=0.0)

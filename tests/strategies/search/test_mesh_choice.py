@@ -1,4 +1,4 @@
-"""The mesh where nobody named one: factorisations within levels, the best beside its runner-up, bounds that hold."""
+"""The choice of an open mesh: factorisations within levels, the best and its runner-up, valid bounds."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_named_mesh_of_more_axes_has_a_plan_without_a_certificate() -> None:
 
 
 def test_on_an_open_mesh_single_axes_are_decided_again() -> None:
-    """Of 16 devices and more there are more prime axes than three; the plan costs what it says."""
+    """Of 16 devices and more there are more prime axes than three; the reported cost is that of the plan."""
     made, machine = problem(gpt(1), prime_mesh(32)), nodes(4)
     exact = exact_search(made, machine, None)
     assert exact is not None
@@ -200,7 +200,7 @@ def test_what_cannot_be_among_the_best_two_is_pruned() -> None:
 
 
 class Given:
-    """A search whose solutions are written down: cost and bound by the sizes of the axes."""
+    """A search with given solutions: cost and bound by the sizes of the axes."""
 
     def __init__(self, answers: dict[tuple[int, ...], tuple[float, float]], size: float = 0.0) -> None:
         self.answers, self.size = answers, size

@@ -1,6 +1,6 @@
-"""Every way in which propagation meets an operator: no legal strategy with less redistribution is left unused.
+"""Every case in which propagation reaches an operator: no legal strategy with less redistribution is missed.
 
-The ways are those of the algorithm's source: successors, predecessors, what was visited, joins, results handed on,
+The cases follow the published algorithm: successors, predecessors, visited operators, joins, forwarded results,
 reshapes, shared parameters, values with several users.
 """
 
@@ -64,7 +64,7 @@ WAYS: dict[str, tuple[Callable[[], Model], dict[str, OperatorStrategy]]] = {
 
 
 def placements(graph: OperatorGraph, plan: Plan, name: str) -> list[dict[str, tuple[str, ...]]]:
-    """Every legal way to slice an operator in mesh order that uses as many devices as any."""
+    """Every legal assignment of an operator in mesh order that uses the most devices."""
     sharding = rule_of(graph.by_name[name], graph)
     found = []
     for placed in product((*sharding.factors, None), repeat=len(plan.mesh.names)):
@@ -77,7 +77,7 @@ def placements(graph: OperatorGraph, plan: Plan, name: str) -> list[dict[str, tu
 
 
 def carried(graph: OperatorGraph, plan: Plan, decided: dict[str, OperatorPlan], name: str, one: OperatorPlan) -> int:
-    """Elements sent forward between an operator and what was decided before it."""
+    """Elements sent forward between an operator and those decided before it."""
     now = {graph.by_name[other].id: found for other, found in decided.items() if other != name}
     operator = graph.by_name[name]
 
@@ -114,8 +114,8 @@ def carried(graph: OperatorGraph, plan: Plan, decided: dict[str, OperatorPlan], 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_legal_neighbour_with_less_redistribution_is_left_unused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand over every placement of the axes of an operator when it is reached: nothing could be brought to it, or
-    from it, with fewer elements."""
+    """By enumeration of the placements of axes of an operator when it is reached: none sends fewer elements to it or
+    from it."""
     make, strategies = WAYS[way]
     model, order = make(), []
     decide = Propagation._decide

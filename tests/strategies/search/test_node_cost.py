@@ -1,4 +1,4 @@
-"""What a parameter takes by itself, for one micro-batch of a step."""
+"""The node cost of a parameter, for one micro-batch of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problem() -> Problem:
 
 
 def seconds(problem: Problem, stage: int, turns: int, sliced: bool = False) -> float:
-    """Of the largest parameter, whole on all ranks or cut among them."""
+    """Seconds of the largest parameter, replicated or sharded over all ranks."""
     source = max(problem.graph.of_kind("parameter"), key=lambda one: one.spec.elements)
     axes = problem.mesh.names
     whole = Layout.replicated(2) if stage else Layout(((), ()), frozenset(axes))
@@ -61,8 +61,8 @@ def test_a_parameter_that_is_cut_is_only_updated(problem: Problem, stage: int) -
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_is_what_a_step_of_the_plan_costs(problem: Problem, stage: int) -> None:
-    """Updates are priced by the search as by the step that it plans: with what the optimizer moves, and gradients that
-    nothing hides where they are added behind backward."""
+    """Search and step estimate updates equally: with the bytes that the optimizer moves, and exposed gradient
+    reductions where they follow backward."""
     for optimizer, overlaps in product((torch.optim.AdamW, torch.optim.SGD), (True, False)):
         need = needed(optimizer, torch.float32)
         asked = replace(problem, stage=stage, optimizer_bytes=need.moved, overlaps=overlaps)

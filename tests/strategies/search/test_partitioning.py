@@ -1,4 +1,4 @@
-"""One decision for all operators: it adds up to what the plan costs, and never makes it dearer."""
+"""One round for all operators: its costs add up to those of the plan, and never increase them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def moe() -> OperatorGraph:
 
 @pytest.mark.parametrize("model", [lambda: gpt(3), lambda: llama(4), moe], ids=["gpt", "llama", "moe"])
 def test_the_total_of_a_decision_is_the_price_of_its_plan(model: object) -> None:
-    """Repeated layers are counted, values with several uses are carried once, tied weights are summed once."""
+    """Repeated layers are counted, values with several uses are resharded once, tied weights are reduced once."""
     assert callable(model)
     mesh = prime_mesh(16)
     made = problem(model(), mesh)

@@ -1,4 +1,4 @@
-"""Plans that the exact search finds through the planner: right on simulated ranks, configured strategies kept."""
+"""Plans of the exact search through the planner: correct on simulated ranks, with configured strategies kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Loss(nn.Module):
 
 
 def cluster(links: float) -> Cluster:
-    """A machine whose links carry so many bytes per second: fast ones slice everything, slow ones nothing."""
+    """A cluster with this link bandwidth: with fast links everything is sharded, with slow ones nothing."""
     levels = (Level("node", 2, Link(links / 4, 1e-9)), Level("device", 4, Link(links, 1e-9)))
     return Cluster("any", levels, {"float32": 1e9}, 2**30, 1e10, 1e-8)
 

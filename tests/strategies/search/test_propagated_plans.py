@@ -1,4 +1,4 @@
-"""What propagation ends with: the plan that was followed, or the cheapest one, and both prices."""
+"""The result of propagation: the propagated plan, or the one re-optimised by cost, and both costs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_where_all_products_are_configured_nothing_is_left_to_follow() -> None:
 
 
 def test_on_many_devices_what_costs_twice_as_much_is_not_followed() -> None:
-    """A slice of a net this small takes less time than the call that sends it."""
+    """Computing a slice of so small a net takes less time than sending it."""
     graph, wide = quickstart().graph, prime_mesh(64)
     made = problem(graph, wide, {"matmul": {"m": ("d0",), "k": ("d1",)}})
     machine = replace(SLOW, levels=(Level("rank", 64, Link(1e8, 1e-4)),))

@@ -1,4 +1,4 @@
-"""Recursive programming: what it finds trains, keeps what is configured, and takes work that hardly grows."""
+"""Recursive programming: its plans train and keep configured strategies, and its work hardly grows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.strategies.search.problems import gpt, line, llama, nodes, prime_mesh
 from tests.strategies.whole_model import TOLERANCE, Model
 
 LINKED = Cluster("linked", (Level("rank", 24, Link(1e12, 0.0)),), {"float32": 1e8, "float64": 1e8}, 10**9, 1e8, 0.0)
-"""Slow devices and fast links: nothing stays whole for the latency of a collective."""
+"""Slow devices and fast links: the latency of collectives never favours replication."""
 
 
 def text(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_the_mesh_has_the_boundaries_of_the_levels() -> None:
 
 
 def test_it_beats_data_parallelism_and_its_rounds_alone() -> None:
-    """Every sweep can only gain; on the machine of the plan, whatever the closed form leaves out."""
+    """No sweep increases the cost on the cluster of the plan, despite the approximations of the closed form."""
     for graph in (gpt(3), llama(3)):
         mesh = prime_mesh(16)
         made, machine = problem(graph, mesh), nodes(2)

@@ -1,4 +1,4 @@
-"""Operators that are alike: repeated layers become one, and nothing else does."""
+"""Equivalent operators: repeated layers are contracted, and nothing else."""
 
 from __future__ import annotations
 

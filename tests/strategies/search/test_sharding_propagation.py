@@ -91,7 +91,7 @@ def test_quickstart() -> None:
 
 
 def test_relu_is_the_cheapest_of_all_that_use_every_device() -> None:
-    """By hand over every placement of the axes: no other relu makes its two edges cheaper."""
+    """By enumeration of the placements of axes: no other relu makes its two edges cheaper."""
     torch.manual_seed(0)
     model = Model(Quickstart(), nn.MSELoss(), (torch.randn(16, 32), torch.randn(16, 16)))
     plan = plan_of(model, strategies={"matmul": wanted((2, 4), (4, 1))})
@@ -143,8 +143,8 @@ def test_a_join_waits_for_all_of_its_inputs() -> None:
     model = model_of(lambda net, x: net.b(net.a(x)) + net.c(x))
     strategies = {"a": wanted((1, 1), (8, 1)), "c": wanted((1, 1), (8, 1))}
     plan = plan_of(model, strategies=strategies, dataset_strategy="full_batch")
-    assert counts(model, plan, "b") == [(1, 8), (1, 8)]  # takes what a hands on, and leaves a sum
-    assert counts(model, plan, "add")[0] == (1, 8)  # as c hands on
+    assert counts(model, plan, "b") == [(1, 8), (1, 8)]  # takes a's layout, and leaves a partial sum
+    assert counts(model, plan, "add")[0] == (1, 8)  # c's layout
     assert model.difference(plan) < TOLERANCE
 
 
@@ -164,7 +164,7 @@ def test_a_join_takes_the_smallest_sum() -> None:
 
 
 def test_what_nothing_leads_to_gets_the_default() -> None:
-    """What is only written to a buffer has no neighbour that leads to the loss."""
+    """An operator that only updates a buffer has no neighbour on a path to the loss."""
 
     class Watched(nn.Module):
         def __init__(self) -> None:
@@ -270,7 +270,7 @@ def test_candidates_use_as_many_devices_as_the_dims_allow_and_are_all_legal() ->
 
 
 def test_chains_of_many_axes_are_written_down_and_send_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over one kind of link: what is searched for on few axes sends least, and mostly no less."""
+    """Over one kind of link: a search, used on few axes, never sends more than the closed form, and mostly as much."""
     spec, machine = TensorSpec((64, 64), "float32"), node(16)
     mesh = Mesh((("a", 2), ("b", 2), ("c", 4)))
     searched, written = LinkSeconds(mesh, machine), LinkSeconds(mesh, machine)
