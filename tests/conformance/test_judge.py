@@ -111,7 +111,7 @@ def test_what_we_can_do_and_they_cannot_differs_once_it_ran() -> None:
     assert (found.kind, found.ran) == ("differs", True)
 
 
-def test_what_is_unknown_is_named() -> None:
+def test_unknown_cases_are_named() -> None:
     assert verdict("network.1.op", "Frobnicate") == Verdict("not mapped", "operator Frobnicate")
     assert verdict("mode", "hybrid_parallel") == Verdict("not mapped", "mode hybrid_parallel")
     assert verdict("network.0.in.1.shape", [9, 32]).kind == "not mapped"

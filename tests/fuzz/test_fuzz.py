@@ -50,7 +50,7 @@ def test_random_graphs(shard: int) -> None:
     assert unsure <= 1
 
 
-def test_every_rule_is_drawn() -> None:
+def test_every_rule_is_generated() -> None:
     assert sorted(RULES.keys() - GENERATORS.keys()) == sorted(WITHOUT)
 
 

@@ -62,7 +62,7 @@ def made(case: Callable[[Tensor, Tensor], Any], wrapped: bool) -> tuple[Any, int
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_what_is_remembered_is_what_is_made(case: Callable[[Tensor, Tensor], Any]) -> None:
+def test_cached_results_equal_a_new_dispatch(case: Callable[[Tensor, Tensor], Any]) -> None:
     shapes.forget()
     plain, _ = made(case, wrapped=False)
     first, peak = made(case, wrapped=True)
@@ -72,7 +72,7 @@ def test_what_is_remembered_is_what_is_made(case: Callable[[Tensor, Tensor], Any
     assert shapes._known == known  # the second time it was known
 
 
-def test_what_is_known_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_results_need_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode() as mode:
         a = torch.zeros(4, 8)
         for _ in range(2):

@@ -12,7 +12,7 @@ from strategies.core.mesh import Mesh
 from tests.strategies.machines import GPU, NODE, cluster
 
 
-def test_a_group_crosses_the_levels_that_its_axes_lie_on() -> None:
+def test_a_group_crosses_the_levels_of_its_axes() -> None:
     mesh, nodes = Mesh((("dp", 4), ("tp", 8))), cluster(4, 8)
     assert nodes.spread(mesh, ["tp"]) == (1, 8)
     assert nodes.spread(mesh, ["dp"]) == (4, 1)

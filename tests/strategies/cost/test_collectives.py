@@ -18,7 +18,7 @@ MESH = Mesh((("dp", 4), ("tp", 8)))
 MACHINE = cluster(4, 8)
 
 
-def test_a_ring_takes_its_rounds_and_its_bytes() -> None:
+def test_a_ring_takes_its_steps_and_its_bytes() -> None:
     ring = replace(MACHINE, algorithms=(RING,))
     one_way = 7 * GPU.latency + 7e6 / GPU.bandwidth
     assert collective_seconds(ALL_GATHER, 7e6, ("tp",), MESH, ring) == pytest.approx(GPU.call + one_way)

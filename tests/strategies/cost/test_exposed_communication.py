@@ -93,7 +93,7 @@ def _whole(program: Program) -> list[Any]:
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(0.0, 0.0), (1e-5, 0.0), (0.0, 1e-5), (1e-5, 1e-5), (1.0, 1.0)])
-def test_a_sum_hides_behind_the_other_branch_both_ways(model: Model, forward: float, backward: float) -> None:
+def test_a_sum_overlaps_with_the_other_branch_forward_and_backward(model: Model, forward: float, backward: float) -> None:
     """first's sum runs while `second` and its tanh compute; in backward likewise for the gradients."""
     program, machine = split(model), replace(MACHINE, launch=0.0, memory_bandwidth=1e18)  # copies take no time
     (start,) = (one for one in program.instructions if isinstance(one, Start) and one.of.operator == "add")

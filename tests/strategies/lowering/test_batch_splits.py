@@ -117,7 +117,7 @@ def test_one_batch_in_any_plan(model: Model, draw: Any, count: int) -> None:
     assert done > 3
 
 
-def test_what_is_there_once_and_what_per_copy(model: Model, draw: Any) -> None:
+def test_what_exists_once_and_what_per_split(model: Model, draw: Any) -> None:
     made = copied(model, whole(model, draw), 2)
     names = [operator.name for operator in made.graph.operators]
     assert {"up~0", "up~1", "q~0", "softmax~1", "head~1"} <= set(names)

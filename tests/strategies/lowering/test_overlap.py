@@ -140,7 +140,7 @@ def test_a_recomputed_module_keeps_what_it_does(model: Model, draw: Any, kept: t
     assert kept or started > 20
 
 
-def test_a_start_launches_and_a_wait_lands_both_ways() -> None:
+def test_a_start_launches_and_a_wait_lands_forward_and_backward() -> None:
     told: list[str] = []
 
     class Noted(Communicator):

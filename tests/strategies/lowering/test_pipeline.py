@@ -231,7 +231,7 @@ def refused(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_cuts_that_cannot_be_are_told() -> None:
+def test_invalid_cuts_are_reported() -> None:
     graph = Pipeline(gpt(), NextTokenLoss(), tokens(1)).captured.graph
     assert "Did you mean 'layers.1'?" in refused(lambda: in_stages(graph, 2, {"layer.1": 1}))
     assert "has the stages 0 to 1" in refused(lambda: in_stages(graph, 2, {"layers.1": 2}))

@@ -45,7 +45,7 @@ def every(kinds: tuple[str, ...] = KINDS) -> list[tuple[str, int, int, int]]:
 
 
 @pytest.mark.parametrize("case", every(), ids=str)
-def test_every_micro_batch_runs_both_ways_once_in_order(case: tuple[str, int, int, int]) -> None:
+def test_every_micro_batch_runs_forward_and_backward_once_in_order(case: tuple[str, int, int, int]) -> None:
     _, groups, micro_batches, virtual = case
     schedule = make_schedule(*case)
     assert last_stage(schedule) == groups * virtual - 1
@@ -147,7 +147,7 @@ def test_bubble_of_unequal_stages() -> None:
     assert bubble(schedule, [1.0, 3.0]) == pytest.approx(1 - 24 / 42)
 
 
-def test_activations_held() -> None:
+def test_live_activations() -> None:
     assert [peak_activations(actions) for actions in make_schedule("gpipe", 4, 8)] == [8, 8, 8, 8]
     assert [peak_activations(actions) for actions in make_schedule("1f1b", 4, 8)] == [4, 3, 2, 1]
     assert [peak_activations(actions) for actions in make_schedule("interleaved_1f1b", 4, 8, 2)] == [11, 9, 7, 5]

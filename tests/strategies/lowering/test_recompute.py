@@ -122,7 +122,7 @@ def calls(found: Captured, wanted: RecomputeRequest | None) -> Counter[str]:
     return mode.count
 
 
-def test_what_is_kept_runs_once(gpt):
+def test_saved_operators_run_once(gpt):
     plain, full, selective = (calls(gpt, wanted) for wanted in (None, WAYS["full"], WAYS["selective"]))
     products = {"addmm", "mm", "bmm"}
     assert sum(full[name] for name in products) > sum(plain[name] for name in products)
@@ -207,7 +207,7 @@ def test_nothing_stays_after_backward(gpt):
     assert left <= own
 
 
-def test_what_is_recomputed_is_part_of_the_plan(gpt):
+def test_recomputation_is_part_of_the_plan(gpt):
     plan = planned(gpt, WAYS["selective"])
     assert plan.recompute is not None
     assert plan.recompute.modules == LAYERS
@@ -223,7 +223,7 @@ def test_what_is_recomputed_is_part_of_the_plan(gpt):
     assert "layers.0.feed_forward_dropout" in kinds.kept
 
 
-def test_the_plan_tells_the_bytes(gpt):
+def test_the_plan_reports_the_bytes(gpt):
     plan = planned(gpt, WAYS["full"])
     program = lower(gpt.graph, plan, LoweringOptions(partial_loss=True))
     content = describe(gpt.graph, plan, program, settings=OptimizerSettings(), cluster=cluster(8))

@@ -38,7 +38,7 @@ def test_what_was_there_before_counts_when_it_is_used():
         assert (live.now, live.peak) == (2048, 3072)
 
 
-def test_what_is_made_on_the_host_or_from_the_hosts_is_the_hosts():
+def test_tensors_made_on_the_host_or_from_host_tensors_are_on_the_host():
     with Live("cpu") as live:
         with on_side(True):
             host = torch.zeros(256)

@@ -85,7 +85,7 @@ def never_whole(monkeypatch):
     [pytest.param("llama", 1, torch.bfloat16, marks=pytest.mark.slow), ("gpt", 2, torch.float32)],
     ids=["llama", "gpt"],
 )
-def test_memory_is_that_of_the_whole_program(never_whole, name, accumulate, dtype, stage, again):
+def test_memory_is_that_of_the_full_program(never_whole, name, accumulate, dtype, stage, again):
     program = program_of(name, again, stage, dtype=dtype)
     settings = OptimizerSettings(stage, torch.optim.AdamW, accumulate=accumulate)
     assert trace_repeated(program, settings) == trace(program, settings)
@@ -99,7 +99,7 @@ def test_buckets_of_zero_are_added_up_where_they_are_full(never_whole, stage, bu
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
-def test_a_bucket_during_backward_is_told_little_too_much(never_whole):
+def test_a_bucket_during_backward_is_slightly_overestimated(never_whole):
     graph = graph_of("llama", DEPTH["llama"], torch.float32)
     program = lower(graph, make_plan(graph, Request("data_parallel", 4)), LoweringOptions(partial_loss=True))
     settings = OptimizerSettings(0, torch.optim.AdamW, cut=BucketLimits(5000), overlap=True)
@@ -115,14 +115,14 @@ def test_a_bucket_during_backward_is_told_little_too_much(never_whole):
 @pytest.mark.parametrize(
     "settings", [OptimizerSettings(0, overlap=True), OptimizerSettings(3, bucket=100)], ids=["joined", "small"]
 )
-def test_what_repetitions_do_not_tell_is_traced(settings):
+def test_programs_that_repetitions_cannot_predict_are_traced(settings):
     """A joined bucket is much of so small a model; a gradient larger than its bucket waits for the next one."""
     program = program_of("gpt", None, settings.stage)
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8])
-def test_layers_of_two_plans_are_told_from_more_repetitions(never_whole, share):
+def test_layers_of_two_plans_are_predicted_from_more_repetitions(never_whole, share):
     """The code after the last repetition may start inside it, where a memory limit changes later layers."""
     graph = graph_of("llama", 14, torch.bfloat16)
     request = Request("auto", 4, "dynamic_programming", mesh=(("a", 4),))
@@ -179,7 +179,7 @@ def test_layers_of_other_widths_are_no_repetition():
     assert repeated_blocks(program) is None
 
 
-def test_programs_that_are_alike_are_traced_once(monkeypatch):
+def test_equivalent_programs_are_traced_once(monkeypatch):
     """Stages of one model; a separate optimizer group makes a stage different."""
     graph = graph_of("llama", 8, torch.float32)
     plan = make_plan(graph, Request("data_parallel", 2))
@@ -209,7 +209,7 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
     assert len(traced) == 4
 
 
-def test_the_form_of_a_program_tells_what_it_does():
+def test_the_form_of_a_program_determines_its_memory():
     """At any depth, shapes, layouts, recompute and reductions change the form; names do not."""
     program = program_of("llama", None, 0)
     assert program_signature(program) == program_signature(program_of("llama", None, 0))

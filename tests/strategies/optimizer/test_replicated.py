@@ -121,7 +121,7 @@ def test_the_norm_is_only_measured_where_it_is_needed(alone):
         assert (updates.update(measure) is not None) is expected
 
 
-def test_a_norm_that_is_no_number_is_told(alone):
+def test_a_norm_that_is_not_finite_is_reported(alone):
     task, _, make = alone
     updates = make(clip=1.0)
     updates.backward(updates.module(*task.batches[0][0]) * float("nan"))
@@ -267,7 +267,7 @@ def test_optimizers_that_do_not_fit_the_step_are_refused(alone, kind):
         make(factory=getattr(torch.optim, kind), groups=[{"names": list(program.trainable_names)}])
 
 
-def test_optimizers_by_shape_need_whole_parameters(alone, training):
+def test_optimizers_by_shape_need_full_parameters(alone, training):
     _, program, make = alone
     groups = [{"names": list(program.trainable_names)}]
     make(factory=torch.optim.Adafactor, groups=groups)

@@ -130,7 +130,7 @@ def test_what_means_nothing_is_an_error(graph: OperatorGraph, path: str) -> None
         configured(graph, shardings(graph), {path: wanted((1, 1), (1, 1))})
 
 
-def test_the_closest_name_is_told(graph: OperatorGraph) -> None:
+def test_the_closest_name_is_reported(graph: OperatorGraph) -> None:
     with pytest.raises(StrategyError, match=r"Did you mean 'layers\.0\.dense\.matmul'"):
         configured(graph, shardings(graph), {"layer.0.dense.matmul": wanted((1, 1), (1, 1))})
 

@@ -69,7 +69,7 @@ def changed(graph: OperatorGraph, plan: Plan, name: str, other: Alternative) -> 
 
 
 @pytest.mark.parametrize("make", [quickstart, gpt])
-def test_a_difference_is_that_of_the_whole_plans(make) -> None:
+def test_a_difference_is_that_of_the_full_plans(make) -> None:
     graph, plan = make()
     compute, sent, _ = whole(graph, plan)
     tried = 0

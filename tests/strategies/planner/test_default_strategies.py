@@ -50,7 +50,7 @@ def sent_for(model: Model, plan: Plan, name: str) -> list[str]:
     return [step.kind for r in found for step in r.forward if step.kind not in LOCAL]
 
 
-def test_a_view_lies_as_what_it_shows(heads: Model) -> None:
+def test_a_view_takes_the_layout_of_its_base(heads: Model) -> None:
     plan = plan_of(heads, {"matmul": ((1, 1), (1, 8))})
     assert counts(heads, plan, "view") == (1, 8)
     assert counts(heads, plan, "transpose") == (1, 8, 1)
@@ -67,7 +67,7 @@ def test_a_view_whose_default_sends_less_keeps_it(heads: Model) -> None:
     assert heads.difference(summed) < TOLERANCE
 
 
-def test_a_view_that_cannot_lie_as_what_it_shows_keeps_its_default() -> None:
+def test_a_view_that_cannot_take_the_layout_of_its_base_keeps_its_default() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), nn.Unflatten(0, (4, 4)), nn.Flatten(1))
     model = Model(net, nn.MSELoss(), (torch.randn(16, 16), torch.randn(4, 64)))

@@ -114,7 +114,7 @@ def test_keys_that_scripts_rely_on() -> None:
     assert content["unsliced"] == []
 
 
-def test_the_plan_can_be_read_from_what_is_told() -> None:
+def test_the_plan_can_be_read_from_its_description() -> None:
     model, plan = quickstart()
     assert Plan.from_json(told(model, plan)) == plan
 

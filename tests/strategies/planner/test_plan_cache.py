@@ -74,7 +74,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_told_and_not_believed(
+def test_a_damaged_entry_is_reported_and_not_used(
     damage: str, graph: OperatorGraph, plan: Plan, tmp_path: Path
 ) -> None:
     plan_cache.store(tmp_path, "key", plan, refuse)

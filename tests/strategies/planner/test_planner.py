@@ -120,7 +120,7 @@ def test_an_operator_without_a_batch_dim_is_replicated() -> None:
     assert model.difference(plan) < TOLERANCE
 
 
-def test_batch_dim_is_followed_through_operators_that_keep_it_whole(tied: Model) -> None:
+def test_batch_dim_is_followed_through_operators_that_replicate_it(tied: Model) -> None:
     plan = plan_of(tied)
     assert counts(tied.graph, plan, "renorm")[0] == (1, 1)  # no rule
     assert counts(tied.graph, plan, "norm")[0] == (8, 1)

@@ -277,7 +277,7 @@ def test_no_chain_is_cheaper_on_a_cube():
     assert_none_is_cheaper((2, 2, 2), (8, 16), every=3)
 
 
-def test_a_moved_axis_is_one_exchange_of_what_is_missing():
+def test_a_moved_axis_is_one_exchange_of_the_missing_elements():
     """((1, 8) -> (8, 1)) moves 7/8 of a slice, not the full tensor."""
     mesh = Mesh((("a", 8),))
     before, after = Layout(((), ("a",))), Layout((("a",), ()))

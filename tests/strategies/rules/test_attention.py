@@ -73,7 +73,7 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "attention")
 
 
-def test_grouped_heads_are_cut_by_whole_groups(cases):
+def test_grouped_heads_are_cut_at_group_boundaries(cases):
     graph = cases.captured.graph
     sizes = {
         name: rule_of(operator, graph).sizes["h"]

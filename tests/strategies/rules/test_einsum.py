@@ -78,7 +78,7 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "einsum")
 
 
-def test_diagonals_scalars_and_shorter_operands_stay_whole(cases, known):
+def test_diagonals_scalars_and_shorter_operands_are_replicated(cases, known):
     assert known(cases, "inner") == [True, False]
     assert known(cases, "kron") == [True, False]
 

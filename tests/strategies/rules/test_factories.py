@@ -64,7 +64,7 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "factories")
 
 
-def test_a_tensor_that_lends_its_dtype_may_lie_in_any_way(cases):
+def test_a_tensor_that_gives_only_its_dtype_may_have_any_layout(cases):
     """It need not be gathered: the sharding of its dims does not affect the result."""
     graph = cases.captured.graph
     (operator,) = (o for o in graph.operators if o.op == "new_full")

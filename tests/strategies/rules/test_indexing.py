@@ -61,7 +61,7 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "indexing")
 
 
-def test_a_search_per_row_and_a_flattened_one_run_whole(cases, known):
+def test_a_search_per_row_and_a_flattened_one_run_replicated(cases, known):
     assert known(cases, "searchsorted") == [True, False]
     assert known(cases, "take_along_dim") == [True, True, False]
 

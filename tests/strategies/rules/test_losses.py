@@ -108,6 +108,6 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "losses")
 
 
-def test_rows_that_broadcast_or_stand_alone_run_whole(cases, known):
+def test_rows_that_broadcast_or_stand_alone_run_replicated(cases, known):
     assert known(cases, "cosine_embedding_loss") == [True] * 3 + [False]
     assert known(cases, "triplet_margin_loss") == [True] * 4 + [False]

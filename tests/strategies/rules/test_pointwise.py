@@ -123,6 +123,6 @@ def test_pointwise(cases, check, mesh):
     check(cases, mesh, samples=2)
 
 
-def test_larger_companion_runs_whole(cases, known):
+def test_larger_companion_runs_replicated(cases, known):
     """type_as with a tensor of more dims cannot be sharded."""
     assert known(cases, "type_as") == [True, False]

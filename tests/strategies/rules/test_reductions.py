@@ -94,6 +94,6 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "reductions")
 
 
-def test_ranges_of_all_elements_run_whole(cases, known):
+def test_ranges_of_all_elements_run_replicated(cases, known):
     assert known(cases, "histc") == [True, False]
     assert known(cases, "nanquantile") == [False, True]

@@ -144,7 +144,7 @@ def test_fast_slices_of_equal_data_differ(capture_cases, factor):
     assert all(len(row.unique()) == 1 for row in results["features"][0].flatten(0, 1))
 
 
-def test_nothing_is_drawn_where_nothing_falls_out(capture_cases):
+def test_no_numbers_are_generated_where_nothing_is_dropped(capture_cases):
     cases = capture_cases(IDLE)
     with ExactRandom(KEY) as reference:
         _, *want = cases.suite()
@@ -166,7 +166,7 @@ def test_rrelu_is_leaky_with_slopes_between_the_bounds():
     assert abs(slopes[x < 0].mean() - 0.25) < 0.02
 
 
-def test_whole_draws_do_not_depend_on_the_order_in_memory():
+def test_full_draws_do_not_depend_on_the_memory_format():
     one, other = torch.ones(6, 4), torch.ones(4, 6).t()
     assert torch.equal(*(seeded("aten.rand_like.default", 1, 2, x) for x in (one, other)))
 
@@ -175,5 +175,5 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "sampling")
 
 
-def test_the_rest_runs_whole(known, cases):
+def test_the_rest_runs_replicated(known, cases):
     assert known(cases, "poisson") == [False]

@@ -89,7 +89,7 @@ def aliased(outcome: Outcome) -> bool:
     return bool(outcome.results) and all(storage(result) in own for result in outcome.results)
 
 
-def test_every_operator_with_a_rule_is_drawn_or_excused():
+def test_every_operator_with_a_rule_is_generated_or_excluded():
     assert set(RULES) - set(OPERATORS) == set(WITHOUT)
 
 

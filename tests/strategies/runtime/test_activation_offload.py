@@ -78,14 +78,14 @@ def test_each_storage_travels_once(home):
     assert away.moved == OffloadTraffic(400, 800, 400)
 
 
-def test_what_is_small_stays(home):
+def test_small_tensors_stay(home):
     away, net = home(401), Products()
     away.attach([net], [])
     net(torch.randn(10, 10, requires_grad=True)).backward()
     assert away.moved == OffloadTraffic()
 
 
-def test_what_is_kept_anyway_stays(home):
+def test_tensors_that_stay_alive_are_not_offloaded(home):
     away, net = home(), nn.Linear(50, 50, bias=False)
     away.attach([net], list(net.parameters()))
     x = torch.randn(2, 50, requires_grad=True)
@@ -140,7 +140,7 @@ def test_other_modules_and_evaluation_keep_as_before(home):
     assert away.moved.out == 40
 
 
-def test_a_full_disk_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     disk = Disk(tmp_path)
 
     def full(*_):
@@ -180,7 +180,7 @@ class Swapped(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["away", "looked up"])
-def test_what_comes_to_lie_where_a_parameter_was_is_no_parameter(way):
+def test_an_activation_in_the_memory_of_a_freed_parameter_is_no_parameter(way):
     net, x = Swapped(), torch.full((64,), 5.0, requires_grad=True)
     activations = Activations(CPU)
     if way == "away":

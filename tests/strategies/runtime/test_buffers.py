@@ -7,7 +7,7 @@ import torch
 from strategies.runtime.buffers import store
 
 
-def test_buffers_can_exchange_what_they_held() -> None:
+def test_buffers_can_exchange_their_values() -> None:
     first, second = torch.arange(4.0).view(2, 2), torch.ones(4)
     store([first, second], [second.view(2, 2), first.view(4)])
     assert first.tolist() == [[1, 1], [1, 1]] and second.tolist() == [0, 1, 2, 3]

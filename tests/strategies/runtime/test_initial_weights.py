@@ -51,7 +51,7 @@ def program_of(model: Model, draw: Any, seed: int) -> Program:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_slices_make_up_the_whole(model: Model, file: Path, draw: Any, seed: int) -> None:
+def test_slices_make_up_the_full_tensor(model: Model, file: Path, draw: Any, seed: int) -> None:
     program = program_of(model, draw, seed)
     pieces = [weights.read_slices(file, program, rank, "cpu") for rank in range(program.mesh.size)]
     for source in program.sources:

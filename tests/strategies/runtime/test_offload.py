@@ -76,7 +76,7 @@ def test_clipping_too(results):
         assert torch.allclose(found.weights[name], weight, rtol=1e-6, atol=1e-7), name
 
 
-def test_what_is_said_to_be_on_the_disk_is_there(results):
+def test_tensors_reported_on_the_disk_are_there(results):
     """Both weights, their fp32 masters and two moments each; biases stay in memory. Nothing has a name there."""
     found, folder = results
     masters, moments = COUNT * PIECE, 2 * COUNT * PIECE

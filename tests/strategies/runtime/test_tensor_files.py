@@ -96,7 +96,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["one.safetensors", "one.pt"])
-def test_initial_weights_that_lie_elsewhere(form: str, tmp_path: Path, draw: object) -> None:
+def test_initial_weights_that_are_stored_elsewhere(form: str, tmp_path: Path, draw: object) -> None:
     torch.manual_seed(0)
     model = Model(Net(), nn.CrossEntropyLoss(), (torch.randint(0, 8, (8,)), torch.randint(0, 8, (8,))))
     own = model.captured.tensors
@@ -126,7 +126,7 @@ def message(path: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_of_a_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no such file or folder" in message(tmp_path / "nowhere")
     assert "this folder holds no file of weights" in message(tmp_path)
     (tmp_path / "weights.txt").write_text("", encoding="utf-8")
@@ -150,7 +150,7 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert "a is stored as F8_E4M3; quantised weights are not read" in message(tmp_path / "f8.safetensors")
 
 
-def test_what_is_wrong_with_an_index_is_told(tmp_path: Path) -> None:
+def test_damage_of_an_index_is_reported(tmp_path: Path) -> None:
     place = tmp_path / "model.safetensors.index.json"
     place.write_text("[]", encoding="utf-8")
     assert "cannot be read as weights (TypeError" in message(place)
@@ -160,7 +160,7 @@ def test_what_is_wrong_with_an_index_is_told(tmp_path: Path) -> None:
     assert "a is not in one.safetensors, although the index says so" in message(tmp_path)
 
 
-def test_a_file_that_has_gone_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     for form in ("one.safetensors", "one.pt"):
         entry: StoredTensor = index(write(form, tmp_path, tensors()))["half"]
         Path(entry.file).unlink()

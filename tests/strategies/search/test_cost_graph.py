@@ -48,7 +48,7 @@ def test_solutions_cost_and_keep_what_their_parts_do(make: type, sizes: tuple[in
         assert graph.bytes(indices) == pytest.approx(kept, rel=1e-12)
 
 
-def test_what_a_solution_uses_is_settled() -> None:
+def test_costs_that_a_solution_uses_are_exact() -> None:
     problem = problem_of(llama(2), 2, 4)
     transfers = ReshardingCosts(problem.mesh, NODES, at_once=0)
     graph = CostGraph(problem, StrategySpace(problem, transfers))
@@ -103,7 +103,7 @@ def test_all_options_of_an_operator_take_what_each_takes_alone(sizes: tuple[int,
     assert checked > 30
 
 
-def test_operators_look_alike_where_only_names_of_values_differ() -> None:
+def test_operators_are_equivalent_where_only_names_of_values_differ() -> None:
     graph = llama(3)
 
     def alike(seen: OperatorGraph, first: str, second: str) -> bool:

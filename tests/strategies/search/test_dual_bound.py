@@ -81,7 +81,7 @@ def test_no_solution_costs_less_than_the_messages_say() -> None:
 
 
 @pytest.mark.parametrize("efforts", [(2**3,), (2**6,), (2**3, 2**20)])
-def test_a_solver_network_tells_its_optimum_or_less(efforts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solver_graph_returns_its_optimum_or_less(efforts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """With enough elimination_effort it is the optimum; with less it stays a bound. Higher costs raise it."""
     monkeypatch.setattr("strategies.search.dual_bound.EFFORTS", efforts)
     exact = 0

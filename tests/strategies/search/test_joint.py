@@ -61,7 +61,7 @@ def test_bounds_spare_most_prices():
     assert (decision.choice, decision.tried, decision.pruned) == (CHOICES[0], 1, len(CHOICES) - 1)
 
 
-def test_what_is_refused_is_passed_over_and_told_if_it_is_all():
+def test_rejected_candidates_are_skipped_and_reported_if_all_are():
     def look(choice: Choice) -> Iterator[Priced]:
         if choice.stages > 1:
             raise StrategyError("MW431", f"no {choice.stages} stages")
@@ -72,7 +72,7 @@ def test_what_is_refused_is_passed_over_and_told_if_it_is_all():
         decide({choice: Bound(0, 0) for choice in CHOICES if choice.stages > 1}, 1, look)
 
 
-def test_nothing_fits_tells_the_smallest_need():
+def test_nothing_fits_reports_the_smallest_need():
     sizes = {choice: 1000 + number for number, choice in enumerate(CHOICES)}
     with pytest.raises(
         StrategyError, match=r"fits into 10 B .* of 12 choices the smallest need is at least 1000 B \(ZeRO 0, no"

@@ -56,7 +56,7 @@ def test_fewer_states_leave_room_for_a_faster_plan(made: Problem) -> None:
     )
 
 
-def test_a_limit_that_nothing_keeps_is_told() -> None:
+def test_a_limit_that_no_plan_fits_is_reported() -> None:
     asked = Request("auto", 4, "recursive_programming", memory_limit=2**20)
     with pytest.raises(StrategyError, match=r"memory_limit = 1 MiB per rank, but .* the smallest needs .* GiB"):
         make_plan(gpt(1), asked, node(4))

@@ -38,12 +38,12 @@ def seconds(problem: Problem, stage: int, turns: int, sliced: bool = False) -> f
     return NodeCost(replace(problem, stage=stage, micro_batches=turns), NODES).parameter_seconds(layout, source.spec)
 
 
-def test_what_is_done_once_per_step_counts_for_its_part(problem: Problem) -> None:
+def test_work_done_once_per_step_counts_for_its_share(problem: Problem) -> None:
     assert seconds(problem, 0, TURNS) == pytest.approx(seconds(problem, 0, 1) / TURNS)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_zero_does_for_every_micro_batch_counts_whole(problem: Problem, stage: int) -> None:
+def test_work_of_zero_for_every_micro_batch_counts_in_full(problem: Problem, stage: int) -> None:
     one, many = seconds(problem, stage, 1), [seconds(problem, stage, turns) for turns in (TURNS, 10**9)]
     assert one > many[0] > many[1] > 0.05 * one
     assert (many[0] - many[1]) * TURNS == pytest.approx(one - many[1])  # the rest is once per step

@@ -38,7 +38,7 @@ def seconds(made: Problem, one: Propagated, machine: Cluster = SLOW) -> float:
     return PlanCost(made, machine).total(one.assignments)
 
 
-def test_a_small_net_keeps_what_can_be_followed_and_tells_what_it_costs() -> None:
+def test_a_small_net_keeps_the_propagated_plan_and_reports_its_cost() -> None:
     made = quickstart("matmul")
     one = found(made)
     reached = Propagation(made, LinkSeconds(made.mesh, SLOW)).run()
@@ -66,7 +66,7 @@ def test_on_many_devices_what_costs_twice_as_much_is_not_followed() -> None:
     assert one.assignments[graph.by_name["matmul"].id] == made.fixed[graph.by_name["matmul"].id]
 
 
-def test_a_model_with_layers_takes_the_cheapest_and_tells_what_was_followed() -> None:
+def test_a_model_with_layers_takes_the_cheapest_and_reports_the_propagated_plan() -> None:
     graph, mesh = gpt(2), prime_mesh(4)
     names = [operator.name for operator in graph.operators if operator.name.endswith("q_proj")]
     rows: Assignment = {"batch0": ("d0", "d1")}
@@ -75,7 +75,7 @@ def test_a_model_with_layers_takes_the_cheapest_and_tells_what_was_followed() ->
     assert one.cheapest_cost <= one.propagated_cost and math.isclose(seconds(made, one, machine), one.cheapest_cost)
 
 
-def test_a_plan_tells_both_prices() -> None:
+def test_a_plan_reports_both_costs() -> None:
     graph = quickstart().graph
     request = Request("auto", 4, strategies={"matmul": OperatorStrategy(((2, 2), (2, 1)), None)})
     total = make_plan(graph, request, SLOW).search["propagation"]

@@ -87,7 +87,7 @@ def test_handed_on_results_and_named_meshes_are_kept() -> None:
     assert model.difference(plan) < TOLERANCE
 
 
-def test_a_machine_that_is_too_small_is_told() -> None:
+def test_a_machine_that_is_too_small_is_reported() -> None:
     with pytest.raises(StrategyError, match=r"has 24 devices .*, but the mesh .* needs 32"):
         searched(MODELS["ffn"](), 32)
 
@@ -104,7 +104,7 @@ def test_the_mesh_has_the_boundaries_of_the_levels() -> None:
     assert machine.units(24) == (3,) and machine.units(8) == () and machine.units(12) == ()
 
 
-def test_it_beats_data_parallelism_and_its_rounds_alone() -> None:
+def test_it_beats_data_parallelism_and_a_single_pass() -> None:
     """No sweep increases the cost on the cluster of the plan, despite the approximations of the closed form."""
     for graph in (gpt(3), llama(3)):
         mesh = prime_mesh(16)

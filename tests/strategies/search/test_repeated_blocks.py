@@ -40,7 +40,7 @@ def test_members_and_edges_are_those_of_the_graph() -> None:
     assert sum(times for edge, times in found.edges.items() if edge.after is None) == len(values)
 
 
-def test_alike_are_only_operators_with_the_same_rule_and_shapes() -> None:
+def test_only_operators_with_the_same_rule_and_shapes_are_equivalent() -> None:
     graph = llama(4)
     made = problem(graph, MESH)
     for members in equivalence_classes(made).members:
