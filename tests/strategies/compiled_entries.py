@@ -50,10 +50,10 @@ class Ran:
 
 def compare(rank: Any, payload: tuple[list[Case], list[str]]) -> list[dict[str, Any]]:
     """Every case in every mode: eager, compiled as one module, compiled by leaves; and the order of its collectives."""
-    cases, ways = payload
+    cases, modes = payload
     found = []
     for case in cases:
-        ran = {way: _run(case, rank.rank, way) for way in ways}
+        ran = {way: _run(case, rank.rank, way) for way in modes}
         found.append({**ran, "order": compiled.order()})
     return _gather(found)
 

@@ -98,14 +98,16 @@ def _step(case: Case, rank: int) -> Result:
     if rank:
         return Result(0.0, {}, [], [], [])
     sources = {source.name: source for source in program.sources}
-    whole = {
+    full_gradients = {
         name: assemble(
             [one[2][name] for one in gathered], program.layouts[sources[name].id], sources[name].spec.shape, mesh
         )
         for name in gathered[0][2]
     }
     names = [name for name, _ in module.named_parameters()]
-    return Result(total.item(), whole, names, [one[0] for one in gathered], [one[1] for one in gathered], calls)
+    return Result(
+        total.item(), full_gradients, names, [one[0] for one in gathered], [one[1] for one in gathered], calls
+    )
 
 
 def _gather(value: Any) -> list[Any]:

@@ -52,11 +52,11 @@ def _kept(setup: Setup, name: str) -> tuple[str, int, int, int]:
 
 def _same(setup: Setup, ours: dict[str, Range]) -> bool:
     weights = setup.weights()
-    held = {key: pieces for batch in setup.updates.pieces(write=True) for key, pieces in batch.items()}
+    pieces_by_key = {key: pieces for batch in setup.updates.pieces(write=True) for key, pieces in batch.items()}
     for name, one in ours.items():
-        elements = sum(piece.view.numel() for piece in held[f"model/{name}"])
+        elements = sum(piece.view.numel() for piece in pieces_by_key[f"model/{name}"])
         flat = weights[name].reshape(-1)[one.first : one.first + one.count].float()
-        joined = torch.cat([piece.view.reshape(-1) for piece in held[f"model/{name}"]])
+        joined = torch.cat([piece.view.reshape(-1) for piece in pieces_by_key[f"model/{name}"]])
         if elements != one.count or not torch.equal(flat, joined):
             return False
     return True

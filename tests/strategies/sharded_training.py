@@ -394,15 +394,13 @@ def _train(rank: int, task: Task, case: Case, mesh: Mesh = MESH) -> Result | str
         norms.append(norm)
         setup.scheduler.step()
         evaluated.append(setup.evaluate(micro_batches[0][0]))
-    whole_gradients, same = setup.whole(gradients)
+    full_gradients, same = setup.whole(gradients)
     weights, equal = setup.whole(setup.weights())
     moved, on_disk = dict(setup.updates.moved), _on_disk(case.offload)
     setup.updates.close()
     expected = predicted(setup.program).get("all_reduce", 0)
     same = same and equal
-    return Result(
-        losses, norms, whole_gradients, weights, sent, expected, same, evaluated, moved, on_disk, setup.copied
-    )
+    return Result(losses, norms, full_gradients, weights, sent, expected, same, evaluated, moved, on_disk, setup.copied)
 
 
 def refs_of(instruction: Compute) -> list[Ref]:

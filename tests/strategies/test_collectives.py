@@ -49,9 +49,9 @@ def test_values_and_adjoints(found: dict[str, Any], name: str) -> None:
 
 
 def test_sharded_parameters(found: dict[str, Any]) -> None:
-    whole = torch.arange(32.0).view(4, 8)
+    tensor = torch.arange(32.0).view(4, 8)
     pieces = found["shard_parameter"]["pieces"]
-    assert all(torch.equal(pieces[rank], whole.chunk(4, 1)[rank % 2 * 2 + rank // 2]) for rank in range(4))
+    assert all(torch.equal(pieces[rank], tensor.chunk(4, 1)[rank % 2 * 2 + rank // 2]) for rank in range(4))
     assert found["shard_parameter"]["declared"] == (Layout(((), ("b", "a"))), (4, 8))
 
 

@@ -114,7 +114,7 @@ class Trees:
     def buffers(self) -> dict[str, Tensor]:
         return {
             source.name: assemble(
-                [held[source.name] for held in self.slices],
+                [slices[source.name] for slices in self.slices],
                 self.program.layouts[source.id],
                 source.spec.shape,
                 self.mesh,
@@ -127,8 +127,8 @@ class Trees:
         found = {}
         for source in self.program.sources:
             if source.trainable and source.kind != "input":
-                held = [slices[source.name] for slices in self.slices]
-                gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in held]
+                leaves = [slices[source.name] for slices in self.slices]
+                gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in leaves]
                 left = Layout(self.program.layouts[source.id].dims, frozenset(self.program.reductions[source.name]))
                 found[source.name] = assemble(gradients, left, source.spec.shape, self.mesh)
         return found

@@ -63,9 +63,9 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    body, told = REFUSED[name]
+    body, message = REFUSED[name]
     before = Tensor.register_hook, torch.autograd._engine_run_backward, rnn._packed_sequence_init
-    with pytest.raises(StrategyError, match=told):
+    with pytest.raises(StrategyError, match=message):
         captured(Net(body))
     assert (Tensor.register_hook, torch.autograd._engine_run_backward, rnn._packed_sequence_init) == before
 
@@ -96,10 +96,10 @@ ADDED: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_hooks_are_refused(name: str) -> None:
-    add, told = ADDED[name]
+    add, message = ADDED[name]
     net = Net(lambda net, x: net.inner(x))
     handle = add(net.inner)
-    with pytest.raises(StrategyError, match=told):
+    with pytest.raises(StrategyError, match=message):
         captured(net)
     handle.remove()
     assert captured(net).graph.operators

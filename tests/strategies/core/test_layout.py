@@ -34,10 +34,10 @@ def within(block):
 @given(placed())
 def test_blocks_tile_the_tensor_once_per_replica(case):
     mesh, layout, shape = case
-    held = np.zeros(shape, dtype=int)
+    replicas = np.zeros(shape, dtype=int)
     for rank in range(mesh.size):
-        held[within(layout.block(shape, mesh, rank))] += 1
-    assert (held == mesh.product(layout.replica_axes(mesh))).all()
+        replicas[within(layout.block(shape, mesh, rank))] += 1
+    assert (replicas == mesh.product(layout.replica_axes(mesh))).all()
 
 
 @given(placed())

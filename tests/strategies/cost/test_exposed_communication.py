@@ -93,7 +93,9 @@ def _whole(program: Program) -> list[Any]:
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(0.0, 0.0), (1e-5, 0.0), (0.0, 1e-5), (1e-5, 1e-5), (1.0, 1.0)])
-def test_a_sum_overlaps_with_the_other_branch_forward_and_backward(model: Model, forward: float, backward: float) -> None:
+def test_a_sum_overlaps_with_the_other_branch_forward_and_backward(
+    model: Model, forward: float, backward: float
+) -> None:
     """first's sum runs while `second` and its tanh compute; in backward likewise for the gradients."""
     program, machine = split(model), replace(MACHINE, launch=0.0, memory_bandwidth=1e18)  # copies take no time
     (start,) = (one for one in program.instructions if isinstance(one, Start) and one.of.operator == "add")
@@ -106,9 +108,9 @@ def test_a_sum_overlaps_with_the_other_branch_forward_and_backward(model: Model,
     some = added_seconds(program, names, machine)
     one = start.of
     assert isinstance(one, Redistribute)
-    ways = [(forward, one.forward), (backward, one.backward)]
-    sent = [sum(step_seconds(s, one.spec.item_bytes, program.mesh, machine) for s in chain) for _, chain in ways]
-    hidden = sum(min(time, seconds) for (time, _), seconds in zip(ways, sent, strict=True))
+    directions = [(forward, one.forward), (backward, one.backward)]
+    sent = [sum(step_seconds(s, one.spec.item_bytes, program.mesh, machine) for s in chain) for _, chain in directions]
+    hidden = sum(min(time, seconds) for (time, _), seconds in zip(directions, sent, strict=True))
     assert sum(idle.values()) - sum(some.values()) == pytest.approx(hidden)
     assert sent[0] > 1e-5
 

@@ -26,8 +26,8 @@ SPECS = (
 
 def tables_of(costs: ReshardingCosts) -> tuple[LayoutTable, LayoutTable]:
     """Layouts of tensors of three dims, with partial sums and without."""
-    every, whole = (np.array(list(product(range(low, 3), repeat=2))) for low in (-2, -1))
-    return costs.table(every, 3), costs.table(whole, 3)
+    every, not_partial = (np.array(list(product(range(low, 3), repeat=2))) for low in (-2, -1))
+    return costs.table(every, 3), costs.table(not_partial, 3)
 
 
 def exact_seconds(
@@ -75,14 +75,16 @@ def test_one_exact_pair_makes_all_with_its_pattern_exact(monkeypatch: pytest.Mon
             int(np.flatnonzero((before.dims == dims).all(1) & (before.partial == 0))[0])
             for dims in ([0, 3, 0], [0, 0, 3])
         )
-        whole = int(np.flatnonzero((after.dims == 0).all(1))[0])
-        costs.evaluate(before, after, first, sliced, whole)
+        replicated = int(np.flatnonzero((after.dims == 0).all(1))[0])
+        costs.evaluate(before, after, first, sliced, replicated)
         for bound, spec in zip(bounds, (first, second), strict=True):  # dims behind the first have no order
             exact = costs._matrices[costs._key(before, after, spec)].exact
-            assert exact[sliced, whole] and exact[other, whole]
-            same = np.isclose(bound, bound[sliced, whole], rtol=1e-9)
-            line = np.flatnonzero(same[sliced]), np.flatnonzero(same[:, whole])
-            assert (exact.sum() == 2) if equal < 0 else (exact[sliced, line[0]].all() and exact[line[1], whole].all())
+            assert exact[sliced, replicated] and exact[other, replicated]
+            same = np.isclose(bound, bound[sliced, replicated], rtol=1e-9)
+            line = np.flatnonzero(same[sliced]), np.flatnonzero(same[:, replicated])
+            assert (
+                (exact.sum() == 2) if equal < 0 else (exact[sliced, line[0]].all() and exact[line[1], replicated].all())
+            )
             assert len(line[0]) + len(line[1]) > 2
 
 

@@ -56,11 +56,11 @@ def test_slices_share_the_work_and_padding_counts(graph: OperatorGraph) -> None:
     rule = rule_of(product, graph)
     rows, columns = rule.results[0]
     assert rows is not None and columns is not None
-    whole, half = (seconds(graph, product, **cut) for cut in ({}, {rows: ("dp",)}))
+    full, half = (seconds(graph, product, **cut) for cut in ({}, {rows: ("dp",)}))
     calls = 3 * MACHINE.launch
-    assert half - calls == pytest.approx((whole - calls) / 2)
+    assert half - calls == pytest.approx((full - calls) / 2)
     third = operator_seconds(rule, {columns: ("x",)}, product, graph, Mesh((("x", 3),)), MACHINE, True)
-    assert third - calls == pytest.approx((whole - calls) * 334 / 1000)  # 1000 columns in slices of 334
+    assert third - calls == pytest.approx((full - calls) * 334 / 1000)  # 1000 columns in slices of 334
 
 
 def test_a_pointwise_operator_is_bound_by_its_bytes(graph: OperatorGraph) -> None:

@@ -128,6 +128,6 @@ def test_an_update_takes_what_its_calls_read_and_write(model: Model) -> None:
 
 
 def test_parts_make_the_total(model: Model) -> None:
-    told = cost(model, OptimizerSettings(3)).to_json()
-    assert told["total"] == told["compute"] + told["communication"] + told["optimizer"]  # type: ignore[operator]
-    assert told["cluster"] == "described"
+    reported = cost(model, OptimizerSettings(3)).to_json()
+    assert reported["total"] == reported["compute"] + reported["communication"] + reported["optimizer"]  # type: ignore[operator]
+    assert reported["cluster"] == "described"

@@ -109,11 +109,13 @@ def test_the_same_bits_in_another_order(model: Model, draw: Any) -> None:
 def test_independent_computation_comes_before_the_wait(model: Model, draw: Any) -> None:
     """The sum of the first branch runs while the second one is computed."""
     plan = model.random_plan(draw, 3)
-    whole = {name: replace(one, assignment={}, outputs=None) for name, one in plan.operators.items()}
+    plans_by_operator = {name: replace(one, assignment={}, outputs=None) for name, one in plan.operators.items()}
     for layer in range(2):
         name = f"layers.{layer}.first"
-        whole[name] = replace(whole[name], assignment={"k": ("a", "b")})
-    plan = replace(plan, operators=whole, tensors={n: Layout.replicated(len(t.dims)) for n, t in plan.tensors.items()})
+        plans_by_operator[name] = replace(plans_by_operator[name], assignment={"k": ("a", "b")})
+    plan = replace(
+        plan, operators=plans_by_operator, tensors={n: Layout.replicated(len(t.dims)) for n, t in plan.tensors.items()}
+    )
     early = overlap(lower(model.graph, plan))
     order = [one.id for one in early.instructions]
     (start, *_) = (one for one in early.instructions if isinstance(one, Start) and one.of.value.id == "linear")
@@ -141,26 +143,26 @@ def test_a_recomputed_module_keeps_what_it_does(model: Model, draw: Any, kept: t
 
 
 def test_a_start_launches_and_a_wait_lands_forward_and_backward() -> None:
-    told: list[str] = []
+    events: list[str] = []
 
     class Noted(Communicator):
         def launcher(self, chains: Any) -> Any:
             def launch(tensors: Any) -> Any:
-                told.append("launch")
+                events.append("launch")
                 now = [tensor * 2 for tensor in tensors]
-                return lambda: told.append("land") or now
+                return lambda: events.append("land") or now
 
             return launch
 
     class Between(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            told.append("compute")
+            events.append("compute")
             return x * 3
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            told.append("compute")
+            events.append("compute")
             return gradient * 3
 
     layout, mesh = Layout.replicated(1), Mesh((("a", 2),))
@@ -173,10 +175,10 @@ def test_a_start_launches_and_a_wait_lands_forward_and_backward() -> None:
     started = start(x)
     beside = Between.apply(y)
     result = wait(started) + beside
-    assert told == ["launch", "compute", "land"] and torch.equal(result, torch.full((4,), 5.0))
-    told.clear()
+    assert events == ["launch", "compute", "land"] and torch.equal(result, torch.full((4,), 5.0))
+    events.clear()
     result.sum().backward()
-    assert told == ["launch", "compute", "land"]
+    assert events == ["launch", "compute", "land"]
     assert torch.equal(x.grad, torch.full((4,), 10.0)) and torch.equal(y.grad, torch.full((4,), 3.0))
 
 

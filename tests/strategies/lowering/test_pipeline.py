@@ -147,9 +147,9 @@ def test_every_schedule_gives_the_same_bits(request_: Request) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_random_numbers_are_those_of_the_model_in_one_piece(exact: bool) -> None:
     pipeline = Pipeline(gpt(dropout=0.3), NextTokenLoss(), tokens(3))
-    whole, one = pipeline.run(TENSOR, 1, exact=exact)
+    unsplit, one = pipeline.run(TENSOR, 1, exact=exact)
     parts, three = pipeline.run(TENSOR, 3, exact=exact)
-    assert abs(whole - parts) <= TOLERANCE
+    assert abs(unsplit - parts) <= TOLERANCE
     ours, truth = three.gradients(), one.gradients()
     assert max((ours[name] - truth[name]).abs().max().item() for name in truth) <= TOLERANCE
 
@@ -235,8 +235,8 @@ def test_invalid_cuts_are_reported() -> None:
     graph = Pipeline(gpt(), NextTokenLoss(), tokens(1)).captured.graph
     assert "Did you mean 'layers.1'?" in refused(lambda: in_stages(graph, 2, {"layer.1": 1}))
     assert "has the stages 0 to 1" in refused(lambda: in_stages(graph, 2, {"layers.1": 2}))
-    told = refused(lambda: in_stages(graph, 2, {"layers.0": 1, "layers.1": 0}))
-    assert "layers.1 = 0 comes before what it uses" in told and "in stage 1" in told
+    message = refused(lambda: in_stages(graph, 2, {"layers.0": 1, "layers.1": 0}))
+    assert "layers.1 = 0 comes before what it uses" in message and "in stage 1" in message
     assert "leave stage 1" in refused(lambda: in_stages(graph, 2, {"layers.1": 0}))
     assert "only 53 operators" in refused(lambda: in_stages(graph, 99, "auto"))
 
@@ -254,8 +254,8 @@ def test_a_written_buffer_lives_in_one_stage() -> None:
             return out
 
     pipeline = Pipeline(Counting(), nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))])
-    told = refused(lambda: pipeline.stages(ALONE, 2, {"second": 1}, LoweringOptions()))
-    assert "buffer mean is written in the step and used by stages 0, 1" in told
+    message = refused(lambda: pipeline.stages(ALONE, 2, {"second": 1}, LoweringOptions()))
+    assert "buffer mean is written in the step and used by stages 0, 1" in message
 
 
 def test_balanced_stages_are_cut_between_layers() -> None:

@@ -52,8 +52,8 @@ def test_every_micro_batch_runs_forward_and_backward_once_in_order(case: tuple[s
     for group, actions in enumerate(schedule):
         for stage in range(group, groups * virtual, groups):
             mine = [action for action in actions if action.stage == stage]
-            for ways in ({FORWARD}, {BACKWARD, INPUT}, {BACKWARD, WEIGHT}):
-                assert [a.micro_batch for a in mine if a.way in ways] == list(range(micro_batches))
+            for directions in ({FORWARD}, {BACKWARD, INPUT}, {BACKWARD, WEIGHT}):
+                assert [a.micro_batch for a in mine if a.way in directions] == list(range(micro_batches))
             assert len(mine) == micro_batches * (3 if any(a.way == WEIGHT for a in mine) else 2)
         assert all(action.stage % groups == group for action in actions)
 

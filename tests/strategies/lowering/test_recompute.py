@@ -195,7 +195,7 @@ def test_nothing_stays_after_backward(gpt):
     try:
         with Made():
             loss = module(*batch_of(gpt), 3)
-            held = sum(ref() is not None for ref in alive)
+            still_alive = sum(ref() is not None for ref in alive)
             loss.backward()
             del loss
         left = {ref().data_ptr() for ref in alive if ref() is not None}
@@ -203,7 +203,7 @@ def test_nothing_stays_after_backward(gpt):
         gc.enable()
     own = {one.untyped_storage().data_ptr() for one in tensors.values()}
     own |= {one.grad.untyped_storage().data_ptr() for one in tensors.values() if one.grad is not None}
-    assert held > 10
+    assert still_alive > 10
     assert left <= own
 
 

@@ -14,10 +14,10 @@ MIB = 2**20
 
 def test_a_storage_counts_once_until_its_last_view_is_gone():
     with Live("cpu") as live:
-        whole = torch.zeros(MIB // 4)
-        view = whole.view(2, -1)[1]
+        base = torch.zeros(MIB // 4)
+        view = base.view(2, -1)[1]
         assert live.now == live.peak == MIB
-        del whole
+        del base
         view + 1  # a temporary
         assert (live.now, live.peak) == (MIB, MIB + MIB // 2)
         live.restart()

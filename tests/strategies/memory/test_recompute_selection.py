@@ -35,11 +35,11 @@ LAYERS = {"a": 3, "b": 2, "c": 2}
 
 def test_no_other_choice_saves_as_much_in_less_time():
     frontier = [RecomputedLayers(0.0, 0, {})]
-    for kind, ways in KINDS.items():
-        frontier = combined(frontier, front_of_kind(LAYERS[kind], kind, ways))
+    for kind, options_of_kind in KINDS.items():
+        frontier = combined(frontier, front_of_kind(LAYERS[kind], kind, options_of_kind))
     options = [[(0.0, 0), *KINDS[kind].values()] for kind, count in LAYERS.items() for _ in range(count)]
     every = [
-        (sum(time for time, _ in picked), sum(saves for _, saves in picked)) for picked in itertools.product(*options)
+        (sum(time for time, _ in chosen), sum(saves for _, saves in chosen)) for chosen in itertools.product(*options)
     ]
     for lacking in range(1, max(saves for _, saves in every) + 1):
         found = next(one for one in frontier if one.saves >= lacking)
@@ -76,11 +76,11 @@ def fitting(
 
 def every_plan(one: RecomputeSelection) -> list[Plan]:
     paths = ("layers.0", "layers.1")
-    ways: list[tuple[Mode | None, ...]] = list(itertools.product((None, "full", "selective"), repeat=2))
+    modes: list[tuple[Mode | None, ...]] = list(itertools.product((None, "full", "selective"), repeat=2))
     alone = {path: [path] for path in paths}
     return [
         one._with({(path, way): 1 for path, way in zip(paths, some, strict=True) if way}, alone, "recompute")
-        for some in ways
+        for some in modes
     ]
 
 

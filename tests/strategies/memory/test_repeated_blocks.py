@@ -129,8 +129,8 @@ def test_layers_of_two_plans_are_predicted_from_more_repetitions(never_whole, sh
     limit = int(share * make_plan(graph, request).search["bytes"])
     plan = make_plan(graph, replace(request, memory_limit=limit))
     program, settings = overlap(lower(graph, plan, LoweringOptions(partial_loss=True))), OptimizerSettings(0)
-    ways = {(re.sub(r"\d+", "", name), str(one.assignment)) for name, one in plan.operators.items()}
-    assert len(ways) > len({name for name, _ in ways})
+    assignments = {(re.sub(r"\d+", "", name), str(one.assignment)) for name, one in plan.operators.items()}
+    assert len(assignments) > len({name for name, _ in assignments})
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
@@ -209,7 +209,7 @@ def test_equivalent_programs_are_traced_once(monkeypatch):
     assert len(traced) == 4
 
 
-def test_the_form_of_a_program_determines_its_memory():
+def test_program_signatures_ignore_only_names():
     """At any depth, shapes, layouts, recompute and reductions change the form; names do not."""
     program = program_of("llama", None, 0)
     assert program_signature(program) == program_signature(program_of("llama", None, 0))

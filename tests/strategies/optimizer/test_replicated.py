@@ -151,16 +151,16 @@ def test_parameters_without_a_gradient_have_a_gradient_of_zeros(alone):
 
 def taken_over(second, first):
     """Give `second` weights and state of `first`, as loading a checkpoint does."""
-    held = {key: pieces for batch in first.pieces() for key, pieces in batch.items()}
+    pieces_by_key = {key: pieces for batch in first.pieces() for key, pieces in batch.items()}
     states = {}
-    for key, (piece,) in held.items():
+    for key, (piece,) in pieces_by_key.items():
         if key.startswith(OPTIMIZER):
             _, state, name = key.split("/", 2)
             states.setdefault(state, {})[name] = StoredState(piece.shape, piece.view.dtype, True)
     second.begin(states, copy.deepcopy(first.plain()))
     for batch in second.pieces(write=True):
         for key, (piece,) in batch.items():
-            piece.view.copy_(held[key][0].view)
+            piece.view.copy_(pieces_by_key[key][0].view)
     second.loaded()
 
 

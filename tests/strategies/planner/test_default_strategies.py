@@ -95,5 +95,7 @@ def test_an_axis_of_one_device_slices_nothing() -> None:
     assert counts(model, plan, "add") == (1, 2)
     assert plan.tensors["w"].counts(plan.mesh) == (4, 2)
     assert model.difference(plan) < TOLERANCE
-    whole = plan_of(model, {}, layouts={"m": matrix}, dataset_strategy=(operands[0], NamedDims("m", (("sp",), ()))))
-    assert [layout.counts(whole.mesh) for layout in whole.inputs.values()] == [(1, 2), (1, 1)]
+    plan_of_inputs = plan_of(
+        model, {}, layouts={"m": matrix}, dataset_strategy=(operands[0], NamedDims("m", (("sp",), ())))
+    )
+    assert [layout.counts(plan_of_inputs.mesh) for layout in plan_of_inputs.inputs.values()] == [(1, 2), (1, 1)]

@@ -201,16 +201,16 @@ def test_predicted_bytes_are_sent(executed: tuple[Model, list[Plan], list[Result
     for plan, result in zip(plans, results, strict=True):
         assert result.predicted == result.sent  # per rank and collective
         program = lower(model.graph, plan, LoweringOptions(partial_loss=True))
-        whole = Counter(communication(program, OptimizerSettings()))
-        whole.subtract(predicted_gradients(program, measure=False))
+        predicted = Counter(communication(program, OptimizerSettings()))
+        predicted.subtract(predicted_gradients(program, measure=False))
         for kind in {kind for rank in result.sent for kind in rank}:
             most = max(rank.get(kind, 0) for rank in result.sent) + (
                 12 if kind == "all_reduce" and program.loss_axes else 0
             )
             if kind != "exchange":
-                assert abs(whole[kind] - most) <= 8  # the loss is counted by the runner: 8 to 12 bytes
+                assert abs(predicted[kind] - most) <= 8  # the loss is counted by the runner: 8 to 12 bytes
             else:
-                assert whole[kind] >= most  # step by step, the busiest rank
+                assert predicted[kind] >= most  # step by step, the busiest rank
 
 
 def test_real_ranks_train_like_the_model(executed: tuple[Model, list[Plan], list[Result]]) -> None:

@@ -67,8 +67,8 @@ OTHERS: dict[str, tuple[Callable[[], OperatorGraph], str]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_model_is_refused_by_its_first_difference(saved: tuple[Plan, Any], other: str) -> None:
-    make, told = OTHERS[other]
-    with pytest.raises(StrategyError, match=told):
+    make, message = OTHERS[other]
+    with pytest.raises(StrategyError, match=message):
         read_plan(saved[1], make(), 4, "plan")
 
 
@@ -137,8 +137,8 @@ DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_changed_file_is_refused(saved: tuple[Plan, Any], damage: str) -> None:
-    change, told = DAMAGES[damage]
-    with pytest.raises(StrategyError, match=told):
+    change, message = DAMAGES[damage]
+    with pytest.raises(StrategyError, match=message):
         read_plan(changed(saved[1], change), ours(), 4, "plan")
 
 

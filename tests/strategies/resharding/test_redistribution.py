@@ -61,14 +61,14 @@ def case(draw, seed):
     return mesh, shape, before, Layout(after.dims, kept)
 
 
-def pieces_of(whole, layout, mesh, generator):
+def pieces_of(tensor, layout, mesh, generator):
     """The ranks' tensors of a value under `layout`: random terms where it is a partial sum."""
-    pieces = shard(whole, layout, mesh)
+    pieces = shard(tensor, layout, mesh)
     if not layout.partial:
         return pieces
     axes = mesh.sorted(layout.partial)
     for group in mesh.groups(axes):
-        terms = [torch.randn(pieces[rank].shape, generator=generator, dtype=whole.dtype) for rank in group[1:]]
+        terms = [torch.randn(pieces[rank].shape, generator=generator, dtype=tensor.dtype) for rank in group[1:]]
         for rank, term in zip(group[1:], terms, strict=True):
             pieces[group[0]] = pieces[group[0]] - term
             pieces[rank] = term
@@ -77,9 +77,9 @@ def pieces_of(whole, layout, mesh, generator):
     return [pieces[min(mesh.group(rank, silent))] for rank in range(mesh.size)]
 
 
-def assert_lies(pieces, whole, layout, mesh):
-    """`pieces` are the shards of `whole` under `layout`: equal on replicas, terms of a sum over partial axes."""
-    slices = shard(whole, layout, mesh)
+def assert_lies(pieces, tensor, layout, mesh):
+    """`pieces` are the shards of `tensor` under `layout`: equal on replicas, terms of a sum over partial axes."""
+    slices = shard(tensor, layout, mesh)
     for rank, piece in enumerate(pieces):
         total = sum(pieces[peer] for peer in mesh.group(rank, mesh.sorted(layout.partial)))
         torch.testing.assert_close(total, slices[rank], rtol=1e-12, atol=1e-12)
@@ -89,15 +89,15 @@ def assert_lies(pieces, whole, layout, mesh):
 def check(draw, seed):
     mesh, shape, before, after = case(draw, seed)
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+    tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
     forward = resharding_path(before, after, shape, mesh)
     if not after.partial:
         backward = resharding_path(after.whole, before.whole, shape, mesh)
-    pieces = pieces_of(whole, before, mesh, generator)
-    assert_lies(carry(forward, pieces, mesh), whole, after, mesh)
+    pieces = pieces_of(tensor, before, mesh, generator)
+    assert_lies(carry(forward, pieces, mesh), tensor, after, mesh)
     if after.partial:
         return
-    # the gradient of sum(whole * weight), which every rank computes on its slice
+    # the gradient of sum(tensor * weight), which every rank computes on its slice
     weight = torch.randn(shape, generator=generator, dtype=torch.float64)
     inputs = [piece.detach().requires_grad_() for piece in pieces]
     spec = TensorSpec(shape, "float64")
@@ -341,6 +341,6 @@ def test_targets_that_cannot_be_reached():
 def test_assemble_undoes_shard(draw):
     for seed in range(50):
         mesh, shape, before, _ = case(draw, seed)
-        whole = torch.randn(shape, dtype=torch.float64)
-        pieces = pieces_of(whole, before, mesh, torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(assemble(pieces, before, shape, mesh), whole, rtol=1e-12, atol=1e-12)
+        tensor = torch.randn(shape, dtype=torch.float64)
+        pieces = pieces_of(tensor, before, mesh, torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(assemble(pieces, before, shape, mesh), tensor, rtol=1e-12, atol=1e-12)

@@ -179,13 +179,13 @@ def test_fast_dropout_draws_per_slice(capture_cases, factor):
     (ranks,), _ = run(cases, {operator.name: assignment}, exact=False)
     (again,), _ = run(cases, {operator.name: assignment}, exact=False)
     (other,), _ = run(cases, {operator.name: assignment}, exact=False, key=KEY + 1)
-    whole = ranks[0]
-    assert all(torch.equal(got, whole) for got in [*ranks, *again])
-    assert not torch.equal(other[0], whole)
-    assert torch.equal(whole[..., 0], whole[..., 1])
-    slices = whole[..., 0].chunk(3, {"b0": 0, "h": 1, "s": 2}[factor])
+    result = ranks[0]
+    assert all(torch.equal(got, result) for got in [*ranks, *again])
+    assert not torch.equal(other[0], result)
+    assert torch.equal(result[..., 0], result[..., 1])
+    slices = result[..., 0].chunk(3, {"b0": 0, "h": 1, "s": 2}[factor])
     assert not torch.equal(slices[0], slices[1])
-    assert math.isclose(whole.mean().item(), 1, abs_tol=0.05)
+    assert math.isclose(result.mean().item(), 1, abs_tol=0.05)
 
 
 def test_fast_dropout_is_causal_and_masked(dropping, draw):

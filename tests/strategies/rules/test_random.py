@@ -89,15 +89,15 @@ def test_fast_draws_per_slice(cases):
     assignment = {name: {"d0": ("a",), "d1": ("c",)}}
     results, gradients = run(cases, assignment, exact=False)
     again, _ = run(cases, assignment, exact=False)
-    whole = results[0][0]
-    assert all(torch.equal(got, whole) for got in results[0])  # assembled from slices: replicas over b are equal
-    assert torch.equal(again[0][0], whole)
-    masks = [block != 0 for half in whole.chunk(2, 0) for block in half.chunk(2, 1)]
+    result = results[0][0]
+    assert all(torch.equal(got, result) for got in results[0])  # assembled from slices: replicas over b are equal
+    assert torch.equal(again[0][0], result)
+    masks = [block != 0 for half in result.chunk(2, 0) for block in half.chunk(2, 1)]
     assert all(not torch.equal(one, other) for one, other in combinations(masks, 2))
-    assert 0.4 < (whole != 0).double().mean() < 0.8
-    torch.testing.assert_close(whole[whole != 0], X[whole != 0] / 0.6)
+    assert 0.4 < (result != 0).double().mean() < 0.8
+    torch.testing.assert_close(result[result != 0], X[result != 0] / 0.6)
     weights = cases.captured.tensors["weights.0"]
-    torch.testing.assert_close(gradients["functions.0.x0"], (whole != 0) * weights / 0.6)
+    torch.testing.assert_close(gradients["functions.0.x0"], (result != 0) * weights / 0.6)
 
 
 @pytest.fixture(scope="module")

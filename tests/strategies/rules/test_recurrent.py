@@ -145,8 +145,8 @@ def test_open_layers_are_torchs(capture_cases):
 
 def test_fast_dropout_draws_per_slice(capture_cases):
     """Rows with the same input differ from slice to slice by their dropout masks; replicas and repeats agree."""
-    alike = x(3, 1, 4).expand(3, 12, 4)
-    cases = capture_cases([("gru", *network(nn.GRU, alike, num_layers=2, dropout=0.5))])
+    equal_rows = x(3, 1, 4).expand(3, 12, 4)
+    cases = capture_cases([("gru", *network(nn.GRU, equal_rows, num_layers=2, dropout=0.5))])
     (out, _), _ = run(cases, ("b",), exact=False)
     (again, _), _ = run(cases, ("b",), exact=False)
     assert all(torch.equal(got, out[0]) for got in [*out, *again])

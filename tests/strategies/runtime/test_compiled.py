@@ -70,11 +70,11 @@ def case_of(model: Model, draw: Any, seed: int, folder: Any, mesh: Mesh = MESH) 
     return Case(model.graph, model.random_plan(draw, seed, mesh), file, dict(zip("01", model.batch, strict=True)))
 
 
-def on_ranks(cases: list[Case], ways: list[str], folder: Any) -> list[list[dict[str, Any]]]:
+def on_ranks(cases: list[Case], modes: list[str], folder: Any) -> list[list[dict[str, Any]]]:
     """The results of every rank, by case."""
     entry = "tests.strategies.compiled_entries:compare"
     count = cases[0].plan.mesh.size
-    found = run_ranks(entry, (cases, ways), world_size=count, run_dir=folder, device="cpu", timeout=300.0, threads=1)
+    found = run_ranks(entry, (cases, modes), world_size=count, run_dir=folder, device="cpu", timeout=300.0, threads=1)
     return [list(ranks) for ranks in zip(*found, strict=True)]
 
 

@@ -56,9 +56,9 @@ def test_slices_make_up_the_full_tensor(model: Model, file: Path, draw: Any, see
     pieces = [weights.read_slices(file, program, rank, "cpu") for rank in range(program.mesh.size)]
     for source in program.sources:
         if source.kind != "input":
-            layout, whole = program.layouts[source.id], model.captured.tensors[source.name]
-            found = assemble([rank[source.name].detach() for rank in pieces], layout, whole.shape, program.mesh)
-            assert torch.equal(found, whole) and found.dtype == whole.dtype
+            layout, expected = program.layouts[source.id], model.captured.tensors[source.name]
+            found = assemble([rank[source.name].detach() for rank in pieces], layout, expected.shape, program.mesh)
+            assert torch.equal(found, expected) and found.dtype == expected.dtype
 
 
 def test_kinds_are_kept(model: Model, file: Path, draw: Any) -> None:

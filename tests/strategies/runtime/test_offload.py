@@ -85,8 +85,8 @@ def test_tensors_reported_on_the_disk_are_there(results):
     assert 0 <= states.moved["optimizer"].held - masters - moments < 3 * padding
     assert set(states.moved) == {"optimizer"} and set(pieces.moved) == {"parameters"}
     assert 0 <= pieces.moved["parameters"].held - COUNT * PIECE < COUNT * padding
-    for what, held in (("states on a disk", 3), ("parameters on a disk", 1), ("all on a disk", 4)):
-        assert 0 <= found[what].on_disk - held * COUNT * PIECE < 16 * 4096, what
+    for what, tensors in (("states on a disk", 3), ("parameters on a disk", 1), ("all on a disk", 4)):
+        assert 0 <= found[what].on_disk - tensors * COUNT * PIECE < 16 * 4096, what
     assert found["nothing"].on_disk == found["all on the host"].on_disk == 0
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 

@@ -29,15 +29,15 @@ def test_blocks_of_a_range_are_its_elements_in_order():
 
 def test_no_piece_reaches_into_padding():
     """A slice of rows 6 to 9 of 9, stored as 4 rows, of columns 3 to 5 of 5, stored as 3."""
-    whole = torch.arange(45.0).view(9, 5)
+    tensor = torch.arange(45.0).view(9, 5)
     local = torch.full((4, 3), -1.0)
-    local[:3, :2] = whole[6:9, 3:5]
+    local[:3, :2] = tensor[6:9, 3:5]
     flat = local.reshape(-1)
     seen = torch.zeros(9, 5)
     for first, last in ((0, 5), (5, 10), (10, 12)):
         for piece in of_range((9, 5), ((6, 9), (3, 5)), (4, 3), first, flat[first:last]):
             inside = tuple(slice(*bounds) for bounds in piece.block)
-            assert torch.equal(piece.view, whole[inside])
+            assert torch.equal(piece.view, tensor[inside])
             seen[inside] += 1
             piece.view.fill_(0.0)  # a view: this reaches the slice
     assert seen[6:9, 3:5].eq(1).all() and seen.sum() == 6

@@ -126,7 +126,7 @@ def message(path: Path) -> str:
     return str(caught.value)
 
 
-def test_damage_of_a_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_a_file_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no such file or folder" in message(tmp_path / "nowhere")
     assert "this folder holds no file of weights" in message(tmp_path)
     (tmp_path / "weights.txt").write_text("", encoding="utf-8")
@@ -150,7 +150,7 @@ def test_damage_of_a_file_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "a is stored as F8_E4M3; quantised weights are not read" in message(tmp_path / "f8.safetensors")
 
 
-def test_damage_of_an_index_is_reported(tmp_path: Path) -> None:
+def test_errors_in_an_index_are_reported(tmp_path: Path) -> None:
     place = tmp_path / "model.safetensors.index.json"
     place.write_text("[]", encoding="utf-8")
     assert "cannot be read as weights (TypeError" in message(place)

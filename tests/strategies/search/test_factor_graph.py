@@ -135,13 +135,13 @@ def test_bounds_are_below_prices(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(tuple(zip("abc", sizes, strict=False)))
     spec = TensorSpec((64, 1024, 512), "bfloat16")
     places = np.array(list(product((-2, -1, 0, 1, 2), repeat=len(sizes))))
-    whole = np.array(list(product((-1, 0, 1, 2), repeat=len(sizes))))
+    not_partial = np.array(list(product((-1, 0, 1, 2), repeat=len(sizes))))
     bounded, priced = ReshardingCosts(mesh, NODES, at_once=0), ReshardingCosts(mesh, NODES, at_once=10**9)
-    low = bounded.seconds(bounded.table(places, 3), bounded.table(whole, 3), spec)
-    real = priced.seconds(priced.table(places, 3), priced.table(whole, 3), spec)
+    low = bounded.seconds(bounded.table(places, 3), bounded.table(not_partial, 3), spec)
+    real = priced.seconds(priced.table(places, 3), priced.table(not_partial, 3), spec)
     assert (low <= real * (1 + 1e-12)).all()
     assert (low[real > 0] > 0).all() and (low == real).mean() > 0.05
-    before, after = bounded.table(places, 3), bounded.table(whole, 3)
+    before, after = bounded.table(places, 3), bounded.table(not_partial, 3)
     for row in range(0, len(before), 7):
         for column in range(0, len(after), 5):
             bounded.evaluate(before, after, spec, row, column)
@@ -196,14 +196,14 @@ def changed(graph: FactorGraph, rng: np.random.Generator, share: float) -> None:
 def test_a_graph_is_solved_again_when_its_seconds_change() -> None:
     for seed in range(30):
         graph, rng = random_network(random.Random(seed), 3 + seed % 9), np.random.default_rng(seed)
-        folded, sizes = Contraction(graph), dict(enumerate(graph.sizes))
-        whole = Elimination(sizes, graph.factors)
+        contracted, sizes = Contraction(graph), dict(enumerate(graph.sizes))
+        full = Elimination(sizes, graph.factors)
         for share in (0.0, 0.3, 1.0, 0.3):
             changed(graph, rng, share)
             least = float(eliminate(sizes, graph.factors).factor.seconds)
-            indices, found = folded.solve()
+            indices, found = contracted.solve()
             assert found == pytest.approx(least) and graph.cost(indices) == pytest.approx(least)
-            rest, completed = whole.solve(), dict[int, int]()
+            rest, completed = full.solve(), dict[int, int]()
             rest.complete(completed)
             assert float(rest.factor.seconds) == pytest.approx(least)
             assert graph.cost([completed[v] for v in sizes]) == pytest.approx(least)

@@ -32,8 +32,8 @@ def seconds(problem: Problem, stage: int, turns: int, sliced: bool = False) -> f
     """Seconds of the largest parameter, replicated or sharded over all ranks."""
     source = max(problem.graph.of_kind("parameter"), key=lambda one: one.spec.elements)
     axes = problem.mesh.names
-    whole = Layout.replicated(2) if stage else Layout(((), ()), frozenset(axes))
-    layout = Layout((axes, ())) if sliced else whole
+    unsharded = Layout.replicated(2) if stage else Layout(((), ()), frozenset(axes))
+    layout = Layout((axes, ())) if sliced else unsharded
     assert Ref(source.id) in problem.trained
     return NodeCost(replace(problem, stage=stage, micro_batches=turns), NODES).parameter_seconds(layout, source.spec)
 
@@ -66,8 +66,8 @@ def test_it_is_what_a_step_of_the_plan_costs(problem: Problem, stage: int) -> No
     for optimizer, overlaps in product((torch.optim.AdamW, torch.optim.SGD), (True, False)):
         need = needed(optimizer, torch.float32)
         asked = replace(problem, stage=stage, optimizer_bytes=need.moved, overlaps=overlaps)
-        whole = {one.name: Layout.replicated(len(one.spec.shape)) for one in asked.graph.sources}
-        plan = replace(make_plan(asked.graph, Request("data_parallel", 8)), tensors=whole)
+        replicated = {one.name: Layout.replicated(len(one.spec.shape)) for one in asked.graph.sources}
+        plan = replace(make_plan(asked.graph, Request("data_parallel", 8)), tensors=replicated)
         settings = OptimizerSettings(stage, optimizer, overlap=overlaps)
         program = lower(asked.graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
         cost = step_cost(asked.graph, plan, program, NODES, settings)

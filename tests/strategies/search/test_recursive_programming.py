@@ -104,7 +104,7 @@ def test_the_mesh_has_the_boundaries_of_the_levels() -> None:
     assert machine.units(24) == (3,) and machine.units(8) == () and machine.units(12) == ()
 
 
-def test_it_beats_data_parallelism_and_a_single_pass() -> None:
+def test_it_costs_no_more_than_data_parallelism() -> None:
     """No sweep increases the cost on the cluster of the plan, despite the approximations of the closed form."""
     for graph in (gpt(3), llama(3)):
         mesh = prime_mesh(16)
