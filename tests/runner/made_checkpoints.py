@@ -56,6 +56,6 @@ def checkpoint(folder: Path, tensors: Mapping[str, Tensor], cut: Cut = whole, st
     }
     (path / INDEX).write_text(json.dumps([index.to_json(entries)]), encoding="utf-8")
     stamps = {name: header.stamp(path / name) for name in [*files, INDEX]}
-    told = header.Header(step, (0, step * 16), "sharded", len(files), {}, {}, "", stamps, ())
-    (path / HEADER).write_text(header.to_text(told), encoding="utf-8")
+    manifest = header.Header(step, (0, step * 16), "sharded", len(files), {}, {}, "", stamps, ())
+    (path / HEADER).write_text(header.to_text(manifest), encoding="utf-8")
     return path

@@ -27,8 +27,8 @@ def products(data: int, tensor: int) -> tuple[str, ...]:
     first, second = [[data, 1, 1], [1, tensor]], [[data, 1, tensor], [tensor, 1]]
     inside = dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj", "feed_forward.up_proj"), first)
     inside |= dict.fromkeys(("attention.o_proj", "feed_forward.down_proj"), second)
-    told = ", ".join(f"layers.*.{path}.matmul: {strategy}" for path, strategy in inside.items())
-    return "parallel=auto", f"parallel.mesh={{dp: {data}, tp: {tensor}}}", f"parallel.strategies={{{told}}}"
+    strategies = ", ".join(f"layers.*.{path}.matmul: {strategy}" for path, strategy in inside.items())
+    return "parallel=auto", f"parallel.mesh={{dp: {data}, tp: {tensor}}}", f"parallel.strategies={{{strategies}}}"
 
 
 TWO_BY_TWO, TENSOR = products(2, 2), products(1, 2)

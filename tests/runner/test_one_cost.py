@@ -73,7 +73,7 @@ NAMES = [name for name in recipes.catalogue() if name not in UNPLANNED]
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
-def test_every_search_tells_the_cost_of_the_plan(name: str, tmp_path: Any) -> None:
+def test_every_search_reports_the_cost_of_the_plan(name: str, tmp_path: Any) -> None:
     checked(told(tmp_path, f"+recipe={name}", "parallel.plan_cache=null"))
     if name not in LONG:
         compare(tmp_path, f"+recipe={name}", "parallel.mode=auto")

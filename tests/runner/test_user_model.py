@@ -96,7 +96,7 @@ def test_inputs_that_are_not_batches(start, kind):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "texts"),
     [
         (("data.unbatched=[]",), ("'w' with 12 rows from 16", "data.unbatched=[w]")),
         (("data.unbatched=[v]", "data.args={}", "data.collate=null"), ("no 'v'", "x, w")),
@@ -104,11 +104,11 @@ def test_inputs_that_are_not_batches(start, kind):
         (("data.drop_last=false",), ("data.unbatched = [w]", "drop_last=true")),
     ],
 )
-def test_unbatched_inputs_are_refused(command, words, told):
+def test_unbatched_inputs_are_refused(command, words, texts):
     done = command(
         "plan", *PRODUCT, "parallel=data_parallel", "data.args.collated=true", "data.collate=networks.with_w", *words
     )
-    assert done.code == 2 and [text for text in told if text not in done.err] == []
+    assert done.code == 2 and [text for text in texts if text not in done.err] == []
 
 
 NO_DIMS = (
@@ -133,10 +133,10 @@ def test_parameters_of_no_dims_under_zero(start, words):
 @pytest.mark.parametrize("words", STAGES, ids=["1", "2", "3"])
 def test_checkpoints_of_parameters_of_no_dims(start, words):
     words = (*NO_DIMS, *words, "checkpoint.every=2", "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}")
-    whole = start(*words, "train.steps=3", folder="whole")
+    uninterrupted = start(*words, "train.steps=3", folder="whole")
     start(*words, "train.steps=2", folder="parts")
     parts = start(*words, "train.steps=3", "train.resume=auto", folder="parts")
-    assert parts.value == whole.value and parts.evaluations[3] == whole.evaluations[3]
+    assert parts.value == uninterrupted.value and parts.evaluations[3] == uninterrupted.evaluations[3]
     stored = checkpoints.read(checkpoints.newest(parts.folder / "checkpoints"))
     assert stored.read("model/temperature").shape == ()
 

@@ -66,7 +66,7 @@ def test_a_model_that_reads_numbers_is_built_after_all(when):
     assert bool(said) == (when == "built")
 
 
-def test_what_is_wrong_with_a_model_is_told_once():
+def test_an_error_of_a_model_is_reported_once():
     config = compose_config("+recipe=llama", "model.args.heads=7")
     names, tensors = entries(config)
     with pytest.raises(ConfigError, match="must be a multiple of heads"):

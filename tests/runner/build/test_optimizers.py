@@ -46,7 +46,7 @@ def test_frozen_parameters_are_in_no_group():
     assert found == [{"names": ["layers.0.norm.weight", "layers.0.norm.bias", "layers.0.dense.weight"]}]
 
 
-def test_a_glob_that_matches_nothing_is_told_with_the_closest_name():
+def test_a_glob_that_matches_nothing_is_reported_with_the_closest_name():
     with pytest.raises(ConfigError) as caught:
         frozen(NAMES, config(freeze=["*.bias", "emb.wieght"]))
     assert str(caught.value).startswith("optimizer.freeze[1] = 'emb.wieght' matches no parameter of the model.")
@@ -90,7 +90,7 @@ def test_the_optimizer_is_made_with_arguments_and_groups():
         ),
     ],
 )
-def test_what_is_wrong_with_an_optimizer_is_told_before_it_is_needed(changes, message):
+def test_an_error_of_an_optimizer_is_reported_before_it_is_needed(changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         optimizer_factory(config(**changes))
     assert "\n" not in str(caught.value)
@@ -122,7 +122,7 @@ def test_schedulers():
         ("Optimizer.__repr__", {}, r"made a str; a torch\.optim\.lr_scheduler\.LRScheduler is needed"),
     ],
 )
-def test_what_is_wrong_with_a_scheduler_is_told(target, args, message):
+def test_an_error_of_a_scheduler_is_reported(target, args, message):
     optimizer = torch.optim.SGD(parameters("a"), lr=1.0)
     given = {"target": f"torch.optim.lr_scheduler.{target}", "args": args, "per": "step"}
     with pytest.raises(ConfigError, match=message):
@@ -144,6 +144,6 @@ def test_how_many_numbers_an_optimizer_keeps(target, args, kept):
     assert need_of(config(target=f"torch.optim.{target}", args=args)).kept / 4 == kept
 
 
-def test_an_optimizer_that_no_plan_can_use_is_told():
+def test_an_optimizer_that_no_plan_supports_is_reported():
     with pytest.raises(StrategyError, match="Optimizer LBFGS cannot be used here"):
         need_of(config(target="torch.optim.LBFGS"))

@@ -74,7 +74,7 @@ def test_a_scale_is_for_fp16(command):
     assert "train.loss_scale = 8 is for fp16, but train.precision = 'fp32' needs no scale" in done.err
 
 
-def test_where_there_is_no_fp16_it_is_told_before_anything_starts():
+def test_missing_fp16_is_reported_before_anything_starts():
     from runner.planning.prepare import prepare
 
     with pytest.raises(ConfigError, match=r"train\.precision = fp16 cannot be used with this model on a CPU"):

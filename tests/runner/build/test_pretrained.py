@@ -64,8 +64,8 @@ def test_a_hybrid_module_takes_its_slices(start, file):
     reference = ("verify.reference.target=networks.Classifier", "verify.steps=1", DOUBLE)
     ended = start(*SMALL, *HYBRID, *reference, f"model.weights={file}", verb="verify")
     assert ended.verdict["passed"]
-    told = (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
-    shown = float(re.search(r"step 1/1  loss (\S+)", told).group(1))
+    log = (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
+    shown = float(re.search(r"step 1/1  loss (\S+)", log).group(1))
     assert shown == pytest.approx(first_loss(other_weights()), rel=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_every_name_is_found_once_whatever_it_is_called(tmp_path):
 
 
 @pytest.mark.parametrize("before, after", [("module.", ""), ("", "body."), ("model.", "net.body.")])
-def test_a_prefix_that_differs_is_cured_as_told(tmp_path, before, after):
+def test_the_suggested_rename_cures_another_prefix(tmp_path, before, after):
     """The suggested `rename` makes the file load."""
     module = nn.Module()
     owner = module
@@ -141,11 +141,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault, told", FAULTS, ids=[told[:40] for _, told in FAULTS])
-def test_what_does_not_fit_is_told(tmp_path, fault, told):
+@pytest.mark.parametrize("fault, message", FAULTS, ids=[message[:40] for _, message in FAULTS])
+def test_weights_that_do_not_match_are_reported(tmp_path, fault, message):
     content = state()
     fault(content)
-    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         found(content, tmp_path)
     assert str(caught.value).startswith("model.weights = ") and "\n" not in str(caught.value)
 
@@ -164,7 +164,7 @@ def test_a_class_says_what_may_be_missing_or_left_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("model.weights=nowhere.pt",), "nowhere.pt: there is no such file or folder."),
         (("model.weights=other.pt",), "the files do not have inner.weight, inner.bias, outer.weight (1 more), which"),
@@ -173,10 +173,10 @@ def test_a_class_says_what_may_be_missing_or_left_over(tmp_path, monkeypatch):
         (("model.config={width: 3}",), "has no config class as the models of transformers have"),
     ],
 )
-def test_the_command_refuses(command, tmp_path, words, told):
+def test_the_command_refuses(command, tmp_path, words, message):
     Path(tmp_path / "own_net.py").write_text(Path(networks.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     torch.save({"x": torch.ones(2)}, tmp_path / "other.pt")
     target = (word.replace("networks.", "own_net.") for word in SMALL)
     done = command(*target, "parallel=data_parallel", *words, "hydra.run.dir=out")
-    assert done.code == 2 and len(done.paragraphs) == 1 and told in done.err
+    assert done.code == 2 and len(done.paragraphs) == 1 and message in done.err
     assert not (tmp_path / "out" / "ranks" / "1.log").exists()

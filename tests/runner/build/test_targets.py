@@ -103,7 +103,7 @@ def test_wrong_arguments_are_named() -> None:
     assert "needs 'width'" in message("shapes_of_mine.Box", depth=1)
 
 
-def test_an_exception_of_the_call_is_told_with_its_line() -> None:
+def test_an_exception_of_the_call_is_reported_with_its_line() -> None:
     text = message("shapes_of_mine.Box", width=-1)
     assert "ValueError: width is negative (shapes_of_mine.py, line 8)." in text
 

@@ -48,7 +48,7 @@ def test_an_automatic_class_goes_by_the_type():
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "told"),
+    ("name", "config", "message"),
     [
         ("LlamaForCausalLM", None, "is made from a config; set model.config, e.g. model.config={hidden_size: 64, "),
         ("AutoModelForCausalLM", None, "model.config={model_type: llama, hidden_size: 64, "),
@@ -65,8 +65,8 @@ def test_an_automatic_class_goes_by_the_type():
         ("CLIPModel", {"text_config": {"hidden_siz": 32}}, "model.config.text_config: CLIPTextConfig has no"),
     ],
 )
-def test_what_cannot_be_built_is_told(name, config, told):
-    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+def test_a_model_that_cannot_be_built_is_reported(name, config, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         built(name, config)
     assert str(caught.value).startswith("model") and "\n" not in str(caught.value)
 
@@ -105,9 +105,9 @@ def test_weights_in_the_layout_of_the_library_are_taken_over(tmp_path):
     with torch.no_grad():
         body.wte.weight.normal_()
     body.save_pretrained(tmp_path / "body")
-    whole = built("GPT2LMHeadModel", TINY)
-    assert pretrained.locate(description("GPT2LMHeadModel", TINY, str(tmp_path / "body")), whole) == {}
-    assert torch.equal(whole.lm_head.weight, body.wte.weight)
+    complete = built("GPT2LMHeadModel", TINY)
+    assert pretrained.locate(description("GPT2LMHeadModel", TINY, str(tmp_path / "body")), complete) == {}
+    assert torch.equal(complete.lm_head.weight, body.wte.weight)
     before = {name: one.clone() for name, one in ours.state_dict().items()}
     with pytest.raises(ConfigError, match="the files do not have"):
         pretrained.locate(description("MixtralForCausalLM", mixture, str(tmp_path / "body")), ours)
@@ -144,8 +144,8 @@ def test_verified_from_a_saved_model(start, tmp_path):
         verb="verify",
     )
     assert ended.verdict["passed"]
-    told = (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
-    assert float(re.search(r"step 1/1  loss (\S+)", told).group(1)) > 5.6
+    log = (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
+    assert float(re.search(r"step 1/1  loss (\S+)", log).group(1)) > 5.6
 
 
 def test_a_wrong_config_ends_the_command_in_one_paragraph(tmp_path):

@@ -83,8 +83,8 @@ def test_a_failed_save_ends_the_run(tmp_path, monkeypatch):
     keeper._saver, keeper._calendar = saver, Calendar(NEVER, tmp_path, 1, 1)
     saver.save(tmp_path, 1, content(1))
     saver._thread.join()
-    told = r"rank 1 could not write its part of step-00000001: .*No space left"
-    with pytest.raises(checkpoints.SaveFailed, match=told):
+    pattern = r"rank 1 could not write its part of step-00000001: .*No space left"
+    with pytest.raises(checkpoints.SaveFailed, match=pattern):
         keeper.after(2, 9, None, lambda: content(1))
     saver.save(tmp_path, 3, content(1))
     with pytest.raises(checkpoints.SaveFailed, match="step-00000003"):

@@ -223,7 +223,7 @@ def test_schedulers_with_counters_are_restored(alone, tmp_path):
         assert one.get_last_lr() == other.get_last_lr()
 
 
-def test_a_state_that_cannot_be_held_is_refused(alone, tmp_path):
+def test_a_state_that_cannot_be_stored_is_refused(alone, tmp_path):
     setup, content = alone()
     setup.updates.optimizer.param_groups[0]["odd"] = interrupted
     with pytest.raises(ConfigError, match="keeps something in its state that a checkpoint cannot hold"):

@@ -32,7 +32,7 @@ def write_plan(folder, stages=1, zero=0):
     ],
     ids=["recorded", "ZeRO 1", "two stages"],
 )
-def test_a_plan_tells_who_will_hold_the_same(tmp_path, capsys, stages, zero, groups):
+def test_a_plan_reports_the_groups_of_replicas(tmp_path, capsys, stages, zero, groups):
     path = write_plan(tmp_path, stages, zero)
     for word in (path, path / "plan.json"):
         assert run([str(word)]) == 0
@@ -66,7 +66,7 @@ def test_copies_make_every_rank_dispensable(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith(": 0, 1, 2, 3, 4, 5")
 
 
-def test_damage_is_told_and_ends_with_1(tmp_path, capsys):
+def test_damage_is_reported_and_ends_with_1(tmp_path, capsys):
     path = save(tmp_path, 7)
     flip(largest(path))
     assert run([str(path)]) == 1

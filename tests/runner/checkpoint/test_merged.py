@@ -73,8 +73,8 @@ def test_transformers_reads_it(start, name):
     small = ("train.steps=2", "data.batch_size=8", "train.log_every=1")
     folder = newest(start(f"+recipe={name}", *small, "checkpoint.form=both").folder)
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    model, told = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
+    model, loading = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
     opened = checkpoints.read(folder)
     torch.manual_seed(3)
     other = getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(folder))
@@ -87,7 +87,7 @@ def test_transformers_reads_it(start, name):
         assert torch.equal(model.eval()(entries).logits, other.eval()(entries).logits)
 
 
-def test_no_more_than_a_chunk_is_held(tmp_path, monkeypatch):
+def test_no_more_than_a_chunk_is_in_memory(tmp_path, monkeypatch):
     """With chunks of 40 bytes, a tensor of 8 rows of 20 bytes is read two rows at a time."""
     monkeypatch.setattr(merged, "CHUNK", 40)
     largest, plain = [0], writing.raw

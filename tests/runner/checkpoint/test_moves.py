@@ -212,9 +212,9 @@ class Simulated:
         return self.updates.zero.refreshed == 1 if self.stage < 3 else self._parts_are_new()
 
     def _parts_are_new(self):
-        held = self.updates.held
-        for index, flat in enumerate(held.masters()):
-            for name, part in held.ranges(index):
+        state = self.updates.held
+        for index, flat in enumerate(state.masters()):
+            for name, part in state.ranges(index):
                 ours = self.parameters[name].ds_tensor[: part.count]
                 if not torch.equal(ours, flat[part.position : part.position + part.count]):
                     return False
@@ -289,10 +289,10 @@ def check(simulated, kind, values, restored, stored):
         return simulated.zero_refreshed()
     mesh, rank = simulated.program.mesh, simulated.communicator.rank
     for name, parameter in simulated.module.named_parameters():
-        whole, layout = values[MODEL + name], simulated.program.layouts[name]
-        block = layout.block(whole.shape, mesh, rank)
+        tensor, layout = values[MODEL + name], simulated.program.layouts[name]
+        block = layout.block(tensor.shape, mesh, rank)
         inside = tuple(slice(stop - start) for start, stop in block)
-        assert torch.equal(parameter.detach()[inside], block_of(whole, block).to(parameter.dtype)), name
+        assert torch.equal(parameter.detach()[inside], block_of(tensor, block).to(parameter.dtype)), name
     return True
 
 

@@ -65,9 +65,9 @@ def test_a_chain_of_plans_trains_as_one_process_does(start, capfd):
     assert ours["step"] == theirs["step"] == 8
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert ours["lr"] == theirs["lr"]
-    told = capfd.readouterr().out
-    assert told.count("resume: moved to another plan: world_size was") == 3
-    assert "random numbers" not in told
+    printed = capfd.readouterr().out
+    assert printed.count("resume: moved to another plan: world_size was") == 3
+    assert "random numbers" not in printed
 
 
 def test_half_precision_moves_its_masters(start):
@@ -94,8 +94,8 @@ def test_another_batch_size_goes_on_at_the_same_place_of_the_epoch(start, capfd)
     words = (*COMMON, *CHAIN[4], f"train.resume={first}", "train.steps=4")
     second = start(*words, folder="run-1").folder
     assert checkpoints.read(checkpoints.newest(second / "checkpoints")).header.position == (1, 15)
-    told = capfd.readouterr().out
-    assert "resume: the data changes: data.batch_size was 16 and is now 15." in told
+    printed = capfd.readouterr().out
+    assert "resume: the data changes: data.batch_size was 16 and is now 15." in printed
 
 
 def test_statistics_move_between_modes(start):

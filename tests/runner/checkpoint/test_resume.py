@@ -227,7 +227,7 @@ def test_a_run_that_is_done_is_done(start, begun):
 
 
 @pytest.mark.parametrize(("steps", "resume"), [(4, "auto"), (5, "{path}")])
-def test_more_steps_than_asked_for_are_refused(start, begun, steps, resume):
+def test_more_steps_than_configured_are_refused(start, begun, steps, resume):
     path = begun[0].folder / "checkpoints" / "step-00000005"
     overrides = (f"train.steps={steps}", f"train.resume={resume.format(path=path)}")
     with pytest.raises(ConfigError, match=rf"has 5 steps done, and train.steps .* asks for {steps}; ask for more"):

@@ -28,11 +28,11 @@ def test_every_group_takes_the_entries_of_its_parameters():
     """Parameter groups [a, b], [c] become [c], [a], [b], also across two pipeline groups that hold some each."""
     before = sequence(optimizer([0.1, 0.5]))
     rates_after(before, 5)
-    whole = {"groups": [{"names": ["a", "b"]}, {"names": ["c"]}], "scheduler": before.state_dict()}
+    stored = {"groups": [{"names": ["a", "b"]}, {"names": ["c"]}], "scheduler": before.state_dict()}
     after = sequence(optimizer([0.5, 0.1, 0.1]))
     for group, rate in zip(after.optimizer.param_groups, (1, 0, 0), strict=True):
         group["lr"] = before.optimizer.param_groups[rate]["lr"]
-    state = regrouped([whole], [["c"], ["a"], ["b"]])
+    state = regrouped([stored], [["c"], ["a"], ["b"]])
     assert [one["base_lrs"] for one in state["_schedulers"]] == [[0.5, 0.1, 0.1]] * 2
     after.load_state_dict(state)
     for old, new in zip(rates_after(before, 4), rates_after(after, 4), strict=True):

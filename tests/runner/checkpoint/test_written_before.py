@@ -49,7 +49,7 @@ def kind(request) -> str:
     return request.param
 
 
-def test_it_is_whole_and_reads_as_the_merged_form_beside_it(kind):
+def test_it_is_complete_and_equals_the_merged_form(kind):
     path = newest(FOLDER / kind)
     assert dict(checkpoints.verify(path)) == {}
     opened = checkpoints.read(path)
@@ -57,8 +57,8 @@ def test_it_is_whole_and_reads_as_the_merged_form_beside_it(kind):
     content = tensors(path)
     assert {key: tuple(content[key].shape) for key in SHAPES} == SHAPES
     assert sorted(opened.states) == ["exp_avg", "exp_avg_sq"]
-    whole = load_file(newest(FOLDER / "plain") / "model.safetensors")
-    assert all(content[f"model/{name}"].allclose(tensor, rtol=1e-6, atol=1e-7) for name, tensor in whole.items())
+    merged_form = load_file(newest(FOLDER / "plain") / "model.safetensors")
+    assert all(content[f"model/{name}"].allclose(tensor, rtol=1e-6, atol=1e-7) for name, tensor in merged_form.items())
 
 
 def test_it_is_converted(kind, tmp_path):

@@ -150,12 +150,12 @@ def test_bad_input_is_one_paragraph(command, left, words, says):
     assert left() == []
 
 
-def test_every_fault_is_told(command):
+def test_every_invalid_key_is_reported(command):
     done = command(QUICK, "train.steps=x", "train.seed=-1", "data.batch_size=0")
     assert [paragraph.split()[1] for paragraph in done.paragraphs] == ["data.batch_size", "train.steps", "train.seed"]
 
 
-def test_every_bad_job_of_a_sweep_is_told(command, left):
+def test_every_bad_job_of_a_sweep_is_reported(command, left):
     done = command("-m", QUICK, "train.steps=-1,3,0")
     assert done.code == 2
     assert [paragraph.split()[2] for paragraph in done.paragraphs] == ["#0", "#2"]
@@ -194,7 +194,7 @@ def test_a_file_that_is_no_recipe_is_named_with_its_fault(command, left, mine, t
     assert [path.name for path in left()] == ["recipes", "mine.yaml"]
 
 
-def test_every_job_of_a_sweep_with_a_wrong_recipe_is_told(command, mine):
+def test_every_job_of_a_sweep_with_a_wrong_recipe_is_reported(command, mine):
     mine("train: {steps: 3}\n")
     done = command("-m", "+recipe=mine,quickstart", "train.steps=0,1")
     assert [paragraph.split()[2] for paragraph in done.paragraphs] == ["#0", "#1", "#2"] and done.code == 2
@@ -215,7 +215,7 @@ def test_an_optional_part_says_what_to_install(group):
         ({"RANK": "0", "WORLD_SIZE": "2"}, "world_size=2 launch=torchrun"),
     ],
 )
-def test_another_launcher_is_told_its_place(command, variables, launcher):
+def test_another_launcher_is_suggested(command, variables, launcher):
     assert launcher in command(QUICK, **variables).err
 
 
@@ -415,7 +415,7 @@ def test_unexpected_error_is_one_paragraph_with_its_traceback_in_a_file(command,
     assert "Traceback" in file.read_text(encoding="utf-8")
 
 
-def test_traceback_on_the_terminal_when_asked_for(command, job):
+def test_traceback_on_the_terminal_on_request(command, job):
     def crash(config, run_dir):
         raise KeyError("no such thing")
 

@@ -215,7 +215,7 @@ def test_refused(bad, words, says):
     assert "Traceback" not in done.err + done.out
 
 
-def test_conflicting_strategies_are_told_with_everything(bad):
+def test_conflicting_strategies_are_reported_with_operators_and_layouts(bad):
     words = next(words for words, says in BAD if says.startswith("Parameter enter.weight"))
     (paragraph,) = bad(*words).paragraphs
     for part in ("enter (linear, runner/networks.py:", "leave (linear, runner/networks.py:", "(4, 1)", "(1, 1)"):
@@ -247,7 +247,7 @@ TROUBLE = {
 @pytest.mark.parametrize("way", TROUBLE)
 def test_found_while_training(command, tmp_path, way):
     """The first 40 rows are valid, and with this seed the first step reads no others."""
-    begun = time.monotonic()
+    started = time.monotonic()
     words = (
         *PARALLEL,
         "data={target: networks.Trouble}",
@@ -256,7 +256,7 @@ def test_found_while_training(command, tmp_path, way):
         "train.steps=16",
     )
     done = command(*words, f"train.seed={SEED}", "hydra.run.dir=out")
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - started < 15
     assert done.code == 1
     message, where = TROUBLE[way]
     assert re.search(message, done.err) and re.search(where, done.err)

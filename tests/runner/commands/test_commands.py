@@ -243,13 +243,13 @@ def test_quickstart_plan(start):
     assert "name relu  module relu  in_strategy ((2, 4))  out_strategy ((2, 4))" in begin
     assert "models/quickstart.py:" in begin and "float32[16,32]" in begin
     lines = (ended.folder / "ir" / "rank_0" / "step_parallel_end.ir").read_text(encoding="utf-8").splitlines()
-    told = [lines.index(line) for line in lines if "of matmul:" in line or "for operand 0 of relu" in line]
-    told += [lines.index(line) for line in lines if "of matmul2:" in line and "redistribute" not in line]
-    assert told == sorted(told) and len(told) == 3
-    assert "(float32[8,8], float32[8,16]) -> float32[8,16]" in lines[told[0]]
-    assert "reduce_scatter dim 1" in lines[told[1] + 1]
-    assert "float32[8,16] partial -> float32[8,4]  group (0, 1, 2, 3), 384 bytes" in lines[told[1] + 1]
-    assert "(float32[8,4], float32[4,16])" in lines[told[2]]
+    indices = [lines.index(line) for line in lines if "of matmul:" in line or "for operand 0 of relu" in line]
+    indices += [lines.index(line) for line in lines if "of matmul2:" in line and "redistribute" not in line]
+    assert indices == sorted(indices) and len(indices) == 3
+    assert "(float32[8,8], float32[8,16]) -> float32[8,16]" in lines[indices[0]]
+    assert "reduce_scatter dim 1" in lines[indices[1] + 1]
+    assert "float32[8,16] partial -> float32[8,4]  group (0, 1, 2, 3), 384 bytes" in lines[indices[1] + 1]
+    assert "(float32[8,4], float32[4,16])" in lines[indices[2]]
 
 
 def test_semi_auto_redistribution_plan(start):
@@ -295,7 +295,7 @@ def test_quickstart_learns_as_one_process_does(start):
 ALONE = ("parallel=stand_alone", "parallel.mode=stand_alone", "world_size=1", "parallel.strategies=null")
 
 
-def test_explain_tells_the_story(start, capsys):
+def test_explain_summarizes_the_plan(start, capsys):
     start("+recipe=quickstart", verb="explain")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     relu = next(number for number, line in enumerate(lines) if line.startswith("relu "))
@@ -307,8 +307,8 @@ def test_explain_tells_the_story(start, capsys):
 def test_sweep_trains_every_job_on_ranks_of_its_own(command, tmp_path):
     done = command("-m", "+recipe=quickstart", "train.steps=2", "optimizer.args.lr=0.1,0.2,1e30")
     assert done.code == 1
-    (told,) = [paragraph for paragraph in done.paragraphs if paragraph.startswith("run: ")]
-    assert told.startswith("run: job #2 (+recipe=quickstart train.steps=2 optimizer.args.lr=1e+30): rank ")
+    (error,) = [paragraph for paragraph in done.paragraphs if paragraph.startswith("run: ")]
+    assert error.startswith("run: job #2 (+recipe=quickstart train.steps=2 optimizer.args.lr=1e+30): rank ")
     (sweep,) = tmp_path.glob("sweeps/quickstart/*")
     for number, rate in enumerate((0.1, 0.2)):
         records = [

@@ -75,16 +75,16 @@ def test_operators_of_one_plan_only(start, plans):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "diff compares two plans, but got 0"),
         (["a", "b", "c"], "diff compares two plans, but got 3"),
         (["a", "b"], "the plan 'a' cannot be read: No such file or directory"),
     ],
 )
-def test_what_cannot_be_compared(command, words, told):
+def test_what_cannot_be_compared(command, words, message):
     done = command("diff", *words)
-    assert done.code == 2 and told in done.err
+    assert done.code == 2 and message in done.err
 
 
 def test_other_json_cannot_be_compared(command, tmp_path):

@@ -27,7 +27,9 @@ def recorded(folder: Path, weights: dict[str, Tensor], gradients: dict[str, Tens
         (3.0, 1e-3, False),
     ],
 )
-def test_a_running_mean_is_held_to_its_deviation(tmp_path: Path, mean: float, error: float, passed: bool) -> None:
+def test_a_running_mean_is_compared_relative_to_its_deviation(
+    tmp_path: Path, mean: float, error: float, passed: bool
+) -> None:
     found, truth = (
         recorded(
             tmp_path / name,
@@ -39,7 +41,7 @@ def test_a_running_mean_is_held_to_its_deviation(tmp_path: Path, mean: float, er
     assert compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"]).passed == passed
 
 
-def test_other_weights_are_held_to_their_own_size(tmp_path: Path) -> None:
+def test_other_weights_are_compared_relative_to_their_size(tmp_path: Path) -> None:
     found, truth = (
         recorded(tmp_path / name, {"mean": torch.full((2,), value), "norm.running_var": torch.ones(2)}, {})
         for name, value in (("ours", 1.1e-9), ("theirs", 1e-9))

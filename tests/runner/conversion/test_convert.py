@@ -144,8 +144,8 @@ def test_no_more_than_a_chunk_is_read_at_once(stored, plan, tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoints.Checkpoint, "read", watched)
     monkeypatch.setattr(merged, "CHUNK", 16)  # less than a row of a.weight
-    whole = convert(stored, tmp_path / "merged")
-    sharded = convert(whole, tmp_path / "sharded", f"plan={plan}")
+    unsharded = convert(stored, tmp_path / "merged")
+    sharded = convert(unsharded, tmp_path / "sharded", f"plan={plan}")
     assert max(largest) == 16
     monkeypatch.undo()
     assert same(held(sharded), TENSORS)

@@ -15,13 +15,13 @@ from runner.launch import run_ranks
 
 
 def test_blocks_of_a_parameter_in_runs():
-    whole = torch.arange(60.0).reshape(3, 4, 5)
+    tensor = torch.arange(60.0).reshape(3, 4, 5)
     flat = (
-        torch.cat([torch.full((3,), -1.0), whole.reshape(-1)[:23]]),
-        torch.cat([whole.reshape(-1)[23:], torch.ones(2)]),
+        torch.cat([torch.full((3,), -1.0), tensor.reshape(-1)[:23]]),
+        torch.cat([tensor.reshape(-1)[23:], torch.ones(2)]),
     )
     runs = (deepspeed_files.FlatRun(flat[0], 3, 23), deepspeed_files.FlatRun(flat[1], 0, 37))
-    held = deepspeed_files.DeepSpeed({"x": deepspeed_files.Flat((3, 4, 5), runs)})
+    opened = deepspeed_files.DeepSpeed({"x": deepspeed_files.Flat((3, 4, 5), runs)})
     for block in [
         ((0, 3), (0, 4), (0, 5)),
         ((1, 3), (0, 4), (0, 5)),
@@ -30,8 +30,8 @@ def test_blocks_of_a_parameter_in_runs():
         ((2, 3), (3, 4), (4, 5)),
         ((1, 1), (0, 4), (0, 5)),
     ]:
-        assert held.read("model/x", block).equal(whole[tuple(slice(*bounds) for bounds in block)])
-    assert held.read("model/x").equal(whole)
+        assert opened.read("model/x", block).equal(tensor[tuple(slice(*bounds) for bounds in block)])
+    assert opened.read("model/x").equal(tensor)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_code_in_a_file_is_not_run(tmp_path):
         deepspeed_files.read(saved(tmp_path / "saved", hook=print))
 
 
-def test_a_rank_that_is_missing_is_told(tmp_path):
+def test_a_missing_rank_is_reported(tmp_path):
     folder = saved(tmp_path / "saved")
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(ConfigError, match="saved by 2 ranks, but has the states of 1"):

@@ -33,9 +33,9 @@ def test_a_resumed_run_augments_as_the_first_did(start):
         "checkpoint.every=3",
         "model.args.dropout=0.2",
     )
-    whole = start(*more, folder="whole").losses
+    uninterrupted = start(*more, folder="whole").losses
     start(*more, "train.steps=3", folder="parts")
-    assert start(*more, "train.resume=auto", folder="parts").losses == whole
+    assert start(*more, "train.resume=auto", folder="parts").losses == uninterrupted
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_epochs_end_with_the_rows_that_are_left(start, shuffle):
             for line in (ran.folder / "ranks" / f"{rank}.log").read_text(encoding="utf-8").splitlines()
             if line.startswith("epoch ")
         ]
-        told = [line.split() for line in lines]
-        assert [(words[1], words[3]) for words in told] == [(str(1 + step // 4), str(step + 1)) for step in range(8)]
-        assert [float(words[5]) for words in told] == pytest.approx(ran.losses, rel=1e-5)
+        fields = [line.split() for line in lines]
+        assert [(words[1], words[3]) for words in fields] == [(str(1 + step // 4), str(step + 1)) for step in range(8)]
+        assert [float(words[5]) for words in fields] == pytest.approx(ran.losses, rel=1e-5)
     torch.manual_seed(0)
     model, points, losses = networks.Classifier().double(), networks.Points(55), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -78,9 +78,9 @@ ROWS = st.lists(st.integers(0, 29), min_size=6, max_size=6)
 def check(
     dataset: Watched, collate: Callable[[list[Any]], Any] | None, blocks: tuple[Block, ...], rows: list[int]
 ) -> None:
-    names, whole = flatten_batch(whole_batch(Watched(dataset.as_dict), collate, rows))
-    batches = LocalBatches(dataset, collate, blocks, names=names, shapes=[tensor.shape for tensor in whole])
-    for part, tensor, block in zip(batches.load(rows), whole, blocks, strict=True):
+    names, full_batch = flatten_batch(whole_batch(Watched(dataset.as_dict), collate, rows))
+    batches = LocalBatches(dataset, collate, blocks, names=names, shapes=[tensor.shape for tensor in full_batch])
+    for part, tensor, block in zip(batches.load(rows), full_batch, blocks, strict=True):
         expected = tensor[tuple(slice(*one) for one in block)]
         assert part.dtype == tensor.dtype and part.is_contiguous()
         assert torch.equal(part, expected)
@@ -108,7 +108,7 @@ def test_where_slices_can_be_read_only_they_are(blocks: tuple[Block, ...], rows:
     assert dataset.values_read == sum(int(np.prod([b - a for a, b in block])) for block in blocks[:2])
 
 
-def test_a_large_image_is_never_read_whole() -> None:
+def test_a_large_image_is_never_read_in_full() -> None:
     dataset = LargeImages(rows=8, channels=3, height=1 << 16, width=1 << 16)
     block = ((2, 4), (0, 3), (64, 128), (0, 32))
     image, label = LocalBatches(dataset, None, (block, ((2, 4),))).load([7, 6, 5, 4])
@@ -116,12 +116,12 @@ def test_a_large_image_is_never_read_whole() -> None:
     assert dataset.elements_read == 2 * 3 * 64 * 32
 
 
-def test_the_ranks_of_a_sliced_batch_make_up_the_whole() -> None:
+def test_the_shards_of_a_batch_make_up_the_full_batch() -> None:
     rows = [5, 17, 3, 99]
-    whole, labels = whole_batch(Mnist(), None, rows)
+    images, labels = whole_batch(Mnist(), None, rows)
     grid = [((a, a + 2), (b, b + 196)) for a in (0, 2) for b in range(0, 784, 196)]
     parts = [LocalBatches(Mnist(), None, (block, ((0, 4),))).load(rows) for block in grid]
-    assert torch.equal(torch.cat([torch.cat([p for p, _ in parts[i : i + 4]], 1) for i in (0, 4)]), whole)
+    assert torch.equal(torch.cat([torch.cat([p for p, _ in parts[i : i + 4]], 1) for i in (0, 4)]), images)
     assert all(torch.equal(label, labels) for _, label in parts)
 
 
@@ -217,7 +217,7 @@ def test_flatten_batch_names_what_it_found_instead(batch: Any, expected: str) ->
         flatten_batch(batch)
 
 
-def test_whole_batch_tells_what_fails_in_the_users_code() -> None:
+def test_errors_in_user_code_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"data: row 9 cannot be read: IndexError"):
         whole_batch(Rows([1]), None, [9])
     with pytest.raises(ConfigError, match=r"data: stacking fails on 2 samples: RuntimeError"):

@@ -57,9 +57,9 @@ def test_a_users_folder_is_read_as_written(tmp_path: Path, packed: bool) -> None
 
 def test_read_returns_the_slice_of_the_sample(tmp_path: Path) -> None:
     dataset = Mnist(train=False, path=folder(tmp_path))
-    whole, label = dataset[3]
+    image, label = dataset[3]
     part, same = dataset.read(3, ((slice(100, 300),), ()))
-    assert torch.equal(part, whole[100:300]) and torch.equal(same, label)
+    assert torch.equal(part, image[100:300]) and torch.equal(same, label)
     empty, _ = dataset.read(3, ((slice(0, 0),), ()))
     assert empty.shape == (0,)
 

@@ -48,10 +48,10 @@ def test_an_epoch_of_steps_is_its_order_without_the_short_end(
 
 
 def test_a_resumed_run_reads_the_rows_of_one_that_never_stopped() -> None:
-    whole = [Order(50, 8, seed=3).rows(step) for step in range(40)]
+    uninterrupted = [Order(50, 8, seed=3).rows(step) for step in range(40)]
     for start in (0, 5, 6, 7, 23):
         resumed = Order(50, 8, seed=3)
-        assert [resumed.rows(step) for step in range(start, 40)] == whole[start:]
+        assert [resumed.rows(step) for step in range(start, 40)] == uninterrupted[start:]
 
 
 def test_without_shuffle_rows_come_in_order() -> None:

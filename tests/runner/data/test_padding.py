@@ -55,10 +55,15 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_a_rank_collates_its_own_rows() -> None:
     collate = partial(pad, length=6, values={**VALUES, "features": 0.0})
-    whole = whole_batch(Ragged(), collate, [5, 1, 7, 3])
+    full_batch = whole_batch(Ragged(), collate, [5, 1, 7, 3])
     blocks = (((2, 4), (0, 3)), ((2, 4), (0, 6)), ((2, 4), (0, 6), (1, 2)), ((2, 4),))
     parts = LocalBatches(Ragged(), collate, blocks).load([5, 1, 7, 3])
-    expected = (whole["input_ids"][2:, :3], whole["labels"][2:], whole["features"][2:, :, 1:2], whole["number"][2:])
+    expected = (
+        full_batch["input_ids"][2:, :3],
+        full_batch["labels"][2:],
+        full_batch["features"][2:, :, 1:2],
+        full_batch["number"][2:],
+    )
     for part, cut in zip(parts, expected, strict=True):
         assert torch.equal(part, cut)
 

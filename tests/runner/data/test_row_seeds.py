@@ -26,14 +26,16 @@ class Noisy:
 
 def test_ranks_with_different_slices_read_the_same_numbers() -> None:
     rows = [5, 2, 7, 0]
-    whole = whole_batch(Noisy(), None, rows, 3, 1)
-    assert len({float(value) for value in whole[1]}) == 4
+    full_batch = whole_batch(Noisy(), None, rows, 3, 1)
+    assert len({float(value) for value in full_batch[1]}) == 4
     for span in ((0, 2), (1, 4), (3, 4)):
         found = LocalBatches(Noisy(), None, ((span, (1, 3)), (span,), ((0, 4),)), seed=3).load(rows, 1)
-        assert torch.equal(found[0], whole[0][slice(*span), 1:3]) and torch.equal(found[1], whole[1][slice(*span)])
-        assert torch.equal(found[2], whole[2])
-    assert not torch.equal(whole_batch(Noisy(), None, rows, 3, 2)[0], whole[0])
-    assert not torch.equal(whole_batch(Noisy(), None, rows, 4, 1)[0], whole[0])
+        assert torch.equal(found[0], full_batch[0][slice(*span), 1:3]) and torch.equal(
+            found[1], full_batch[1][slice(*span)]
+        )
+        assert torch.equal(found[2], full_batch[2])
+    assert not torch.equal(whole_batch(Noisy(), None, rows, 3, 2)[0], full_batch[0])
+    assert not torch.equal(whole_batch(Noisy(), None, rows, 4, 1)[0], full_batch[0])
 
 
 def test_the_own_random_states_are_untouched() -> None:
@@ -60,14 +62,14 @@ class Seldom(Noisy):
         return (torch.randn(4) if index == 7 else torch.ones(4),)
 
 
-def test_a_row_that_draws_late_is_seeded_too() -> None:
-    whole = whole_batch(Seldom(), None, [1, 7], 3, 1)[0]
+def test_a_row_with_late_random_numbers_is_seeded_too() -> None:
+    full_batch = whole_batch(Seldom(), None, [1, 7], 3, 1)[0]
     batches = LocalBatches(Seldom(), None, (((1, 2), (0, 4)),), seed=3)
     for rows in ([7, 1], [1, 7], [1, 7]):
-        assert torch.equal(batches.load(rows, 1)[0][0], whole[1] if rows[1] == 7 else torch.ones(4))
+        assert torch.equal(batches.load(rows, 1)[0][0], full_batch[1] if rows[1] == 7 else torch.ones(4))
 
 
-def test_what_draws_nothing_is_read_once() -> None:
+def test_deterministic_rows_are_read_once() -> None:
     read: list[int] = []
 
     class Plain(Noisy):
@@ -85,13 +87,13 @@ def mixed(samples: list[Any]) -> torch.Tensor:
     return torch.stack([sample[0] for sample in samples]) + torch.randn(len(samples), 1)
 
 
-def test_a_collate_that_draws_sees_all_rows_on_every_rank() -> None:
+def test_a_random_collate_sees_all_rows_on_every_rank() -> None:
     rows = [5, 2, 7, 0]
-    whole = whole_batch(Noisy(), mixed, rows, 3, 1)
+    full_batch = whole_batch(Noisy(), mixed, rows, 3, 1)
     for span in ((0, 2), (2, 4)):
         batches = LocalBatches(Noisy(), mixed, ((span, (0, 4)),), seed=3)
         for _ in range(2):
-            assert torch.equal(batches.load(rows, 1)[0], whole[slice(*span)])
+            assert torch.equal(batches.load(rows, 1)[0], full_batch[slice(*span)])
 
 
 class Entropy(Noisy):
@@ -99,7 +101,7 @@ class Entropy(Noisy):
         return (torch.from_numpy(np.random.default_rng().random(4)),)
 
 
-def test_a_description_tells_other_data_and_numbers_that_have_no_seed() -> None:
+def test_a_description_distinguishes_other_data_and_unseeded_numbers() -> None:
     def of(dataset: Any, row: int = 3, evaluating: Any = None) -> Any:
         return described(dataset, evaluating, None, row=row, shapes=[(2, 4)], seed=0)
 

@@ -12,7 +12,7 @@ from runner.data.synthetic import LargeImages
 from runner.errors import ConfigError
 
 
-def test_mnist_is_standardised_unless_asked_otherwise() -> None:
+def test_mnist_is_standardised_by_default() -> None:
     raw = Mnist(train=False, rescale=1.0, normalize=None)[3][0]
     assert raw.max() > 200 and torch.equal(raw, raw.round())
     assert torch.equal(Mnist(train=False)[3][0], (raw / 255 - torch.tensor(MEAN)) / torch.tensor(STD))

@@ -41,7 +41,7 @@ def test_impossible_sizes_are_refused(args: dict[str, Any]) -> None:
         Regression(**{"rows": 4, "features": 2, "targets": 2, **args})
 
 
-def test_large_images_read_only_what_is_asked() -> None:
+def test_large_images_read_only_the_requested_slice() -> None:
     dataset = LargeImages(rows=20, channels=2, height=512, width=256)
     image, label = dataset[13]
     assert dataset.elements_read == 2 * 512 * 256 and image.shape == (2, 512, 256)

@@ -166,11 +166,11 @@ def test_labels_can_be_the_input_itself(folder: str, cache: str) -> None:
 
 def test_a_rank_reads_its_positions_alone(folder: str, cache: str) -> None:
     windows = Windows(16, train=None, cache=cache, path=folder)
-    whole = whole_batch(windows, None, [3, 1, 4, 5])
+    full_batch = whole_batch(windows, None, [3, 1, 4, 5])
     blocks = (((2, 4), (8, 16)), ((0, 4), (0, 8)))
     ids, labels = LocalBatches(windows, None, blocks).load([3, 1, 4, 5])
-    assert torch.equal(ids, whole["input_ids"][2:4, 8:16])
-    assert torch.equal(labels, whole["labels"][:, :8])
+    assert torch.equal(ids, full_batch["input_ids"][2:4, 8:16])
+    assert torch.equal(labels, full_batch["labels"][:, :8])
 
 
 def test_functions_are_complete_and_of_different_lengths(tmp_path: Path, cache: str) -> None:
@@ -187,17 +187,17 @@ def test_functions_are_complete_and_of_different_lengths(tmp_path: Path, cache: 
 def test_functions_of_the_standard_library_compile(cache: str) -> None:
     samples = Functions(300, limit=300_000, cache=cache)
     assert len(samples) > 150 and len({len(samples[i]["labels"]) for i in range(50)}) > 10
-    whole = 0
+    compiled = 0
     for i in range(100):
         content = bytes([*samples[i]["input_ids"].tolist(), int(samples[i]["labels"][-1])])
         first, *others = content.decode().split("\n")
         shift = min((len(line) - len(line.lstrip()) for line in others if line.strip()), default=4) - 4
         try:
             compile("\n".join([first, *(line[shift:] for line in others)]), "function", "exec")
-            whole += 1
+            compiled += 1
         except SyntaxError:  # text in triple quotes may start at the margin
             continue
-    assert whole >= 95
+    assert compiled >= 95
 
 
 @pytest.mark.parametrize(

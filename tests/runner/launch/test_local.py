@@ -101,7 +101,7 @@ def test_logs(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("way", "expected"),
     [
         ("raise", "rank 2 of 4 failed: OperatorError: the shapes do not fit. Where: operator dense1.matmul, "),
         ("late", "rank 2 of 4 failed: ValueError: this is the cause. Where: "),
@@ -110,13 +110,13 @@ def test_logs(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
         ("SIGSEGV", "rank 2 of 4 was killed by SIGSEGV. Where: "),
     ],
 )
-def test_a_failure_ends_the_run(run: Run, tmp_path: Path, way: str, told: str) -> None:
+def test_a_failure_ends_the_run(run: Run, tmp_path: Path, way: str, expected: str) -> None:
     start = time.monotonic()
     with pytest.raises(RunFailed) as caught:
         run("fail", (2, way))
     assert time.monotonic() - start < 5
     text = str(caught.value)
-    assert text.startswith(told)
+    assert text.startswith(expected)
     assert re.search(r"rank_entries\.py:\d+ \(fail\)", text) or way in ("exit", "SIGKILL")
     log = tmp_path / "ranks" / "2.log"
     assert log.read_text(encoding="utf-8").startswith("these are the last words\n")
@@ -146,11 +146,11 @@ def test_wrong_input_found_by_a_rank(run: Run, tmp_path: Path, way: str, kind: t
     assert alive(tmp_path) == []
 
 
-def test_the_same_failure_everywhere_is_told_once(run: Run) -> None:
+def test_the_same_failure_everywhere_is_reported_once(run: Run) -> None:
     with pytest.raises(RunFailed) as caught:
         run("fail_everywhere", world_size=2)
-    told = str(caught.value).splitlines()[0]
-    assert re.match(r"rank [01] of 2 failed: ValueError: nobody can do this \(rank [01] too\)\. Where: ", told)
+    first_line = str(caught.value).splitlines()[0]
+    assert re.match(r"rank [01] of 2 failed: ValueError: nobody can do this \(rank [01] too\)\. Where: ", first_line)
 
 
 def test_the_place_is_the_users_line(run: Run) -> None:

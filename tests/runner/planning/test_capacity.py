@@ -74,17 +74,17 @@ def test_a_plan_needs_no_memory(room):
 
 def test_a_slow_start_is_reported(tmp_path, monkeypatch, capsys):
     files = [tmp_path / str(rank) for rank in range(MANY + 1)]
-    starting, begun = Starting(files), time.monotonic()
+    starting, started = Starting(files), time.monotonic()
     cells = array("q", bytes(8 * CELLS))
     files[1].write_bytes(cells.tobytes())
     starting.look()
     assert not capsys.readouterr().out
-    monkeypatch.setattr(time, "monotonic", lambda: begun + EVERY + 1)
+    monkeypatch.setattr(time, "monotonic", lambda: started + EVERY + 1)
     starting.look()
     starting.look()
     assert capsys.readouterr().out.startswith("starting: 1 of 17 ranks run")
     cells[BEGUN] = 1
     files[2].write_bytes(cells.tobytes())
-    monkeypatch.setattr(time, "monotonic", lambda: begun + 3 * EVERY)
+    monkeypatch.setattr(time, "monotonic", lambda: started + 3 * EVERY)
     starting.look()
     assert not capsys.readouterr().out

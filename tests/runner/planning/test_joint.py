@@ -47,7 +47,7 @@ def with_limit(limit: int) -> JointDecision:
     return JointDecision(compose_config(*DATA, "parallel.plan_cache=null", f"parallel.memory_limit={limit}"), print)
 
 
-def test_bounds_are_below_every_price(stacked):
+def test_bounds_are_below_every_cost(stacked):
     deciding, every = stacked
     assert len({choice.zero for choice in every}) == 4
     assert {choice.stages for choice in every} == {1, 2}
@@ -77,7 +77,7 @@ def test_the_decision_is_that_of_brute_force_at_every_limit(stacked):
         (("world_size=2", "data.batch_size=8", *OPEN[::2], "parallel.memory_limit=2.5MB"), ("recompute", "full")),
     ],
 )
-def test_what_memory_asks_for_is_decided(words, decided):
+def test_the_memory_limit_decides(words, decided):
     config = compose_config(*GPT, *words, "parallel.plan_cache=null")
     found = JointDecision(config, print).plan().search["decided"]
     assert found[decided[0]] == decided[1]
@@ -98,7 +98,7 @@ STAGED = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
     ],
     ids=["ZeRO", "stages"],
 )
-def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
+def test_the_fewest_layers_that_keep_the_limit_are_recomputed(words):
     """Compared with brute force over the number of recomputed layers of every group of ranks."""
     words = (*DEEP, *words, "parallel.recompute=auto", "parallel.plan_cache=null")
     free = JointDecision(compose_config(*words), print)
@@ -283,7 +283,7 @@ def test_where_too_little_room_is_guessed_the_plan_that_keeps_least_is_tried():
     assert one.smaller_plan(choice, None, [(free, 2**20)]) is None  # close to the limit
 
 
-def test_plans_that_compute_other_things_again_are_lowered_once():
+def test_plans_with_different_recompute_share_a_program():
     """The shared program equals the result of lowering each plan separately."""
     one = JointDecision(compose_config(*DEEP, "world_size=2", *OPEN, "parallel.plan_cache=null"), print)
     graph, made = one.captured(one.rows)[1].graph, Programs()

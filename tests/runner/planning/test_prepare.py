@@ -35,7 +35,7 @@ def test_a_search_knows_what_the_optimizer_keeps(momentum, kept):
 
 
 @pytest.mark.parametrize(
-    ("words", "turns"),
+    ("words", "count"),
     [
         ((), 1),
         (("train.accumulate=2",), 2),
@@ -43,10 +43,10 @@ def test_a_search_knows_what_the_optimizer_keeps(momentum, kept):
     ],
     ids=str,
 )
-def test_a_search_knows_how_many_micro_batches_take_a_step(words, turns):
+def test_a_search_counts_the_micro_batches_of_a_step(words, count):
     """The bubble of a pipeline of two stages adds one micro-batch."""
     config = compose_config(*SMALL, "parallel=data_parallel", "data.batch_size=64", *words)
-    assert request_of(config, 4).turns == turns
+    assert request_of(config, 4).turns == count
 
 
 OPEN = ("parallel=auto", "parallel.search=dynamic_programming", "parallel.zero.stage=auto")

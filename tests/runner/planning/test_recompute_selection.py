@@ -39,7 +39,7 @@ def falling(most: int, by: int, layers: int, bent: int = 0) -> list[int]:
     ],
     ids=["one", "apart", "short", "bent", "single"],
 )
-def test_every_group_computes_as_few_again_as_it_needs(sizes):
+def test_every_group_recomputes_as_few_layers_as_it_needs(sizes):
     fewest = [next(count for count, size in enumerate(one) if size <= LIMIT) for one in sizes]
     for measured, guess in ((True, 1.0), (False, 0.9), (False, 1.1)):
         counts, tried = found(sizes, measured, guess)

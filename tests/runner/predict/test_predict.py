@@ -66,10 +66,10 @@ def test_every_mode_gives_what_the_plain_model_gives(start, stored, place):
     found = lines(ended.folder)
     assert [line["row"] for line in found] == list(range(50))
     torch.testing.assert_close(torch.tensor([line["output"] for line in found]), expected, rtol=1e-5, atol=1e-6)
-    told = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
-    assert told["evaluation"]["accuracy"] == (expected.argmax(1) == data.y).double().mean()
-    assert told["evaluation"]["loss"] == pytest.approx(functional.cross_entropy(expected, data.y).item(), rel=1e-5)
-    assert (told["step"], told["rows"], ended.value) == (7, 50, told["evaluation"]["loss"])
+    record = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
+    assert record["evaluation"]["accuracy"] == (expected.argmax(1) == data.y).double().mean()
+    assert record["evaluation"]["loss"] == pytest.approx(functional.cross_entropy(expected, data.y).item(), rel=1e-5)
+    assert (record["step"], record["rows"], ended.value) == (7, 50, record["evaluation"]["loss"])
     assert not (ended.folder / "checkpoints").exists()
 
 
@@ -79,9 +79,11 @@ def test_the_number_of_rows_is_limited(start, stored):
     with torch.no_grad():
         expected = trained()(data.x)[:7]
     torch.testing.assert_close(torch.tensor([line["output"] for line in lines(ended.folder)]), expected)
-    told = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
-    assert told["rows"] == 7
-    assert told["evaluation"]["loss"] == pytest.approx(functional.cross_entropy(expected, data.y[:7]).item(), rel=1e-5)
+    record = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
+    assert record["rows"] == 7
+    assert record["evaluation"]["loss"] == pytest.approx(
+        functional.cross_entropy(expected, data.y[:7]).item(), rel=1e-5
+    )
 
 
 def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path):
@@ -106,8 +108,8 @@ def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path)
 def test_rows_with_names_lack_what_the_loss_takes(start, tmp_path):
     torch.manual_seed(123)
     model = networks.TwoHeads()
-    held = {f"model/{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    held |= {"model/loss.balance": torch.tensor([0.25]), "model/loss.factor": torch.tensor([2.0])}
+    tensors = {f"model/{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tensors |= {"model/loss.balance": torch.tensor([0.25]), "model/loss.factor": torch.tensor([2.0])}
     x = torch.randn(5, 12)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": row.tolist()}) + "\n" for row in x), encoding="utf-8")
     ended = start(
@@ -119,7 +121,7 @@ def test_rows_with_names_lack_what_the_loss_takes(start, tmp_path):
         "data.args.keys=true",
         "data.batch_size=16",
         f"predict.data.path={tmp_path / 'rows.jsonl'}",
-        f"predict.checkpoint={made.checkpoint(tmp_path / 'made', held)}",
+        f"predict.checkpoint={made.checkpoint(tmp_path / 'made', tensors)}",
         verb="predict",
     )
     with torch.no_grad():
@@ -207,6 +209,6 @@ def test_what_was_trained_is_predicted_under_another_plan(start, tmp_path):
     trained_there = start(*words, *zero, "checkpoint.form=both", folder="trained")
     (score,) = trained_there.evaluations.values()
     ended = start(*words, *MODES["auto"], f"predict.checkpoint={trained_there.folder}", verb="predict")
-    told = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
-    assert told["evaluation"] == pytest.approx(score, rel=1e-5)
-    assert told["step"] == 6
+    record = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
+    assert record["evaluation"] == pytest.approx(score, rel=1e-5)
+    assert record["step"] == 6

@@ -38,8 +38,8 @@ def test_logits_are_those_of_the_library(start, tmp_path, recipe):
     logits = load_file(ended.folder / "predictions.safetensors")["logits"]
     assert run([str(saved), str(tmp_path / "merged")]) == 0
     for folder in (saved / "checkpoints" / "step-00000002", tmp_path / "merged"):
-        model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not any(told.values())
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(loading.values())
         with torch.no_grad():
             expected = model.eval()(input_ids=ids).logits
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

@@ -14,12 +14,12 @@ def test_those_who_differ_from_most_are_named():
     facts[2] = {"torch": "2.12", "the config": "a"}
     assert different(range(6), facts) == "Rank 2 differs in torch: 2.12 instead of 2.13."
     facts[5] = {"torch": "2.12", "the config": "b"}
-    told = "Ranks 12, 15 differ in torch: 2.12 instead of 2.13. Rank 15 differs in the config: b instead of a."
-    assert different(range(10, 16), facts) == told
+    message = "Ranks 12, 15 differ in torch: 2.12 instead of 2.13. Rank 15 differs in the config: b instead of a."
+    assert different(range(10, 16), facts) == message
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         ("with_another_plan", "Rank 2 differs in the captured model and its plan: "),
         ("with_another_config", "Rank 2 differs in the config: "),
@@ -27,8 +27,8 @@ def test_those_who_differ_from_most_are_named():
         ("with_other_code", "Rank 2 differs in the generated code: "),
     ],
 )
-def test_a_rank_with_another_program(start, monkeypatch, entry, told):
+def test_a_rank_with_another_program(start, monkeypatch, entry, message):
     plain = restarting.start
     monkeypatch.setattr(restarting, "start", lambda _, *args: plain(f"drill_entries:{entry}", *args))
-    with pytest.raises(RunFailed, match=told):
+    with pytest.raises(RunFailed, match=message):
         start(*SMALL, *MODES["semi_auto"], "train.steps=2")

@@ -13,7 +13,7 @@ FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "chec
 
 
 @pytest.mark.parametrize(
-    ("fault", "told", "after"),
+    ("fault", "pattern", "after"),
     [
         ("{kind: kill, rank: 2, step: 3, phase: data}", "rank 2 of 4 was killed by SIGKILL", "step-00000002"),
         pytest.param(
@@ -45,14 +45,14 @@ FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "chec
         ("{kind: kill, rank: 1, step: 1, phase: data}", "no checkpoint yet. It starts from the beginning", ""),
     ],
 )
-def test_a_run_goes_on_as_if_nothing_had_happened(start, undisturbed, capfd, fault, told, after):
+def test_a_run_goes_on_as_if_nothing_had_happened(start, undisturbed, capfd, fault, pattern, after):
     expected = undisturbed(*FOUR)
     capfd.readouterr()
     ended = start(*FOUR, *RESTARTS, faults(fault))
     said = capfd.readouterr().out
     lines = [line for line in said.splitlines() if line.startswith("restart ")]
     assert len(lines) == 1 and lines[0].startswith("restart 1 of 9: ")
-    assert re.search(told, lines[0])
+    assert re.search(pattern, lines[0])
     assert f"It goes on from {after}" in lines[0] or not after
     assert stored(ended.folder) == expected
 
@@ -120,7 +120,7 @@ def test_it_ends_after_the_last_restart(start):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words", "told"),
+    ("fault", "words", "pattern"),
     [
         ("{kind: kill, rank: 4, step: 1, phase: data}", FOUR, "there are 4 ranks; choose one from 0 to 3"),
         ("{kind: kill, rank: 0, step: 7, phase: data}", FOUR, "the run has 6 steps; choose one from 1 to 6"),
@@ -128,13 +128,13 @@ def test_it_ends_after_the_last_restart(start):
         ("{kind: hang, rank: 0, step: 3, phase: collective}", (*SMALL, *ALONE), "one rank alone joins no collective"),
     ],
 )
-def test_faults_that_cannot_happen(start, fault, words, told):
-    with pytest.raises(ConfigError, match=rf"launch.faults.0 \(.*\): {told}"):
+def test_faults_that_cannot_happen(start, fault, words, pattern):
+    with pytest.raises(ConfigError, match=rf"launch.faults.0 \(.*\): {pattern}"):
         start(*words, faults(fault))
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("kill", "launch.faults holds 'kill'; each fault is a mapping such as {kind: kill, rank: 1, step: 3"),
         ("{kind: explode, rank: 0, step: 1, phase: data}", "launch.faults.0.kind = 'explode' is not allowed."),
@@ -144,7 +144,7 @@ def test_faults_that_cannot_happen(start, fault, words, told):
         ("{kind: kill, rank: 0, step: 1, phase: data, interface: eth0}", "and no other kind does"),
     ],
 )
-def test_faults_that_are_none(command, left, fault, told):
+def test_faults_that_are_none(command, left, fault, message):
     done = command(*FOUR, faults(fault))
-    assert done.code == 2 and len(done.paragraphs) == 1 and told in done.err
+    assert done.code == 2 and len(done.paragraphs) == 1 and message in done.err
     assert left() == []

@@ -148,7 +148,7 @@ def test_one_that_is_behind_where_nobody_is_seen_to_wait(ranks, told):
     )
 
 
-def test_calls_that_were_begun_earlier(ranks, told):
+def test_a_wait_for_an_earlier_call(ranks, told):
     """Rank 0 waits for its first call although it has started a second one; rank 1 has started none."""
     for _ in range(2):
         join(ranks[0], "tp")
@@ -157,7 +157,7 @@ def test_calls_that_were_begun_earlier(ranks, told):
     assert told().text.startswith("rank 1 of 4 never joined all_reduce #1 over (tp)")
 
 
-def test_groups_of_the_same_ranks_are_told_apart(ranks, told):
+def test_groups_of_the_same_ranks_are_distinguished(ranks, told):
     for rank in ranks[:2]:
         rank.know("tp, again", [0, 1], "tp")
     join(ranks[0], "tp")
@@ -205,7 +205,7 @@ HANGING = (*SMALL, *MODES["semi_auto"], "launch.timeout=3")
 
 
 @pytest.mark.parametrize(
-    ("words", "fault", "told"),
+    ("words", "fault", "pattern"),
     [
         (
             HANGING,
@@ -226,11 +226,11 @@ HANGING = (*SMALL, *MODES["semi_auto"], "launch.timeout=3")
         ),
     ],
 )
-def test_a_hang_in_training(start, words, fault, told):
+def test_a_hang_in_training(start, words, fault, pattern):
     began = time.monotonic()
     with pytest.raises(RunFailed) as caught:
         start(*words, f"launch.faults=[{fault}]")
-    assert re.match(told, str(caught.value)), str(caught.value)
+    assert re.match(pattern, str(caught.value)), str(caught.value)
     assert time.monotonic() - began < 60
 
 
@@ -242,10 +242,10 @@ def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
         while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 5):
             time.sleep(0.01)
         shown = str(tmp_path / "run" / "ranks" / "1.where")
-        held = [
+        pids = [
             pid for pid in ranks_of_this_process() if shown in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
         ]
-        os.kill(held[0], signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGSTOP)
 
     thread = threading.Thread(target=stop)
     thread.start()

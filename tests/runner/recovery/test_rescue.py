@@ -16,7 +16,7 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline=
 
 
 @pytest.mark.parametrize(
-    ("words", "fault", "told"),
+    ("words", "fault", "pattern"),
     [
         (PLAIN, "{kind: kill, rank: 1, step: 4, phase: data}", "step-00000003 is made of .* without rank 1"),
         pytest.param(
@@ -37,12 +37,12 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline=
         ),
     ],
 )
-def test_no_step_is_lost(start, undisturbed, capfd, words, fault, told):
+def test_no_step_is_lost(start, undisturbed, capfd, words, fault, pattern):
     expected = undisturbed(*words)
     capfd.readouterr()
     ended = start(*words, *RESCUE, faults(fault))
     said = capfd.readouterr().out
-    assert re.search(f"^rescue: {told}", said, re.M)
+    assert re.search(f"^rescue: {pattern}", said, re.M)
     step = int(re.search(r"rescue: step-(\d+)", said)[1])
     assert f"It goes on from step-{step:08d}" in said
     assert stored(ended.folder) == expected
@@ -50,7 +50,7 @@ def test_no_step_is_lost(start, undisturbed, capfd, words, fault, told):
 
 
 @pytest.mark.parametrize(
-    ("words", "fault", "told"),
+    ("words", "fault", "pattern"),
     [
         (
             (*SMALL, *MODES["data_parallel"], ADAM, "parallel.zero.stage=1", "checkpoint.every=2"),
@@ -64,12 +64,12 @@ def test_no_step_is_lost(start, undisturbed, capfd, words, fault, told):
         ),
     ],
 )
-def test_what_is_not_whole_is_not_used(start, undisturbed, capfd, words, fault, told):
+def test_an_incomplete_rescue_is_not_used(start, undisturbed, capfd, words, fault, pattern):
     expected = undisturbed(*words)
     capfd.readouterr()
     ended = start(*words, *RESCUE, faults(fault))
     said = capfd.readouterr().out
-    assert re.search(f"rescue: what the other ranks left of step-00000005 is not enough: {told}", said)
+    assert re.search(f"rescue: what the other ranks left of step-00000005 is not enough: {pattern}", said)
     assert "It goes on from step-00000004" in said
     assert stored(ended.folder) == expected
     assert not list((ended.folder / "checkpoints").glob(".*"))
@@ -86,7 +86,7 @@ def test_weights_in_change_are_not_left(start, undisturbed, capfd):
     assert stored(ended.folder) == expected
 
 
-def test_what_a_killed_run_left_is_found_by_hand(start, undisturbed, capfd):
+def test_the_rescue_of_a_killed_run_is_found_on_resume(start, undisturbed, capfd):
     expected = undisturbed(*PLAIN)
     with pytest.raises(Exception, match="an injected fault"):
         start(*PLAIN, "launch.rescue=true", faults("{kind: raise, rank: 3, step: 3, phase: data}"))

@@ -105,9 +105,9 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     assert not (folder / "error.txt").exists()
     last = f"train.steps={done + 2}"
     went_on = start(*LONG, last, "train.resume=auto", folder="stopped")
-    whole = start(*LONG, last, folder="whole")
-    assert [record["loss"] for record in went_on.records] == whole.losses
-    ends = [checkpoints.newest(one.folder / "checkpoints") for one in (went_on, whole)]
+    uninterrupted = start(*LONG, last, folder="whole")
+    assert [record["loss"] for record in went_on.records] == uninterrupted.losses
+    ends = [checkpoints.newest(one.folder / "checkpoints") for one in (went_on, uninterrupted)]
     files = [checkpoints.read(end).header.files for end in ends]
     assert [one["rank-00001.safetensors"] for one in files[:1]] == [files[1]["rank-00001.safetensors"]]
 
@@ -204,7 +204,7 @@ def test_a_second_one_ends_it_at_once(tmp_path):
     assert time.monotonic() - began < 5
 
 
-def test_what_is_told(command, job):
+def test_the_error_of_a_stopped_run(command, job):
     def stop(config, run_dir):
         raise Stopped("stopped after step 3.")
 

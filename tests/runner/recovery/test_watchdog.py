@@ -47,18 +47,18 @@ def trouble(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "pattern"),
     [
         ("SIGKILL", r"the preparation was killed by SIGKILL \(was memory short\?\)"),
         ("SIGSTOP", r"the preparation hung: it has shown no sign of life for 1 s\. It was stopped"),
         pytest.param("raise", "the preparation failed: RuntimeError: the data is", marks=pytest.mark.slow),
     ],
 )
-def test_a_preparation_that_fails_is_tried_again(start, trouble, capfd, what, told):
+def test_a_preparation_that_fails_is_tried_again(start, trouble, capfd, what, pattern):
     trouble(what)
     words = (*TWO, "train.steps=2", "launch.timeout=1")
     ended = start(*words, "launch.max_restarts=1")
-    assert re.search(f"restart 1 of 1: {told}.* It is prepared again", capfd.readouterr().out)
+    assert re.search(f"restart 1 of 1: {pattern}.* It is prepared again", capfd.readouterr().out)
     assert json.loads((ended.folder / "restarts.jsonl").read_text(encoding="utf-8"))["resume"] is None
     assert len(ended.losses) == 2
 

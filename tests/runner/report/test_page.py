@@ -83,7 +83,7 @@ def test_the_report_of_a_plan(folder, content):
     text = (folder / "report.html").read_text(encoding="utf-8")
     parsed = check(text)
     assert len(text) < 100_000
-    told = " ".join(parsed.texts)
+    shown = " ".join(parsed.texts)
     for needed in (
         "models.gpt.GPT, parallel.mode=auto",
         "Time of a step",
@@ -100,7 +100,7 @@ def test_the_report_of_a_plan(folder, content):
         "sliced over tp",
         "thick red: something is sent",
     ):
-        assert needed in told, needed
+        assert needed in shown, needed
     assert "0 ms" not in parsed.texts and "0 B" not in parsed.texts, "cells of nothing are empty"
     found = kinds(content["operators"])
     assert parsed.seen["tr"] == 1 + sum(1 + len(kind.rows()) for kind in found)
@@ -129,15 +129,15 @@ def test_names_cannot_break_out(content):
 def test_a_plan_that_does_not_fit_says_so(content):
     other = json.loads(json.dumps(content))
     other["prediction"] |= {"memory_limit": 1000, "binding": "memory", "shrunk": {"parallel.zero.stage=3": 900}}
-    told = " ".join(check(plan_page(other, "small")).texts)
-    assert "; parallel.zero.stage=3 would need 900 B and fit" in told and "of 1000 B are needed at once" in told
+    shown = " ".join(check(plan_page(other, "small")).texts)
+    assert "; parallel.zero.stage=3 would need 900 B and fit" in shown and "of 1000 B are needed at once" in shown
 
 
 def test_a_pipeline_has_a_report(start):
     ended = start("+recipe=gpt_pipeline", verb="explain")
-    told = " ".join(check((ended.folder / "report.html").read_text(encoding="utf-8")).texts)
-    assert "waiting" in told and "send" in told
-    assert "by what limits it, all stages together" in told and "2 such meshes follow one another" in told
+    shown = " ".join(check((ended.folder / "report.html").read_text(encoding="utf-8")).texts)
+    assert "waiting" in shown and "send" in shown
+    assert "by what limits it, all stages together" in shown and "2 such meshes follow one another" in shown
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_a_browser_draws_it(folder, tmp_path):
             done = subprocess.run(
                 [*options, "--dump-dom", file.as_uri()], capture_output=True, encoding="utf-8", timeout=120, check=True
             )
-            drawn = Counter(re.findall(r"<([a-z]+)[ >/]", done.stdout))
+            rendered = Counter(re.findall(r"<([a-z]+)[ >/]", done.stdout))
             for tag in ("tr", "td", "details", "svg", "rect", "path", "section", "li"):
-                assert drawn[tag] == expected[tag], (path, tag)
+                assert rendered[tag] == expected[tag], (path, tag)
         picture = tmp_path / "picture.png"
         subprocess.run(
             [*options, f"--screenshot={picture}", file.as_uri()], capture_output=True, timeout=120, check=True

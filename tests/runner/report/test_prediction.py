@@ -94,7 +94,7 @@ def test_slow_links_bind_and_faster_ones_help(start, capsys):
     assert "bottleneck: gpu link" in out and "next better: a gpu link twice as fast 1." in out
 
 
-def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(start, capsys):
+def test_operators_shorter_than_their_launch_are_bound_by_their_calls(start, capsys):
     """A model of a few thousand parameters on a fast GPU, whose compute and memory time are negligible."""
     prediction = start(*SMALL, "world_size=1", "parallel.mode=data_parallel", "cluster=one_gpu", verb="plan").plan[
         "prediction"
@@ -153,7 +153,7 @@ def test_plans_without_words_have_no_tokens(start):
     assert prediction["tokens_per_second"] is None and prediction["samples_per_second"] > 0
 
 
-def test_every_copy_of_an_operator_is_begun(start):
+def test_every_batch_split_launches_its_operators(start):
     """Two batch splits compute as much as one, in twice as many calls; except for splitting and joining the batch, the
     times of the operators add up to the step."""
     plan = start("+recipe=gpt_multi_copy", "cluster=dgx_h100", verb="plan").plan

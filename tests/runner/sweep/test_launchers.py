@@ -58,5 +58,5 @@ def test_optuna_learns_from_losses_and_goes_on_after_a_failed_job(tmp_path):
     statuses = [row["status"] for row in rows]
     assert len(rows) == 3 and statuses.count("failed") == 1
     best = min((row for row in rows if row["loss"]), key=lambda row: float(row["loss"]))
-    told = (tmp_path / "mine" / "optimization_results.yaml").read_text(encoding="utf-8")
-    assert best["optimizer.args.lr"] in told
+    results = (tmp_path / "mine" / "optimization_results.yaml").read_text(encoding="utf-8")
+    assert best["optimizer.args.lr"] in results

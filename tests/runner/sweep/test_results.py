@@ -101,15 +101,15 @@ def test_curves_keep_the_last_step_and_state_their_scale(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"step": {n}, "loss": {10.0**-n}}}\n' for n in range(1, 8)), encoding="utf-8"
     )
-    drawn = curves({"#0": tmp_path})
-    assert drawn is not None and drawn.logarithmic
-    assert "step 7" in [label for _, _, label in drawn.ticks]
+    chart = curves({"#0": tmp_path})
+    assert chart is not None and chart.logarithmic
+    assert "step 7" in [label for _, _, label in chart.ticks]
     assert curves({"none": tmp_path / "none"}) is None
 
 
 def test_bars_are_shares_of_the_largest():
-    drawn = bars({"a": 1.0, "b": -4.0, "c": 0.0})
-    assert [one.width for one in drawn] == [112.5, 450.0, 1.0] and bars({}) == []
+    chart = bars({"a": 1.0, "b": -4.0, "c": 0.0})
+    assert [one.width for one in chart] == [112.5, 450.0, 1.0] and bars({}) == []
 
 
 def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):

@@ -29,7 +29,7 @@ def test_verified(start):
     ],
     ids=lambda words: " ".join(words)[:60],
 )
-def test_verified_in_other_ways(start, words):
+def test_verified_with_other_options(start, words):
     assert start(*SMALL, *words, COMPILED, "verify.steps=2", verb="verify").verdict["passed"]
 
 
@@ -48,7 +48,7 @@ def test_modules_that_run_as_they_are_are_not_compiled(command, words):
     assert "train.compile = true compiles the program that a plan gives each rank, but parallel.mode" in done.err
 
 
-def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch):
+def test_a_missing_compiler_is_reported_before_anything_is_built(monkeypatch):
     from runner.planning.prepare import prepare
 
     monkeypatch.setattr(compiled, "missing", lambda device: f"no compiler for {device}")

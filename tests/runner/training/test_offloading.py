@@ -80,7 +80,7 @@ def test_modules_and_sizes_choose(start):
     assert 0 < inner < everything and large == 0
 
 
-def test_the_end_tells_and_the_folder_is_mine(start, tmp_path, capfd):
+def test_the_summary_line_and_the_configured_folder(start, tmp_path, capfd):
     (tmp_path / "fast").mkdir()
     start(*SMALL, *MODES["data_parallel"], f"{OFFLOAD}.activations.to=disk", f"{OFFLOAD}.folder={tmp_path / 'fast'}")
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("offload (rank 0)")]
@@ -114,11 +114,13 @@ def test_going_on_from_states_on_a_disk(start):
     start(*words, "train.steps=3", folder="whole")
     start(*words, "train.steps=2", folder="halves")
     halves = start(*words, "train.steps=3", "train.resume=auto", folder="halves")
-    whole = halves.folder.parent / "whole"
-    (name, expected), (same_name, found) = content(whole), content(halves.folder)
+    uninterrupted = halves.folder.parent / "whole"
+    (name, expected), (same_name, found) = content(uninterrupted), content(halves.folder)
     assert name == same_name and expected.keys() == found.keys()
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
-    losses = [json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [
+        json.loads(line)["loss"] for line in (uninterrupted / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert losses == halves.losses
 
 

@@ -102,7 +102,7 @@ def test_low_precision_is_updated_from_masters(start):
     assert max(ended.verdict["weight_max_rel_diff"].values()) == 0
 
 
-def test_plan_tells_stages_and_the_bytes_sent(start):
+def test_plan_reports_stages_and_the_bytes_sent(start):
     ended = start(*TWO, "train.steps=3", "train.log_every=100", "parallel.dump_ir=true")
     pipeline = ended.plan["pipeline"]
     assert {operator["name"]: operator["stage"] for operator in ended.plan["operators"]}["outer"] == 1
@@ -119,7 +119,7 @@ def test_plan_tells_stages_and_the_bytes_sent(start):
     assert "stage 1 of 2" in text[2] and "outer.weight" in text[2] and "inner.weight" not in text[2]
 
 
-def test_plan_tells_virtual_stages(start):
+def test_plan_reports_virtual_stages(start):
     ended = start(*INTERLEAVED, "train.steps=2", "train.log_every=100", "parallel.dump_ir=true")
     pipeline = ended.plan["pipeline"]
     assert (pipeline["stages"], pipeline["virtual_stages"], pipeline["held"]) == (2, 2, [5, 3])
@@ -156,11 +156,11 @@ def stored(folder):
 
 def test_a_run_goes_on_bit_for_bit(start):
     words = (*TWO, *RANDOM, "optimizer.target=torch.optim.AdamW", "checkpoint.every=2")
-    whole = start(*words, "train.steps=4", folder="whole")
+    uninterrupted = start(*words, "train.steps=4", folder="whole")
     start(*words, "train.steps=2", folder="parts")
     parts = start(*words, "train.steps=4", "train.resume=auto", folder="parts")
-    assert parts.value == whole.value
-    ours, truth = stored(parts.folder), stored(whole.folder)
+    assert parts.value == uninterrupted.value
+    ours, truth = stored(parts.folder), stored(uninterrupted.folder)
     assert ours.keys() == truth.keys() and any(key.startswith("model/outer.weight") for key in truth)
     assert [key for key in truth if not torch.equal(ours[key], truth[key])] == []
 
@@ -187,11 +187,11 @@ def test_schedules_train_to_the_same_bits(start):
 )
 def test_a_sharded_run_goes_on_bit_for_bit(start, words):
     words = (*words, "parallel.zero.stage=1", "checkpoint.every=2")
-    whole = start(*words, "train.steps=4", folder="whole")
+    uninterrupted = start(*words, "train.steps=4", folder="whole")
     start(*words, "train.steps=2", folder="parts")
     parts = start(*words, "train.steps=4", "train.resume=auto", folder="parts")
-    assert parts.value == whole.value
-    ours, truth = stored(parts.folder), stored(whole.folder)
+    assert parts.value == uninterrupted.value
+    ours, truth = stored(parts.folder), stored(uninterrupted.folder)
     assert ours.keys() == truth.keys()
     assert [key for key in truth if not torch.equal(ours[key], truth[key])] == []
 
@@ -273,12 +273,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), BAD, ids=[words[0] for words, _ in BAD])
-def test_refused(command, left, words, told):
+@pytest.mark.parametrize(("words", "texts"), BAD, ids=[words[0] for words, _ in BAD])
+def test_refused(command, left, words, texts):
     done = command("plan", *TWO, *words)
     assert done.code == 2
     (paragraph,) = done.paragraphs
-    assert [text for text in told if text not in paragraph] == []
+    assert [text for text in texts if text not in paragraph] == []
     assert left() == []
 
 

@@ -34,7 +34,7 @@ def test_trying_an_evaluation_leaves_the_model_as_it_was() -> None:
     [((2, 5, 7), (2, 5)), ((2, 7), (3,)), ((2,), (2,)), ((2, 7), (2, 1))],
     ids=["classes last", "other rows", "no classes", "a dim too many"],
 )
-def test_accuracy_tells_the_shapes_that_do_not_fit(output, target) -> None:
+def test_accuracy_reports_shapes_that_do_not_match(output, target) -> None:
     with pytest.raises(ConfigError, match=r"accuracy needs class scores \[n, classes, ...\].* choose evaluate.metric="):
         accuracy(torch.zeros(output), torch.zeros(target, dtype=torch.int64))
 

@@ -108,11 +108,11 @@ def test_digits_are_learnt_well(start):
 
 
 def test_accumulation_changes_nothing(train):
-    whole, *others = (
+    full_batch, *others = (
         train("semi_auto", DOUBLE, "data.batch_size=32", f"train.accumulate={count}").losses for count in (1, 2, 4)
     )
     for losses in others:
-        assert losses == pytest.approx(whole, rel=1e-10)
+        assert losses == pytest.approx(full_batch, rel=1e-10)
 
 
 def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):

@@ -110,11 +110,11 @@ class Hosts:
 
     def processes(self) -> list[int]:
         """All processes on any of the hosts."""
-        told = [
+        outputs = [
             subprocess.run(["ip", "netns", "pids", name], capture_output=True, encoding="utf-8").stdout
             for name in self.namespaces.values()
         ]
-        return [int(pid) for text in told for pid in text.split()]
+        return [int(pid) for text in outputs for pid in text.split()]
 
     def empty(self, seconds: float) -> bool:
         """Whether no process is left on any host after a few seconds."""

@@ -64,10 +64,10 @@ def test_torchrun_here() -> None:
 
 def test_mpirun() -> None:
     (only,) = mpirun(given(launcher="mpirun"), PLACE).commands
-    told = words(only)
-    assert told.startswith("mpirun -np 4 --host 10.0.0.1:2,10.0.0.2:2 --mca plm_rsh_agent 'ssh -x' ")
-    assert "-x PYTHONPATH" in told and "--wdir /home/me" in told
-    assert told.endswith(" --more python -m runner.join /runs/a/join")
+    line = words(only)
+    assert line.startswith("mpirun -np 4 --host 10.0.0.1:2,10.0.0.2:2 --mca plm_rsh_agent 'ssh -x' ")
+    assert "-x PYTHONPATH" in line and "--wdir /home/me" in line
+    assert line.endswith(" --more python -m runner.join /runs/a/join")
     settings = dict(zip(only.words, only.words[1:], strict=False))
     silent = int(settings["oob_tcp_keepalive_time"]) + 3 * int(settings["oob_tcp_keepalive_intvl"])
     assert silent < 60  # seconds until the ranks of a disconnected host end

@@ -32,22 +32,22 @@ def on_two(hosts: Hosts) -> str:
 def first_steps(process: subprocess.Popen[str], count: int = 1) -> None:
     """Wait until `count` steps have been printed."""
     assert process.stdout is not None
-    told = []
+    lines = []
     for line in process.stdout:
-        told.append(line)
+        lines.append(line)
         count -= line.startswith("step ")
         if not count:
             return
     assert process.stderr is not None
-    raise AssertionError("".join(told) + process.stderr.read())
+    raise AssertionError("".join(lines) + process.stderr.read())
 
 
 def listening(hosts: Hosts, name: str) -> list[str]:
     """The local addresses with listening sockets on a host, in the kernel's hexadecimal digits."""
-    told = subprocess.run(
+    sockets = subprocess.run(
         hosts.inside(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]), capture_output=True, encoding="utf-8"
     )
-    rows = [line.split() for line in told.stdout.splitlines() if ":" in line.split()[0]]
+    rows = [line.split() for line in sockets.stdout.splitlines() if ":" in line.split()[0]]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A"]
 
 
@@ -150,16 +150,16 @@ def test_a_run_goes_on_without_a_lost_host(hosts: Hosts, on_first: Start, tmp_pa
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
 
 
-def test_hosts_started_by_hand_share_nothing(
+def test_manually_started_hosts_share_nothing(
     hosts: Hosts, on_first: Start, local_losses: list[float], tmp_path: Path
 ) -> None:
     words = ["train", *RECIPE[:-1], f"train.steps={STEPS}", "launch=rank_table", on_two(hosts), "launch.port=29444"]
-    begun = [
+    processes = [
         on_first(*words, f"launch.host={hosts.names[0]}", "hydra.run.dir=first"),
         on_first(*words, "launch.rank=2", "hydra.run.dir=second", on=1),
         on_first(*words, "launch.rank=3", "hydra.run.dir=third", on=1),
     ]
-    ended = [(*process.communicate(timeout=120), process.returncode) for process in begun]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in processes]
     assert [(err, code) for _, err, code in ended] == [("", 0)] * 3
     assert losses(tmp_path / "first") == local_losses
 

@@ -46,38 +46,38 @@ def calling(
     front: Front, hello: Hello, secret: bytes = SECRET, seconds: float = 5.0
 ) -> tuple[threading.Thread, list[object]]:
     """A rank that connects, in a background thread. Returns the thread and a list for its message or its error."""
-    told: list[object] = []
+    received: list[object] = []
 
     def rank() -> None:
         try:
             connection = call(network.LOOPBACK, front.listener.getsockname()[1], secret, seconds)
             assert own_address(connection) == network.LOOPBACK
             messages.send(connection, asdict(hello))
-            told.append(messages.receive(connection))
+            received.append(messages.receive(connection))
         except (OSError, EOFError, AuthenticationError) as error:
-            told.append(type(error))
+            received.append(type(error))
 
     thread = threading.Thread(target=rank)
     thread.start()
-    return thread, told
+    return thread, received
 
 
-def test_ranks_are_told_where_the_store_is(front: Front) -> None:
-    second, told_second = calling(front, Hello(1, "b", "10.0.0.2"))
+def test_ranks_receive_the_address_of_the_store(front: Front) -> None:
+    second, received_by_second = calling(front, Hello(1, "b", "10.0.0.2"))
     assert [hello.rank for hello, _ in answering(front)] == [1]
-    assert told_second == []
-    first, told_first = calling(front, Hello(0, "a", "10.0.0.1", store=("10.0.0.1", 77)))
+    assert received_by_second == []
+    first, received_by_first = calling(front, Hello(0, "a", "10.0.0.1", store=("10.0.0.1", 77)))
     assert [hello.rank for hello, _ in answering(front)] == [0]
     first.join(3)
     second.join(3)
-    assert told_first == told_second == [["10.0.0.1", 77]]
+    assert received_by_first == received_by_second == [["10.0.0.1", 77]]
 
 
 def test_strangers_are_not_heard(front: Front) -> None:
-    thread, told = calling(front, Hello(0, "a", "a", store=("a", 1)), secret=b"another")
+    thread, received = calling(front, Hello(0, "a", "a", store=("a", 1)), secret=b"another")
     assert answering(front, 1.0) == []
     thread.join(3)
-    assert told in ([AuthenticationError], [EOFError], [ConnectionResetError])
+    assert received in ([AuthenticationError], [EOFError], [ConnectionResetError])
 
 
 def test_a_silent_stranger_holds_nobody_up(front: Front) -> None:
@@ -140,10 +140,10 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(front: Front) -> None:
     strangers = [socket.create_connection(front.listener.getsockname()) for _ in range(crowd)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (crowd + 200, hard))  # too few descriptors to accept all connections
     try:
-        thread, told = calling(front, Hello(0, "a", "a", store=("a", 1)), seconds=60.0)
+        thread, received = calling(front, Hello(0, "a", "a", store=("a", 1)), seconds=60.0)
         assert [hello.rank for hello, _ in answering(front, 60.0)] == [0]
         thread.join(60)
-        assert told == [["a", 1]]
+        assert received == [["a", 1]]
     finally:
         for stranger in strangers:
             stranger.close()
@@ -169,9 +169,9 @@ def test_nothing_that_arrives_is_unpickled(front: Front, tmp_path: Path) -> None
     far.send(Evil(tmp_path / "ran"))
     with pytest.raises(OSError, match="what arrived is no message"):
         messages.receive(near)
-    for told in (["rank"], {"rank": "no", "host": "a", "address": "a"}, {"rank": 0}, None):
+    for greeting in (["rank"], {"rank": "no", "host": "a", "address": "a"}, {"rank": 0}, None):
         with pytest.raises(OSError, match="no greeting"):
-            Hello.read(told)
+            Hello.read(greeting)
     failed = Failure(3, 1.5, CauseOrder.TIMEOUT, "failed", "here", None, "text")
     for outcome in (failed, Done(b"\n{}"), Done(None)):
         messages.report(far, outcome)
@@ -183,6 +183,8 @@ def test_no_port_is_open_where_all_ranks_are_here(tmp_path: Path, monkeypatch: p
     """The rendezvous keeps its keys in an unnamed file; only gloo's own ports remain."""
     monkeypatch.setattr(network, "listener", None)  # it would be called
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    told = run_ranks("rank_entries:describe", 1, world_size=2, run_dir=tmp_path, device="cpu", timeout=30.0, threads=1)
-    assert told["total"] == 1 and told["store"] == "FileStore"
+    described = run_ranks(
+        "rank_entries:describe", 1, world_size=2, run_dir=tmp_path, device="cpu", timeout=30.0, threads=1
+    )
+    assert described["total"] == 1 and described["store"] == "FileStore"
     assert {path.name for path in tmp_path.iterdir()} == {"ranks"}

@@ -29,6 +29,6 @@ def test_the_network_of_a_host_fails(
     assert (process.returncode, err) == (0, ""), err
     assert f"restart 1 of 1: host {second} (ranks 2, 3 of 4) no longer answers" in out
     assert "With 2 ranks, and a plan searched anew, it goes on from step-00000006" in out
-    told = json.loads((tmp_path / "run" / "restarts.jsonl").read_text(encoding="utf-8"))
-    assert told["ranks"] == 2 and len(losses(tmp_path / "run")) == 12
+    restart = json.loads((tmp_path / "run" / "restarts.jsonl").read_text(encoding="utf-8"))
+    assert restart["ranks"] == 2 and len(losses(tmp_path / "run")) == 12
     assert [file.name for file in (tmp_path / "run" / "faults").iterdir()] == ["network-in-forward-of-8-on-2-0"]

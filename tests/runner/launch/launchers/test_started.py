@@ -116,7 +116,7 @@ HERE = ["launch=rank_table", "launch.hosts=[127.0.0.1:2,127.0.0.2:2]", "launch.t
 
 
 @pytest.mark.slow
-def test_a_hang_is_told_with_call_and_place(start: Start, tmp_path: Path) -> None:
+def test_a_hang_is_reported_with_call_and_location(start: Start, tmp_path: Path) -> None:
     fault = "launch.faults=[{kind: hang, rank: 2, step: 3, phase: forward}]"
     process = start("train.steps=100000", *HERE[:2], "launch.timeout=5", fault)
     _, err = process.communicate(timeout=120)
@@ -143,8 +143,8 @@ def test_sigterm_stops_between_two_steps(start: Start, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_hosts_that_share_nothing_cannot_save(start: Start, tmp_path: Path) -> None:
     words = [f"train.steps={STEPS}", *HERE, "launch.port=29466", "checkpoint.at_end=true"]
-    begun = [start(*words, f"launch.host=127.0.0.{k}", f"hydra.run.dir=host{k}") for k in (1, 2)]
-    ended = [(*process.communicate(timeout=120), process.returncode) for process in begun]
+    processes = [start(*words, f"launch.host=127.0.0.{k}", f"hydra.run.dir=host{k}") for k in (1, 2)]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in processes]
     for _, err, code in ended:
         assert code == 2
         assert re.match(r"run: rank 2 has another run folder than rank 0, so checkpoints would lack its slices", err)
