@@ -8,12 +8,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("meshwright", "runner", "strategies", "models", "benchmarks", "tests")
 TEXT = {"read_text": 0, "write_text": 1}
-"""Methods that always open text, and the place of `encoding` among their arguments."""
+"""Methods that always open text, and the position of `encoding` among their arguments."""
 MODE = {"open": 1, "fdopen": 1, "makefile": 0, "NamedTemporaryFile": 0, "TemporaryFile": 0}
-"""What opens text or bytes, and the place of `mode`; one earlier for the method of a Path."""
+"""Callables that open text or bytes, and the position of `mode`; one earlier for the method of a Path."""
 MODULES = {"builtins", "io", "os", "codecs"}
 OTHERS = {"os.open", "gzip.open", "bz2.open", "self.open", "looking.open", "folder.write_text"}
-"""Calls that open no text, or say themselves in which encoding they do."""
+"""Calls that open no text, or name the encoding."""
 
 
 def without(source: str) -> list[int]:

@@ -28,14 +28,14 @@ from tests.strategies.machines import cluster
 from tests.strategies.whole_model import Model
 
 RUN_RANKS = 16
-"""The most ranks that are simulated."""
+"""The maximum number of simulated ranks."""
 SIMPLE = OptimizerSettings()
 """Adds gradients after backward; no state."""
 TOLERANCE = 1e-10
 SMALLEST = 1e-6
 """Below this size differences are absolute."""
 PROOF = 2**22
-"""Elements of the largest tensor of a network that is run to prove that a strategy need not be refused."""
+"""Elements of the largest tensor of a network that is run to prove that a strategy can be accepted."""
 
 
 class Differs(Exception):

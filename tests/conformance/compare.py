@@ -80,7 +80,7 @@ def wrong_strategies(bench: Bench, plan: Plan, expected: Mapping[str, Any]) -> d
 
 
 def parts_of(bench: Bench, plan: Plan, node: Mapping[str, Any], name: str) -> list[list[int]] | None:
-    """The strategy of the node if it is an operator `name`, or has one as a part."""
+    """The strategy of the node if it is an operator `name` or contains one."""
     if node["op"] == name:
         return strategy_of(bench, plan, node)
     if node["op"] == f"nn.{name}" or (node["op"].startswith("nn.Softmax") and name == "OneHot"):
@@ -120,7 +120,7 @@ def no_dearer(bench: Bench, plan: Plan, expected: Mapping[str, Any], wrong: Mapp
     ours by our own model. Raises Differs if not."""
     text = "; ".join(wrong.values())
     free = {node["op"] for node in bench.case["network"] if not node.get("in_strategy")}
-    if not wrong.keys() <= free:  # nobody searched for these
+    if not wrong.keys() <= free:  # these were configured, not searched
         raise Differs(text)
     costs, refused = [], ""
     for strategies in itertools.islice(readings(bench, expected), 64):

@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def own_cases(pytestconfig: pytest.Config) -> bool:
-    """Whether the cases are those beside the tests, for which every reason is written down."""
+    """Whether the cases are those of this folder, for which every reason is recorded."""
     return cases_file(pytestconfig).resolve() == DEFAULT
 
 

@@ -116,7 +116,7 @@ def layer_norm(args: Args, attrs: Attrs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spread_layer_norm(record: Recorded) -> dict[str, OperatorStrategy]:
-    """The norm proper gets the recorded strategy of x, so that its own rule judges it; all else follows x."""
+    """The norm proper gets the recorded strategy of x, so that its own rule checks it; other operators follow x."""
     found = {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):
         if operator.op == "layer_norm" and len(shapes) == 3:

@@ -66,7 +66,7 @@ class Recorded:
 
 
 Spread = Callable[[Recorded], dict[str, OperatorStrategy]]
-"""Which strategies the torch operators get, by plan name."""
+"""The strategies of the torch operators, by plan name."""
 Read = Callable[[Sequence[Sequence[tuple[int, ...]]]], list[list[int]]]
 """The recorded form of the chosen slices: for every operator its operands' counts."""
 
@@ -79,7 +79,7 @@ def wanted(inputs: Sequence[Form] | None, outputs: Sequence[Form] | None = None)
 
 
 def one(record: Recorded) -> dict[str, OperatorStrategy]:
-    """A single torch operator with the recorded operands; a number takes an empty strategy with it."""
+    """A single torch operator with the recorded operands; a number has an empty strategy."""
     forms, kept = list(record.inputs), []
     for argument in record.args:
         for item in argument if isinstance(argument, list) else [argument]:
@@ -121,11 +121,11 @@ class Counterpart:
     spread: Spread = one
     read: Read = as_chosen
     domain: str = ""
-    """`positive`: arguments must be; the network is then fed with positive numbers."""
+    """`positive`: arguments must be positive; the network then gets positive inputs."""
     indices: tuple[int, ...] = ()
     """Arguments that are indices."""
     results: int | None = None
-    """How many results stand for the operator where nobody asks for one of them; None for all."""
+    """How many results represent the operator where no single one is requested; None for all."""
 
 
 def option(args: Args, attrs: Attrs, position: int, name: str, default: Any) -> Any:

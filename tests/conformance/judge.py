@@ -41,7 +41,7 @@ MESSAGES: Mapping[str, str] = {
     "shared_parameter_layout_conflict": r"used by two operators",
     "dataset_strategy": r"dataset_strategy",
 }
-"""What our message must say, by the recorded rule."""
+"""The required content of our error message, by recorded rule."""
 
 BY_DESIGN: Mapping[str, str] = {
     "out_layout_rule": "a result that leaves a choice may be handed on in any layout",

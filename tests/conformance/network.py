@@ -1,7 +1,7 @@
 """A recorded case as a plain torch module, a batch and a request to the planner.
 
-Every recorded node is a submodule, so that the torch operators it becomes are found by their module. What
-nobody consumes goes into the loss: the mean square of every such result. Sizes that a case leaves open are the first
+Every recorded node is a submodule, so that the torch operators it becomes are found by their module. Unused
+results enter the loss: the mean square of every such result. Sizes that a case leaves open are the first
 that the network runs with. The networks of pipeline stages run one after another on the devices of one stage.
 """
 

@@ -15,7 +15,7 @@ from tests.conformance.numbers import Built
 from tests.conformance.operators import TABLE
 
 INTERLEAVED = "interleaved_parallel"
-"""An axis of a device matrix that is no devices: halves of a micro-batch, whose communication hides the other's."""
+"""An axis of a device matrix that is not devices: halves of a micro-batch, whose communication overlaps."""
 
 
 def request_of(case: Case, graph: OperatorGraph, built: Built) -> Request:
@@ -40,8 +40,8 @@ def request_of(case: Case, graph: OperatorGraph, built: Built) -> Request:
 
 
 def searched(case: Case) -> bool:
-    """Whether our search of the same name can take the case: it has to be there, and propagation starts from
-    configured operators. Otherwise the planner's defaults stand for it."""
+    """Whether our search of the same name supports the case: it must exist, and propagation starts from
+    configured operators. Otherwise the planner's defaults replace it."""
     search = case["search_mode"]
     configured = any(node.get("in_strategy") or node.get("out_strategy") for node in case["network"])
     return search in SEARCHES and (configured or search != "sharding_propagation")

@@ -51,7 +51,7 @@ def strided_slice(args: Args, attrs: Attrs) -> Tensor:
 
 
 def spread_strided_slice(record: Recorded) -> dict[str, OperatorStrategy]:
-    """Every torch operator gets the strategy of the dims that are left when it is its turn."""
+    """Every torch operator gets the strategy of the dims that remain before it."""
     (form,), found = record.inputs, {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):
         outputs = record.outputs if operator is record.operators[-1] else None
@@ -178,7 +178,7 @@ def sparse_loss(args: Args, attrs: Attrs) -> Tensor:
 
 
 def spread_sparse_loss(record: Recorded) -> dict[str, OperatorStrategy]:
-    """Strategies of its two parts stand in attributes."""
+    """Strategies of its two parts are attributes."""
     found = {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):
         loss, hot = (record.attrs.get(f"shard.{part}") for part in ("softmax_cross_entropy", "one_hot"))

@@ -74,7 +74,7 @@ def upstream(operators, shape):
 
 
 def check_chain(source, target, chains):
-    """Our chain ends in the target's slices, and sends no more than any of the recorded ones."""
+    """Our resharding path ends in the target layout, and sends no more than any of the recorded ones."""
     mesh, before, after, shape = both(source, target)
     steps = resharding_path(before, after, shape, mesh)
     tensor = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)

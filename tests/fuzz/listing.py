@@ -14,7 +14,7 @@ from tests.fuzz.cases import Case
 
 
 def listing(case: Case, failure: str) -> str:
-    """What a case consists of, one line per source and operator."""
+    """The description of a case, one line per source and operator."""
     mesh, plan = case.plan.mesh, case.plan
     lines = [f"# seed {case.seed}: {failure}", f"# mesh {dict(mesh.axes)}{_sharded(case)}"]
     layouts = {**plan.inputs, **plan.tensors}
@@ -62,7 +62,7 @@ def _slices(assignment: Mapping[str, tuple[str, ...]]) -> str:
 
 
 class _Name(str):
-    """A name that stands in an argument list without quotation marks."""
+    """A name printed in an argument list without quotation marks."""
 
     def __repr__(self) -> str:
         return str(self)

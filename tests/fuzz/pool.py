@@ -20,7 +20,7 @@ SIZES = (1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9, 11, 12, 12, 16)
 """Sizes of dims: powers of two and multiples of three divide by the meshes, primes do not, 1 is broadcast."""
 MOST_ELEMENTS = 600
 LARGEST = 60.0
-"""Results with greater values are refused: behind them rounding would hide errors."""
+"""Results with greater values are rejected: rounding would hide errors."""
 NEAR = 1e-6
 """Values closer than this count as equal where their order or sign decides."""
 
@@ -153,19 +153,19 @@ class Pool:
     # conditions on values
 
     def away_from(self, ref: Ref, *points: float) -> None:
-        """Rejects the draw if an element is at one of the points, where a function bends or jumps."""
+        """Rejects the call if an element is at one of the points, where a function has a kink or a jump."""
         value = self.values[ref]
         if value.numel() and any(float((value - point).abs().min()) < NEAR for point in points):
             raise Rejected
 
     def apart(self, ref: Ref, *others: Ref) -> None:
-        """Rejects the draw if two elements are (nearly) equal, so that their order could depend on rounding."""
+        """Rejects the call if two elements are (nearly) equal, so that their order could depend on rounding."""
         elements = torch.cat([self.values[r].flatten() for r in (ref, *others)]).sort().values
         if elements.numel() > 1 and float(elements.diff().min()) < NEAR:
             raise Rejected
 
     def different(self, left: Ref, right: Ref) -> None:
-        """Rejects the draw if the operands meet in an element."""
+        """Rejects the call if the operands are equal in an element."""
         gap = (self.values[left] - self.values[right]).abs()
         if gap.numel() and float(gap.min()) < NEAR:
             raise Rejected
@@ -173,7 +173,7 @@ class Pool:
     # operators
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> list[Ref]:
-        """Emit an operator; its results. What torch does not run on these values (a view of strided ones) is
+        """Emit an operator; its results. A call that torch does not run on these values (a view of strided ones) is
         rejected."""
         place = lambda leaf: self.values[leaf] if isinstance(leaf, Ref) else leaf  # noqa: E731
         with torch.no_grad(), torch.random.fork_rng([]):

@@ -20,7 +20,7 @@ from strategies.rules import rule_of
 from tests.fuzz.cases import Case, Refused, eager, failure
 
 SECONDS = 120.0
-"""How long to look for something smaller."""
+"""Time limit of shrinking in seconds."""
 
 
 def shrink(case: Case, fails: Callable[[Case], str | None] = failure, seconds: float = SECONDS) -> tuple[Case, str]:
@@ -157,7 +157,7 @@ def _without_axis(case: Case, gone: str) -> Case:
 
 
 def _with_half(case: Case, name: str) -> Case:
-    """Half as many slices over one axis; strategies that this makes illegal (padded slices) are given up."""
+    """Half as many slices over one axis; strategies that become illegal (padded slices) are dropped."""
     mesh = Mesh(tuple((axis, size // 2 if axis == name else size) for axis, size in case.plan.mesh.axes))
     found = _replanned(case, mesh, lambda _: True)
     operators = {
@@ -190,6 +190,6 @@ def _less_sliced(case: Case) -> Iterator[Case]:
 
 
 def _fixed(case: Case, source: Source) -> Case:
-    """One parameter less to train."""
+    """One trainable parameter fewer."""
     sources = tuple(replace(s, trainable=False) if s is source else s for s in case.graph.sources)
     return replace(case, graph=replace(case.graph, sources=sources))

@@ -39,7 +39,7 @@ def test_random_graphs(shard: int) -> None:
         case = random_case(seed)
         try:
             found = failure(case)
-        except Refused:  # torch's own views and backwards do not take every stride
+        except Refused:  # torch's own views and backwards do not support every stride
             unsure += 1
             continue
         if found is not None and sensitive(case):

@@ -1,4 +1,4 @@
-"""`python -m tests.matrix [--only NAME ...] [--write FILE]`: every architecture under every plan, beside eager.
+"""`python -m tests.matrix [--only NAME ...] [--write FILE]`: every architecture under every plan, compared with eager.
 
 Exit code 0 if all architectures that were run agree, 1 if one does not.
 """

@@ -15,7 +15,7 @@ from tests.matrix.runs import DROPOUT, ROUNDINGS, Precision, Run, matrix_run, ow
 from tests.matrix.zoo.architecture import Architecture
 
 LISTED = 0.03
-"""Operators that run replicated for want of a rule are listed if they make more than this share of the flops."""
+"""Operators without a rule, which run replicated, are listed above this share of the flops."""
 CELLS: tuple[tuple[Mode, float], ...] = tuple((mode, dropout) for mode in MODES for dropout in (0.0, DROPOUT))
 
 
@@ -200,4 +200,4 @@ def _notes(rows: Sequence[Row]) -> str:
 
 
 REASONS: dict[str, str] = {}
-"""Why an operator has no rule, where it is listed."""
+"""Why a listed operator has no rule."""

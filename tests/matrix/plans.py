@@ -17,9 +17,9 @@ Mode = Literal["data_parallel", "auto", "random"]
 MODES: tuple[Mode, ...] = ("data_parallel", "auto", "random")
 PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d".split())
 BIASED = frozenset({"addmm", "baddbmm"})
-"""Products whose first operand is what they are added to."""
+"""Products whose first operand is the addend."""
 BIG = 0.5
-"""The seeded products together make at least this share of the flops of all products."""
+"""The configured products have at least this share of the flops of all products."""
 
 
 def plan_for(graph: OperatorGraph, mode: Mode, world: int = 4, seed: int = 0) -> Plan:
@@ -46,7 +46,7 @@ def flops(graph: OperatorGraph, operator: Operator) -> float:
 
 
 def seeds(graph: OperatorGraph, world: int) -> dict[str, OperatorStrategy]:
-    """Strategies for the products with the most flops: columns and rows in turn, as far as they divide."""
+    """Strategies for the products with the most flops: columns and rows alternately, as far as they divide."""
     products = [operator for operator in graph.operators if operator.op in PRODUCTS and rule_of(operator, graph).known]
     total, seen = sum(flops(graph, operator) for operator in products), 0.0
     big: set[str] = set()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 GROUPED = "transformers.integrations.moe._can_use_grouped_mm"
-"""torch's grouped product takes no float64; the one that transformers writes out does."""
+"""torch's grouped product does not support float64; the explicit one of transformers does."""
 
 
 class _Double(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""One architecture under one plan beside its eager self: the loss on every rank, every gradient, every buffer.
+"""One architecture under one plan, compared with eager: the loss on every rank, every gradient, every buffer.
 
 Both sides start from the same weights, batch and random key. The sharded side runs on simulated ranks, and as generated
 modules in a thread per rank.

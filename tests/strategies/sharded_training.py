@@ -257,7 +257,7 @@ def _drawn_assignment(
 
 
 def _over_batch(operator: Any, graph: OperatorGraph, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Slice the first factor that divides: for these nets that is the batch wherever there is one."""
+    """Shard the first factor that divides: for these nets the batch, if there is one."""
     sharding = rule_of(operator, graph)
     fits = [factor for factor in sharding.factors if sharding.sizes[factor] % mesh.size == 0]
     return {fits[0]: mesh.names} if fits and mesh.size > 1 else {}

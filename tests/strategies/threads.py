@@ -1,4 +1,4 @@
-"""The generated modules of all ranks in one process: a thread per rank, whose collectives meet in memory.
+"""The generated modules of all ranks in one process: a thread per rank, with collectives in shared memory.
 
 One thread runs at a time, until it waits for others, so a run is deterministic; generators of torch are never shared.
 """
@@ -21,7 +21,7 @@ from strategies.runtime.module_tree import build
 from strategies.runtime.simulate import assemble, shard
 
 PATIENCE = 60.0
-"""Seconds that a rank waits for the others."""
+"""Timeout in seconds of a rank that waits for the others."""
 
 
 class Meeting:

@@ -50,6 +50,6 @@ WITHOUT = {
     "new_empty": "what it returns is not defined",
     "random": "its numbers are too large to compare",
 }
-"""Operators with a rule that are not drawn, and why."""
+"""Operators with a rule that are not generated, and why."""
 
 __all__ = ["FAMILIES", "GENERATORS", "WITHOUT"]

@@ -10,7 +10,7 @@ from tests.fuzz.pool import Pool
 
 
 def _square(pool: Pool, symmetric: bool = False) -> Ref:
-    """Matrices [..., n, n] with 1, 2, 3 ... on the diagonal and small numbers beside it."""
+    """Matrices [..., n, n] with 1, 2, 3 ... on the diagonal and small numbers off it."""
     n, batch = pool.rng.choice((2, 3, 4)), pool.shape(0, 2, (1, 2, 3, 4, 6))
     noise = 0.2 * torch.rand((*batch, n, n), dtype=torch.float64, generator=pool.generator)
     matrix = torch.diag_embed(torch.arange(1, n + 1, dtype=torch.float64)) + noise

@@ -151,7 +151,7 @@ def isin(pool: Pool, op: str) -> None:
 
 @draws("embedding_bag")
 def embedding_bag(pool: Pool, op: str) -> None:
-    """The sum or mean of several rows; the further results serve its own backward."""
+    """The sum or mean of several rows; the other results are used by its backward."""
     table = pool.tensor(2, 2)
     rows, length = pool.shape_of(table)[0], pool.rng.choice((4, 6, 8))
     offsets = pool.source(torch.arange(0, length, 2))

@@ -73,7 +73,7 @@ def classes(pool: Pool, op: str) -> None:
 
 @draws("hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss", "triplet_margin_loss")
 def margins(pool: Pool, op: str) -> None:
-    """The margin is so wide that no element sits at the bend."""
+    """The margin is so wide that no element is at the kink."""
     least = 2 if op in ("cosine_embedding_loss", "triplet_margin_loss") else 1
     x = pool.within(pool.tensor(least, 2 if least == 2 else 3), -3.0, 3.0)
     shape, margin = pool.shape_of(x), 0.37

@@ -78,7 +78,7 @@ def pooling_with_indices(pool: Pool, op: str) -> None:
 @draws("scaled_dot_product_attention")
 def attention(pool: Pool, op: str) -> None:
     rng = pool.rng
-    if rng.random() < 0.3:  # what a projection made, cut into heads
+    if rng.random() < 0.3:  # a projection split into heads
         q = pool.tensor(4, 4, accept=lambda value: min(value.shape[-2:]) > 1)
     else:
         q = pool.floats([rng.choice(sizes) for sizes in ((1, 2, 3, 4), (2, 3, 4, 8), (3, 4, 6, 8), (2, 4))])
@@ -94,7 +94,7 @@ def attention(pool: Pool, op: str) -> None:
         shape = shape[rng.choice((0, 0, len(shape) - 2)) :]
         if rng.random() < 0.5:
             seen = torch.rand(shape, generator=pool.generator) < 0.6
-            seen[..., 0] = True  # a row that sees nothing has no softmax
+            seen[..., 0] = True  # the softmax of a fully masked row is undefined
             mask = pool.source(seen)
         else:
             mask = pool.fixed(shape, -1.0, 1.0)
@@ -175,7 +175,7 @@ def col2im(pool: Pool, op: str) -> None:
 
 @draws("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(pool: Pool, op: str) -> None:
-    """Sampled inside the picture and between its points."""
+    """Sampled inside the image and between its pixels."""
     dims = 3 if op.endswith("3d") else 2
     x = _image(pool, dims, 3)
     n = pool.shape_of(x)[0]
@@ -206,7 +206,7 @@ def conv_tbc(pool: Pool, op: str) -> None:
 
 @draws("max_unpool2d", "max_unpool3d")
 def unpooled(pool: Pool, op: str) -> None:
-    """What a pooling without overlap kept goes back to its places."""
+    """Values of a pooling without overlap return to their indices."""
     dims = int(op[-2])
     x = pool.floats((pool.rng.choice((1, 2, 4)), pool.rng.choice((1, 2, 3)), *(4,) * dims))
     kept, places = pool.call(f"aten.max_pool{dims}d_with_indices.default", x, (2,) * dims, (2,) * dims)

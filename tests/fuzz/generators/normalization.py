@@ -16,7 +16,7 @@ def softmax(pool: Pool, op: str) -> None:
 
 @draws("layer_norm", "rms_norm")
 def layer_norm(pool: Pool, op: str) -> None:
-    """Over dims with room: one element alone is normalised to nothing."""
+    """Over dims of several elements: a single element is normalised to zero."""
     x = pool.tensor(least=1)
     shape = pool.shape_of(x)
     normalised = shape[len(shape) - pool.rng.randint(1, min(2, len(shape))) :]

@@ -66,7 +66,7 @@ BENDS = {
     "sign": (0.0,),
     "softshrink": (-0.5, 0.5),
 }
-"""Where a function bends or jumps."""
+"""Points where a function has a kink or a jump."""
 ROUNDING = {"special_round": 0.5, "fix": 0.0, "ceil": 0.0, "floor": 0.0, "frac": 0.0, "round": 0.5, "trunc": 0.0}
 """Operators that jump at this distance from every integer."""
 
@@ -89,7 +89,7 @@ def of_an_order(pool: Pool, op: str) -> None:
 
 @draws("igamma", "igammac", "special_gammainc", "special_gammaincc", "special_zeta", "special_xlogy", "special_xlog1py")
 def of_two_positive(pool: Pool, op: str) -> None:
-    """The first argument of some has no derivative."""
+    """Some have no derivative with respect to the first argument."""
     x = pool.tensor()
     other = pool.within(pool.like(pool.shape_of(x)), 1.5, 4.0)
     fixed = pool.fixed(pool.shape_of(x), 1.5, 4.0)

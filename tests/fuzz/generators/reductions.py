@@ -82,7 +82,7 @@ def prod(pool: Pool, op: str) -> None:
 
 @draws("std", "var", "std_mean", "var_mean")
 def spread(pool: Pool, op: str) -> None:
-    """Over dims with room for a spread: the derivative of a root has a pole where all elements are equal."""
+    """Over dims of several elements: the derivative of the root has a pole where all elements are equal."""
     x = pool.tensor(least=1)
     pool.apart(x)
     rank = len(pool.shape_of(x))

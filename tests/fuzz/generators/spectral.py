@@ -1,4 +1,4 @@
-"""Complex numbers and Fourier transforms; what they return is shown as real numbers again."""
+"""Complex numbers and Fourier transforms; results are converted to real numbers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.matrix.zoo.names import named
 from tests.matrix.zoo.vision import PATCHES, WAVES, classifier, heard
 
 PICTURE = VOCABULARY - 1
-"""The token in whose place a patch of a picture stands."""
+"""The placeholder token of an image patch."""
 
 
 def _picture_in_text() -> Batch:

@@ -36,7 +36,7 @@ class Residual(nn.Module):
 
 
 class PictureAttention(nn.Module):
-    """Self attention over the points of a picture, cross attention to a context [b, n, context], a gated network."""
+    """Self attention over the pixels of an image, cross attention to a context [b, n, context], a gated network."""
 
     def __init__(self, channels: int, context: int, heads: int = HEADS) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class PictureAttention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Predicts the noise in a noisy picture; the loss is its mean squared error."""
+    """Predicts the noise in a noisy image; the loss is its mean squared error."""
 
     def __init__(self, dropout: float, channels: int = 32, context: int = 32) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class DiffusionBlock(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """Pictures [b, 3, 16, 16] as 16 patches, back to pictures by einsum."""
+    """Images [b, 3, 16, 16] as 16 patches, back to images by einsum."""
 
     def __init__(self, dropout: float, width: int = WIDTH) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Vision: transformers, convolutional networks, a masked autoencoder; pictures beside text; sound."""
+"""Vision: transformers, convolutional networks, a masked autoencoder; image and text; audio."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATCHES = {
 
 
 def classifier(name: str, prefix: str, size: int = 32, **settings: Any) -> Architecture:
-    """A classifier of pictures into 10 classes."""
+    """A classifier of images into 10 classes."""
     given = {"num_labels": 10, "problem_type": "single_label_classification", **settings}
     build = HuggingFace(
         f"{prefix}ForImageClassification",
@@ -45,7 +45,7 @@ def classifier(name: str, prefix: str, size: int = 32, **settings: Any) -> Archi
 
 def _text_and_picture() -> Batch:
     text = tokens()
-    text[:, -1] = 2  # the end, whose state stands for the text
+    text[:, -1] = 2  # the end token, whose state represents the text
     return {"input_ids": text, "pixel_values": pictures()}
 
 
@@ -122,7 +122,7 @@ WAVES = {
     "num_labels": 5,
     "classifier_proj_size": 32,
 }
-"""A network that hears raw sound, convolutions before a transformer."""
+"""A network on raw audio, convolutions before a transformer."""
 
 
 def heard() -> Batch:

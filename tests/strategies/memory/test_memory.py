@@ -49,7 +49,7 @@ def program_of(found: Captured, wanted: RecomputeRequest | None = None, hosted: 
 
 
 class Step:
-    """Real steps of one rank at stage 0: peaks of the second one by phase, its gradients, and what stands."""
+    """Real steps of one rank at stage 0: peaks of the second one by phase, its gradients, and the persistent bytes."""
 
     def __init__(self, found: Captured, program: Program, settings: OptimizerSettings) -> None:
         learns = {source.name for source in program.sources if source.trainable}

@@ -13,9 +13,9 @@ from strategies.runtime.module_tree import MODULE, build
 from strategies.runtime.units import units
 
 SEEDS = (-1, 0, 1, 2, 5, -2)
-"""Whole parameters, random plans, and every parameter sliced over all ranks."""
+"""Replicated parameters, random plans, and every parameter sharded over all ranks."""
 NORMS = 128
-"""Bytes of the norms that DeepSpeed adds up: a few numbers."""
+"""Bytes of the norms that DeepSpeed reduces: a few numbers."""
 
 
 @pytest.fixture(scope="module")

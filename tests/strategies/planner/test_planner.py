@@ -413,7 +413,7 @@ def test_a_plan_is_made_in_milliseconds() -> None:
         training=True,
     ).graph
     plan = plan_of(graph, 64, "auto", strategies={"dense1.matmul": wanted((2, 4), (4, 1))})
-    assert plan.search["seconds"] < 5  # on a busy core; all placements of six axes would take a minute
+    assert plan.search["seconds"] < 5  # on a busy core; enumerating six axes would take a minute
 
 
 # --- errors

@@ -31,7 +31,7 @@ from tests.strategies.search.test_dynamic_programming import MESHES, Solution, p
 
 LINK = Link(1e8, 2e-5, 1e-5)
 MACHINE = Cluster("small", (Level("device", 8, LINK),), {"float32": 1e9}, 2**30, 4e9, 1e-6, overlap=0.9)
-"""A call takes as long as some thousand elements, and nine tenths of it can be hidden."""
+"""A call takes as long as some thousand elements, and nine tenths of it can overlap."""
 MACHINES = {share: replace(MACHINE, overlap=share) for share in (0.25, 0.9)}
 JOINED = dict.fromkeys(KINDS, LARGEST)
 

@@ -24,7 +24,7 @@ def x(*shape):
 
 
 def mask(*shape):
-    """Random, with one key that everybody sees."""
+    """Random, with one key that every query attends to."""
     found = torch.rand(shape) < 0.5
     found[..., 0] = True
     return found
@@ -199,6 +199,6 @@ def test_fast_dropout_is_causal_and_masked(dropping, draw):
         not got[:, :, [3, 7]][BLIND.expand(2, 6, 12, 5)[:, :, [3, 7]].any(-1) == 0].any() for got in named["masked"]
     )
     v = dropping.captured.tensors["functions.2.x2"]
-    first = named["causal, fewer keys"][0][:, :, 0]  # sees the first key alone, which remains doubled or falls out
+    first = named["causal, fewer keys"][0][:, :, 0]  # attends to the first key only, which is doubled or dropped
     share = first / v[:, :, 0] * 0.6
     assert all(math.isclose(value, round(value), abs_tol=1e-9) for value in share.flatten().tolist())

@@ -1,4 +1,4 @@
-"""Batch and instance norm: statistics over sliced batches and sliced pictures, running statistics, eval mode."""
+"""Batch and instance norm: statistics over sharded batches and images, running statistics, eval mode."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ torch.manual_seed(1)
 
 
 def products(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """A product per expert; rows that belong to nobody are 0."""
+    """A product per expert; rows without an expert are 0."""
     result, starts = x.new_zeros(len(x), weights.shape[2]), [0, *ends.tolist()]
     for start, stop, matrix in zip(starts, starts[1:], weights, strict=False):
         result[start:stop] = x[start:stop] @ matrix

@@ -24,7 +24,7 @@ def over(name, *dims, **options):
 
 
 AMINMAX = "NotImplemented" not in type(torch.aminmax(torch.ones(1, requires_grad=True)).min.grad_fn).__name__
-"""Whether it has a derivative, which it has not before torch 2.12."""
+"""Whether it has a derivative (since torch 2.12)."""
 EVERY = "sum mean amax amin prod max min median std var argmax argmin".split()
 CASES = [
     *((name, over(name), x(6, 12)) for name in EVERY),

@@ -26,7 +26,7 @@ from tests.strategies.rules.drawn_calls import OPERATORS, Call, calls
 LISTS = {"gru", "lstm", "rnn_tanh", "rnn_relu"}
 """Operators whose weights are in a list: which of them are saved depends on the number of layers."""
 WRITES = {"batch_norm"}
-"""Operators that write running statistics, which a graph does not have."""
+"""Operators that write running statistics, which graphs do not contain."""
 UNFUSED = {"scaled_dot_product_attention"}
 """Where no fused kernel fits the call, attention saves scaled copies, and not all of them where
 some have no gradient."""
@@ -240,7 +240,7 @@ def test_operators_that_draw_nothing_are_deterministic():
 
 
 def test_flops_are_those_of_torch():
-    """For the operators that torch's counter knows. Of several products it counts the cheapest order."""
+    """For the operators that torch's counter supports. For chained products it counts the cheapest order."""
     counted: set[str] = set()
     wrong: dict[str, Any] = {}
     for name in OPERATORS:

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Views of one storage, an expanded and a transposed tensor, a tensor that is kept twice, a small one."""
+    """Views of one storage, an expanded and a transposed tensor, a tensor that is saved twice, a small one."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -60,7 +60,7 @@ def test_the_same_bits(home, dtype):
 
 
 class Products(nn.Module):
-    """Keeps y (for both tanh and its user) and, of the same storage, its transpose; x is an input."""
+    """Saves y (for both tanh and its user) and, of the same storage, its transpose; x is an input."""
 
     def forward(self, x):
         y = torch.tanh(x)
@@ -68,7 +68,7 @@ class Products(nn.Module):
 
 
 def test_each_storage_travels_once(home):
-    """y is kept by tanh and, twice, by the product, and comes back for each of the two; x is kept by nobody."""
+    """y is saved by tanh and, twice, by the product, and returns once for each of the two; x is not saved."""
     away, net = home(), Products()
     away.attach([net], [])
     x = torch.randn(10, 10, requires_grad=True)

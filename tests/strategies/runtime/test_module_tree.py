@@ -206,7 +206,7 @@ def twice_and_between(net: Any, x: Tensor) -> Tensor:
 
 
 class Pieces(nn.Module):
-    """Takes and gives several values, among them `split`'s second and the first of `split_1`."""
+    """Has several inputs and outputs, among them `split`'s second and the first of `split_1`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first, second = x.split(4, -1)

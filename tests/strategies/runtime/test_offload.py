@@ -77,7 +77,7 @@ def test_clipping_too(results):
 
 
 def test_tensors_reported_on_the_disk_are_there(results):
-    """Both weights, their fp32 masters and two moments each; biases stay in memory. Nothing has a name there."""
+    """Both weights, their fp32 masters and two moments each; biases stay in memory. The files are unlinked."""
     found, folder = results
     masters, moments = COUNT * PIECE, 2 * COUNT * PIECE
     states, pieces = found["states on a disk"], found["parameters on a disk"]
@@ -112,7 +112,7 @@ def test_refused(results, what, says):
 
 
 def test_gradients_kept_for_the_step_are_copies():
-    """DeepSpeed uses the memory of a gradient again for the next bucket."""
+    """DeepSpeed reuses the memory of a gradient for the next bucket."""
     info = SimpleNamespace(unswapped_gradients={})
     swapper = SimpleNamespace(swap_params_info={7: info}, parameter_id=lambda parameter: parameter)
     bucket = torch.arange(6.0)

@@ -100,7 +100,7 @@ def test_a_solver_graph_returns_its_optimum_or_less(efforts: tuple[int, ...], mo
 
 
 def test_effort_is_what_elimination_makes() -> None:
-    """A chain of three and a triangle; variables with one option are no variables."""
+    """A chain of three and a triangle; variables with one option do not count."""
     assert elimination_effort({0: 2, 1: 3, 2: 5}, {(0, 1), (1, 2)}, 1e9) == 2 * 3 + 3 * 5 + 5
     assert elimination_effort({0: 2, 1: 3, 2: 5}, {(0, 1), (1, 2), (0, 2)}, 1e9) == 2 * 3 * 5 + 15 + 5
     assert elimination_effort({0: 2, 1: 3, 2: 5}, {(0, 1), (1, 2), (0, 2)}, 10) > 10

@@ -41,7 +41,7 @@ CLUSTER = Cluster(
     4e9,
     1e-7,
 )
-"""A machine on which tensors of a few hundred elements are worth slicing."""
+"""A cluster on which sharding tensors of a few hundred elements is faster."""
 MESHES = [Mesh((("a", 2),)), Mesh((("a", 3),)), Mesh((("a", 2), ("b", 2))), Mesh((("a", 4), ("b", 2)))]
 
 
@@ -103,7 +103,7 @@ def combinations(problem: Problem) -> list[dict[str, object]]:
 
 
 def cheapest(problem: Problem) -> float | None:
-    """The least cost over all assignments, and all layouts of parameters that are used often; None for too many."""
+    """The least cost over all assignments and all layouts of parameters with several uses; None if too many."""
     graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, CLUSTER)))
     layouts = [(ref, dict.fromkeys(shared.layouts)) for ref, (_, shared) in graph.parameters.items()]
     every = combinations(problem)

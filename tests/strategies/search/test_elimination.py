@@ -45,7 +45,7 @@ def test_where_tables_would_grow_too_large_the_choice_is_legal_and_better_than_c
         chance = np.mean([seconds(tables, [int(rng.integers(size)) for size in sizes]) for _ in range(50)])
         assert exact - 1e-12 <= seconds(tables, found)
         gaps.append((seconds(tables, found) - exact) / max(chance - exact, 1e-12))
-    assert 0 < np.mean(gaps) < 0.4  # some candidates are fixed before their time, none blindly
+    assert 0 < np.mean(gaps) < 0.4  # greedy choices fix some candidates early
 
 
 def test_a_long_line_takes_work_that_is_linear() -> None:

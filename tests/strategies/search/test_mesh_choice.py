@@ -109,7 +109,7 @@ def test_a_plan_of_a_coarser_mesh_costs_what_its_program_costs() -> None:
 
 
 def slow() -> tuple[Problem, Cluster]:
-    """A small net on two nodes of four slow devices, where a call costs more than any work."""
+    """A small net on two nodes of four slow devices, where launch overhead dominates."""
     with torch.device("meta"):
         graph = shaped(Net(), nn.MSELoss(), torch.zeros(16, 32), torch.zeros(16, 16))
     levels = (Level("node", 2, Link(1e8, 1e-4)), Level("rank", 4, Link(1e9, 1e-5)))
@@ -187,7 +187,7 @@ def test_the_recursive_choice_is_the_best_of_every_factorisation() -> None:
 
 
 def test_what_cannot_be_among_the_best_two_is_pruned() -> None:
-    """All dims are odd multiples of 4: an axis of 8 slices nothing, and a quarter of the work takes too long."""
+    """All dims are odd multiples of 4: an axis of 8 shards nothing, and a quarter of the work is too slow."""
     with torch.device("meta"):
         batch = torch.zeros(4 * 1001, 4 * 1001)
         graph = shaped(FFN([4 * 1001, 4 * 3001, 4 * 3001, 4 * 1001]), nn.MSELoss(), batch, batch.clone())

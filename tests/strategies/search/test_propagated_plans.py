@@ -20,7 +20,7 @@ from strategies.search.sharding_propagation import DEARER, LinkSeconds, Propagat
 from tests.strategies.search.problems import gpt, node, prime_mesh, problem, propagated, shaped
 
 SLOW = Cluster("slow", (Level("rank", 8, Link(1e8, 1e-4)),), {"float32": 1e9}, 2**30, 1e9, 1e-6)
-"""Every call costs more than the work of a small net."""
+"""Launch overhead exceeds the compute time of a small net."""
 
 
 def quickstart(*products: str) -> Problem:

@@ -93,7 +93,7 @@ def test_a_machine_that_is_too_small_is_reported() -> None:
 
 
 def test_the_mesh_has_the_boundaries_of_the_levels() -> None:
-    """3 nodes of 8: an axis of 3 outside, three of 2 inside, whatever the dims divide by."""
+    """3 nodes of 8: an outer axis of 3, three inner ones of 2, whatever the dims divide by."""
     machine = Cluster(
         "three", (Level("node", 3, Link(1e9, 0.0)), Level("gpu", 8, Link(1e11, 0.0))), {"float32": 1e9}, 1, 1e9, 0.0
     )
@@ -105,7 +105,7 @@ def test_the_mesh_has_the_boundaries_of_the_levels() -> None:
 
 
 def test_it_costs_no_more_than_data_parallelism() -> None:
-    """No sweep increases the cost on the cluster of the plan, despite the approximations of the closed form."""
+    """On the cluster of the plan, despite the approximations of the closed form."""
     for graph in (gpt(3), llama(3)):
         mesh = prime_mesh(16)
         made, machine = problem(graph, mesh), nodes(2)
@@ -121,12 +121,12 @@ def test_it_costs_no_more_than_data_parallelism() -> None:
 
 def calls(made: Problem, machine: Cluster, first: bool = False) -> int:
     """Python calls of a search: work that no other process disturbs; of the `first` one, with the layouts that it
-    makes, or of the second, which finds chains and layouts as whatever ran before may have left them."""
+    makes, or of the second, which reuses the cached resharding paths and layouts."""
     if not first:
         recursive_search(made, machine)
     _ = made.graph.users, made.graph.specs, made.graph.trained
     profile = cProfile.Profile()
-    profile.runcall(recursive_search, replace(made), machine)  # of which nothing is known
+    profile.runcall(recursive_search, replace(made), machine)  # a copy without cached properties
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
 
@@ -143,7 +143,7 @@ def test_work_is_linear_in_operators_that_all_differ() -> None:
 
 def test_work_hardly_grows_with_layers_that_repeat() -> None:
     few, many = (calls(problem(line(n), prime_mesh(16)), nodes(2)) for n in (200, 1600))
-    assert many < 8 * few * 0.7  # recognising them is linear, deciding costs nothing more
+    assert many < 8 * few * 0.7  # recognising them is linear, choosing strategies takes no more
 
 
 def test_work_grows_with_the_square_of_the_logarithm_of_the_devices() -> None:
