@@ -5,7 +5,7 @@
 Small models train on 2 and 4 real ranks under several plans, each first undisturbed, then with two or three faults
 chosen at random. For every disturbed run: does it finish with bitwise equal weights and optimizer states and the same
 lines of metrics; how many steps did each failure cost; is a process left. Goals: all, at most one save interval (two
-where the newest checkpoint is damaged by the benchmark, or still under way beside training), none.
+where the newest checkpoint is damaged by the benchmark, or its background save is still in progress), none.
 """
 
 from __future__ import annotations

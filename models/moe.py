@@ -62,7 +62,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """x [group, expert, slot, width] -> up_proj -> gelu -> down_proj -> the same shape, each expert for itself."""
+    """x [group, expert, slot, width] -> up_proj -> gelu -> down_proj -> the same shape, each expert independently."""
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The command `run`, also as `python -m runner`: whenever Ctrl-C comes, what Python says of it is not shown.
+"""The command `run`, also as `python -m runner`: without Python's traceback on Ctrl-C, whenever it comes.
 
 Before anything is imported, Ctrl-C ends the process at once, since there is nothing to clean up yet; after the command
-it is ignored, since only the interpreter's own end is left.
+it is ignored, since only interpreter shutdown remains.
 """
 
 import os
@@ -31,7 +31,7 @@ def _at_once(number: int, frame: FrameType | None) -> None:
 if __name__ == "__main__":
     if sys.path[:1] == [here := os.path.dirname(os.path.realpath(__file__))]:  # started by the name of this file
         sys.path[0] = os.path.dirname(here)
-        import runner  # noqa: F401  # ours, whatever else is called so
+        import runner  # noqa: F401  # ours, not another package of this name
 
         del sys.path[0]
     from runner.packages import installed_first

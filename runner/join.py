@@ -6,7 +6,7 @@ import sys
 if __name__ == "__main__":
     if sys.path[:1] == [here := os.path.dirname(os.path.realpath(__file__))]:  # started by the name of this file
         sys.path[0] = os.path.dirname(here)
-        import runner  # noqa: F401  # ours, whatever else is called so
+        import runner  # noqa: F401  # ours, not another package of this name
 
         del sys.path[0]
     from runner.packages import installed_first

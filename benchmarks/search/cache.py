@@ -32,7 +32,7 @@ def measure(setting: Setting) -> Outcome:
             plan_cache.store(Path(name), plan_cache.key_of(graph, request, NODES), plan, print)
             again = graph_of("8b", 64, 2048)
             plan_cache._code.cache_clear()
-            gc.collect()  # of what was made before, which would fall into the hit
+            gc.collect()  # or collecting earlier garbage would count as part of the hit
             started = time.process_time()
             found = plan_cache.load(Path(name), plan_cache.key_of(again, request, NODES), print)
             hit = time.process_time() - started

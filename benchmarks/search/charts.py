@@ -37,7 +37,7 @@ def goals(file: Path, rows: Sequence[tuple[str, float, float]], unit: str) -> No
 
 
 def curves(file: Path, panels: Mapping[str, Mapping[str, Points]], unit: str) -> None:
-    """Panels side by side, of which each is called by what runs along it; both axes are logarithmic."""
+    """Panels side by side, each titled by its x axis; both axes are logarithmic."""
     figure = Figure(figsize=(5 * len(panels), 3.6), layout="constrained")
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for name, points in lines.items():
@@ -48,7 +48,7 @@ def curves(file: Path, panels: Mapping[str, Mapping[str, Points]], unit: str) ->
 
 
 def against(file: Path, groups: Mapping[str, Points], unit: str) -> None:
-    """Predicted (up) against measured (across), logarithmic, a colour per group; on the line both are equal."""
+    """Predicted (y) against measured (x), logarithmic, a colour per group; the line marks equality."""
     figure = Figure(figsize=(5.4, 4.6), layout="constrained")
     axes: Axes = figure.subplots()
     values = [value for points in groups.values() for point in points for value in point]

@@ -23,7 +23,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Claim:
-    """A goal as it was set, what was measured, and whether that meets it."""
+    """A goal, the measured value, and whether it meets the goal."""
 
     goal: str
     measured: str

@@ -21,7 +21,7 @@ def check(function: Callable[..., Any], args: Mapping[str, Any], target: str, wh
     """Raises ConfigError for the first of `args` that is not what `function`, a class of torch known to the user as
     `target`, says that it takes. `what` is the section that holds `args`."""
     if not inspect.isclass(function) or not function.__module__.startswith("torch."):
-        return  # others may annotate what they like
+        return  # annotations of other functions are not checked
     try:
         # with names that torch imports for type checkers alone
         hints = typing.get_type_hints(function.__init__, None, {**vars(typing), **vars(collections.abc)})

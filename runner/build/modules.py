@@ -52,7 +52,7 @@ def build_loss(config: Config) -> nn.Module | None:
 
 
 def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The batch entries that only the loss takes: the last of a tuple, or what `forward` does not take by name."""
+    """The batch entries that only the loss takes: the last of a tuple, or the names that `forward` does not take."""
     if config.loss.target is None:
         return ()
     if all(name.isdigit() for name in names):
@@ -85,8 +85,8 @@ def objective(config: Config, names: Sequence[str]) -> Objective:
 def captured_from_shapes(
     config: Config, names: Sequence[str], tensors: list[Tensor], say: Callable[[str], None]
 ) -> tuple[Objective, Captured, list[Tensor]]:
-    """The objective, its training graph and the batch that fits it, without memory for parameters. A model whose
-    constructor or forward reads numbers is built for real after all, unless it is known to be large.
+    """The objective, its training graph and a matching batch, without memory for parameters. A model whose constructor
+    or forward reads values is built with real tensors instead, unless it is known to be large.
 
     Raises ConfigError and StrategyError as `objective` and `capture` do.
     """

@@ -1,7 +1,7 @@
-"""What an evaluation measures: the loss and a metric of one batch, from what the model returns and the targets.
+"""Evaluation scores: the loss and a metric of one batch, from the model's output and the targets.
 
-A metric is `accuracy` or any function (output, target, ...) -> number, an average over the rows of the batch; it is
-given what the loss is given. Invariant: output and targets are full tensors here, without rows that only fill a batch.
+A metric is `accuracy` or any function (output, target, ...) -> number, an average over the rows of the batch, with the
+arguments of the loss. Invariant: output and targets are full tensors here, without padding rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Metric = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Structure:
-    """How a model's output is put together from the tensors in it, in the order in which a captured model returns
-    them."""
+    """The structure of a model's output around its tensors, in the order in which a captured model returns them."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -82,8 +81,8 @@ def accuracy(output: Any, target: Tensor) -> float:
 
 
 def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Structure:
-    """Evaluate one full batch on this process; how the model's output is put together. A batch that lacks entries of
-    training is not measured.
+    """Evaluate one full batch on this process, and return the structure of the model's output. A batch that lacks
+    training entries is not scored.
 
     Raises ConfigError for a model, loss or metric that cannot be evaluated.
     """

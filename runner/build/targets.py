@@ -1,4 +1,4 @@
-"""From a dotted name in the config to the object it names, and from name and arguments to what they build.
+"""Resolve dotted names of the config to objects, and build them with their arguments.
 
 Models, losses, datasets, optimizers, schedulers, metrics and collate functions are resolved only here. The invariant:
 whatever is wrong with a name, with its arguments or in the code behind them ends as one `ConfigError` paragraph that

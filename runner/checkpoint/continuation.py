@@ -1,4 +1,4 @@
-"""What a run may take over from a checkpoint, and what changes by that.
+"""What a run can restore from a checkpoint, and what changes as a result.
 
 Weights, states and scheduler fit any plan: strategies, mode, mesh, number of ranks, ZeRO stage, pipeline and precision
 may be others. Invariant: a change that would alter the meaning of the stored states, or that they would silently
@@ -42,8 +42,8 @@ Difference = tuple[str, Any, Any]
 
 @dataclass(frozen=True)
 class Continuation:
-    """`moved` are the differences between the programs, none if the run goes on bit for bit; `data` those between the
-    rows that steps read."""
+    """`moved` are the differences between the programs, none if the run continues bitwise identically; `data` those
+    between the rows that steps read."""
 
     moved: tuple[Difference, ...]
     data: tuple[Difference, ...]

@@ -1,7 +1,7 @@
-"""Loading: every rank reads the blocks that it has under its own plan, whatever plan they were stored under.
+"""Loading: every rank reads its shards under the current plan, whatever plan they were stored under.
 
-Nothing is modified until the checkpoint is known to be complete. Invariant: under the plan of the checkpoint the run
-goes on bit for bit; under another one weights and states are the same numbers, cast where the precision is another.
+Nothing is modified until the checkpoint is known to be complete. Invariant: under the checkpoint's plan the run
+continues bitwise identically; under another one weights and states have the same values, cast if the precision differs.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Restored:
 
 
 def load(path: Path, content: Content) -> Restored:
-    """Restore weights, buffers, optimizer, scheduler and random states in place (collective).
+    """Restore weights, buffers, optimizer, scheduler and RNG states in place (collective).
 
     Args:
         path: the checkpoint.
         content: the state of this rank, which is overwritten.
 
     Returns:
-        The step and position at which the run goes on, and what differs.
+        The step and position at which the run continues, and the differences.
 
     Raises:
-        StrategyError: this run cannot continue the one that was saved; names what differs.
+        StrategyError: this run cannot continue the one that was saved; names the differences.
         ConfigError: `path` is no checkpoint, or a damaged one.
     """
     continuation = check(
@@ -106,8 +106,8 @@ def load(path: Path, content: Content) -> Restored:
 
 
 def regrouped(parts: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """A scheduler's state under another plan, which may have other parameter groups: each goes on with the entries of
-    the group in which its parameters were.
+    """A scheduler's state under another plan, which may have other parameter groups: each continues with the entries of
+    its parameters' former group.
 
     Args:
         parts: of each group of a pipeline, "groups" (each with "names") and "scheduler"; entries that are not per group
@@ -154,7 +154,7 @@ def to_continue(resume: str | None, place: Path, run: Run | None = None) -> Path
     """The checkpoint that `train.resume` means for a run whose checkpoints are in `place`, which is cleaned; None to
     start afresh. auto is the newest one on the branch of `run`, or else what that began with; where the run is not
     known, the newest one there is. All of its files are read: with auto, a damaged one is passed over with a warning,
-    and one that has lost random states is taken only where no older one is sound.
+    and one that has lost RNG states is used only if no older one is intact.
 
     Raises ConfigError for a path that leads to none or to a damaged one, and where all of `place` are damaged.
     """
@@ -210,7 +210,7 @@ def verify(path: Path) -> Mapping[str, str]:
 
 def examined(path: Path) -> Mapping[str, str]:
     """Like `verify`, but prints and records nothing."""
-    with suppress(OSError):  # what was noted may have been repaired
+    with suppress(OSError):  # recorded damage may have been repaired
         unmark(path)
     header = read_header(path)
     found = faults(path, header.files)
@@ -261,7 +261,7 @@ def _fault_of_plain(file: Path, run: str) -> str | None:
 
 
 def _without_random_states(lost: Collection[str]) -> str:
-    """The ranks whose random states are in one of the `lost` files, as text."""
+    """The ranks whose RNG states are in one of the `lost` files, as text."""
     ranks = sorted(int(found[1]) for name in lost if (found := re.fullmatch(r"rank-(\d+)\.pt", name)))
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 

@@ -43,9 +43,9 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Header:
-    """`position` is the epoch and, within it, the row at which the data goes on; `plain` names the files of non-tensor
-    state: for each pipeline group, all files with equal content. `metric` is the value by which the best checkpoint is
-    chosen, where there is one; `samples` counts the rows of the training data."""
+    """`position` is the epoch and, within it, the row at which the data continues; `plain` names the files of
+    non-tensor state: for each pipeline group, all files with equal content. `metric` is the value by which the best
+    checkpoint is chosen, where there is one; `samples` counts the rows of the training data."""
 
     step: int
     position: tuple[int, int]
@@ -162,12 +162,12 @@ def mark(path: Path, found: Mapping[str, str]) -> None:
 
 
 def unmark(path: Path) -> None:
-    """Forget what `mark` noted, and remove whatever else has that name."""
+    """Remove the record of `mark`, or whatever else has that name."""
     folder.erase(path / DAMAGED)
 
 
 def marked(path: Path) -> dict[str, str]:
-    """What `mark` noted; nothing where that cannot be read."""
+    """The record of `mark`; empty if it cannot be read."""
     try:
         found = read_json(path / DAMAGED)
     except (OSError, ValueError):

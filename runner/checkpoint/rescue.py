@@ -1,7 +1,7 @@
 """Rescue checkpoints: after a failure, the surviving ranks write their shards without communication.
 
 A rank whose peer is down cannot run collectives, but weights and states of the last complete step are still in its
-memory. It writes all of them, also what replicas hold too, into a folder `.step-00000100.rescue`; the next start makes
+memory. It writes all of them, including replicated tensors, into a folder `.step-00000100.rescue`; the next start makes
 a checkpoint of that if nothing is missing. Invariant: a rescued checkpoint is the complete state after one step.
 """
 
@@ -59,7 +59,7 @@ class Intact:
 
 
 def collect(place: Path, branch: Lineage | None) -> Path | None:
-    """Make checkpoints of what the run of `branch` left in `place`, as far as nothing is missing, and remove the rest;
+    """Make checkpoints of the complete rescue folders of the run of `branch` in `place`, and remove the rest. Returns
     the newest one made. For one process, when no rank runs. Prints the outcome."""
     made = None
     for partial in sorted(place.glob(".step-*.rescue")):

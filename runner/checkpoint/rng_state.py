@@ -1,4 +1,4 @@
-"""The random states of one process: torch's, python's and numpy's.
+"""The RNG states of one process: torch, Python and numpy.
 
 Invariant: random numbers after `restore(states())` are those without it.
 """

@@ -53,7 +53,7 @@ def save(
         step: the optimizer step after which this is.
         given: the state of this rank.
         wanted: form, copies and retention.
-        position: epoch and row at which the data goes on.
+        position: epoch and row at which the data continues.
         metric: the value by which the best checkpoint is chosen.
 
     Returns:
@@ -172,7 +172,7 @@ class Saver:
         metric: float | None = None,
     ) -> None:
         """As the function `save`, but return at once, or when the save before is done; call `wait_for_copies` before
-        weights change. No collective but a barrier where the save before is not done. Raises what that raised."""
+        weights change. No collective but a barrier where the save before is not done. Raises the error of that save."""
         self.wait()
         recorder.cells[SAVES] += 1
         partial = folder.hidden(folder.target(path, step))
@@ -197,14 +197,14 @@ class Saver:
         self._copies.wait_for_copies()
 
     def check(self) -> None:
-        """Raise what the last save raised, if it has."""
+        """Raise the error of the last save, if any."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def wait(self) -> None:
         """Return when nothing is being saved any more, on any rank: none waits for another one that still writes in a
-        collective of training. Raises what the last save raised."""
+        collective of training. Raises the error of the last save."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -278,7 +278,7 @@ def _step_back() -> None:
 
 
 def write_alone(partial: Path, given: Content, header: Header, pieces: Shards) -> None:
-    """Write this rank's part into the folder `partial`, whatever becomes of the others. Raises OSError."""
+    """Write this rank's part into the folder `partial`, independently of the others. Raises OSError."""
     _Save(partial, given, SaveOptions(copies=given.communicator.world), header).write(pieces)
 
 

@@ -1,4 +1,4 @@
-"""Writing tensors to a file, one after the other: a safetensors file whose checksum is known when it is closed.
+"""Stream tensors to a safetensors file and compute its checksum on the way.
 
 A safetensors file is 8 bytes with the length of a JSON header, the header {name: {dtype, shape, data_offsets}}, and the
 tensors, each row by row. Invariant: the file is on the disk when a function returns, and at no time is more of it in
@@ -130,7 +130,7 @@ class Stamped:
         return self
 
     def write(self, content: bytes | memoryview) -> None:
-        for begin in range(0, len(content), BLOCK):  # on a slow disk a rank shows with every block that it goes on
+        for begin in range(0, len(content), BLOCK):  # on a slow disk every block is a sign of progress
             block = content[begin : begin + BLOCK]
             self._file.write(block)
             self._sum.update(block)

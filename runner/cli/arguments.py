@@ -225,7 +225,7 @@ def _below(key: str, value: object) -> Iterator[str]:
 
 
 def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:
-    """The overrides that do to open mappings what `word` says; Hydra alone would merge whatever is in braces."""
+    """The overrides that apply `word` to open mappings; Hydra alone would merge mappings in braces."""
     key, equals, value = word.partition("=")
     name = key.lstrip("+~")
     if key.startswith("~"):

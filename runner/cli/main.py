@@ -79,12 +79,12 @@ class SweepFailed(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a user sees of an exception.
+    """The user-visible form of an exception.
 
     Attributes:
         paragraphs: what to print.
         code: the exit code.
-        traceback: where it came from, for an exception that nobody expected; else nothing.
+        traceback: where it came from, for an unexpected exception; else empty.
     """
 
     paragraphs: tuple[str, ...]
@@ -243,7 +243,7 @@ def _recipe() -> str | None:
 
 
 def _alone(checked: Config, run_dir: Path) -> float | None:
-    """The job of a config in a locked folder. If it is refused, the config there is the one from before."""
+    """The job of a config in a locked folder. If it is rejected, the previous config there is restored."""
     check_files(run_dir)
     lineage.check_folder(checked, run_dir)
     file = run_dir / CONFIG_FILE
@@ -305,7 +305,7 @@ class CheckConfig(Callback):
     """Validates before anything is created: the config of a run, or of every job of a grid sweep.
 
     Hydra turns the exceptions of callbacks into warnings, so this one leaves the process instead. A launcher sends the
-    callbacks to the processes where its jobs run, and with this one arrives what the files in `conf/` need there.
+    callbacks to the processes where its jobs run, and this one brings what the files in `conf/` need there.
     """
 
     sweep: ClassVar[Sweep | None] = None

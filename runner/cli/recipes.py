@@ -3,7 +3,7 @@
 Hydra names a config group after the folder that holds it, so the top-level folder `recipes/` would be a group `recipes`
 whose files are bare configs. `RecipeSource` serves the files of a folder one level down instead, as `recipe/NAME`.
 The user's recipes come first: `recipe/` of `--config-dir`, then `recipes/` of the working directory, then the shipped
-ones. The first file of a name is taken, and `NOTICES` says so where that hides a shipped recipe.
+ones. The first file of a name is taken, and `NOTICES` reports when it hides a shipped recipe.
 
 Invariant: a file is read on demand, so a broken recipe affects only itself.
 """
@@ -190,7 +190,7 @@ def _shown(file: Path) -> str:
 
 
 def _mean_ours(node: Any) -> None:
-    """Make every name of a model in a shipped recipe mean ours, where the user has a package `models` too."""
+    """Make every model name in a shipped recipe refer to ours, even if the user has a package `models` too."""
     for key in list(node.keys()) if isinstance(node, DictConfig) else range(len(node)):
         value = node._get_node(key)
         if isinstance(value, (DictConfig, ListConfig)):

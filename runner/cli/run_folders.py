@@ -64,7 +64,7 @@ def require_writable(folder: str, key: str) -> None:
 
 
 def check_files(run_dir: Path) -> None:
-    """Raise ConfigError where something that is no file has the name of one of ours: a FIFO would be waited for."""
+    """Raise ConfigError if one of our file names is not a regular file: opening a FIFO would block."""
     for name in FILES:
         if (run_dir / name).exists() and not (run_dir / name).is_file():
             raise ConfigError(

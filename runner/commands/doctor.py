@@ -29,12 +29,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class CheckFailed(Exception):
-    """What a check found wrong and what would cure it."""
+    """The error that a check found, and its remedy."""
 
 
 def run(words: Sequence[str]) -> int:
     """Print every check. Returns the exit code: 0 if all are ok, else 1. A word is a checkpoint, which is checked
-    instead. Raises ConfigError for more words and for what is no checkpoint."""
+    instead. Raises ConfigError for more arguments, or one that is not a checkpoint."""
     if len(words) > 1:
         raise ConfigError("MW112", f"doctor takes one checkpoint or nothing, but got {' '.join(words)!r}.")
     if words:

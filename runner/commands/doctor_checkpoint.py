@@ -25,7 +25,7 @@ from strategies.core.mesh import Mesh
 
 def run(path: Path) -> int:
     """Print a line about the checkpoint that `path` means and one per file. Returns the exit code: 1 if a file is
-    damaged. Raises ConfigError for what is neither a checkpoint nor a plan."""
+    damaged. Raises ConfigError if `path` is neither a checkpoint nor a plan."""
     if (planned := _planned(path)) is not None:
         print(planned, flush=True)
         return 0

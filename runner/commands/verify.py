@@ -283,7 +283,7 @@ def _largest(tensor: Any) -> float:
 
 
 def _finite(value: float) -> float:
-    """nan counts as the largest difference."""
+    """Replace nan by the largest difference."""
     return math.inf if math.isnan(value) else value
 
 

@@ -49,7 +49,7 @@ def none_of(*values: Any) -> Kind:
 
 @dataclass(frozen=True)
 class Rule:
-    """Two keys that do not go together.
+    """Two incompatible keys.
 
     Attributes:
         first, of_first: A key and the kind of its values.
@@ -73,7 +73,7 @@ class Rule:
         return all(kind.holds(value_of(values, key)) for key, kind in conditions)
 
     def paragraph(self, values: Any) -> str:
-        """The paragraph that refuses a config which breaks the rule."""
+        """The error paragraph for a config that breaks the rule."""
         first, second = (f"{key} = {shown(value_of(values, key))}" for key in (self.first, self.second))
         return f"{first} does not go with {second}: {self.why}; {self.remedy}."
 
@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{OFFLOAD}.folder", GIVEN, f"{OFFLOAD}.optimizer", none_of("disk"), "nothing is offloaded to a disk",
          "set optimizer, parameters or activations.to to disk, or drop the folder",
          where=((f"{OFFLOAD}.parameters", none_of("disk")), (ACTIVATIONS, none_of("disk")))),
-    # what the mode can do
+    # capabilities of the mode
     *(Rule(f"parallel.{name}", GIVEN, MODE, none_of("semi_auto", "auto"), "this mode would ignore it",
            f"choose mode semi_auto or auto, or drop it with parallel.{name}={nothing}")
       for name, nothing in (("strategies", "null"), ("set_data_parallel", "[]"))),

@@ -23,7 +23,7 @@ class Joined(Section):
 
     @property
     def bytes(self) -> int | None:
-        """The most that one call may carry; None where it is not said."""
+        """The maximum bytes of one call; None if not configured."""
         assert not isinstance(self.config, tuple)
         return None if self.config is None else max(int(self.config * 2**20), 1)
 

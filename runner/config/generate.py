@@ -1,4 +1,5 @@
-"""`python -m runner.config.generate [--check]`: write what repeats the schema, or name the files that differ from it.
+"""`python -m runner.config.generate [--check]`: write the files generated from the schema, or name those that are out
+of date.
 
 From `runner.config.schema` follow the defaults in `conf/` below the line MARK, the reference page and the JSON Schema
 with which editors complete recipes.
@@ -86,7 +87,7 @@ def reference_page(schema: Mapping[str, Any]) -> str:
 
 
 def exclusive_page() -> str:
-    """The page of keys that do not go together."""
+    """The page of mutually exclusive keys."""
     page = EXCLUSIVE + "| key | with | why | what to do |\n|---|---|---|---|\n"
     for rule in (*exclusive.RULES, *exclusive.SOURCES):
         (first, *others) = ((rule.first, rule.of_first), (rule.second, rule.of_second), *rule.where)
@@ -120,7 +121,7 @@ def _row(key: keys.Key, group: str) -> str:
 
 
 def _defaults(file: Path, group: str) -> str:
-    """A file of `conf/`: what stands there above the mark, and the defaults of a group or of all other sections."""
+    """A file of `conf/`: the text above the mark, and the defaults of a group or of all other sections."""
     head, mark, _ = file.read_text(encoding="utf-8").partition(MARK)
     if not mark:
         raise ValueError(f"{file} lacks the line {MARK!r}.")

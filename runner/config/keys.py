@@ -1,4 +1,4 @@
-"""Every key of the config with what the schema says of it, for the command line, messages and generated files."""
+"""Every config key with its schema, for the command line, messages and generated files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def open_mappings() -> dict[str, bool]:
 
 
 def unknown(path: str) -> str:
-    """The paragraph that refuses a key which the config does not have."""
+    """The error paragraph for an unknown key."""
     parent, _, name = path.rpartition(".")
     known = children(parent) if parent else ["recipe", *children("")]
     if name in known:

@@ -161,5 +161,5 @@ class Launch(Section):
 
     @property
     def by_hand(self) -> bool:
-        """Whether this command is one of several that somebody starts."""
+        """Whether this command is one of several that the user starts manually."""
         return self.host is not None or self.rank is not None

@@ -1,4 +1,4 @@
-"""From what Hydra composed to a validated, frozen `Config`, and from the file in the run folder back to it.
+"""Validate a config composed by Hydra as a frozen `Config`, or one read from the file in the run folder.
 
 Invariant: whatever is wrong with a config ends as one `ConfigError`, a paragraph per fault that names the dotted key,
 the value, the allowed values, the closest match and where the value came from.
@@ -25,7 +25,7 @@ from runner.config.parallel import Mode
 from runner.config.schema import Config
 from runner.errors import ConfigError, allowed
 
-# What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
+# The project's messages for pydantic's error types; braces are filled from the error's context.
 MEANINGS = {
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
@@ -113,7 +113,8 @@ def _validate(values: Any, origins: Origins) -> Config:
 
 
 def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One error for a value that is either a word or something else: that of the something else, with the `words`."""
+    """Merge the errors of a union of an enumeration and another type into one: that of the other type, with the
+    `words`."""
     words = {one["loc"][:-1]: one for one in errors if "".join(map(str, one["loc"][-1:])).startswith("literal[")}
     found: list[Mapping[str, Any]] = []
     for one in errors:

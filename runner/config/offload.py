@@ -1,4 +1,4 @@
-"""`parallel.offload` as users write it: what leaves the device between its uses, and where it goes."""
+"""`parallel.offload` as users write it: what is offloaded between uses, and where to."""
 
 from __future__ import annotations
 

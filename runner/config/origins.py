@@ -1,7 +1,7 @@
 """Where a value of a composed config came from: an override on the command line, or one of the composed files.
 
 Hydra keeps no origin per key, so the files of the defaults list are read again, last one first, and the first that
-holds the key is the one that gave it. That costs time and is done only for a config that is refused.
+holds the key is the one that gave it. This is slow and done only for a rejected config.
 """
 
 from __future__ import annotations

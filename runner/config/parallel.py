@@ -1,4 +1,4 @@
-"""The section `parallel`: how a run is divided over its ranks, and which of its keys go together."""
+"""The section `parallel`: how a run is parallelised, and which of its keys are compatible."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Parallel(Section):
 
     @property
     def open(self) -> bool:
-        """Whether something is left to the joint decision of ZeRO, pipeline and recompute."""
+        """Whether any key is left to the joint optimisation of ZeRO, pipeline and recompute."""
         staged = self.recompute.operators == "auto" and self.pipeline.stages is not None  # each group needs one
         return self.zero.stage == "auto" or self.pipeline.open or staged
 

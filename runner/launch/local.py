@@ -37,7 +37,7 @@ from runner.launch.startup import Starting
 CAUSE = 0.3  # to learn which other ranks failed independently at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 STOP = 1.0  # between asking a rank to end and killing it
-RESCUE = 10.0  # for the others to write what they have in memory
+RESCUE = 10.0  # for the other ranks to save their state
 LOOK = 1.0  # between two looks at where the ranks are
 
 
@@ -77,7 +77,7 @@ def run_ranks(
     part: LocalRanks | None = None,
     name: str | None = None,
 ) -> Any:
-    """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
+    """Call `entry` in `world_size` new processes that form one process group; return its result in rank 0.
 
     Args:
         entry: "package.module:function", called in each rank with (runner.launch.worker.RankContext, payload).
@@ -86,12 +86,12 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
-        stoppable: the ranks can stop after the step at hand, and return; the first signal requests it, Ctrl-C only
+        stoppable: the ranks can stop after the current step, and return; the first signal requests it, Ctrl-C only
             where that saves something.
-        rescue: after a failure the other ranks are given time to save what they have in memory.
+        rescue: after a failure the other ranks get time to save their state.
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
             result is None.
-        name: what a lone process is called that is not a rank, such as "the preparation".
+        name: the name of a single process that is not a rank, such as "the preparation".
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
@@ -104,7 +104,7 @@ def run_ranks(
         network.require_loopback()
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()  # what the parent has said comes before what rank 0 says
+    sys.stdout.flush()  # the parent's output comes before that of rank 0
     warm()
     ranks = [_Rank(rank, run_dir) for rank in part.ranks]
     starting = Starting([rank.flight_record for rank in ranks])
@@ -152,7 +152,7 @@ def run_ranks(
                 starting.look()
                 rank.start(orders, name or f"rank {rank.number}")
             if listener is not None:
-                listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
+                listener.close()  # rank 0 holds it now; without rank 0 nothing may connect
             signs = [Signs(rank.pid, computing=device == "cpu") for rank in ranks]
             hung = _watch(ranks, starting, Stall([rank.flight_record for rank in ranks], timeout, signs))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
@@ -208,7 +208,7 @@ class _Rank:
         return [self.connection, *end] if self.report is None else end
 
     def listen(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Receive pending messages without blocking."""
         assert self._process is not None
         if self.report is None:
             try:
@@ -225,11 +225,11 @@ class _Rank:
             self.report = failure.from_exit(self.number, code, self.said())
 
     def said(self) -> str:
-        """What this rank has written to its log since it was started."""
+        """This rank's log output since its start."""
         return read_since(self.log, self.log_start)
 
     def request_stop(self) -> None:
-        """Ask the rank to stop after the step at hand."""
+        """Request the rank to stop after the current step."""
         try:
             messages.send(self.connection, STOP_ORDER)
         except OSError:

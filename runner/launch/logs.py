@@ -50,7 +50,7 @@ class Echo(io.TextIOBase):
         return self.log.fileno()
 
     def _leave_console(self, error: OSError) -> None:
-        # Nobody reads the console any more; whoever started the run may still want its result.
+        # The console is closed, but the result of the run may still be wanted.
         self.console = None
         self.log.write(f"The console is closed ({error.strerror}); output goes on in this log only.\n")
 

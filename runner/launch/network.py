@@ -1,4 +1,4 @@
-"""Addresses of this machine: what a name stands for, which address leads to another host, which interface has it.
+"""Addresses of this machine: name resolution, the address towards another host, and its interface.
 
 Invariant: nothing here listens. What does listen binds to the address found here, never to all interfaces.
 """
@@ -44,8 +44,7 @@ def is_here(address: str) -> bool:
 
 
 def towards(address: str) -> str:
-    """The address of this machine from which it talks to `address`; nothing is sent. Raises ConfigError without a
-    way there."""
+    """The local address on the route to `address`; nothing is sent. Raises ConfigError if there is no route."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))

@@ -1,4 +1,5 @@
-"""What a rank is given: `Orders` by whoever starts it, `RankContext` for its entry, and its files in the run folder.
+"""Inputs of a rank: `Orders` from the process that starts it, `RankContext` for its entry, and its files in the run
+folder.
 
 Imports no torch: parents write these values, ranks read them.
 """
@@ -28,13 +29,13 @@ class Orders:
         threads: torch's threads in this rank.
         environment: the parent's environment variables at this moment.
         payload: an open file that holds the pickled payload.
-        store: where all ranks are of this machine, an open file without a name in which the rendezvous keeps its keys:
+        store: if all ranks are on this machine, an open file without a name in which the rendezvous keeps its keys:
             nobody but these processes can open it.
         address, port: elsewhere, where the store of the rendezvous listens; `listener` is the listening socket, for
             rank 0 only, and `secret` comes before all keys.
         console: where rank 0's stdout is shown.
-        plain: whether the result of rank 0 is sent as JSON, which whoever is at the other end can read without trust.
-        connection: reports go out here, and STOP comes in; that the parent's end closes is the order to end.
+        plain: whether the result of rank 0 is sent as JSON, which the other end can read without trusting it.
+        connection: reports are sent here, and STOP is received; when the parent's end closes, the rank ends.
     """
 
     entry: str

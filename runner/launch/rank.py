@@ -2,7 +2,7 @@
 
 In this order: an own process group, signals, the watch on the parent, the log; then torch and the work. Invariant:
 from the first line on, a rank whose parent has gone ends within moments, together with every process that it
-started, and a rank that fails says so through its connection before its neighbours can notice.
+started, and a rank that fails reports it through its connection before its peers can notice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runner.launch.orders import Orders, log_of
 
 
 def enter(orders: Orders) -> None:
-    """Carry out `orders` in this process, report the outcome, and in case of failure end the process at once."""
+    """Execute `orders` in this process, report the outcome, and in case of failure end the process at once."""
     try:
         # What this rank starts can be ended with it, and Ctrl-C reaches the parent alone.
         if os.getpgrp() != os.getpid():  # a launcher may have done it
@@ -48,7 +48,7 @@ def enter(orders: Orders) -> None:
         value = work(orders)
         done = Done(_packed(value, orders.plain) if orders.rank == 0 else None)
     except BaseException as error:
-        with suppress(OSError):  # the log may be on a disk that is full, which is what the parent is to hear
+        with suppress(OSError):  # the log may be on a disk that is full, which the parent must learn
             traceback.print_exc()
         _flush()
         messages.report(orders.connection, from_exception(orders.rank, error))

@@ -1,12 +1,12 @@
 """The fork server: a process that imports torch once and of which every rank is a fork.
 
-It hears its command through one of a pair of sockets. They have no name, so nobody else reaches the server and nothing
-remains in any folder, however both end. Invariants, on Linux also for processes that are stopped (SIGSTOP):
+It receives commands through a socket pair, which has no name: no other process can reach the server, and no file is
+left, however both end. Invariants, on Linux also for processes that are stopped (SIGSTOP):
 
 * the server ends with its command, and a fork of it with the server;
 * what a fork has started, in whatever session, ends with the last fork: orphans become children of the server.
 
-Only where command and server are killed in the same moment is nobody left to end what a rank had started. Before the
+Only if command and server are killed at the same moment can processes started by a rank survive. Before the
 modules to preload, this imports nothing but small parts of the standard library.
 """
 

@@ -26,7 +26,7 @@ _requested = threading.Event()
 
 
 def request() -> None:
-    """Let this rank, and with it all others, stop after the step at hand."""
+    """Stop this rank, and with it all others, after the current step."""
     _requested.set()
 
 

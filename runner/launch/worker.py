@@ -68,7 +68,8 @@ def _join(orders: Orders) -> None:
 
 
 def _store(orders: Orders) -> Any:
-    """Where the ranks find each other. TCPStore answers whoever reaches its port, so it is for several hosts alone."""
+    """The rendezvous store. TCPStore answers any process that reaches its port, so it is used only for several
+    hosts."""
     if orders.store is not None:
         return dist.FileStore(f"{OPEN_FILES}/{orders.store.number}", orders.world_size)  # type: ignore[attr-defined]
     # Whoever found the port has been listening on it ever since: two runs can never choose the same one.

@@ -1,6 +1,6 @@
 """What each rank measures for `run calibrate`: all ranks do the same at the same time, as they do in training.
 
-Points are measured in the order of what a plan's cost depends on most, each as long as the time left allows. Invariant:
+Points are measured in order of their influence on a plan's cost, each as long as the remaining time allows. Invariant:
 every rank makes the same calls in the same order; the measurements and their repetitions depend only on times that all
 ranks agree on.
 """

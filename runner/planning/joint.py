@@ -166,10 +166,10 @@ class _Search:
 class Searches:
     """The plans of one graph on one number of ranks, each searched once.
 
-    Invariant: a reused result equals that of a separate search: the best plan for more memory that
-    needs less is the best for less; and where nothing is small enough, nothing is at a lower ZeRO stage or for less
-    memory. But without a limit all ZeRO stages share the plan of stage 0: theirs are within a hundredth, except in
-    pipelines, where ZeRO 1 may lose a twentieth.
+    Invariant: a reused result equals that of a separate search: the best plan for a larger budget that fits a smaller
+    one is the best for the smaller; and if no plan fits, none fits at a lower ZeRO stage or for a smaller budget. But
+    without a limit all ZeRO stages share the plan of stage 0: theirs are within a hundredth, except in pipelines, where
+    ZeRO 1 may lose a twentieth.
     """
 
     graph: OperatorGraph

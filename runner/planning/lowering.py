@@ -118,7 +118,7 @@ def fused_bytes(config: Config) -> dict[str, int]:
 
 def _overlapped(program: Program, graph: OperatorGraph, plan: Plan, config: Config) -> Program:
     """`program` with redistributions beside independent computation. Compiled programs communicate synchronously:
-    torch.compile would split what was interleaved."""
+    torch.compile would undo the interleaving."""
     if not config.parallel.comm_async or config.train.compile:
         return program
     return overlap(program, flops_of(graph, plan), by_unit=config.parallel.zero.stage == 3)
@@ -133,7 +133,7 @@ def bucket_cut(config: Config) -> BucketLimits:
 
 
 def overlaps_backward(config: Config) -> bool:
-    """Whether gradients are reduced during backward. Not for a module that communicates by itself: it may run parts of
+    """Whether gradients are reduced during backward. Not for a hybrid module: it may run parts of
     backward twice, so no point is known at which a gradient is complete."""
     return config.parallel.comm_overlap and config.parallel.mode not in ("stand_alone", "hybrid")
 

@@ -158,9 +158,9 @@ def prepare(
     Args:
         config: with nothing left to the joint decision.
         folder: where the initial weights are written for the ranks; None to write none.
-        say: reports what a user should know.
+        say: prints notices for the user.
         plan: the plan of a joint decision, which is not searched again.
-        accept: may refuse the model.
+        accept: may reject the model.
 
     Raises:
         ConfigError, StrategyError: something is wrong with model, loss, data, strategies or devices.

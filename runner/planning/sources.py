@@ -87,7 +87,7 @@ def planned(
     loaded.
 
     Raises ConfigError for a file that cannot be read, StrategyError for one that does not fit and for a request that
-    the planner refuses.
+    the planner rejects.
     """
     if config.parallel.plan is not None:
         return _from_file(Path(config.parallel.plan), graph, request)

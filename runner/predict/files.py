@@ -1,6 +1,6 @@
 """Writing predictions batch by batch, in the order of the rows.
 
-A JSONL file has an object per row: its number as `row`, and what the model returns by name. A safetensors file has one
+A JSONL file has an object per row: its number as `row`, and the model's outputs by name. A safetensors file has one
 tensor [rows, ...] per name. Invariant: a file with its final name is complete, and no more than a batch is in memory.
 """
 

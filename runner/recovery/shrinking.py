@@ -65,7 +65,7 @@ def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterat
         "dataset_strategy": "data_parallel",
     }
     plans = [own["parallel"]]
-    if config.parallel.mode != "hybrid":  # such a module communicates by itself: nothing can be searched for it
+    if config.parallel.mode != "hybrid":  # a hybrid module has its own collectives: there is no plan to search
         plans.append(own["parallel"] | searched)
     pipelines: list[dict[str, Any]] = [{}]
     if config.parallel.pipeline.stages is not None:

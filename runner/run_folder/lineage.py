@@ -125,7 +125,7 @@ def leads(config: Config) -> bool:
 
 def check_folder(config: Config, run_dir: Path) -> None:
     """Raise ConfigError where `run_dir` belongs to a training run that the job of `config` would mix with, or holds a
-    file of somebody else that it would replace."""
+    foreign file that it would overwrite."""
     if config.run.overwrite or not leads(config):
         return
     if (name := _foreign(run_dir)) is not None:

@@ -1,7 +1,7 @@
 """Consistency checks between ranks, which name the ranks that differ.
 
-Every rank gives a few short texts (versions, hashes); all ranks see all of them, so each can say who differs in what.
-Invariant: either all ranks of a group return, or all raise.
+Every rank contributes a few short strings (versions, hashes); they are all-gathered, so each rank can report which
+ranks differ in which. Invariant: either all ranks of a group return, or all raise.
 """
 
 from __future__ import annotations

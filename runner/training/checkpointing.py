@@ -106,7 +106,7 @@ class Keeper:
         self._intact = Intact() if config.launch.rescue and config.job.name == "train" else None
 
     def restore(self, path: Path, content: Content) -> int:
-        """Load the checkpoint `path` (collective). Rank 0 prints what differs.
+        """Load the checkpoint `path` (collective). Rank 0 prints the differences.
 
         Returns:
             The optimizer step after which it was saved.
@@ -160,7 +160,7 @@ class Keeper:
             raise
 
     def _position(self, step: int) -> tuple[int, int]:
-        """The epoch, and the row within it, at which the data goes on after `step`."""
+        """The epoch, and the row within it, at which the data continues after `step`."""
         done = step + self.ahead
         return self._order.epoch(done), done % self._order.steps_per_epoch * self._order.batch_size
 

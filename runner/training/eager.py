@@ -81,7 +81,7 @@ def tensors_of(step: Objective) -> dict[str, Tensor]:
 
 
 def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
-    """Take over initial weights by name; buffers that `values` does not hold keep what the constructor gave them.
+    """Load initial weights by name; buffers missing in `values` keep their constructor values.
 
     Raises ConfigError where a reference module does not have the tensors of the module that it stands for.
     """

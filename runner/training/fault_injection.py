@@ -1,7 +1,7 @@
 """Injected faults, so that recovery can be tried before it is needed (`launch.faults`).
 
 Each is injected once per run folder: a mark is written to disk first, so the restarted run is not hit again.
-Invariant: a rank without a fault at the step at hand runs what it would run without any.
+Invariant: a rank without a fault at the current step runs unmodified.
 """
 
 from __future__ import annotations

@@ -477,8 +477,8 @@ def train(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
     """Train on this rank; the entry of every rank.
 
     Args:
-        rank: who this rank is.
-        job: what all ranks receive.
+        rank: the identity of this rank.
+        job: the job, the same for all ranks.
 
     Returns:
         The last loss, the last evaluation, the bytes sent and, where measured, the memory, from rank 0's view.

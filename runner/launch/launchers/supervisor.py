@@ -55,7 +55,7 @@ class _Seat:
         self.lost = self.wordless = False
 
     def listen(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Receive pending messages without blocking."""
         if self.line is None or self.report is not None:
             return
         try:
@@ -78,7 +78,7 @@ class _Seat:
                 messages.send(self.line, order)
 
     def said(self) -> str:
-        """What the rank has written since it was started, where its log can be read from here."""
+        """The rank's log output since its start, if its log is readable here."""
         return read_since(self.log, self.log_start)
 
 
@@ -107,8 +107,8 @@ class Watch:
         self.processes.append((command, process))
 
     def stop_ranks(self, number: int) -> bool:
-        """At a signal, ask all ranks to stop after the step at hand; False for Ctrl-C before anything could be lost, as
-        far as can be seen from here."""
+        """At a signal, request all ranks to stop after the current step; False for Ctrl-C before anything could be
+        lost, as far as can be seen from here."""
         files = [seat.flight_record for seat in self.seats]
         if number == signal.SIGINT and any(map(Path.exists, files)) and not hangs.any_step_done(files):
             return False
@@ -117,7 +117,7 @@ class Watch:
         return True
 
     def wait(self, interrupts: Interrupts) -> None:
-        """Return when every rank has said that it is done. Raises what the user is to see if one cannot."""
+        """Return when every rank has reported success. Raises the error for the user otherwise."""
         patience = time.monotonic() + max(self.timeout, JOIN)
         deadline: float | None = None
         ended_at: float | None = None
@@ -194,7 +194,7 @@ class Watch:
         return failure.end_of_log(None, self.log, read_since(self.log, self.log_start))
 
     def _raise_failed(self, failures: Sequence[Failure]) -> None:
-        """Raise what the user is to see of `failures`."""
+        """Raise the error that reports `failures`."""
         cause = failure.root_cause(failures)
         if cause.refusal == "config":
             raise ConfigError(cause.code, cause.text)
@@ -261,14 +261,14 @@ def _named(seats: Sequence[_Seat], count: int) -> str:
 
 
 def supervise(started: Started, front: Front, task: Task, launch: Launch, *, stoppable: bool) -> Any:
-    """Start the commands, stay with the ranks until the last one is done, return what rank 0 returned.
+    """Start the commands, monitor the ranks until the last one is done, and return the result of rank 0.
 
     Args:
         started: what the launcher needs; its files are written.
         front: where the ranks call.
         task: what the ranks read about the run.
         launch: the hosts; commands for others of them go through `launch.remote`, or are printed for the user.
-        stoppable: the ranks can stop after the step at hand, and return; the first signal asks them to.
+        stoppable: the ranks can stop after the current step, and return; the first signal requests it.
 
     Raises:
         RunFailed: a rank or a launcher failed, or a host is down; the text names it.
