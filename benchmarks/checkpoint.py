@@ -4,8 +4,8 @@ over the time of a blocking save.
     python -m benchmarks.checkpoint [--ranks 1] [--device cpu|cuda] [--width 1024] [--layers 24] [--rounds 9]
         [--clock wall|cpu]
 
-Rounds of plain steps, a blocking save and a background save alternate in the same processes, so that other work on the
-machine reaches all of them; every figure is a median. Goal: at most 5 %. A background save needs host memory for one
+Rounds of plain steps, a blocking save and a background save alternate in the same processes, so that other load on the
+machine affects all of them; every figure is a median. Goal: at most 5 %. A background save needs host memory for one
 copy of a rank's shards.
 """
 

@@ -4,8 +4,8 @@ a slow link, and activations stored by pipeline schedules.
     python benchmarks/overlap.py [--parts copies reduction schedules] [--rounds 15] [--clock wall|cpu]
 
 A link adds latency and bandwidth delays to a collective; waiting uses no CPU time, so computation can overlap it. The
-variants of a part alternate in the same processes and each is judged by its median step, so that other work on the
-machine reaches all of them; on a busy machine `--clock cpu` counts only computation and waiting for the link. Goals: a
+variants of a part alternate in the same processes and each is judged by its median step, so that other load on the
+machine affects all of them; on a busy machine `--clock cpu` counts only computation and waiting for the link. Goals: a
 step that communicates as long as it computes is 1.2 times faster with batch splits; 70 % of the gradient reduction
 overlaps with backward, in at least 10 times fewer calls than there are gradients; with at least twice as many
 micro-batches as stages, 1f1b holds less than gpipe.

@@ -45,7 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 class Stopped(Exception):
     """A run that the signal `number` has stopped between two steps. The text says after which; with `saved` the command
-    says how it goes on."""
+    prints how to continue."""
 
     def __init__(self, text: str, number: int = signal.SIGTERM, *, saved: bool = False) -> None:
         super().__init__(text)
@@ -56,8 +56,8 @@ def allowed(value: str, options: Iterable[str]) -> str:
     """The end of an error paragraph: ` Allowed: a, b. Did you mean 'a'?`.
 
     Args:
-        value: what was given; the closest option is named when one is close.
-        options: what would be right, in the order to show. Without any, the sentence is empty.
+        value: the given value; the closest option is named when one is close.
+        options: the allowed values, in the order to show. Without any, the sentence is empty.
     """
     options = list(options)
     if not options:

@@ -1,4 +1,5 @@
-"""`python -m runner.join FOLDER [--host NAME]`: what every launcher starts. See `runner.launch.launchers.join`."""
+"""`python -m runner.join FOLDER [--host NAME]`: the process that every launcher starts. See
+`runner.launch.launchers.join`."""
 
 import os
 import sys

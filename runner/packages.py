@@ -38,7 +38,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Make the rule hold in this process; calling again does no harm."""
+    """Install the rule in this process; idempotent."""
     if not any(finder is _Finder for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder)
 
@@ -52,8 +52,8 @@ def installed_first() -> None:
 
 
 def add_theirs() -> None:
-    """Add what the user has under the names of our packages: modules in their folders, and what a file such as
-    `strategies.py`, or the `__init__.py` of a folder, defines. Nothing of ours is replaced."""
+    """Add the user's modules under the names of our packages: modules in their folders, and definitions of a file such
+    as `strategies.py` or of a folder's `__init__.py`. Nothing of ours is replaced."""
     for name in OURS:
         spec = theirs(name)
         if spec is None:
@@ -70,7 +70,7 @@ _lazy: dict[str, Callable[[str], object] | None] = {}
 
 
 def _attribute(ours: ModuleType, own: Callable[[str], object] | None, spec: ModuleSpec, name: str) -> object:
-    """What ours defines as `name` lazily, or else the user's module. A submodule is left for Python to import."""
+    """The lazy attribute `name` of our package, or else the user's module. A submodule is left for Python to import."""
     if own is not None:
         with suppress(AttributeError):
             return own(name)

@@ -1,9 +1,9 @@
 """Optimizer, parameter groups and scheduler as the config describes them.
 
 A parameter belongs to the first group with a glob that matches its full name, else to the group of everything else.
-Globs are those of the shell, on the full name: `*.bias` matches `layers.0.dense.bias`. Invariant: whatever is wrong
-with a name, a glob or an argument is one `ConfigError` that starts with the config key, and every group is checked
-like the optimizer itself.
+Globs are those of the shell, on the full name: `*.bias` matches `layers.0.dense.bias`. Invariant: any error in a name,
+a glob or an argument is one `ConfigError` that starts with the config key, and every group is checked like the
+optimizer itself.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def optimizer_factory(config: Optimizer) -> OptimizerFactory:
 
 
 def need_of(config: Optimizer) -> Need:
-    """What the optimizer needs per element of a parameter, as a step of it on a small matrix shows. Raises ConfigError
+    """The optimizer's state per parameter element, measured with a step on a small matrix. Raises ConfigError
     as `optimizer_factory` does, and StrategyError for one that no plan can use."""
     make = optimizer_factory(config)
     check_kind(make([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}]))

@@ -7,14 +7,14 @@ A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
     index.json               every tensor by key: shape, dtype, and where its parts are stored (file, byte, block)
     rank-00003.safetensors   form sharded: this rank's parts, named KEY[0:256,0:784]
     rank-00003.copy-of-00002.safetensors  with checkpoint.copies=2 under ZeRO: another rank's file
-    rank-00003.pt            random states of the rank; of the first rank of each group of a pipeline also what is no
-                             tensor: options and scalars of the optimizer by parameter, scheduler, loss scale
+    rank-00003.pt            RNG states of the rank; for the first rank of each pipeline group also non-tensor state:
+                             options and scalars of the optimizer by parameter, scheduler, loss scale
     model.safetensors        form merged: unsharded parameters and buffers by the model's own names
     optimizer.safetensors    form merged: unsharded optimizer states, named STATE/NAME
     config.json              form merged, for a model of transformers
 
 Keys do not depend on a plan: `model/NAME` (in fp32 where the program computes in less) and `optimizer/STATE/NAME`.
-The invariant: a folder with that name is complete, whatever happened, and reading it runs no code from it (JSON,
+The invariant: a folder with that name is complete, and reading it runs no code from it (JSON,
 safetensors, and torch files of plain data).
 
 `read(path)` opens one without a process group; see `Checkpoint` for reading any block of any tensor.

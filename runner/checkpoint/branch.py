@@ -1,4 +1,4 @@
-"""Which of the checkpoints in a folder are those of a run: the newest one, the best one, and those that it keeps.
+"""Selecting a run's checkpoints in a folder: the newest one, the best one, and those to keep.
 
 A folder may hold more: of another run, or of a branch that was abandoned when a run continued an earlier checkpoint.
 Those stay until the run saves the same step, or passes it where `checkpoint.keep` limits how many there are; until then
@@ -30,7 +30,7 @@ def on_branch(path: Path, branch: Lineage | None) -> bool:
 
 
 def candidates(place: Path, branch: Lineage | None) -> Iterator[Path]:
-    """The checkpoints in `place` that a run could continue, the newest first; also such as have lost their header."""
+    """The checkpoints in `place` that a run could continue, the newest first; including those without a header."""
     return (path for path in reversed(named(place)) if on_branch(path, branch))
 
 

@@ -1,7 +1,7 @@
-"""Hydra's errors in the words of this project: one paragraph with the fault and its remedy.
+"""Hydra's errors, reworded: one paragraph with the fault and its remedy.
 
 Hydra offers little more than the text of its exceptions, so this reads the text; `tests/runner/test_cli.py` holds one
-example of each kind against the Hydra that is installed. A text that is not known is passed on in one line.
+example of each kind against the Hydra that is installed. An unknown text is passed on in one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values of overrides as people type them, made ready for Hydra's grammar.
+"""Override values as typed by users, quoted for Hydra's grammar.
 
 Hydra reads unquoted text only if it consists of ASCII letters, digits, spaces and a few signs. Whatever else is typed
 in a value (`~`, `é`, `#`, another `=`) is quoted here, word by word, so that lists, mappings and sweeps keep their

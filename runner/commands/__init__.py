@@ -1,1 +1,1 @@
-"""What `run` can do, one verb per file; `runner.cli.verbs` is the table that leads here."""
+"""The verbs of `run`, one per file; `runner.cli.verbs` is their table."""

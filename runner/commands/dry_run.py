@@ -1,4 +1,4 @@
-"""What a launch would start where, as text; nothing is started, and nothing is left."""
+"""The processes of a launch by host, as text; nothing is started, and no file is left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dry_run(config: Config, run_dir: Path) -> None:
 
 
 def world_size_of(config: Config) -> int:
-    """How many ranks a config has, as far as that is known before anything is looked at. Raises ConfigError."""
+    """The number of ranks of a config, without probing the machine. Raises ConfigError."""
     stages = config.parallel.pipeline.known or 1
     known = [config.world_size, *(prod(shape) * stages for _, shape in config.parallel.meshes())]
     if config.parallel.mode == "stand_alone":

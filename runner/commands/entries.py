@@ -1,4 +1,4 @@
-"""What the ranks of a command run: the preparation, training, prediction, and the search for a checkpoint.
+"""The entry functions of ranks: preparation, training, prediction, and the search for a checkpoint.
 
 Forks of the warm server call these by name (`runner.launch.launchers.start`, `runner.recovery.restarting`).
 """
@@ -56,7 +56,7 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
         continuation = checkpoints.check(resume, **prepared.identity())
         done, ancestry = opened.step, ((opened.header.run, opened.step), *opened.header.history)
         nothing_left = done >= prepared.steps and (not continuation.data or config.train.epochs is None)
-        # a command that is given again does no harm: it may have been killed between its last save and its end
+        # repeating a finished command is harmless: it may have been killed after its last save
         if nothing_left and (config.train.resume != "auto" or done > prepared.steps):
             raise ConfigError(
                 "MW608",
@@ -99,6 +99,6 @@ def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
     rescue.collect(place, None if run is None else run.lineage)
     try:
         found = checkpoints.to_continue("auto", place, run)
-    except ConfigError:  # each of them is damaged, which is reported; the run itself is not lost
+    except ConfigError:  # all are damaged, which is reported; the run starts from scratch
         found = None
     return {"resume": None if found is None else str(found.absolute())}

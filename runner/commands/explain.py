@@ -1,5 +1,5 @@
-"""`run explain`: the plan as a table, operator by operator, with what is sent; or why some operators are sliced so, or
-which slice of some tensors every rank holds."""
+"""`run explain`: the plan as a table, operator by operator, with its communication; or why operators have their
+strategies, or which slice of a tensor every rank holds."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def run(config: Config, run_dir: Path) -> float | None:
 
 
 def with_recorded(result: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """`result` with loss and evaluation of the last step from metrics.jsonl, where no step was left to do."""
+    """`result` with loss and evaluation of the last step from metrics.jsonl, if no step was left to run."""
     if not math.isnan(result["loss"]):
         return result
     last = [record for record in records(run_dir) if record["step"] == result["steps"]]
@@ -71,7 +71,7 @@ def ending(result: dict[str, Any], run_dir: Path) -> str:
 
 
 def stopped(step: int, number: int) -> Stopped:
-    """What to say of a run that the signal `number` has stopped after `step`."""
+    """The exception for a run that the signal `number` has stopped after `step`."""
     name = signal.Signals(number).name
     if not step:
         return Stopped(f"stopped by {name} before the first step; nothing was trained, so run it again.", number)
@@ -79,7 +79,7 @@ def stopped(step: int, number: int) -> Stopped:
 
 
 def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:
-    """Write memory.json: what each rank's tensors took, beside what the plan predicts. Returns a line about it."""
+    """Write memory.json: each rank's measured memory, next to the plan's prediction. Returns a line about it."""
     plan = run_dir / "plan.json"
     predicted = json.loads(plan.read_text(encoding="utf-8"))["memory"] if plan.exists() else None
     content = {"predicted": predicted, "measured": measured}

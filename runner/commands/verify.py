@@ -2,15 +2,15 @@
 
 The single process runs the user's untouched eager module. Compared are the loss and the gradients of the full tensors
 at every step, and the weights after the last: max |sharded - reference| / max |reference|, the largest over the steps.
-A gradient that cancels out (a bias before a batch norm) is nothing but rounding: where the reference's is below the
-rounding of the model's largest one, both must be; every other gradient is compared with its own size. A running mean is
-compared with the deviation beside it: the mean of what was normalized before is nothing but rounding, too.
-The reference's optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not
+A gradient that cancels out (a bias before a batch norm) is pure rounding error: if the reference's is below the
+rounding of the model's largest one, both must be; every other gradient is compared relative to its magnitude. A running
+mean is compared relative to the standard deviation: the mean of normalized values is pure rounding error, too. The
+reference's optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not
 compound (Adam turns noise around zero into full steps); a wrong update shows in the weights.
 
 Some networks magnify the rounding of fp32. Where a difference is beyond the tolerance of fp32, the single process runs
-once more in fp64, from the same weights and with the same random numbers. That gives the distance of its own fp32 from
-fp64, per tensor; up to three times as much is rounding.
+again in fp64, from the same weights and with the same random numbers. That gives the distance of the reference's
+fp32 from fp64, per tensor; up to three times as much counts as rounding.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Comparison:
     unmeasured: str | None = None
 
     def bound(self, rounding: float) -> float:
-        """How far a tensor may be from one process that is itself `rounding` from fp64."""
+        """The tolerance of a tensor whose reference differs by `rounding` from fp64."""
         return max(self.tolerance, TIMES * rounding) if TIMES * rounding <= MAGNIFIED else self.tolerance
 
     def pairs(self) -> Iterator[tuple[float, float]]:
@@ -238,7 +238,7 @@ def compare(ours: Path, theirs: Path, tolerance: float, rounding: float) -> Comp
 
 
 def rounded(comparison: Comparison, theirs: Path, record: Path, exactly: Callable[[Path], None]) -> Comparison:
-    """The comparison with what the reference, recorded in `theirs`, itself differs from the run in fp64 that `exactly`
+    """The comparison with the difference between the reference, recorded in `theirs`, and its fp64 run, which `exactly`
     records; or with the reason why there is none."""
     record.mkdir()
     try:

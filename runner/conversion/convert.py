@@ -1,8 +1,8 @@
 """A checkpoint in another form or for another plan: read from a source of tensors (`opened`), assigned to ranks
 (`cut_of`), written merged or sharded (`write`).
 
-Invariants: opening a source reads headers alone, and a block costs memory of its size; the blocks of all ranks together
-are every element once; the output is a checkpoint as a run would have saved it, and appears atomically.
+Invariants: opening a source only reads headers, and a block costs memory of its size; the blocks of all ranks together
+hold every element once; the output is a checkpoint as a run would have saved it, and appears atomically.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _checkpoint(path: Path) -> Checkpoint | None:
 
 @dataclass(frozen=True)
 class Cut:
-    """`plan` on each of `groups` groups of ranks, `group` being the group of a tensor in a pipeline (0 if not said)."""
+    """`plan` on each of `groups` groups of ranks, `group` being the group of a tensor in a pipeline (default 0)."""
 
     plan: Plan
     groups: int
@@ -121,7 +121,7 @@ class Cut:
 def cut_of(path: Path, tensors: Mapping[str, Entry]) -> Cut:
     """How the plan in `path` (a plan.json, a run folder or a checkpoint) cuts `tensors`.
 
-    Raises ConfigError for what holds no plan, and for the plan of another model.
+    Raises ConfigError if `path` holds no plan, or the plan of another model.
     """
     content: Any = read_header(path).plan if (path / HEADER).is_file() else read_content(path)
     where = f"plan={path}"

@@ -1,9 +1,9 @@
-"""The weights in what DeepSpeed's engine saves: `mp_rank_*_model_states.pt` and `*zero_pp_rank_*_optim_states.pt`.
+"""The weights in checkpoints of DeepSpeed's engine: `mp_rank_*_model_states.pt` and `*zero_pp_rank_*_optim_states.pt`.
 
 Under ZeRO the fp32 weights are in flat partitions, one per rank: at stages 1 and 2 the parameters of a group one after
 the other, cut into equal parts for the ranks; at stage 3 every parameter cut for itself, each rank's parts one after
 the other (the arithmetic is that of deepspeed/utils/zero_to_fp32.py). Invariant: files are mapped and read with
-weights_only; of what DeepSpeed pickles beside tensors, inert stand-ins are made, so no code of a file is run.
+weights_only; other pickled objects are replaced by inert stand-ins, so no code of a file is run.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def folder_of(path: Path) -> Path | None:
 
 
 def read(folder: Path) -> DeepSpeed:
-    """The weights in `folder`. Raises ConfigError for what cannot be read without running code, and for checkpoints of
-    DeepSpeed's own tensor or pipeline parallelism."""
+    """The weights in `folder`. Raises ConfigError for files that cannot be read without running code, and for
+    checkpoints of DeepSpeed's own tensor or pipeline parallelism."""
     files = sorted(folder.glob(MODELS), key=_number)
     foreign = [file for file in folder.glob("*.pt") if "mp_rank_" not in file.name or "mp_rank_00" not in file.name]
     if foreign:

@@ -1,1 +1,1 @@
-"""Data: the files, the shipped datasets, and the loading of exactly what one rank needs."""
+"""Data: files, the shipped datasets, and loading exactly the rows and slices that a rank needs."""

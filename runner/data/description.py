@@ -36,7 +36,7 @@ class Description:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What ranks compare, by name."""
+        """The values that ranks compare, by name."""
         found = {"the number of training rows": str(self.training)}
         if self.evaluation is not None:
             found["the number of evaluation rows"] = str(self.evaluation)
@@ -55,8 +55,8 @@ def described(
     shapes: Sequence[Sequence[int]],
     seed: int,
 ) -> Description:
-    """The description of data whose batches have `shapes`, as seen in the first epoch. Of a row that can be read in
-    slices, only a corner is looked at."""
+    """The description of data whose batches have `shapes`, as seen in the first epoch. For a row that can be read in
+    slices, only a corner is read."""
     read = None if collate else reader(training)
     rows = len(training), None if evaluating is None else len(evaluating)
     if row >= rows[0]:
@@ -72,7 +72,7 @@ def described(
 
 
 def check_read(dataset: MapDataset, row: int, shapes: Sequence[Sequence[int]], seed: int) -> None:
-    """Raise ConfigError unless `read(row, slices)` of everything returns what `dataset[row]` does."""
+    """Raise ConfigError unless `read(row, slices)` with full slices equals `dataset[row]`."""
     read = reader(dataset)
     if read is None:
         return

@@ -2,8 +2,8 @@
 
 An IDX file of bytes is the magic number (two zero bytes, 8 for unsigned bytes, the number of dims), each dim as a
 big-endian 32-bit count, and then the elements in row-major order. The invariant: an array that this file returns
-has exactly the shape that its header states, and a file that is damaged in any way is refused in one paragraph
-that names it. Plain files are memory-mapped: only the rows that are looked at are read.
+has exactly the shape that its header states, and a file that is damaged in any way is rejected with one paragraph that
+names it. Plain files are memory-mapped: only the rows that are looked at are read.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Loading exactly what one rank needs.
+"""Load exactly the rows and slices that one rank needs.
 
 A dataset is anything with `len()` and `dataset[i]` whose samples are flat: a dict (its keys are the keyword arguments
 of `forward`, in any order), a tuple (positional arguments), or a single tensor. Reading a row must give the same sample
-on every rank, because ranks that hold the same slice of a batch read it independently; what a dataset draws from the
-global generators is the same by itself (`runner.data.row_seeds`).
+on every rank, because ranks that hold the same slice of a batch read it independently; random numbers from the global
+generators are automatically equal (`runner.data.row_seeds`).
 
-The invariant: what `LocalBatches.load` returns equals the blocks cut out of `whole_batch`, while only the rows inside
+The invariant: `LocalBatches.load` returns the blocks of `whole_batch`, while only the rows inside
 the blocks are read, and only the slice of each row where the dataset offers `read(index, slices)`.
 """
 
@@ -205,8 +205,8 @@ class LocalBatches:
     def load(self, rows: Sequence[int], epoch: int = EVALUATION) -> list[Tensor]:
         """This rank's block of each tensor, for the global micro-batch made of `rows`, on the CPU.
 
-        Raises ConfigError: rows whose names or shapes differ, or values that cannot be stacked. What the dataset
-        or the collate itself raises comes through unchanged.
+        Raises ConfigError: rows whose names or shapes differ, or values that cannot be stacked. Exceptions of the
+        dataset or the collate are passed on unchanged.
         """
         if not self._draws:
             try:

@@ -1,4 +1,4 @@
-"""Which rows a step reads.
+"""The rows that a step reads.
 
 The invariant: the rows of a step are a pure function of (length, batch size, seed, step). There is no position to
 save or restore: a resumed run computes the rows of the step at which it continues.

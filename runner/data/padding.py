@@ -1,4 +1,4 @@
-"""Batches of samples that differ in length: every one is filled up to the one length for which the model is captured.
+"""Batches of samples that differ in length: every sample is padded to the length for which the model is captured.
 
 The invariant: row r of a batch depends on sample r alone, so ranks that collate different rows get parts of one batch.
 """
@@ -19,11 +19,11 @@ from runner.errors import ConfigError
 def pad(
     samples: Sequence[Mapping[str, Any]], length: int, values: Mapping[str, float], mask: str | None = None
 ) -> dict[str, Tensor]:
-    """A batch in which the entries that `values` names are filled up on the right of their first dim to `length`.
+    """A batch in which the entries named in `values` are right-padded in their first dim to `length`.
 
-    `values` gives what each is filled with: {input_ids: 0, labels: -100}, -100 being what losses ignore. Other entries
-    are stacked as they are. `mask` adds an int64 entry [samples, length] of that name, 1 where a sample is and 0 where
-    it was filled up, as attention_mask is for models of transformers.
+    `values` are the padding values: {input_ids: 0, labels: -100}, -100 being what losses ignore. Other entries
+    are stacked unchanged. `mask` adds an int64 entry [samples, length] of that name, 1 for the sample and 0 for
+    padding, as attention_mask is for models of transformers.
     Raises ConfigError: an entry that the samples do not have, is no tensor with a dim, or is longer than `length`.
     """
     batch: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Random augmentation: the numbers that a sample draws follow from (seed, epoch, row) alone.
+"""Random augmentation: the random numbers of a sample depend only on (seed, epoch, row).
 
 The invariant: whatever rank reads a row, in whatever slicing, accumulation, restart or resume, the dataset finds the
 global generators of `random`, `numpy.random` and torch (on the CPU) in the same state, and a different one in every
@@ -53,7 +53,7 @@ def row_seeds(seed: int, epoch: int) -> Iterator[Callable[..., None]]:
 
 
 def unseeded(*_: int) -> None:
-    """In place of what `row_seeds` yields, where no random number is needed: another row counts as progress."""
+    """Replaces the function of `row_seeds` where no random number is needed: another row counts as progress."""
     recorder.advance()
 
 

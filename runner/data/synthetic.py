@@ -20,7 +20,7 @@ class Regression:
     y has variance 1.
 
     `features` and `targets` are the shapes of x and y, a size or several: 32, or [4, 32]. `noise` is the standard
-    deviation of what cannot be learnt. Raises ConfigError: a size below 1, or a negative noise.
+    deviation of the noise. Raises ConfigError: a size below 1, or a negative noise.
     """
 
     def __init__(

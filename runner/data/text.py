@@ -1,6 +1,6 @@
 """Text as bytes: every file of a folder joined into one memory-mapped file, and windows of it to predict the next byte.
 
-The text that is always at hand is the standard library's own sources. A folder is joined once, in the order of the file
+The default text is the source code of the standard library. A folder is joined once, in the order of the file
 names, and kept in a cache under a name that changes with the files; the joined file appears by renaming a complete one,
 so any number of processes may start at once. The invariant: the same files give the same bytes in the same order, a
 file is wholly in the training or in the test part, and reading a sample touches only the bytes that it consists of.
@@ -37,7 +37,7 @@ TEST_SHARE = 10
 
 class Windows:
     """Samples {input_ids [length], labels [length]}, int64 bytes; labels are the input one byte on, or with
-    `shift=False` the input itself, for models that shift by themselves (those of transformers).
+    `shift=False` the input itself, for models that shift the labels themselves (those of transformers).
 
     Sample i starts at byte i * length; a partial window at the end is dropped. `train` chooses the part,
     None takes both; the other arguments are those of `corpus`, `path` a folder of the user's with text files.
@@ -177,5 +177,5 @@ def _files(folder: Path, pattern: str, skip: frozenset[str]) -> list[tuple[str, 
 
 
 def _in_test(name: str) -> bool:
-    """By the name alone, so that a file stays in its part when others come and go."""
+    """Decided by the name alone, so that a file stays in its part when other files are added or removed."""
     return zlib.crc32(name.encode("utf-8", "surrogateescape")) % TEST_SHARE == 0

@@ -129,7 +129,8 @@ def _code(error: BaseException, full: bool) -> str:
 
 
 def from_exit(rank: int, code: int, log: str) -> Failure:
-    """The failure of a rank that ended with exit code `code` (negative: a signal) and said nothing but `log`."""
+    """The failure of a rank that ended with exit code `code` (negative: a signal) without a report, with the log
+    `log`."""
     what, where = f"ended with exit code {code} before it was done", ""
     order = CauseOrder.CAUSE
     if code < 0:
@@ -229,7 +230,7 @@ def _where(chain: Sequence[BaseException]) -> str:
 
 def _innermost(trace: TracebackType | None, own_only: bool) -> str:
     """The last frame of `trace` in code of the user or of a model, or else in a library; never in this project's own
-    code, which a user need not know."""
+    code, which does not help the user."""
     place = ""
     for frame, line in traceback.walk_tb(trace):
         file = frame.f_code.co_filename
@@ -315,7 +316,7 @@ def _hang(
     cause: Failure | None, ranks: Mapping[int, Watched], run_dir: Path, world_size: int, timeout: float
 ) -> tuple[str, int, tuple[int, ...]]:
     """The sentence about ranks that hang, the one of this host to look at, and those that keep the others waiting;
-    `cause` has waited in vain."""
+    `cause` has timed out."""
     at = [hangs.read_state(flight_record_of(run_dir, number)) for number in range(world_size)]
     found = hangs.diagnose(at, timeout)
     hung = () if found is None else found.hung

@@ -137,7 +137,7 @@ def warm(preload: Sequence[str] = PRELOAD) -> Server:
     """The fork server, which imports `preload` in the background; it is started unless it is running. Returns at once.
 
     Call it early. Modules that start threads or open a GPU must not be named: every rank is a fork of that process. A
-    module that cannot be found is left to the rank that needs it, which then says so.
+    module that cannot be found is left to the rank that needs it, which then reports it.
     """
     global server
     if server is None or not server.alive:

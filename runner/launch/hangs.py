@@ -115,7 +115,7 @@ def absent(wait: AwaitedCall, ranks: Sequence[RankState | None], halted: Collect
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`text` says who waits for whom, without a full stop; `hung` are the ranks that wait for nobody."""
+    """`text` describes which ranks wait for which, without a full stop; `hung` are the ranks that wait for no other."""
 
     text: str
     hung: tuple[int, ...]
@@ -197,10 +197,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 class Stall:
     """Notices that a rank waits for more than `timeout` seconds, even where the communication library does not, or that
-    all of them, whoever they wait for, have come to a halt.
+    all of them have halted.
 
-    `files` are the ranks' flight records; `signs` are those of their processes, as far as these can be seen. A slow
-    rank does not hang: where nobody waits in a collective, one that computes, reads or writes keeps the run alive.
+    `files` are the ranks' flight records; `signs` are those of their processes, where these are visible. A slow rank is
+    not a hang: if none waits in a collective, a rank that computes, reads or writes keeps the run alive.
     """
 
     def __init__(self, files: Sequence[Path], timeout: float, signs: Sequence[Signs] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of one run on this machine: forks of the fork server, watched until the last one has ended.
+"""The ranks of one run on this machine: forks of the fork server, monitored until the last one has ended.
 
 Invariant: however `run_ranks` ends (result, failure, Ctrl-C, SIGTERM), no rank and nothing that a rank started is alive
 afterwards; should the parent be killed, the fork server ends them.
@@ -38,7 +38,7 @@ CAUSE = 0.3  # to learn which other ranks failed independently at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 STOP = 1.0  # between asking a rank to end and killing it
 RESCUE = 10.0  # for the other ranks to save their state
-LOOK = 1.0  # between two looks at where the ranks are
+LOOK = 1.0  # between two polls of the flight records
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class _Rank:
 
     @property
     def sources(self) -> list[Any]:
-        """What to wait for: a report while there is none, and the end of the process."""
+        """The handles to wait for: the report until received, and the end of the process."""
         end = [] if self.ended or self._process is None else [self._process.sentinel]
         return [self.connection, *end] if self.report is None else end
 

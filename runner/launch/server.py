@@ -86,7 +86,7 @@ def main(control: int, preload: Sequence[str], parent: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_COMMAND)  # the command had blocked them for the time before this
     _prctl(_CHILD_SUBREAPER, 1)
     for name in preload:
-        with suppress(ImportError):  # left to the rank that needs it, which then says so
+        with suppress(ImportError):  # left to the rank that needs it, which then reports it
             importlib.import_module(name)
     # From here on it has forks to end: one that is stopped goes on when its command has ended, and then reads so.
     tie_to_parent(signal.SIGCONT, parent)
@@ -158,7 +158,7 @@ class Server:
             os.close(status)
 
     def _become(self, content: bytes, status: int, descriptors: list[int]) -> NoReturn:
-        """Be the fork, to the end."""
+        """Run the fork in this process, to its end."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -219,7 +219,7 @@ def _exactly(control: socket.socket, count: int) -> bytes:
 
 
 def _put(pipe: int, number: int) -> None:
-    with suppress(OSError):  # the receiver is gone
+    with suppress(OSError):  # the receiver has ended
         os.write(pipe, number.to_bytes(NUMBER, "little", signed=True))
 
 

@@ -161,7 +161,7 @@ class Bench:
         self.overlap: float | None = None if world_size > 1 else 0.0
 
     def _sizes(self) -> Iterator[int]:
-        """The world size, halved repeatedly."""
+        """The world size, divided repeatedly by two."""
         size = self.size
         while size > 1:
             yield size

@@ -1,7 +1,7 @@
-"""A config in the terms of lowering: options, fused and overlapped collectives, pipeline stages, batch splits,
+"""Lowering options from a config: options, fused and overlapped collectives, pipeline stages, batch splits,
 and the programs of training and evaluation steps that follow.
 
-Invariant: DeepSpeed's own choices stand unless the config changes them, and `parallel.zero.options` come last.
+Invariant: DeepSpeed's defaults apply unless the config changes them, and `parallel.zero.options` come last.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def pipeline_groups(config: Config) -> int:
 
 
 def pipeline_slots(accumulate: int, stages: int, micro_batches: int) -> int:
-    """How many micro-batches one after another a step takes, with those that a stage waits for in the bubble."""
+    """The number of consecutive micro-batch slots of a step, including the pipeline bubble."""
     return accumulate * (micro_batches + stages - 1)
 
 

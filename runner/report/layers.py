@@ -52,7 +52,7 @@ class Row:
 
     @property
     def matters(self) -> bool:
-        """Whether it has parameters or communicates, so that a reader wants to know its layouts."""
+        """Whether it has parameters or communicates, so that its layouts are of interest."""
         total = self.sums()
         return total.parameters > 0 or total.sent > 0
 

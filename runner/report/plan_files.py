@@ -87,7 +87,7 @@ def _write_ir(prepared: Prepared, step: Estimate, place: Path) -> None:
 
 
 def _copies(prepared: Prepared) -> dict[str, Any]:
-    """How many batch splits a step has, how many operators work on each, and which see all of the batch."""
+    """The number of batch splits of a step, the number of operators on each, and the operators on the full batch."""
     assert prepared.graph is not None and prepared.step is not None
     graph = prepared.step[0]
     shares = [operator.batch_slice for operator in graph.operators if operator.batch_slice is not None]

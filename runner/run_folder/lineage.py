@@ -35,7 +35,7 @@ Ancestry = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Lineage:
-    """The id of a run, and what it continues. The id is empty for checkpoints from before there were ids."""
+    """The id of a run, and the runs it continues. The id is empty for checkpoints older than ids."""
 
     run: str = ""
     history: Ancestry = ()
@@ -81,7 +81,8 @@ def of_checkpoints(place: Path) -> Lineage | None:
 
 
 def begin(config: Config, run_dir: Path, resume: str | None, ancestry: Sequence[tuple[str, int]]) -> None:
-    """Write who trains in `run_dir` from now on: the run of the folder where `train.resume` is auto, else a new one.
+    """Record the run that trains in `run_dir` from now on: the run of the folder if `train.resume` is auto, else a new
+    one.
 
     Args:
         resume: the checkpoint that is continued, None for none.

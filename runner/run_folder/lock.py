@@ -34,8 +34,8 @@ PATIENCE = 1.0
 
 @dataclass(frozen=True)
 class Occupant:
-    """Who works in a folder: the id of its run, the verb, the recipe if there is one, the process, its host, and since
-    when."""
+    """The process that uses a folder: the id of its run, the verb, the recipe if any, the process id, its host, and the
+    start time."""
 
     run: str
     verb: str
@@ -61,7 +61,7 @@ _held: dict[Path, tuple[int, Occupant]] = {}
 
 
 def occupant_of(folder: Path) -> Occupant | None:
-    """Under which name this process holds `folder`; None if it does not."""
+    """The occupant as which this process holds `folder`; None if it does not."""
     held = _held.get(folder.resolve())
     return None if held is None else held[1]
 
@@ -113,7 +113,7 @@ def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
 
 
 def leave(folder: Path) -> None:
-    """Hold `folder` no longer, if this process does."""
+    """Release `folder`, if this process holds it."""
     held = _held.pop(folder.resolve(), None)
     if held is not None:
         with suppress(OSError):
@@ -130,7 +130,7 @@ def _is_still(file: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> Occupant | None:
-    """Who holds a lock, if that can be read."""
+    """The holder of a lock, if readable."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

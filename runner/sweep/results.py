@@ -1,4 +1,4 @@
-"""What a sweep found: a table of its jobs, printed and as `results.csv`, and a page with their curves.
+"""The results of a sweep: a table of its jobs, printed and as `results.csv`, and a page with their curves.
 
 Made from the folder alone, by the command that started the sweep, when all of its jobs have ended.
 """
@@ -33,8 +33,8 @@ ERROR = 60
 
 @dataclass(frozen=True)
 class Sweep:
-    """One start of a sweep: its folder, the mark by which its jobs say that they belong to it, and how many there are
-    to be; None where the sweeper decides that as it goes."""
+    """One start of a sweep: its folder, the mark that identifies its jobs, and the number of jobs; None if the sweeper
+    decides that on the fly."""
 
     folder: Path
     mark: str
@@ -42,7 +42,8 @@ class Sweep:
 
     @classmethod
     def begin(cls, folder: Path, count: int | None = None, recipe: str | None = None) -> Sweep:
-        """Make the folder, or go on in it, and hold it until `end`. Raises ConfigError where another sweep does."""
+        """Create the folder, or continue in it, and hold it until `end`. Raises ConfigError where another sweep
+        does."""
         now = Occupant.now("sweep", recipe)
         mark = f"{now.started} {now.run}"
         occupy(folder, now, key=SWEEP)

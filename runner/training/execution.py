@@ -1,8 +1,8 @@
-"""What one rank runs, whatever the mode: a loss from local batch entries, the tensors behind it, and how to evaluate.
+"""The execution of one rank in any mode: a loss from local batch entries, the tensors behind it, and how to evaluate.
 
 `_sharded` runs the program of the plan, `_staged` that of one stage of a pipeline; `_alone` the user's own module on
 one process; `_hybrid` the user's module with its own collectives. All are described by a `Program` (for the last
-two without instructions), so that gradients, checkpoints and verification treat them alike.
+two without instructions), so that gradients, checkpoints and verification handle all modes uniformly.
 """
 
 from __future__ import annotations

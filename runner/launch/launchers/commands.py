@@ -1,7 +1,7 @@
 """The launcher interface: a pure function from the config and a launch site to commands and files.
 
-`run launch --dry-run` prints what the function returns, `run train` starts it. What every launcher starts in the end is
-`python -m runner.join FOLDER`, which learns from the launcher's environment which rank it is.
+`run launch --dry-run` prints what the function returns, `run train` starts it. Every launcher finally starts `python -m
+runner.join FOLDER`, which reads its rank from the launcher's environment.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LaunchSite:
     overrides: tuple[str, ...] = ()
 
     def module(self, name: str, option: str = "-m") -> tuple[str, ...]:
-        """The words, behind the interpreter's name, that start a module of ours: by its name, or by its file where a
+        """The arguments after the interpreter that start one of our modules: by its name, or by its file where a
         folder of the user's is called `runner` too, which python would look into first."""
         if any((self.directory / taken).exists() for taken in ("runner", "runner.py")):
             file = ROOT.joinpath(*name.split("."))
@@ -52,7 +52,7 @@ class LaunchSite:
 
     @property
     def join(self) -> tuple[str, ...]:
-        """The words, behind the interpreter's name, that start a rank."""
+        """The arguments after the interpreter that start a rank."""
         return (*self.module(JOIN), str(self.folder))
 
 

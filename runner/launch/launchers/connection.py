@@ -1,8 +1,8 @@
-"""The line between the command that started a run and each of its ranks, wherever they are: a TCP connection.
+"""The TCP connection between the command that started a run and each of its ranks, on any host.
 
-Both ends prove that they know the run's secret before anything is read. Invariant: a line that is open means that both
-ends live and reach each other; the system closes it when one has ended, and when nothing has been heard for `silence`
-seconds, so a host that is cut off is noticed at both ends.
+Both ends prove that they know the run's secret before anything is read. Invariant: while a connection is open, both
+ends are alive and reach each other; the system closes it when one has ended, or after `silence` seconds without a
+packet, so both ends notice a host that is cut off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST = 512 if _FILES == resource.RLIM_INFINITY else min(512, _FILES // 4)
 """Callers that may be unknown at one time, each of which holds an open file; the others wait in the system's queue."""
 HASTE, PAUSE = 2.0, 0.02
 """Seconds that a caller may take to say who it is where many are unknown, and between two looks where all may be."""
-FLUSH = 2.0  # seconds for the last words of rank 0 to reach the console
+FLUSH = 2.0  # seconds for the last output of rank 0 to reach the console
 LINE_FILE, SECRET_FILE, PAYLOAD_FILE, STORE_FILE = "line.json", "secret", "payload.pickle", "store"
 
 
@@ -78,7 +78,7 @@ class Hello:
     """The first message of a rank.
 
     Attributes:
-        rank: who calls; the same rank calls once more, with `console`, for what it shows to the user.
+        rank: the calling rank; it connects a second time, with `console`, for its console output.
         host, address: where it runs.
         store: where rank 0 listens for the others; None of other ranks.
     """
@@ -117,7 +117,8 @@ def new_secret(folder: Path) -> bytes:
 
 
 def call(address: str, port: int, secret: bytes, silence: float) -> Connection:
-    """Connect to the command. Raises OSError if nobody answers, AuthenticationError if it is somebody else."""
+    """Connect to the command. Raises OSError without an answer, AuthenticationError if the other end is not the
+    command."""
     plain = socket.create_connection((address, port), timeout=max(GREETING, silence))
     plain.settimeout(None)
     connection = _opened(plain, silence)
@@ -219,7 +220,7 @@ class Front:
             yield hello, connection
         if self._store is not None:
             for connection in self._waiting:
-                with suppress(OSError):  # whoever watches the line learns that it is broken
+                with suppress(OSError):  # the reader of the connection detects that it is broken
                     messages.send(connection, self._store)
             self._waiting.clear()
 

@@ -1,9 +1,9 @@
 """What a launcher starts, `python -m runner.join FOLDER [--host NAME]`: one rank, or all ranks of one host.
 
 `run train launch=...` writes FOLDER and passes it to the launcher; users never type this. A rank calls the command that
-started the run, learns where the store is, and then is a rank like any other. With `--host` the process imports torch
-once and forks the ranks of its host. Invariant: a rank ends when its line to the command does, so nothing outlives a
-run, whatever becomes of the launcher.
+started the run, receives the address of the store, and then runs like a local rank. With `--host` the process imports
+torch once and forks the ranks of its host. Invariant: a rank ends when its connection to the command closes, so nothing
+outlives a run, however the launcher ends.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def identity(launcher: str, environment: Mapping[str, str]) -> Identity:
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns the exit code, of a host; a rank leaves the process by itself."""
+    """Returns the exit code of a host process; a rank exits the process itself."""
     folder = Path(words[0])
     try:
         task = Task.read(folder)
@@ -111,7 +111,7 @@ def host(folder: Path, task: Task, name: str) -> int:
 
 
 def rank(folder: Path, who: Identity) -> None:
-    """Be one rank, to the end. Raises ConfigError or RunFailed before it could begin."""
+    """Run one rank to its end. Raises ConfigError or RunFailed before it could begin."""
     task = Task.read(folder)
     if who.world_size != task.world_size:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 Importing torch and its exporter costs more than everything else before the first step. So the fork server does it once;
 a fork of it builds, captures and plans, local ranks are forks of it, and the parent, which talks to the user, never
-imports torch at all. What another launcher starts is described for a dry run, or started and watched.
+imports torch at all. Processes of other launchers are described for a dry run, or started and monitored.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
         folder: the temporary folder to which the initial weights go.
 
     Returns:
-        What the ranks need.
+        The inputs of the ranks.
 
     Raises:
         ConfigError, StrategyError: something is wrong with model, loss, data, strategies or devices.
@@ -89,8 +89,8 @@ def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
 
 
 def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
-    """Run `entry` on all ranks with `payload` and the pickled preparation; returns what rank 0 returns, None where it
-    was started by another command."""
+    """Run `entry` on all ranks with `payload` and the pickled preparation; returns the result of rank 0, None if
+    another command started it."""
     content = payload | {"prepared": ready.prepared, "resume": ready.resume}
     if config.launch.launcher != "local" and not config.launch.by_hand:
         return started(
@@ -117,7 +117,7 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
 
 
 def check(launch: Launch) -> None:
-    """Raise ConfigError for what would keep `launch` from starting: a missing program, a host that has no address."""
+    """Raise ConfigError if `launch` cannot start: a missing program, a host that has no address."""
     program, source = NEEDS.get(launch.launcher, ("", ""))
     several = len(launch.hosts) > 1
     if launch.launcher == "deepspeed" and (not several or "--launcher" in launch.options):
@@ -141,7 +141,8 @@ def check(launch: Launch) -> None:
 def described(
     launch: Launch, world_size: int, folder: Path, meeting: tuple[str, int], overrides: tuple[str, ...] = ()
 ) -> Started:
-    """What `launch` starts for ranks that read what they need in `folder`. Nothing is written, started or looked up."""
+    """The processes and files of `launch` for ranks that read their inputs from `folder`. Nothing is written, started
+    or resolved."""
     place = LaunchSite(
         folder,
         world_size,

@@ -1,7 +1,7 @@
-"""A run whose ranks are started by a launcher, here and on other hosts: started, watched, and ended from here.
+"""A run whose ranks are started by a launcher, here and on other hosts: started, monitored, and ended from here.
 
 What `runner.launch.local` does for forks of this machine, over lines instead of pipes. Invariants: however `supervise`
-ends, every line is closed, upon which the ranks end themselves wherever they are, and no launcher of this run is alive
+ends, every connection is closed, upon which the ranks end themselves on any host, and no launcher of this run is alive
 here; and what the user sees names the ranks and their hosts.
 """
 
@@ -37,7 +37,7 @@ from strategies.core.errors import StrategyError
 JOIN = 120.0  # seconds at least that ranks may take to join: each of them imports torch
 LEAVE = 15.0  # seconds for launchers to end by themselves after their ranks have
 END = 3.0  # and after a failure
-LOOK = 0.2  # between two looks at the launchers
+LOOK = 0.2  # between two polls of the launchers
 LOG = "launch.log"
 
 
@@ -72,7 +72,7 @@ class _Seat:
             self.report = Failure(self.number, time.monotonic(), CauseOrder.CAUSE, what)
 
     def send(self, order: str) -> None:
-        """Give the rank an order."""
+        """Send an order to the rank."""
         if self.line is not None:
             with suppress(OSError):  # it has ended, which `listen` reports
                 messages.send(self.line, order)
@@ -264,9 +264,9 @@ def supervise(started: Started, front: Front, task: Task, launch: Launch, *, sto
     """Start the commands, monitor the ranks until the last one is done, and return the result of rank 0.
 
     Args:
-        started: what the launcher needs; its files are written.
-        front: where the ranks call.
-        task: what the ranks read about the run.
+        started: commands and files of the launcher; the files are written here.
+        front: accepts the connections of the ranks.
+        task: the description of the run for the ranks.
         launch: the hosts; commands for others of them go through `launch.remote`, or are printed for the user.
         stoppable: the ranks can stop after the current step, and return; the first signal requests it.
 
