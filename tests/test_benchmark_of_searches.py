@@ -28,7 +28,7 @@ def test_every_part_has_the_interface(name: str) -> None:
     assert part.TITLE and callable(part.measure)
 
 
-def test_the_page_is_made_of_what_was_written(tmp_path: Path) -> None:
+def test_the_page_is_made_of_the_written_outcomes(tmp_path: Path) -> None:
     (tmp_path / "search").mkdir()
     for one in (record(PARTS[1], False), record(PARTS[0], True)):
         one.write(tmp_path / "search")

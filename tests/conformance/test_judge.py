@@ -105,7 +105,7 @@ def test_a_refusal_must_come_and_be_about_the_recorded_rule() -> None:
     assert judge(case, 2**15).kind == "failed"
 
 
-def test_what_we_can_do_and_they_cannot_differs_once_it_ran() -> None:
+def test_cases_that_only_we_support_differ_once_they_ran() -> None:
     case = with_("network.0.out_strategy", [[1, 8]])
     found = judge({**case, "expected": error("out_layout_rule")}, 2**15)
     assert (found.kind, found.ran) == ("differs", True)

@@ -129,7 +129,7 @@ def test_a_crash_counts_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (failure(case) or "").startswith("ValueError: no such chain")
 
 
-def test_command_says_what_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_the_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seed = failing_case(monkeypatch).seed
     monkeypatch.setattr("tests.fuzz.__main__.random_case", lambda seed: random_case(seed, (6, 9)))
     assert main(["--only", str(seed)]) == 1

@@ -115,7 +115,7 @@ def test_a_wrong_gradient_is_seen() -> None:
     assert spoiled.worst > TOLERANCE["fp64"]
 
 
-def test_seeds_are_columns_and_rows_in_turn() -> None:
+def test_configured_products_alternate_columns_and_rows() -> None:
     graph = subject(BY_NAME["gpt2"], 0.0, "fp64").graph
     wanted = seeds(graph, 4)  # of products bias + x @ weight [k, n]
     weights_cut = [strategy.inputs[2] for strategy in wanted.values() if strategy.inputs]

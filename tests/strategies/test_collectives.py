@@ -55,7 +55,7 @@ def test_sharded_parameters(found: dict[str, Any]) -> None:
     assert found["shard_parameter"]["declared"] == (Layout(((), ("b", "a"))), (4, 8))
 
 
-def test_what_other_ranks_hold_is_no_matter_to_a_broadcast(found: dict[str, Any]) -> None:
+def test_a_broadcast_ignores_the_tensors_of_other_ranks(found: dict[str, Any]) -> None:
     assert all(torch.equal(received, torch.ones(2)) for received in found["broadcast past infinity"])
 
 

@@ -47,7 +47,7 @@ def wrong(path, package):
 
 
 @pytest.mark.parametrize("package", ALLOWED)
-def test_packages_import_what_they_may(package):
+def test_packages_import_only_allowed_ones(package):
     sources = sorted((ROOT / package).rglob("*.py"))
     assert sources
     assert {str(path.relative_to(ROOT)): names for path in sources if (names := wrong(path, package))} == {}

@@ -254,7 +254,7 @@ def test_one_tensor_for_two_entries_of_the_batch() -> None:
     assert all(graph.users[Ref(source.id)] for source in graph.of_kind("input"))
 
 
-def test_what_the_loss_does_not_need_is_dropped_but_not_side_effects() -> None:
+def test_unused_operators_are_dropped_but_not_side_effects() -> None:
     def body(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
         net.calls.add_(1)
         h = F.dropout(net.norm(net.dense(x)), 0.5)

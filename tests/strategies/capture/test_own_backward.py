@@ -85,7 +85,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "__file__", "/lib/site-packages/library.py")
 
 
-def test_a_users_own_function_is_refused_whatever_it_does() -> None:
+def test_custom_functions_of_a_user_are_always_refused() -> None:
     net = Net(lambda net, h: Softened.apply(h, 0.5))
     with pytest.raises(StrategyError, match=r"torch.autograd.Function Softened, whose own backward is lost"):
         capture(Objective(net, None, ("x",), ()), (torch.randn(8, 8),), training=True)

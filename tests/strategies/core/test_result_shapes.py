@@ -98,7 +98,7 @@ def test_no_more_calls_are_remembered_than_there_is_room_for(monkeypatch: pytest
             assert len(shapes._known) <= 3
 
 
-def test_memory_that_was_given_away_stays_away_where_torch_remembers_nothing() -> None:
+def test_offloaded_memory_stays_offloaded_without_torchs_cache() -> None:
     """Like activations on the host, of which views are still made."""
     for remembered in (True, False):
         with FakeTensorMode() as mode:

@@ -87,7 +87,7 @@ def test_noise_ends_no_fit(seconds: tuple[float, ...]) -> None:
     assert all(rate is not None and 0 < rate <= 10.001 * highest for rate in rates)
 
 
-def test_what_was_measured_once_or_not_at_all() -> None:
+def test_constants_measured_once_or_never() -> None:
     found = fit([Product("float64", 1e9, 0.5)], [], [Call(SEND, 2, 1000, 0.1)])
     assert found.flops == {"float64": pytest.approx(2e9)}
     assert found.errors["matmul float64"].worst < 1e-9

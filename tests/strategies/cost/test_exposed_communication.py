@@ -66,7 +66,7 @@ def test_without_starts_all_of_it_is_added(model: Model, draw: Any) -> None:
         assert added_seconds(program, works(model, plan), MACHINE) == pytest.approx(at_once(program))
 
 
-def test_nothing_is_hidden_for_more_than_its_time_nor_behind_nothing(model: Model, draw: Any) -> None:
+def test_overlap_is_at_most_the_time_of_both_sides(model: Model, draw: Any) -> None:
     """Between the full sum, where operators take no time, and the steps that are no collective or cannot be hidden."""
     begun = less = 0
     for seed in range(40):

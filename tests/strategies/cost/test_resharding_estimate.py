@@ -34,7 +34,7 @@ def test_every_chain_leads_to_its_target_and_never_beats_the_engine() -> None:
         assert path_elements(found, MESH) >= path_elements(resharding_path(before, after, SHAPE, MESH), MESH)
 
 
-def test_what_one_axis_changes_costs_what_the_engine_needs() -> None:
+def test_a_change_of_one_axis_costs_as_much_as_in_the_engine() -> None:
     """The layouts of one round and the next differ in the dim of one axis: there no detour helps, except where the
     order of axes in a dim changes too."""
     machine = node(8)

@@ -112,7 +112,7 @@ def test_zero_sends_as_many_bytes_as_predicted_and_updates_a_part(model: Model) 
     assert cost(model, OptimizerSettings(1, accumulate=3)).zero["all_reduce"] == pytest.approx(once)
 
 
-def test_an_update_takes_what_its_calls_read_and_write(model: Model) -> None:
+def test_an_update_costs_the_bytes_of_its_calls(model: Model) -> None:
     plain, adam = cost(model, OptimizerSettings()), cost(model, OptimizerSettings(factory=torch.optim.Adam))
     assert adam.optimizer - plain.optimizer == pytest.approx(
         (18 - 3) * 8 * 4 * (512 * 512 + 512) / MACHINE.memory_bandwidth  # times every element is moved, in fp64

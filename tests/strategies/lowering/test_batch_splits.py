@@ -117,7 +117,7 @@ def test_one_batch_in_any_plan(model: Model, draw: Any, count: int) -> None:
     assert done > 3
 
 
-def test_what_exists_once_and_what_per_split(model: Model, draw: Any) -> None:
+def test_values_per_batch_and_per_split(model: Model, draw: Any) -> None:
     made = copied(model, whole(model, draw), 2)
     names = [operator.name for operator in made.graph.operators]
     assert {"up~0", "up~1", "q~0", "softmax~1", "head~1"} <= set(names)
@@ -287,7 +287,7 @@ class Uneven(Sorted):
         (Uneven, "computes something else for 8 rows than for 16, at second"),
     ],
 )
-def test_what_mixes_rows_is_refused(draw: Any, net: type[nn.Module], told: str) -> None:
+def test_operators_that_mix_rows_are_refused(draw: Any, net: type[nn.Module], told: str) -> None:
     torch.manual_seed(0)
     model = Model(net(), nn.CrossEntropyLoss(), (torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))))
     with pytest.raises(StrategyError) as error:

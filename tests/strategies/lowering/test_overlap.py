@@ -71,7 +71,7 @@ def check_order(program: Program) -> None:
     assert sorted(starts) == sorted(one.start for one in program.instructions if isinstance(one, Wait))
 
 
-def test_what_only_scales_a_gradient_is_no_work_to_wait_beside(model: Model, draw: Any) -> None:
+def test_scaling_a_gradient_does_not_count_as_overlap(model: Model, draw: Any) -> None:
     """With a sharded optimizer such edges stand at every parameter."""
     pairs = scaling = 0
     for seed in range(40):
@@ -126,7 +126,7 @@ def test_independent_computation_comes_before_the_wait(model: Model, draw: Any) 
 
 
 @pytest.mark.parametrize("kept", [(), ("layers.0.first",)])
-def test_a_recomputed_module_keeps_what_it_does(model: Model, draw: Any, kept: tuple[str, ...]) -> None:
+def test_overlap_keeps_recomputed_modules_in_one_piece(model: Model, draw: Any, kept: tuple[str, ...]) -> None:
     started = 0
     for seed in range(6):
         recompute = Recompute(("layers.0", "layers.1"), kept, False, False)
@@ -204,7 +204,7 @@ def test_real_ranks_do_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
             assert torch.equal(gradient, plain.gradients[name])
 
 
-def test_nothing_is_left_of_a_start_with_its_wait_behind_it(model: Model, draw: Any) -> None:
+def test_a_start_directly_before_its_wait_is_removed(model: Model, draw: Any) -> None:
     for seed in range(10):
         early = overlap(lower(model.graph, model.random_plan(draw, seed)))
         for one, following in zip(early.instructions, early.instructions[1:], strict=False):

@@ -161,7 +161,7 @@ def test_stages_that_wait_for_one_another() -> None:
         in_one_process((early, (Action(FORWARD, 0, 1), Action(BACKWARD, 0, 1))))
 
 
-def test_schedules_that_cannot_be() -> None:
+def test_invalid_schedules_are_refused() -> None:
     with pytest.raises(StrategyError, match="Did you mean '1f1b'"):
         make_schedule("1f1", 2, 2)
     with pytest.raises(StrategyError, match="one stage per rank, not 2; take interleaved_1f1b or zero_bubble"):

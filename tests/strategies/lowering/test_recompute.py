@@ -98,7 +98,7 @@ def test_gradients_are_equal_to_the_bit_and_bytes_are_those_predicted(gpt, way):
     assert stored == trace(lower(gpt.graph, plan, LoweringOptions(partial_loss=True)), OptimizerSettings()).activations
 
 
-def test_full_recompute_stores_the_inputs_of_the_layers_and_what_is_outside(gpt):
+def test_full_recompute_stores_layer_inputs_and_tensors_outside_of_layers(gpt):
     batch = batch_of(gpt)
     _, _, stored = step(gpt, planned(gpt, WAYS["full"]), *batch)
     row = 4 * 16 * 16 * 4  # one value of batch x length x width

@@ -26,7 +26,7 @@ def test_a_storage_counts_once_until_its_last_view_is_gone():
         assert live.now == 0
 
 
-def test_what_was_there_before_counts_when_it_is_used():
+def test_earlier_tensors_count_when_they_are_used():
     old = torch.zeros(256)
     with Live("cpu") as live:
         assert live.now == 0
@@ -79,7 +79,7 @@ def test_a_step_takes_the_same_without_numbers():
         (lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True), Need(8, 0, 0, 0, 32, 4, 0)),
     ],
 )
-def test_what_an_optimizer_needs(optimizer, need):
+def test_memory_needs_of_an_optimizer(optimizer, need):
     assert needed(optimizer, torch.float32) == need
 
 

@@ -131,7 +131,7 @@ def truth(gpt) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_phase_takes_what_was_predicted(gpt, truth, case):
+def test_every_phase_takes_the_predicted_memory(gpt, truth, case):
     wanted, hosted, settings = CASES[case]
     program = program_of(gpt, wanted, hosted)
     predicted = memory(trace(program, settings), settings)
@@ -145,7 +145,7 @@ def test_every_phase_takes_what_was_predicted(gpt, truth, case):
         assert all(torch.equal(step.gradients[name], expected) for name, expected in truth.items())
 
 
-def test_recompute_and_offload_take_off_what_they_say(gpt):
+def test_recompute_and_offload_save_the_predicted_memory(gpt):
     found = {}
     for case in ("plain", "full", "offloaded"):
         wanted, hosted, settings = CASES[case]

@@ -106,7 +106,7 @@ def test_first_layers_come_first(gpt):
     assert plan.recompute.modules == ("layers.0",)
 
 
-def test_only_what_may_be_computed_again_is(gpt):
+def test_only_recomputable_layers_are_recomputed(gpt):
     one = fitting(gpt, RecomputeRequest("full", ("layers.0.feed_forward",), "keep"))
     plan = one.within(one._memory(one.plan).peak - 1)
     assert plan.recompute is not None
@@ -132,7 +132,7 @@ PARTS = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 5, "
         ("buffers", OptimizerSettings(3), "a smaller parallel.zero.options.reduce_bucket_size, more ranks"),
     ],
 )
-def test_what_does_not_fit_says_what_would_help(largest, settings, advice):
+def test_a_plan_that_does_not_fit_suggests_a_remedy(largest, settings, advice):
     parts = PARTS | {largest: 3 * 2**20}
     needed = Memory(**parts, persistent=0, peaks={"forward": 1, "backward": 2**22}, host=0, disk=0)
     text = over(needed, 2**21, settings, recomputes=False)

@@ -130,7 +130,7 @@ def test_a_norm_that_is_not_finite_is_reported(alone):
     assert norm != norm
 
 
-def test_only_what_the_loss_depends_on_learns(alone):
+def test_only_parameters_that_the_loss_depends_on_are_trained(alone):
     _, program, _ = alone
     assert "unused.weight" in program.reductions
     assert set(program.trainable_names) == set(program.reductions) - {"unused.weight", "unused.bias"}
@@ -205,7 +205,7 @@ def test_buckets_leave_in_the_order_of_backward(training):
     assert last == sorted(last) and len(last) > 2
 
 
-def test_buckets_are_cut_where_asked(training):
+def test_buckets_are_split_at_configured_positions(training):
     program = sharded_program(training, Mesh((("a", 2), ("b", 2))))
     order = completed(program)
     assert [bucket.names for bucket in buckets(program, BucketLimits(at=(2, 3)))] == [order[:2], order[2:3], order[3:]]
@@ -234,7 +234,7 @@ def test_buckets_that_leave_during_backward_give_the_same_bits(training, ranks, 
     assert done[-1][1][1] - done[-1][2][1] == open_buckets == 3  # all of them leave before backward returns
 
 
-def test_prediction_by_hand(training):
+def test_prediction_against_manual_calculation(training):
     program = sharded_program(training, Mesh((("a", 4),)))
     sums = sum(-(-2 * 3 * program_elements(program, name) // 4) for name in program.trainable_names)
     assert predicted(program, measure=False) == {"all_reduce": sums * 4}

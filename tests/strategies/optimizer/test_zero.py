@@ -145,7 +145,7 @@ def test_replicas_hold_the_same_bits(results):
     assert all(result.replicas_equal for _, result, _ in results.values())
 
 
-def test_what_cannot_be_done_is_refused_with_the_reason(training, run):
+def test_unsupported_cases_are_refused_with_the_reason(training, run):
     for (case, reason), said in zip(refusals(training), run[1], strict=True):
         assert isinstance(said, str), case
         assert reason in said, case
@@ -160,7 +160,7 @@ def test_stage_3_holds_one_layer_at_a_time(training, ranks):
     assert untouched, "DeepSpeed replaced functions of torch for the whole process"
 
 
-def test_predicted_bytes_by_hand(training):
+def test_predicted_bytes_against_manual_calculation(training):
     """On 4 ranks in fp32: adding n elements sends 6 n bytes per rank, gathering or scattering them 3 n."""
 
     def lowered(task):

@@ -104,7 +104,7 @@ def test_addresses(graph: OperatorGraph) -> None:
         ("head.matmul@1", ["head@1"]),
     ],
 )
-def test_what_a_path_means(graph: OperatorGraph, path: str, names: list[str]) -> None:
+def test_operators_that_a_path_matches(graph: OperatorGraph, path: str, names: list[str]) -> None:
     assert meant(graph, path) == names
 
 
@@ -123,7 +123,7 @@ def test_what_a_path_means(graph: OperatorGraph, path: str, names: list[str]) ->
         "",
     ],
 )
-def test_what_means_nothing_is_an_error(graph: OperatorGraph, path: str) -> None:
+def test_a_path_without_match_is_an_error(graph: OperatorGraph, path: str) -> None:
     with pytest.raises(
         StrategyError, match=r"^parallel.strategies.* matches no operator of the model. Known: layers.0.dense, "
     ):

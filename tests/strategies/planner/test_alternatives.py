@@ -84,7 +84,7 @@ def test_a_difference_is_that_of_the_full_plans(make) -> None:
 
 
 @pytest.mark.parametrize("make", [quickstart, gpt])
-def test_the_planned_price_holds_what_the_engine_executes(make) -> None:
+def test_the_planned_cost_includes_all_executed_steps(make) -> None:
     graph, plan = make()
     _, _, program = whole(graph, plan)
     for operator in graph.operators:

@@ -41,7 +41,7 @@ def refuse(text: str) -> None:
     pytest.fail(text)
 
 
-def test_what_was_stored_is_found(graph: OperatorGraph, plan: Plan, tmp_path: Path) -> None:
+def test_a_stored_plan_is_found(graph: OperatorGraph, plan: Plan, tmp_path: Path) -> None:
     folder, key = tmp_path / "a" / "b", plan_cache.key_of(graph, REQUEST)
     assert plan_cache.load(folder, key, refuse) is None
     plan_cache.store(folder, key, plan, refuse)

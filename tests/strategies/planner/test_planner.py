@@ -237,7 +237,7 @@ def test_counts_and_layouts_in_one_strategy(two: Model) -> None:
     assert two.difference(plan) < TOLERANCE
 
 
-def test_a_layout_that_nobody_uses_changes_nothing(two: Model) -> None:
+def test_an_unused_layout_changes_nothing(two: Model) -> None:
     odd = {"odd": NamedMatrix((5, 5), ("a", "b"))}
     assert plan_of(two, layouts=odd).mesh == plan_of(two).mesh
 

@@ -76,7 +76,7 @@ def test_every_rule_has_a_case(cases, uncovered):
 
 
 @pytest.mark.parametrize("function", [batch_norm_training, instance_norm_training])
-def test_one_device_does_what_torch_does(function):
+def test_one_device_equals_torch(function):
     """Output and gradient bit by bit, and the statistics that torch writes into its operands."""
     torchs = F.batch_norm if function is batch_norm_training else F.instance_norm
     a, w, b, (mean, variance) = torch.randn(4, C, 5, requires_grad=True), torch.rand(C), torch.rand(C), STATISTICS

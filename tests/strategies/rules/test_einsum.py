@@ -83,7 +83,7 @@ def test_diagonals_scalars_and_shorter_operands_are_replicated(cases, known):
     assert known(cases, "kron") == [True, False]
 
 
-def test_experts_slice_what_was_dispatched_to_them(cases):
+def test_experts_shard_the_dispatched_tokens(cases):
     """Groups and experts are factors both of dispatch and of the experts' products: between a plan that shards the one
     and a plan that shards the other stands an all_to_all."""
     graph = cases.captured.graph

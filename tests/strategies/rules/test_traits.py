@@ -193,7 +193,7 @@ def test_what_autograd_saves():
     assert not wrong
 
 
-def test_operators_that_backward_does_not_reread_save_none_of_what_it_would_read():
+def test_operators_that_backward_does_not_reread_save_no_operands():
     for name in OPERATORS:
         if not traits(name).rereads:
             for call in calls(name):
@@ -233,7 +233,7 @@ def repeats(call: Call) -> bool:
     return all(torch.equal(a, b) or bool((a != a).any()) for a, b in zip(first, second, strict=True))
 
 
-def test_operators_that_draw_nothing_are_deterministic():
+def test_operators_without_random_numbers_are_deterministic():
     for name in OPERATORS:
         if not name.startswith(("empty", "new_empty")):
             assert all(repeats(call) for call in calls(name)[:3] if not draws(call.operator)), name

@@ -91,7 +91,7 @@ def test_tensors_reported_on_the_disk_are_there(results):
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
-def test_what_went_to_the_host_is_counted(results):
+def test_offloaded_bytes_are_counted(results):
     moved = results[0]["all on the host"].moved
     elements = COUNT * (WIDTH * WIDTH + WIDTH) // RANKS
     assert moved["parameters"] == OffloadTraffic(STEPS * 4 * elements, STEPS * 2 * 4 * elements, 4 * elements)

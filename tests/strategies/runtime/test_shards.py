@@ -65,7 +65,7 @@ def test_every_element_is_in_one_range(ranges_of):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_deepspeed_keeps_what_the_arithmetic_says(training, ranks, world_size):
+def test_deepspeed_ranges_equal_the_arithmetic(training, ranks, world_size):
     _, task = training.task(steps=1)
     case = training.Case
     cases = [case(seed, stage, "adamw") for stage in (1, 2, 3) for seed in (0, 1, training.DATA_PARALLEL)]

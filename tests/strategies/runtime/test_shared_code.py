@@ -111,7 +111,7 @@ def stacked(*factors: Any) -> fx.GraphModule:
     return module_of(seen)
 
 
-def test_what_differs_is_not_shared() -> None:
+def test_different_layers_share_no_code() -> None:
     same, other = stacked(2.0, 2.0), stacked(2.0, 2)
     kinds = [[type(one.get_submodule(str(layer))) for layer in (1, 2)] for one in (same, other)]
     assert kinds[0][0] is kinds[0][1] and kinds[1][0] is not kinds[1][1]

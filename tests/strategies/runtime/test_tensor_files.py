@@ -72,7 +72,7 @@ def test_every_form_gives_the_same_blocks(path: Path) -> None:
     assert reader.block(found["enter.weight"], ((6, 6), (0, 10))).shape == (0, 10)
 
 
-def test_nothing_but_headers_is_read_for_an_index(tmp_path: Path) -> None:
+def test_only_headers_are_read_for_an_index(tmp_path: Path) -> None:
     """Tensor data may be missing: a sparse file with a hole of 64 GiB is indexed, and its blocks are read."""
     header = json.dumps({"big": {"dtype": "F32", "shape": [1 << 17, 1 << 17], "data_offsets": [0, 1 << 36]}}).encode()
     with (tmp_path / "big.safetensors").open("wb") as file:
@@ -114,8 +114,10 @@ def test_initial_weights_that_are_stored_elsewhere(form: str, tmp_path: Path, dr
                 assert torch.equal(found, expected) and found.dtype == own[source.name].dtype
         only = weights.read_slices(file, program, 1, "cpu", pretrained=True)
         assert only.keys() == other.keys()
-    whole = weights.read_whole(file)
-    assert torch.equal(whole["emb.weight"], other["emb.weight"]) and torch.equal(whole["head.bias"], own["head.bias"])
+    full_weights = weights.read_whole(file)
+    assert torch.equal(full_weights["emb.weight"], other["emb.weight"]) and torch.equal(
+        full_weights["head.bias"], own["head.bias"]
+    )
 
 
 def message(path: Path) -> str:

@@ -34,7 +34,7 @@ def cost_of(graph: CostGraph, indices: Sequence[int]) -> float:
 
 
 @pytest.mark.parametrize(("make", "sizes"), [(llama, (2, 4)), (gpt, (8,)), (llama, (2, 2, 2))])
-def test_solutions_cost_and_keep_what_their_parts_do(make: type, sizes: tuple[int, ...]) -> None:
+def test_cost_and_memory_of_solutions_are_sums_of_their_parts(make: type, sizes: tuple[int, ...]) -> None:
     problem = problem_of(make(2), *sizes)
     graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, NODES)))
     rng = random.Random(0)
@@ -85,7 +85,7 @@ def test_values_of_which_uses_disagree_and_pay_are_underpaid() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)])
-def test_all_options_of_an_operator_take_what_each_takes_alone(sizes: tuple[int, ...]) -> None:
+def test_costs_of_all_options_equal_those_of_each_option(sizes: tuple[int, ...]) -> None:
     problem = problem_of(gpt(1), *sizes)
     space = StrategySpace(problem, ReshardingCosts(problem.mesh, NODES))
     checked = 0
@@ -106,19 +106,19 @@ def test_all_options_of_an_operator_take_what_each_takes_alone(sizes: tuple[int,
 def test_operators_are_equivalent_where_only_names_of_values_differ() -> None:
     graph = llama(3)
 
-    def alike(seen: OperatorGraph, first: str, second: str) -> bool:
+    def equivalent(seen: OperatorGraph, first: str, second: str) -> bool:
         return seen.looks[seen.by_name[first].id] == seen.looks[seen.by_name[second].id]
 
     layer = [one.name for one in graph.operators if one.name.startswith("layers.1")]
-    assert len(layer) > 30 and all(alike(graph, name, name.replace("layers.1", "layers.2")) for name in layer)
+    assert len(layer) > 30 and all(equivalent(graph, name, name.replace("layers.1", "layers.2")) for name in layer)
     first, second = "layers.1.attention.transpose@0", "layers.2.attention.transpose@0"
-    assert not alike(graph, "layers.1.attention.q_proj", "layers.1.attention.k_proj")
+    assert not equivalent(graph, "layers.1.attention.q_proj", "layers.1.attention.k_proj")
     turned = graph.by_name[first]
     for arguments in ((turned.args[0], 1, -2), (turned.args[0], True, 2)):  # True is equal to 1, and something else
         operators = tuple(replace(one, args=arguments) if one is turned else one for one in graph.operators)
-        assert not alike(replace(graph, operators=operators), first, second)
+        assert not equivalent(replace(graph, operators=operators), first, second)
     weight = "layers.1.attention.q_proj.weight"
     sources = tuple(replace(one, trainable=one.trainable and not one.name.endswith(weight)) for one in graph.sources)
     assert sources != graph.sources
     frozen = replace(graph, sources=sources)
-    assert not alike(frozen, "layers.1.attention.q_proj", "layers.2.attention.q_proj")
+    assert not equivalent(frozen, "layers.1.attention.q_proj", "layers.2.attention.q_proj")

@@ -99,7 +99,7 @@ def test_a_solver_graph_returns_its_optimum_or_less(efforts: tuple[int, ...], mo
     assert exact == 160 if max(efforts) > 2**10 else 20 < exact < 160
 
 
-def test_effort_is_what_elimination_makes() -> None:
+def test_effort_is_that_of_elimination() -> None:
     """A chain of three and a triangle; variables with one option do not count."""
     assert elimination_effort({0: 2, 1: 3, 2: 5}, {(0, 1), (1, 2)}, 1e9) == 2 * 3 + 3 * 5 + 5
     assert elimination_effort({0: 2, 1: 3, 2: 5}, {(0, 1), (1, 2), (0, 2)}, 1e9) == 2 * 3 * 5 + 15 + 5

@@ -117,7 +117,7 @@ def cheapest(problem: Problem) -> float | None:
     )
 
 
-def test_costs_what_the_program_costs() -> None:
+def test_cost_is_that_of_the_program() -> None:
     for seed in range(60):
         problem = problem_of(seed, MESHES[seed % len(MESHES)], (3, 12))
         found = search(problem, CLUSTER)

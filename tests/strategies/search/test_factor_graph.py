@@ -93,7 +93,7 @@ def random_network(rng: random.Random, blocks: int) -> FactorGraph:
     return graph
 
 
-def test_elimination_finds_what_enumeration_finds() -> None:
+def test_elimination_equals_enumeration() -> None:
     for seed in range(200):
         graph = random_network(random.Random(seed), 2)
         rest = eliminate(dict(enumerate(graph.sizes)), graph.factors)
@@ -131,7 +131,7 @@ def test_an_integer_program_finds_nothing_better(make: type, layers: int, sizes:
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (8, 8), (2, 2, 2)])
-def test_bounds_are_below_prices(sizes: tuple[int, ...]) -> None:
+def test_bounds_are_below_costs(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(tuple(zip("abc", sizes, strict=False)))
     spec = TensorSpec((64, 1024, 512), "bfloat16")
     places = np.array(list(product((-2, -1, 0, 1, 2), repeat=len(sizes))))

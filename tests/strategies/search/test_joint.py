@@ -55,7 +55,7 @@ def test_no_choice_within_the_limit_is_faster(seed):
         assert (total["stages"], total["zero"], total["fits"]) == (choice.stages, choice.zero, priced.bytes is not None)
 
 
-def test_bounds_spare_most_prices():
+def test_bounds_avoid_most_cost_evaluations():
     true = {choice: 1.0 + number for number, choice in enumerate(CHOICES)}
     decision = decide({c: Bound(0.9 * t, 0) for c, t in true.items()}, 1, lambda c: iter([Priced(EMPTY, true[c], 1)]))
     assert (decision.choice, decision.tried, decision.pruned) == (CHOICES[0], 1, len(CHOICES) - 1)

@@ -130,7 +130,7 @@ TINY: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_how_far_from_the_best_where_calls_are_dear(name: str) -> None:
+def test_optimality_gap_where_latency_dominates(name: str) -> None:
     """Losses and batch statistics are replicated on every rank, which takes collectives."""
     slow = Cluster("slow", (Level("rank", 4, Link(3e8, 1e-3)),), {"float32": 2e10}, 2**31, 6e9, 3e-5, overlap=0.25)
     with torch.device("meta"):
@@ -145,7 +145,7 @@ LAYERS = {"gpt": ("*.q_proj", "*.up_proj"), "llama": ("*.q_proj", "*.gate_proj")
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_how_far_from_the_best(name: str) -> None:
+def test_optimality_gap(name: str) -> None:
     """Recursive programming within 5 % of exact; propagation, with two operators per layer configured, within 3 %."""
     graph, mesh, machine = {"gpt": gpt, "llama": llama}[name](2), Mesh((("a", 2), ("b", 2))), node(4)
     made = problem(graph, mesh)

@@ -33,7 +33,7 @@ def budget_of(problem: Problem, tolerance: float | None = 1e-12) -> MemoryBudget
     ],
     ids=str,
 )
-def test_limits_one_after_another_find_what_each_finds_alone(monkeypatch, sizes, shares):
+def test_successive_limits_find_the_plans_of_separate_searches(monkeypatch, sizes, shares):
     problem, solved = made(*sizes), []
     cheapest = PlanSearch.cheapest
 
@@ -58,7 +58,7 @@ def test_limits_one_after_another_find_what_each_finds_alone(monkeypatch, sizes,
     assert again.within(None).bytes == free
 
 
-def test_a_plan_is_mixed_of_two_though_variables_are_numbered_anew():
+def test_a_plan_is_mixed_of_two_although_variables_are_renumbered():
     problem = made(8)
     plain, other = budget_of(problem), budget_of(problem)
     limit = 0.8 * plain.within(None).bytes
@@ -81,7 +81,7 @@ def test_a_bound_holds_for_every_limit():
         assert free.cost * (1 - 1e-9) <= least <= search(replace(problem, memory=share * free.bytes), NODES).cost
 
 
-def test_what_no_plan_keeps_is_refused_at_once(monkeypatch):
+def test_an_infeasible_limit_is_refused_at_once(monkeypatch):
     budget, multipliers = budget_of(made(8)), []
     cheapest = PlanSearch.cheapest
 
@@ -100,7 +100,7 @@ def test_what_no_plan_keeps_is_refused_at_once(monkeypatch):
     assert budget.within(smallest).bytes == smallest
 
 
-def test_what_no_plan_keeps_is_refused_and_nothing_is_forgotten():
+def test_an_infeasible_limit_is_refused_and_caches_are_kept():
     problem = made(2, 4)
     budget, free = budget_of(problem, None), search(problem, NODES)
     with pytest.raises(StrategyError, match=r"no plan was found that keeps it: the smallest needs"):

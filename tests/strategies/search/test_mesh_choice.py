@@ -93,7 +93,7 @@ def test_configured_layouts_keep_axes_separate() -> None:
     assert meshes(between) == [] and exact_search(between, nodes(2), None) is None
 
 
-def test_a_plan_of_a_coarser_mesh_costs_what_its_program_costs() -> None:
+def test_a_plan_of_a_coarser_mesh_has_the_cost_of_its_program() -> None:
     mesh, compared = Mesh(FOUR.axes[:3]), 0
     for seed in range(16):
         made = problem_of(seed, mesh)
@@ -186,7 +186,7 @@ def test_the_recursive_choice_is_the_best_of_every_factorisation() -> None:
     assert mesh_of(made.mesh, chosen.second.assignments) != mesh_of(made.mesh, chosen.best.assignments)
 
 
-def test_what_cannot_be_among_the_best_two_is_pruned() -> None:
+def test_meshes_that_cannot_be_among_the_best_two_are_pruned() -> None:
     """All dims are odd multiples of 4: an axis of 8 shards nothing, and a quarter of the work is too slow."""
     with torch.device("meta"):
         batch = torch.zeros(4 * 1001, 4 * 1001)
@@ -216,7 +216,7 @@ class Given:
         return None if bound >= enough else Solution({"x": loops}, cost, self.size, bound)
 
 
-def test_bounds_of_a_search_prune_what_it_refines() -> None:
+def test_bounds_of_a_search_prune_its_refinements() -> None:
     made = problem(gpt(1), prime_mesh(8))
     bounds = dict.fromkeys(factorisations(made.mesh, node(8)), 0.0)
     given = Given({(2, 2, 2): (10.0, 9.0), (2, 4): (11.0, 10.8), (4, 2): (10.5, 9.0), (8,): (10.7, 10.6)})

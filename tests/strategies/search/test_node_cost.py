@@ -60,7 +60,7 @@ def test_a_parameter_that_is_cut_is_only_updated(problem: Problem, stage: int) -
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_is_what_a_step_of_the_plan_costs(problem: Problem, stage: int) -> None:
+def test_it_equals_the_cost_of_a_step_of_the_plan(problem: Problem, stage: int) -> None:
     """Search and step estimate updates equally: with the bytes that the optimizer moves, and exposed gradient
     reductions where they follow backward."""
     for optimizer, overlaps in product((torch.optim.AdamW, torch.optim.SGD), (True, False)):

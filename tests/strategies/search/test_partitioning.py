@@ -28,7 +28,7 @@ def moe() -> OperatorGraph:
 
 
 @pytest.mark.parametrize("model", [lambda: gpt(3), lambda: llama(4), moe], ids=["gpt", "llama", "moe"])
-def test_the_total_of_a_decision_is_the_price_of_its_plan(model: object) -> None:
+def test_the_total_of_a_round_is_the_cost_of_its_plan(model: object) -> None:
     """Repeated layers are counted, values with several uses are resharded once, tied weights are reduced once."""
     assert callable(model)
     mesh = prime_mesh(16)
@@ -77,7 +77,7 @@ def test_one_axis_is_decided_as_trying_everything_would() -> None:
     assert partitioning.chosen[0] == {"n": ("d0",)}  # up by columns and down by rows: 64 x 512 is all that is sent
 
 
-def test_what_was_decided_once_is_not_decided_again() -> None:
+def test_equal_subproblems_are_solved_once() -> None:
     """Other orders of axes, coarser meshes and other searches meet the same candidates."""
     made = problem(gpt(2), prime_mesh(8))
 

@@ -42,7 +42,7 @@ def models() -> dict[str, Model]:
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("links", [1e7, 1e9, 1e12])
-def test_found_plans_compute_what_one_device_computes(models: dict[str, Model], name: str, links: float) -> None:
+def test_found_plans_equal_one_device(models: dict[str, Model], name: str, links: float) -> None:
     plan = make_plan(models[name].graph, EXACT, cluster(links))
     assert plan.search["algorithm"] == "dynamic_programming"
     assert plan.search["gap"] <= 1e-9 and plan.search["lower_bound"] <= plan.search["cost"]
@@ -77,7 +77,7 @@ def test_every_stage_of_zero_and_a_limit_have_plans(models: dict[str, Model]) ->
     assert models["gpt"].difference(plan) < TOLERANCE
 
 
-def test_without_a_machine_plans_are_priced_on_one_level_of_devices(models: dict[str, Model]) -> None:
+def test_without_a_cluster_costs_assume_one_level_of_devices(models: dict[str, Model]) -> None:
     plan = make_plan(models["gpt"].graph, EXACT)
     assert 0 < plan.search["lower_bound"] <= plan.search["cost"]
 

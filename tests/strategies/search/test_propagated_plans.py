@@ -47,7 +47,7 @@ def test_a_small_net_keeps_the_propagated_plan_and_reports_its_cost() -> None:
     assert one.to_json() == {"followed": one.propagated_cost, "cheapest": one.cheapest_cost, "by_price": False}
 
 
-def test_where_all_products_are_configured_nothing_is_left_to_follow() -> None:
+def test_where_all_products_are_configured_the_plan_is_re_optimised_by_cost() -> None:
     made = quickstart("matmul", "matmul2")
     one = found(made)
     assert one.by_cost and math.isclose(seconds(made, one), one.cheapest_cost)
@@ -56,7 +56,7 @@ def test_where_all_products_are_configured_nothing_is_left_to_follow() -> None:
         assert one.assignments[made.graph.by_name[name].id] == made.fixed[made.graph.by_name[name].id]
 
 
-def test_on_many_devices_what_costs_twice_as_much_is_not_followed() -> None:
+def test_on_many_devices_a_plan_of_twice_the_cost_is_not_used() -> None:
     """Computing a slice of so small a net takes less time than sending it."""
     graph, wide = quickstart().graph, prime_mesh(64)
     made = problem(graph, wide, {"matmul": {"m": ("d0",), "k": ("d1",)}})
@@ -66,7 +66,7 @@ def test_on_many_devices_what_costs_twice_as_much_is_not_followed() -> None:
     assert one.assignments[graph.by_name["matmul"].id] == made.fixed[graph.by_name["matmul"].id]
 
 
-def test_a_model_with_layers_takes_the_cheapest_and_reports_the_propagated_plan() -> None:
+def test_a_model_with_layers_takes_the_cheapest_plan() -> None:
     graph, mesh = gpt(2), prime_mesh(4)
     names = [operator.name for operator in graph.operators if operator.name.endswith("q_proj")]
     rows: Assignment = {"batch0": ("d0", "d1")}

@@ -52,7 +52,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("gpt", 8), ("llama", 16), ("moe", 8), ("ffn", 24), ("ffn", 1)])
-def test_what_it_finds_trains(name: str, world_size: int) -> None:
+def test_its_plans_train(name: str, world_size: int) -> None:
     model = MODELS[name]()
     plan = searched(model, world_size)
     assert {operator.origin for operator in plan.operators.values()} <= {"searched", "no rule"}

@@ -148,7 +148,7 @@ def test_a_join_waits_for_all_of_its_inputs() -> None:
     assert model.difference(plan) < TOLERANCE
 
 
-def test_a_join_that_waits_in_vain_decides_with_what_it_knows() -> None:
+def test_a_join_that_waits_in_vain_decides_with_known_inputs() -> None:
     model = model_of(lambda net, x: net.a(x) * net.b(x))
     plan = plan_of(model, strategies={"a": wanted((2, 1), (4, 1))}, dataset_strategy="full_batch")
     assert counts(model, plan, "mul") == [(2, 4), (2, 4)]
@@ -163,7 +163,7 @@ def test_a_join_takes_the_smallest_sum() -> None:
     assert counts(model, plan, "cat") == [(1, 8)] * 3
 
 
-def test_what_nothing_leads_to_gets_the_default() -> None:
+def test_unreachable_operators_get_the_default() -> None:
     """An operator that only updates a buffer has no neighbour on a path to the loss."""
 
     class Watched(nn.Module):
@@ -269,7 +269,7 @@ def test_candidates_use_as_many_devices_as_the_dims_allow_and_are_all_legal() ->
             assert all(sharding.sizes[factor] % mesh.product(axes) == 0 for factor, axes in assignment.items())
 
 
-def test_chains_of_many_axes_are_written_down_and_send_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_form_paths_of_many_axes_send_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over one kind of link: a search, used on few axes, never sends more than the closed form, and mostly as much."""
     spec, machine = TensorSpec((64, 64), "float32"), node(16)
     mesh = Mesh((("a", 2), ("b", 2), ("c", 4)))
