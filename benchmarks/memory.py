@@ -163,7 +163,7 @@ def table(results: list[Result]) -> str:
 
 
 def run(out: Path | None = None, only: str = "") -> list[Result]:
-    """Measure the pairs whose model or plan holds `only`, and write the page to `out`."""
+    """Measure the pairs whose model or plan contains `only`, and write the page to `out`."""
     cli._register()
     launch.warm()
     results = []

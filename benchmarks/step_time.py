@@ -92,7 +92,7 @@ def strategies_of(name: str, wish: Wish) -> Strategies:
 
 @dataclass(frozen=True)
 class Task:
-    """A plan to be measured: plain data for the ranks."""
+    """A plan to measure, as plain data for the ranks."""
 
     graph: Any
     plan: Any
@@ -189,7 +189,7 @@ class Built:
 
 
 def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
-    """Seconds of some steps of a plan, of the slowest rank; none of the first ones."""
+    """Seconds of the measured steps of a plan on the slowest rank, without warm-up steps."""
     import torch
     import torch.distributed as dist
 

@@ -13,8 +13,8 @@ class GPT(nn.Module):
 
     `vocabulary` tokens, `length` positions at most, `layers` blocks of `width` columns in `heads` heads. `dropout` is
     that of embeddings and branches, `attention_dropout` that of attention weights. With the arguments of GPT-2 small
-    (50257, 1024, 768, 12, 12) it has its 124,439,808 parameters. No token sees a later one, so padding on the right
-    needs no mask. Raises ValueError: a sequence longer than `length`.
+    (50257, 1024, 768, 12, 12) it has its 124,439,808 parameters. Attention is causal, so right padding needs no mask.
+    Raises ValueError: a sequence longer than `length`.
     """
 
     def __init__(

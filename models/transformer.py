@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class SelfAttention(nn.Module):
-    """x [batch, sequence, width] -> the same shape; each of `heads` heads sees width / heads columns.
+    """x [batch, sequence, width] -> the same shape; each of `heads` heads has width / heads columns.
 
     `dropout` drops attention weights in training, `causal` masks later positions.
     Raises ValueError: a width that the heads do not divide.

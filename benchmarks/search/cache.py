@@ -19,8 +19,8 @@ GOAL = 0.2
 
 
 def measure(setting: Setting) -> Outcome:
-    """The 8B shape on (8) and (8, 8): the graph is captured anew and the sources of the planner are hashed anew for the
-    hit, as another process would."""
+    """The 8B shape on (8) and (8, 8): for the hit the graph is captured again and the planner's sources are hashed
+    again, as in another process."""
     rows, worst = [], 0.0
     for sizes in ((8,),) if setting.quick else ((8,), (8, 8)):
         request = Request("auto", math.prod(sizes), "dynamic_programming", tuple(zip("ab", sizes, strict=False)))

@@ -18,8 +18,8 @@ WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str
 
 
 def check(function: Callable[..., Any], args: Mapping[str, Any], target: str, what: str) -> None:
-    """Raises ConfigError for the first of `args` that is not what `function`, a class of torch known to the user as
-    `target`, says that it takes. `what` is the section that holds `args`."""
+    """Raises ConfigError for the first of `args` that does not match the annotation of `function`, a torch class with
+    the config name `target`. `what` is the section of `args`."""
     if not inspect.isclass(function) or not function.__module__.startswith("torch."):
         return  # annotations of other functions are not checked
     try:
@@ -48,7 +48,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint in WORDS:
         return isinstance(value, hint)
-    return getattr(hint, "__name__", "") != "Tensor"  # nothing that YAML can say
+    return getattr(hint, "__name__", "") != "Tensor"  # not expressible in YAML
 
 
 def _words(hint: Any) -> list[str]:

@@ -1,11 +1,11 @@
 """Resolve dotted names of the config to objects, and build them with their arguments.
 
 Models, losses, datasets, optimizers, schedulers, metrics and collate functions are resolved only here. The invariant:
-whatever is wrong with a name, with its arguments or in the code behind them ends as one `ConfigError` paragraph that
-starts with the config key; no other exception leaves this file.
+any error in a name, its arguments or the code behind them is raised as one `ConfigError` paragraph that starts with the
+config key; no other exception leaves this file.
 
 The user's working directory is searched last, so that a file there can never hide an installed package;
-`runner.packages` says which package a name means that the user and this project share.
+`runner.packages` resolves names that the user's and this project's packages share.
 Nothing here imports torch; the named module may.
 """
 
@@ -233,7 +233,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """The parameters that a keyword argument can reach, or None where python knows no signature."""
+    """The parameters that a keyword argument can reach, or None if Python has no signature."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # written in C

@@ -30,9 +30,9 @@ from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_slice
 @dataclass(frozen=True)
 class Content:
     """The state to save and restore. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
-    and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` names what a state dict of the model
-    holds (None: everything), `described` is the config.json of a model of transformers, `samples` is how many rows
-    the training data has; `lineage` is that of this run."""
+    and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` are the names in the model's state
+    dict (None: all), `described` is the config.json of a model of transformers, `samples` is how many rows the training
+    data has; `lineage` is that of this run."""
 
     program: Program
     communicator: Communicator

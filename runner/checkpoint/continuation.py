@@ -49,7 +49,7 @@ class Continuation:
     data: tuple[Difference, ...]
 
     def lines(self, config: Mapping[str, Any], draws: bool) -> Iterator[str]:
-        """Lines for the user: what differs, and what that means. `draws`: the model draws random numbers."""
+        """Lines for the user: the differences and their consequences. `draws`: the model draws random numbers."""
         if self.moved:
             yield f"moved to another plan: {'; '.join(_change(one) for one in self.moved[:3])}"
             if draws and _at(config, "train.random") == "fast":

@@ -56,7 +56,7 @@ def clean(folder: Path) -> None:
 
 
 def erase(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, if it is there. Raises OSError."""
+    """Remove a file or a folder with its content, if it exists. Raises OSError."""
     try:
         path.unlink()
     except FileNotFoundError:

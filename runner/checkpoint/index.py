@@ -1,7 +1,7 @@
 """Where every tensor of a checkpoint is stored: its parts by file, byte and block. Plain data, JSON in and out.
 
 Invariant: the parts of a tensor in `Index` are disjoint, also where a checkpoint stores some of them several times: one
-of them is chosen, from the files that are there.
+of them is chosen from the existing files.
 """
 
 from __future__ import annotations

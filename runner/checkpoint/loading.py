@@ -67,7 +67,7 @@ def load(path: Path, content: Content) -> Restored:
 
     Raises:
         StrategyError: this run cannot continue the one that was saved; names the differences.
-        ConfigError: `path` is no checkpoint, or a damaged one.
+        ConfigError: `path` is not a checkpoint, or is damaged.
     """
     continuation = check(
         path, plan=content.plan, config=content.config, fingerprint=content.fingerprint, samples=content.samples
@@ -314,7 +314,8 @@ def _states(checkpoint: Checkpoint) -> States:
 
 
 def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: frozenset[str] | None) -> None:
-    """Require that a checkpoint has everything of a model with its shape, and that the model has what was trained.
+    """Require that a checkpoint holds every tensor of a model in its shape, and that the model has every trained
+    tensor.
 
     Args:
         checkpoint: the open checkpoint.

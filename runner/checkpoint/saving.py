@@ -2,7 +2,7 @@
 
 A rank writes its own files under a hidden name; rank 0 waits for all of them and puts them together (see `committing`).
 Beside training, a thread copies the rank's pieces to the host's memory until the next update (see `Copies`), and
-writes them when nothing else wants the processor; there is one save at a time, so a rank never holds more than one
+writes them with low CPU priority; there is one save at a time, so a rank never holds more than one
 copy. Invariant: a checkpoint is a snapshot of the state at the call of `save`, whatever training does meanwhile.
 """
 

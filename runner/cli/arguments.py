@@ -56,7 +56,7 @@ REPLACED = ("parallel.mesh",)
 def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The verb among the words (None if there is none) and the other words.
 
-    Raises ConfigError for a word that is no verb, no option and no override, and for a second verb.
+    Raises ConfigError for a word that is not a verb, option or override, and for a second verb.
     """
     if "--diff" in words and "plan" in words:  # plans are compared without a config
         return "diff", [word for word in words if word not in ("--diff", "plan")]
@@ -130,7 +130,7 @@ def check_options(words: Sequence[str]) -> str | None:
 
 
 def complete(line: str) -> tuple[str, list[str]]:
-    """A line to be completed, as Hydra understands it, and the verbs that the word being typed may become."""
+    """A line to complete in Hydra's syntax, and the verbs that match the word being typed."""
     command, *before, typing = line.split(" ") if " " in line else (line, "")
     before = [word for word in before if word]
     if before and before[0] in VERBS:
@@ -211,7 +211,7 @@ def _given(word: str) -> Iterator[str]:
         return
     try:
         found = OverridesParser.create().parse_override(word)._value
-    except HydraException:  # which says so when it composes
+    except HydraException:  # which reports the error when it composes
         return
     for one in found.list if isinstance(found, ChoiceSweep) else [found]:
         yield from _below(key, one)

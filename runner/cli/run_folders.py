@@ -34,7 +34,7 @@ def require_working_directory() -> None:
 
 
 def require_writable(folder: str, key: str) -> None:
-    """Make `folder`, the value of `key`, unless it is there, and write a file that leaves no trace.
+    """Create `folder`, the value of `key`, if needed, and test writing with a temporary file.
 
     Raises ConfigError where that fails; folders that were made are removed again.
     """
@@ -80,8 +80,7 @@ def write_config(run_dir: Path, text: str) -> None:
 
 
 def remove_if_unused(run_dir: Path) -> None:
-    """Remove a run folder that holds nothing but the config and the own lock, and the folders of runs that are empty
-    then."""
+    """Remove a run folder that holds only the config and its own lock, and parent folders that are then empty."""
     ours = {CONFIG_FILE} if occupancy.occupant_of(run_dir) is None else {CONFIG_FILE, occupancy.FILE}
     if {file.name for file in run_dir.iterdir()} - ours:
         return

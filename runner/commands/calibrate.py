@@ -60,7 +60,7 @@ def run(config: Config, run_dir: Path) -> float | None:
 
 @contextmanager
 def _written(name: Path, force: bool) -> Iterator[Path]:
-    """A new file beside `name` that takes its place at the end of the block, if nothing of the user's is there: a link
+    """A new file beside `name` that takes its place at the end of the block, unless a file of the user is there: a link
     is followed, and only regular files are replaced. Raises ConfigError otherwise, before the block where it can."""
     what = f"calibrate.file = {str(name)!r}"
     file = Path(os.path.realpath(name))
@@ -112,7 +112,7 @@ def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float
     content = {"config": config.model_dump_json(), "until": started + config.calibrate.seconds - ENDING}
     run_here = partial(launch.run_ranks, timeout=config.launch.timeout, threads=config.launch.threads)
     try:
-        with tempfile.TemporaryDirectory() as folder:  # a refusal leaves nothing behind
+        with tempfile.TemporaryDirectory() as folder:  # an error leaves no files behind
             where, name = "runner.commands.calibrate:place", "the preparation"
             device, ranks = run_here(where, content, world_size=1, device="cpu", run_dir=Path(folder), name=name)
         who = f"{ranks} rank{'s' * (ranks > 1)} on {device}"

@@ -15,8 +15,8 @@ USAGE = "write `run convert FROM TO [form=merged|sharded] [plan=FILE]`"
 
 
 def run(words: Sequence[str]) -> int:
-    """Convert and print a summary. Returns 0. Raises ConfigError for wrong words, and for files that are none of
-    those that can be converted or damaged."""
+    """Convert and print a summary. Returns 0. Raises ConfigError for wrong arguments, and for files that are damaged or
+    cannot be converted."""
     source, target, form, plan = _read(words)
     from runner.conversion.convert import cut_of, opened, write
 

@@ -59,7 +59,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What verify.json holds. `rounding` is the distance of the reference from its fp64 run where it was measured,
+    """The content of verify.json. `rounding` is the distance of the reference from its fp64 run where it was measured,
     and `unmeasured` says why it could not be."""
 
     loss_max_abs_diff: float

@@ -1,4 +1,4 @@
-"""Keyword arguments, with whatever values YAML can hold, and how they travel as JSON.
+"""Keyword arguments with any YAML values, and their encoding as JSON.
 
 JSON has no infinities, no keys but strings and no bytes, so such values are written as an object with one key that
 starts with `$`; all others are written as they are. Invariant: `decoded(encoded(value))` equals `value` in every type.

@@ -106,7 +106,7 @@ class ClusterForm(Section):
 
 
 def from_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The composed section `cluster`, with what `cluster.file` says in its place. Raises ConfigError."""
+    """The composed section `cluster`, replaced by the content of `cluster.file`. Raises ConfigError."""
     name = values.get("file")
     if not isinstance(name, str) or not name:
         return values

@@ -1,4 +1,4 @@
-"""Which host holds which rank, read from a hostfile or a rank table into the form of `launch.hosts`.
+"""The assignment of ranks to hosts, read from a hostfile or a rank table into the form of `launch.hosts`.
 
 A hostfile has a line `HOST slots=RANKS` per host, as DeepSpeed and OpenMPI read it. A rank table is JSON: a list of
 {rank, host, device}, or the table of servers and devices that Ascend's tools write. Torch is not needed here.
@@ -21,7 +21,7 @@ TABLE_SHAPE = 'a list such as [{"rank": 0, "host": "10.0.0.1", "device": 0}, ...
 def from_files(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The composed section `launch`, with the hosts of `launch.hostfile` or `launch.rank_table` in `hosts`.
 
-    Raises ConfigError for a file that cannot be read or is none.
+    Raises ConfigError for a file that is unreadable or has another format.
     """
     key = next((key for key in ("hostfile", "rank_table") if values.get(key)), "")
     if not isinstance(values.get(key), str):

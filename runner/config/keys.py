@@ -70,7 +70,7 @@ def children(parent: str) -> list[str]:
 
 
 def enumerated(path: str) -> tuple[str, ...]:
-    """The words that a key may be, as YAML writes them; none for a key that takes anything else alone."""
+    """The enumerated values of a key in YAML; none for a key without an enumeration."""
     key = find(path)
     if key is not None and key.section is not None and path in {f"parallel.{name}" for name in SHORT}:
         key = find(f"{path}.{SHORT[key.name]}")

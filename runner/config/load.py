@@ -1,6 +1,6 @@
 """Validate a config composed by Hydra as a frozen `Config`, or one read from the file in the run folder.
 
-Invariant: whatever is wrong with a config ends as one `ConfigError`, a paragraph per fault that names the dotted key,
+Invariant: all errors of a config are raised as one `ConfigError`, a paragraph per fault that names the dotted key,
 the value, the allowed values, the closest match and where the value came from.
 """
 

@@ -27,7 +27,7 @@ def read(path: Path, *, dims: int) -> Bytes:
     """The array in the file `path`, which must hold bytes in `dims` dims (3 for images, 1 for labels).
 
     The array is read-only: memory-mapped for a plain file, in memory for one whose name ends in `.gz`.
-    Raises ConfigError: the file cannot be opened, is no IDX file, holds another type or number of dims, is
+    Raises ConfigError: the file cannot be opened, is not an IDX file, has another type or number of dims, is
     shorter or longer than its header states, or is damaged as a gzip file.
     """
     content: bytes | None = None

@@ -331,7 +331,7 @@ _Read = Callable[[int, tuple[tuple[slice, ...], ...]], Any]
 
 
 def reader(dataset: MapDataset) -> _Read | None:
-    """The method `read(index, slices)`, whatever it calls the two, unless `read` takes another number of arguments."""
+    """The method `read(index, slices)`, with any argument names; None if `read` takes another number of arguments."""
     read: _Read | None = getattr(dataset, "read", None)
     try:
         taken = [*inspect.signature(read).parameters.values()] if callable(read) else []

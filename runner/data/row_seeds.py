@@ -1,8 +1,8 @@
 """Random augmentation: the random numbers of a sample depend only on (seed, epoch, row).
 
-The invariant: whatever rank reads a row, in whatever slicing, accumulation, restart or resume, the dataset finds the
+The invariant: whichever rank reads a row, under any sharding, accumulation, restart or resume, the dataset finds the
 global generators of `random`, `numpy.random` and torch (on the CPU) in the same state, and a different one in every
-epoch. Training finds its own states afterwards as they were.
+epoch. Afterwards the RNG states of training are restored.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def corpus(
     cache: str | None = None,
     path: str | None = None,
 ) -> Path:
-    """The file that holds all files of one part joined; it is made if it is not there.
+    """The concatenation of all files of one part; it is created if missing.
 
     `path` is the folder, None the standard library; files below it whose name matches `pattern` count, in the order of
     their paths, up to `limit` bytes. `cache` is the folder for the result, None `meshwright` in the user's cache.

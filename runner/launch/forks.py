@@ -176,7 +176,7 @@ class Fork:
 def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str, timeout: float) -> Fork:
     """A new process of the server that calls `function`; open files in `arguments` (Descriptor, Connection) go along.
 
-    Raises RunFailed if the server has ended or been stopped for `timeout` seconds, or the system starts no more
+    Raises RunFailed if the server has ended or been stopped for `timeout` seconds, or the system cannot start more
     processes.
     """
     content = io.BytesIO()

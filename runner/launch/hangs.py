@@ -123,7 +123,8 @@ class Diagnosis:
 
 def diagnose(ranks: Sequence[RankState | None], timeout: float, halted: Collection[int] = ()) -> Diagnosis | None:
     """The diagnosis of a hang from the flight records of all ranks; None if no rank waits for another. Ranks that
-    `halted` do nothing any more, whatever they were in: a call that all have joined cannot end without them."""
+    `halted` make no progress, regardless of their recorded state: a call that all have joined cannot end without
+    them."""
     waits = {rank: at.wait for rank, at in enumerate(ranks) if at is not None and at.wait is not None}
     missing = {rank: absent(wait, ranks, halted) for rank, wait in waits.items() if rank not in halted}
     for rank, wait in waits.items():

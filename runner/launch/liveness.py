@@ -1,8 +1,7 @@
 """Whether a process makes progress, according to the operating system. The process is not involved, so a stopped one is
 detected too.
 
-Signs of life are time on a processor, bytes read and written, and a wait for a disk. Where there is no /proc, nothing
-is known: every process counts as alive.
+Signs of life are CPU time, bytes read and written, and waiting for a disk. Without /proc every process counts as alive.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ ASLEEP = 10.0
 
 
 class Signs:
-    """The signs of life of process `pid` and, with `children`, of those that it started. `computing` says whether time
-    on a processor counts: on a GPU a rank may spin while it waits."""
+    """The signs of life of process `pid` and, with `children`, of those that it started. `computing` says whether CPU
+    time counts: on a GPU a rank may spin while it waits."""
 
     def __init__(self, pid: int, *, children: bool = True, computing: bool = True) -> None:
         self.pid, self._children, self._computing = pid, children, computing
@@ -57,7 +56,7 @@ class Signs:
         return self.halted(timeout) or time.monotonic() - self.since > timeout + QUIET
 
     def _read(self) -> tuple[float, int, str]:
-        """Seconds on a processor, bytes read and written, and the states of the threads, the main thread's first."""
+        """CPU seconds, bytes read and written, and the states of the threads, the main thread's first."""
         seconds, bytes_, states = 0.0, 0, ""
         for pid in _family(self.pid) if self._children else (self.pid,):
             process = Path(f"/proc/{pid}")

@@ -1,8 +1,8 @@
 """Output of a rank: all of it goes to its log file, rank 0's stdout also to the console.
 
 The log is attached to the file descriptors 1 and 2, so that output of libraries and of crash handlers arrives too. The
-console is a second stream beside it: progress bars use it alone (`console()`), and a console that has gone away (a
-closed terminal, `run | head`) ends neither the log nor the run.
+console is a second stream beside it: progress bars use it alone (`console()`), and a closed console (a closed terminal,
+`run | head`) ends neither the log nor the run.
 """
 
 from __future__ import annotations

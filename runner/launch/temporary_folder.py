@@ -38,7 +38,7 @@ def offload_folder(config: Config, run_dir: Path) -> Iterator[Path | None]:
 
 @contextmanager
 def own_folder(place: Path, what: str) -> Iterator[Path]:
-    """A fresh folder in `place`, for `what`. Those of processes that are no more are removed."""
+    """A fresh folder in `place`, for `what`. Folders of processes that no longer exist are removed."""
     for left in place.glob(f".{what}-*-*"):
         owner, *rest = left.name.split("-")[1:]
         if owner.isdigit() and rest[0] == _machine() and not _alive(int(owner)):

@@ -23,7 +23,7 @@ class LaunchSite:
     """Where a run is started from.
 
     Attributes:
-        folder: the only argument of a rank; holds all that it needs.
+        folder: the only argument of a rank; holds all of its inputs.
         world_size: how many ranks.
         address: where the others reach rank 0's host; loopback where there are none.
         port: free there, for launchers that need one.

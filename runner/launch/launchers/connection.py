@@ -48,8 +48,8 @@ class Task:
         address, port: where the command listens.
         entry, world_size, run_dir, device, timeout, threads: as in `runner.launch.rank.Orders`; device "cpu" or "cuda".
         launcher: which one starts the ranks.
-        seats: per rank the name of its host, its local rank, how many ranks are there, and the number of its device;
-            none where only the launcher knows.
+        seats: per rank the name of its host, its local rank, the number of ranks there, and the number of its device;
+            empty if only the launcher knows.
     """
 
     address: str
@@ -166,7 +166,7 @@ def _opened(plain: socket.socket, silence: float) -> Connection:
 
 
 def _may_wait(connection: Connection, seconds: float) -> None:
-    """Limit every single wait for the other end's words; 0 sets no limit."""
+    """Set the receive timeout of the connection; 0 disables it."""
     with socket.socket(fileno=connection.fileno()) as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
         plain.detach()
@@ -201,7 +201,7 @@ class Front:
             return
         try:
             plain, _ = self.listener.accept()
-        except OSError:  # no more open files, or the caller has gone
+        except OSError:  # too many open files, or the caller has disconnected
             time.sleep(PAUSE)
             return
         with self._counting:

@@ -48,7 +48,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Ready:
-    """What `entries.prepare_alone` found: the ranks to start, the pickled `Prepared` for them, the checkpoint to
+    """The result of `entries.prepare_alone`: the ranks to start, the pickled `Prepared` for them, the checkpoint to
     continue, and the run and step of it and of those that it continued."""
 
     world_size: int

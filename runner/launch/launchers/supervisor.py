@@ -2,7 +2,7 @@
 
 What `runner.launch.local` does for forks of this machine, over lines instead of pipes. Invariants: however `supervise`
 ends, every connection is closed, upon which the ranks end themselves on any host, and no launcher of this run is alive
-here; and what the user sees names the ranks and their hosts.
+here; and messages to the user name the ranks and their hosts.
 """
 
 from __future__ import annotations
