@@ -60,7 +60,7 @@ def test_there_are_32() -> None:
 
 @pytest.mark.parametrize("turn", range(len(ARCHITECTURES)), ids=lambda turn: ARCHITECTURES[turn].name)
 def test_one_way_each(turn: int) -> None:
-    """Architecture by architecture the next of the twelve plans; every fourth runs its generated modules, too."""
+    """Each architecture runs the next of the twelve plans; every fourth also runs its generated modules."""
     architecture, (mode, dropout, precision) = ARCHITECTURES[turn], WAYS[turn % len(WAYS)]
     kinds = BOTH if turn % 4 == 0 else BOTH[:1]
     done = matrix_run(subject(architecture, dropout, precision), mode, dropout, kinds=kinds)
@@ -105,7 +105,7 @@ def test_eight_ranks(name: str, mode: Mode) -> None:
 
 
 def test_a_wrong_gradient_is_seen() -> None:
-    """The comparison itself: one weight's gradient off by a millionth."""
+    """The comparison detects an error of one millionth in one weight's gradient."""
     one = subject(BY_NAME["lstm"], 0.0, "fp64")
     plan = plan_for(one.graph, "data_parallel")
     assert run(one, plan).worst <= TOLERANCE["fp64"]

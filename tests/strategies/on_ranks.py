@@ -29,8 +29,8 @@ from strategies.runtime.simulate import assemble, shard
 
 @dataclass(frozen=True)
 class Case:
-    """A planned model, the file with its weights, one batch by entry name, what may be joined (see `fuse`), and whether
-    redistributions are started early (see `overlap`)."""
+    """A planned model, the file with its weights, one batch by entry name, which collectives may be fused (see `fuse`),
+    and whether redistributions are started early (see `overlap`)."""
 
     graph: OperatorGraph
     plan: Plan
@@ -59,7 +59,7 @@ def steps(rank: Any, cases: list[Case]) -> list[Result]:
 
 
 def chains_of(program: Program) -> list[tuple[Any, int]]:
-    """Every step of every redistribution that a training step carries out, with its bytes per element."""
+    """Every resharding step of a training step, with its bytes per element."""
     return [
         (step, r.spec.item_bytes)
         for r in program.redistributions

@@ -14,7 +14,7 @@ TWO = Mesh((("a", 2),))
 
 
 def compared(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[list[Any], list[Any], bool]]:
-    """Per case: (name, first, position, count) by arithmetic and as DeepSpeed keeps it, both sorted; and whether the
+    """Per case: (name, first, position, count) by arithmetic and as DeepSpeed stores it, both sorted; and whether the
     pieces of every trainable parameter hold the elements of the weight."""
     found = []
     for task, case in payload:

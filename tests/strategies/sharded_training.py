@@ -1,7 +1,7 @@
 """A small net with many special cases, its eager training, and the same training on real ranks under any plan.
 
-The parent captures and plans; `train` is what every rank runs, several cases per start, because starting is what
-takes time.
+The parent captures and plans; every rank runs `train`, several cases per start, because starting is
+slow.
 """
 
 from __future__ import annotations

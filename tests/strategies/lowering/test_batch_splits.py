@@ -128,7 +128,7 @@ def test_values_per_batch_and_per_split(model: Model, draw: Any) -> None:
 
 
 def whole(model: Model, draw: Any) -> Plan:
-    """Nothing sliced."""
+    """A plan in which everything is replicated."""
     plan = model.random_plan(draw, 0)
     bare = {name: replace(one, assignment={}, outputs=None) for name, one in plan.operators.items()}
     inputs = {name: replace(one, dims=tuple(() for _ in one.dims)) for name, one in plan.inputs.items()}
@@ -137,7 +137,7 @@ def whole(model: Model, draw: Any) -> Plan:
 
 
 def tensor_parallel(model: Model, draw: Any) -> Plan:
-    """Nothing but `up` by columns and `down` by rows."""
+    """A plan that shards only `up` by columns and `down` by rows."""
     plan = whole(model, draw)
     sliced = {"up": {"n": ("a", "b")}, "down": {"k": ("a", "b")}}
     return replace(

@@ -1,4 +1,4 @@
-"""Operators on the host: the copies are instructions, one per value and side, and no number changes."""
+"""Operators on the host: copies are instructions, one per value and direction, and results are unchanged."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_a_glob_without_operators_is_refused(task):
 
 
 def test_on_real_ranks(training, ranks, task):
-    """Through generated code, ZeRO-3's hooks included: as without."""
+    """Generated code, with ZeRO-3's hooks, gives the same results."""
     cases = [training.Case(2, stage, clip=0.3, place=globs) for stage in (0, 3) for globs in ((), ("emb", "dense2"))]
     done = ranks("train", [(task, case) for case in cases])
     for plain, found in (done[:2], done[2:]):

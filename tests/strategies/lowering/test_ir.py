@@ -1,4 +1,4 @@
-"""The program as text, before slicing and after."""
+"""The program as text, before sharding and after."""
 
 from __future__ import annotations
 

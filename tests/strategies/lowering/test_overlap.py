@@ -72,7 +72,7 @@ def check_order(program: Program) -> None:
 
 
 def test_scaling_a_gradient_does_not_count_as_overlap(model: Model, draw: Any) -> None:
-    """With a sharded optimizer such edges stand at every parameter."""
+    """With a sharded optimizer every parameter has such an edge."""
     pairs = scaling = 0
     for seed in range(40):
         options = LoweringOptions(sharded_optimizer=True)
@@ -135,7 +135,7 @@ def test_overlap_keeps_recomputed_modules_in_one_piece(model: Model, draw: Any, 
         check_order(early)
         regions = [[region_of(one, program) for one in program.instructions] for program in (plain, early)]
         crossings = [[a for a, b in zip(where, [*where[1:], "end"], strict=True) if a != b] for where in regions]
-        assert crossings[0] == crossings[1]  # no module is cut in two
+        assert crossings[0] == crossings[1]  # no module is split
         inside = [one for one in early.instructions if isinstance(one, Start) and region_of(one, early) is not None]
         assert not (kept and inside)
         started += len(inside)

@@ -76,8 +76,8 @@ def test_the_order_is_that_of_torch(case: tuple[str, int, int, int]) -> None:
 
 
 def run_with_blocking_receives(schedule: Schedule) -> None:
-    """Every group works through its list alone; messages of a link arrive in the order in which they were sent, and a
-    receive waits for the next one, whatever it is."""
+    """Every group runs its own list; messages of a link arrive in the order in which they were sent, and a
+    receive blocks until the next one."""
     groups, last = len(schedule), last_stage(schedule)
     links: dict[tuple[int, str], deque[tuple[int, int]]] = {
         (group, way): deque() for group in range(groups) for way in (FORWARD, BACKWARD)

@@ -1,5 +1,5 @@
 """Recomputed modules: bitwise equal gradients, fewer bytes between forward and backward, exactly as many as
-predicted; kept operators and collectives run once."""
+predicted; saved operators and collectives run once."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_bucket_during_backward_is_slightly_overestimated(never_whole):
     "settings", [OptimizerSettings(0, overlap=True), OptimizerSettings(3, bucket=100)], ids=["joined", "small"]
 )
 def test_programs_that_repetitions_cannot_predict_are_traced(settings):
-    """A joined bucket is much of so small a model; a gradient larger than its bucket waits for the next one."""
+    """A fused bucket is a large part of so small a model; a gradient larger than its bucket waits for the next one."""
     program = program_of("gpt", None, settings.stage)
     assert trace_repeated(program, settings) == trace(program, settings)
 
@@ -210,7 +210,7 @@ def test_equivalent_programs_are_traced_once(monkeypatch):
 
 
 def test_program_signatures_ignore_only_names():
-    """At any depth, shapes, layouts, recompute and reductions change the form; names do not."""
+    """At any depth, shapes, layouts, recompute and reductions change the signature; names do not."""
     program = program_of("llama", None, 0)
     assert program_signature(program) == program_signature(program_of("llama", None, 0))
     others = [program_of("llama", "full", 0), program_of("llama", None, 1), program_of("llama", None, 0, 8)]

@@ -231,7 +231,7 @@ def test_buckets_that_leave_during_backward_give_the_same_bits(training, ranks, 
         assert same and as_many, case
         assert during[0] == after[0] == after[1], case  # an early micro-batch is not reduced
     open_buckets = len(buckets(sharded_program(training, Mesh((("a", 2), ("b", 2)))), cases[-1].cut))
-    assert done[-1][1][1] - done[-1][2][1] == open_buckets == 3  # all of them leave before backward returns
+    assert done[-1][1][1] - done[-1][2][1] == open_buckets == 3  # all of them are sent before backward returns
 
 
 def test_prediction_against_manual_calculation(training):
@@ -282,7 +282,7 @@ def ids(program):
 
 
 def test_accumulated_gradients_are_added_once_per_step(training, ranks):
-    """Stage 2 keeps only a part of every gradient, so there DeepSpeed has to add them after every micro-batch."""
+    """Stage 2 keeps only a shard of every gradient, so DeepSpeed has to reduce them after every micro-batch."""
     _, task = training.task()
     cases = [training.Case(training.DATA_PARALLEL, stage) for stage in (0, 1, 2)]
     cases.append(training.Case(training.DATA_PARALLEL, overlap=True))
@@ -311,7 +311,7 @@ def test_a_step_with_overflow_leaves_everything_as_it_was(training):
     assert updates.loss_scale == LossScale(2.0**14, skipped=1)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert not [key for batch in updates.pieces() for key in batch if key.startswith(OPTIMIZER)]  # it has not begun
+    assert not [key for batch in updates.pieces() for key in batch if key.startswith(OPTIMIZER)]  # no state yet
     assert math.isfinite(step(0.01)) and updates.loss_scale == LossScale(2.0**14, good=1, skipped=1)
     saved = updates.plain()
     assert not math.isfinite(step(10.0)) and updates.loss_scale == LossScale(2.0**13, skipped=2)

@@ -1,4 +1,4 @@
-"""ZeRO 1-3 against plain torch on one device, on four ranks; every convention of DeepSpeed that is relied on has its
+"""ZeRO 1-3 against plain torch on one device, on four ranks; every convention of DeepSpeed that we rely on has a
 case."""
 
 import copy

@@ -18,7 +18,7 @@ LINE = NamedMatrix((8,), ("tp",))
 
 
 def ranks(built: Meshing, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The ranks along `axes`, from rank 0: says which axes they are, whatever their names."""
+    """The ranks along `axes`, from rank 0: identifies the axes independently of their names."""
     return built.mesh.group(0, axes)
 
 
@@ -154,7 +154,7 @@ def test_merged_mesh_is_as_coarse_as_the_plan_allows() -> None:
         ("d0", 2),
         ("d1", 2),
         ("d2", 4),
-    )  # an order that is not the mesh's stays
+    )  # an order other than the mesh's is kept
     plan = merged(plan_on(built, (a, b), (c, d)))
     assert plan.operators["op1"].assignment == {"d0": ("d1",)}
     assert plan.inputs["0"] == Layout((("d0",), ()))

@@ -1,4 +1,4 @@
-"""Plans: forms of strategies, defaults, meshes, datasets, shared parameters - and every wrong request a paragraph."""
+"""Plans: forms of strategies, defaults, meshes, datasets, shared parameters - and one paragraph per invalid request."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Suite(nn.Module):
 
 
 def single_axis(sharding: Sharding, mesh: Mesh) -> Iterator[Assignment]:
-    """Nothing sliced, then every factor over every axis that fits."""
+    """The replicated assignment, then every factor over every axis that fits."""
     yield {}
     for axis, size in mesh.axes:
         yield from ({factor: (axis,)} for factor in sharding.factors if sharding.fits(factor, size))

@@ -1,4 +1,4 @@
-"""The table of rules: every family has its tests, no operator two rules, and unknown ones run replicated."""
+"""The table of rules: every family has tests, no operator has two rules, and unknown ones run replicated."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_every_family_has_a_test_file():
 
 
 def test_every_rule_is_of_an_operator():
-    """Of torch, one that capture makes, or one that Hugging Face's models bring along."""
+    """An operator of torch, of capture, or of Hugging Face's models."""
     foreign = {name for name in RULES if not hasattr(torch.ops.aten, name) and name not in LOCAL_FUNCTIONS}
     assert foreign == {"grouped_mm_fallback"}
 

@@ -1,4 +1,4 @@
-"""Interpolation in every mode, by size and by factor; sampling at places on a grid."""
+"""Interpolation in every mode, by size and by factor; sampling at grid positions."""
 
 import torch
 import torch.nn.functional as F

@@ -48,7 +48,7 @@ def differentiable(value: Tensor) -> bool:
 
 
 def run(call: Call, learns: Sequence[int] = (), transposed: bool = False) -> Outcome:
-    """The call on copies of its operands, of which those at `learns` have a gradient."""
+    """The call on copies of its operands, of which those at `learns` require a gradient."""
     operands = [value.detach().clone().requires_grad_(i in learns) for i, value in enumerate(call.values)]
     if transposed:
         operands = [value.mT.contiguous().mT if value.dim() > 1 else value for value in operands]
@@ -65,7 +65,7 @@ def run(call: Call, learns: Sequence[int] = (), transposed: bool = False) -> Out
 
 
 def learners(call: Call) -> Iterator[tuple[int, ...]]:
-    """Each operand alone of those by which torch differentiates the call, and all of them together."""
+    """Each differentiable operand of the call alone, and all of them together."""
     alone = []
     for position, value in enumerate(call.values):
         if not differentiable(value):
@@ -73,7 +73,7 @@ def learners(call: Call) -> Iterator[tuple[int, ...]]:
         try:
             if run(call, [position]).trained:
                 alone.append(position)
-        except RuntimeError:  # no derivative by this operand
+        except RuntimeError:  # no derivative with respect to this operand
             continue
     yield from ((position,) for position in alone)
     if len(alone) > 1:

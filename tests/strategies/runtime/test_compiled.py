@@ -1,5 +1,5 @@
 """Compiled programs: the same numbers bit for bit where the backend only traces, no graph breaks at collectives or
-random operators, one order of communication on all ranks, and parts of the size that was asked for."""
+random operators, one order of communication on all ranks, and parts of the requested size."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def alone(model: Model, draw: Any, exact: bool = False, compiling: bool = True) 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_random_operators_keep_their_numbers_and_gradients(model: Model, draw: Any, exact: bool) -> None:
-    """Without any compiling: the opaque operators alone."""
+    """Without compilation: the opaque operators alone."""
     (plain, batch), (opaque, _) = alone(model, draw, exact, compiling=False), alone(model, draw, exact)
     for key in (3, 2**63 - 1):
         first, second = plain(*batch, key), opaque(*batch, as_key(key))
@@ -150,7 +150,7 @@ def test_random_operators_keep_their_numbers_and_gradients(model: Model, draw: A
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
 def test_local_steps_keep_their_gradients(dim: int, rank: int) -> None:
     """Steps that send nothing are no opaque operators. A slice of rows is a contiguous view."""
     mesh, shape = Mesh((("a", 2),)), (4, 6)

@@ -74,7 +74,7 @@ def model() -> Model:
 
 
 def whole_plan(graph: OperatorGraph) -> Plan:
-    """Nothing sliced, on one rank."""
+    """A replicated plan on one rank."""
     layouts = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
     inputs = {source.name: layouts[source.name] for source in graph.of_kind("input")}
     return Plan(ALONE, {o.name: OperatorPlan({}, "default") for o in graph.operators}, inputs, layouts)
@@ -92,7 +92,7 @@ def built(graph: OperatorGraph, values: dict[str, Tensor]) -> tuple[fx.GraphModu
 
 def test_trains_like_the_model(model: Model) -> None:
     module, _ = built(model.graph, model.values)
-    for step in (1, 2):  # the buffer counts on
+    for step in (1, 2):  # the buffer keeps counting
         module.zero_grad()
         loss = module(*model.batch)
         loss.backward()
@@ -198,7 +198,7 @@ class _Silent(Communicator):
 
 
 def twice_and_between(net: Any, x: Tensor) -> Tensor:
-    """Names of units, values and placeholders that would clash if they were not kept apart."""
+    """Names of units, values and placeholders that would collide without renaming."""
     a = net.relu(net.dense(x))
     b = F.relu(a - 1)
     relu_1 = net.relu(net.dense(b))

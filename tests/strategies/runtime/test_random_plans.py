@@ -57,7 +57,7 @@ def net():
     torch.manual_seed(0)
     model = Net().double()
     tokens, target = torch.randint(0, 16, (8, 8)), torch.randint(0, 16, (8, 8))
-    target[:2] = -100  # two rows that do not count: some slices have no target
+    target[:2] = -100  # two ignored rows: some slices have no target
     objective = Objective(model, Loss(), ("0", "1"), ("1",))
     captured = capture(objective, (tokens, target), training=True)
     loss = objective(tokens, target)

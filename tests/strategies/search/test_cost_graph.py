@@ -40,7 +40,7 @@ def test_cost_and_memory_of_solutions_are_sums_of_their_parts(make: type, sizes:
     rng = random.Random(0)
     for _ in range(20):
         indices = [rng.randrange(size) for size in graph.factors.sizes]
-        graph.factors.cost(indices)  # which makes all tables
+        graph.factors.cost(indices)  # builds all tables
         graph.evaluate(indices)
         assert graph.cost(indices) == pytest.approx(cost_of(graph, indices), rel=1e-12)
         kept = sum(candidates.bytes[indices[graph.variables[id]]] for id, candidates in graph.candidates.items())
@@ -114,7 +114,7 @@ def test_operators_are_equivalent_where_only_names_of_values_differ() -> None:
     first, second = "layers.1.attention.transpose@0", "layers.2.attention.transpose@0"
     assert not equivalent(graph, "layers.1.attention.q_proj", "layers.1.attention.k_proj")
     turned = graph.by_name[first]
-    for arguments in ((turned.args[0], 1, -2), (turned.args[0], True, 2)):  # True is equal to 1, and something else
+    for arguments in ((turned.args[0], 1, -2), (turned.args[0], True, 2)):  # True equals 1 but is a different argument
         operators = tuple(replace(one, args=arguments) if one is turned else one for one in graph.operators)
         assert not equivalent(replace(graph, operators=operators), first, second)
     weight = "layers.1.attention.q_proj.weight"

@@ -39,7 +39,7 @@ def found(request: pytest.FixtureRequest) -> Search:
 
 
 def sliced(graph: OperatorGraph, chosen: dict[str, Assignment], pattern: str) -> set[tuple[tuple[str, str], ...]]:
-    """How the operators that match are sliced: pairs of factor and axes."""
+    """The assignments of the matching operators: pairs of factor and axes."""
     named = [operator for operator in graph.operators if fnmatch(operator.name, pattern)]
     assert named, pattern
     return {

@@ -74,11 +74,11 @@ def test_one_axis_is_decided_as_trying_everything_would() -> None:
     ids = [operator.id for operator in graph.operators]
     best = min(cost.total(dict(zip(ids, chosen, strict=True))) for chosen in product(*every))
     assert total == pytest.approx(best)
-    assert partitioning.chosen[0] == {"n": ("d0",)}  # up by columns and down by rows: 64 x 512 is all that is sent
+    assert partitioning.chosen[0] == {"n": ("d0",)}  # up by columns and down by rows: only 64 x 512 is sent
 
 
 def test_equal_subproblems_are_solved_once() -> None:
-    """Other orders of axes, coarser meshes and other searches meet the same candidates."""
+    """Other orders of axes, coarser meshes and other searches have the same candidates."""
     made = problem(gpt(2), prime_mesh(8))
 
     def calls() -> int:

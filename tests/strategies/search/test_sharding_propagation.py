@@ -207,7 +207,7 @@ def test_configured_operators_are_never_changed() -> None:
 
 def test_devices_that_no_dim_can_use_stay_unused() -> None:
     model = model_of(lambda net, x: torch.relu(net.a(x)))
-    plan = plan_of(model, 24, strategies={"a": wanted((4, 2), (1, 2))})  # 16 x 16 has no use for a factor of three
+    plan = plan_of(model, 24, strategies={"a": wanted((4, 2), (1, 2))})  # 16 x 16 is not divisible by three
     assert counts(model, plan, "relu") == [(4, 2)]
     assert model.difference(plan) < TOLERANCE
 
