@@ -1,8 +1,8 @@
-"""What else an operator could have done: every legal strategy, with its cost while its neighbours keep theirs.
+"""The alternatives of an operator: every legal strategy, with its cost while its neighbours keep theirs.
 
-The operator, the users of its results and the other users of its operands are lowered by themselves, so a price holds
-exactly the collectives that the engine would execute for it. Invariant: the price of the planned strategy is what the
-operator and the redistributions of its operands and results cost in the whole plan.
+The operator, the users of its results and the other users of its operands are lowered in isolation, so a cost covers
+exactly the collectives that the engine would execute. Invariant: the cost of the planned strategy is that of the
+operator and the redistributions of its operands and results in the complete plan.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Neighbourhood:
     def _around(self, program: Program) -> Iterator[Redistribute]:
         """The redistributions of the operator's operands and results, and those inside of it."""
         for one in program.redistributions:
-            if Ref(one.id) in program.outputs and not one.forward:  # a part has outputs that the whole has not
+            if Ref(one.id) in program.outputs and not one.forward:  # a part has outputs that the complete graph has not
                 continue
             operator = self.graph.by_name[one.operator]
             if operator.id == self.operator.id or (one.operand >= 0 and operator.operands[one.operand] in self._values):

@@ -1,5 +1,5 @@
-"""The strategy of operators that nobody configured: the dim that carries the batch over all devices, or over as
-many as fit. A view lies as what it shows, where that sends less."""
+"""The strategy of operators without a configured one: data parallel, the batch dim sharded over all devices, or over
+as many as fit. A view takes the layout of its base where that sends less."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def largest_fit(size: int, world_size: int) -> int:
 
 
 def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> Assignment:
-    """The default of one operator; without a dim that carries the batch it runs on whole tensors."""
+    """The default of one operator; without a batch dim it runs on replicated tensors."""
     factor = problem.batch_factors.get(operator.id)
     if factor is None:
         return {}
@@ -32,7 +32,7 @@ def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> As
 
 
 def as_shown(problem: Problem, operator: Operator, have: Layout, default: Assignment) -> Assignment:
-    """The assignment of a view of a value that lies like `have`: its slices, if that sends less than `default`."""
+    """The assignment of a view of a value with the layout `have`: that layout if it sends less than `default`."""
     sharding, spec = problem.shardings[operator.id], problem.graph.specs[operator.operands[0]]
     dims = list(zip(sharding.operands[0], have.dims, strict=True))
     assignment = {factor: axes for factor, axes in dims if factor is not None and axes}

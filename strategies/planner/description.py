@@ -73,7 +73,7 @@ def describe(
 
 
 def recompute_entry(plan: Plan, program: Program, traced: Traced, settings: OptimizerSettings) -> dict[str, Any]:
-    """What is recomputed, and the bytes that a rank stores for one micro-batch with and without that."""
+    """The recomputed modules, and the bytes that a rank stores for one micro-batch with and without recompute."""
     assert plan.recompute is not None
     without = trace(replace(program, recompute=None, replicas={}), settings)
     return asdict(plan.recompute) | {
@@ -266,7 +266,7 @@ def _added(costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _recompute(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What is recomputed in all stages, and the bytes that they store for one micro-batch together."""
+    """The recomputed modules of all stages, and the bytes that the stages together store for one micro-batch."""
     if plan.recompute is None:
         return None
     counted = ("stored_bytes", "stored_bytes_without", "sent_again_bytes")

@@ -1,7 +1,7 @@
-"""A plan read back from plan.json, instead of searched.
+"""Load a plan from plan.json instead of searching for one.
 
-Invariant: what is read fits the graph: the same operators on the same shapes, as many ranks, every slicing legal. The
-first difference is reported by name.
+Invariant: a loaded plan matches the graph: the same operators on the same shapes, as many ranks, every sharding legal.
+The first difference is reported by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strategies.rules import rule_of
 
 
 class _Form(BaseModel):
-    """A part of plan.json as far as it is read again; what reports have added may be anything."""
+    """The fields of a section of plan.json that are read again; fields that reports add are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 

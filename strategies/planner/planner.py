@@ -39,10 +39,11 @@ def make_plan(
     """Choose the plan of a training graph.
 
     Args:
-        graph: the operator graph of a training step (`capture_model`). request: mode, mesh, configured strategies and
-        search. cluster: speeds by which searches compare plans; None: one level of fast devices. step_cost: cost of a
-        whole step, by which the best of the plans that a search returns is chosen; None: the search's
-            own sum of seconds.
+        graph: the operator graph of a training step (`capture_model`).
+        request: mode, mesh, configured strategies and search.
+        cluster: speeds by which searches compare plans; None: one level of fast devices.
+        step_cost: cost of a complete step, by which the best of the plans that a search returns is chosen; None: the
+            search's own sum of seconds.
 
     Returns:
         Assignments and layouts of all operators and tensors, on one mesh of `request.world_size` ranks.
@@ -489,9 +490,9 @@ def _flat(dims: Mapping[str, Axes]) -> set[str]:
 
 
 def follow(plan: Plan, graph: OperatorGraph) -> Plan:
-    """The plan of another graph of the same model (evaluation): operators keep the strategy of their namesake where it
-    is legal, others slice nothing; parameters keep the layouts of `plan`; batch entries as in `plan` where they divide,
-    else whole."""
+    """The plan of another graph of the same model (evaluation): operators take the strategy of the operator of the same
+    name where it is legal, others are replicated; parameters keep the layouts of `plan`, and so do batch entries that
+    divide evenly; the others are replicated."""
     operators, shardings = {}, {operator.name: rule_of(operator, graph) for operator in graph.operators}
     for operator in graph.operators:
         sharding = shardings[operator.name]

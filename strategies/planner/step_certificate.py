@@ -5,10 +5,10 @@ and where gradients are reduced during backward. So what the searches find is ev
 cheapest is taken. A search whose costs leave out as much as may be saved bounds the step of every plan from below. Two
 sets of costs do; neither is always the better one:
 
-* `isolated`: some redistributions cost what they cost, all others nothing, and nor does an operator that can run beside
-  one of the former: one that neither makes the value nor needs what its user makes. These are sent one after the other,
-  and what is computed meanwhile is left out. Of calls that are joined at most one is among them: the value of another
-  would be made beside it.
+* `isolated`: some redistributions have their full cost, all others none, and neither has an operator that can overlap
+  one of the former: one that neither produces the value nor depends on its user. The costed redistributions run one
+  after the other, and overlapping compute is left out. Of fused calls at most one is among them: the value of another
+  would be produced while it runs.
 * `discounted`: every redistribution costs the share of its time that cannot be hidden, without what a call takes
   whatever it carries.
 

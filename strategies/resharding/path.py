@@ -318,8 +318,8 @@ class _Padded(_Search):
 
 
 class _Even(_Search):
-    """Of a pattern. What is still to be sent is bounded from below by what the busiest rank must receive: of its slice
-    of the target, all that it does not hold on average; and a sum over n ranks adds n - 1 messages per element."""
+    """A search for one pattern. The lower bound of the remaining traffic is what the busiest rank must receive: the
+    part of its target slice that it does not hold, on average; a sum over n ranks adds n - 1 messages per element."""
 
     def __init__(self, pattern: Pattern) -> None:
         super().__init__(dict(pattern.mesh), (pattern.before, pattern.partial), (pattern.after, pattern.remaining))

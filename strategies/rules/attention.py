@@ -3,8 +3,8 @@
 Batch dims, heads, the query sequence s and the value dim e pass; keys t and the contraction d stay replicated. With
 grouped queries a slice of heads keeps all of its groups, so heads are cut as finely as there are heads of keys. A
 slice of a causal query sequence sees the keys up to its own end, by a mask with its offset. Without dropout every
-slice calls torch's fused operator. With dropout and `random=exact` both sides compute the softmax in the open: that
-alone defines which probabilities drop out (the mask is drawn for the whole [*b, h, s, t] and cut to the block).
+slice calls torch's fused operator. With dropout and `random=exact` both sides compute an explicit softmax: only that
+defines which probabilities are dropped (the mask is generated for the global [*b, h, s, t] and sliced to the block).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def seeded_attention(
     ordinal: int,
     position: int,
 ) -> Tensor:
-    """Attention of one slice with dropout numbers of its own, from (key, ordinal, position); causal from `start`."""
+    """Attention of one slice with per-slice dropout numbers, from (key, ordinal, position); causal from `start`."""
     with seeding(program_key, ordinal, position):
         if start is not None:
             return causal_attention(query, key, value, start, dropout, scale, grouped)

@@ -1,8 +1,8 @@
-"""Batch norm with the statistics of the global batch, as one device would compute them, however the batch is sliced.
+"""Synchronized batch norm: the statistics of the global batch, as one device would compute them, for any sharding.
 
-Every rank takes mean and variance of its own slice (two passes over the data), the slices' statistics are gathered, and
-each rank combines them: the mean of the means, and the mean of the variances plus the variance of the means. Slices are
-equally long, so plain means are right. The gathering is differentiable; that is the only communication.
+Every rank computes mean and variance of its slice (two passes over the data), the slices' statistics are gathered, and
+each rank combines them: the mean of the means, and the mean of the variances plus the variance of the means. Slices
+have equal length, so unweighted means are exact. The all-gather is differentiable and the only communication.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def _class_dim(scores: Tensor) -> int:
 
 
 def _padding(scores: Tensor, start: int, total: int) -> Tensor | None:
-    """Which classes of the slice lie past the last class, shaped to broadcast against `scores`; None if none do."""
+    """The mask of the slice's padding classes, shaped to broadcast against `scores`; None if there are none."""
     classes = scores.shape[_class_dim(scores)]
     if start + classes <= total:
         return None

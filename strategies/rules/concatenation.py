@@ -1,7 +1,7 @@
 """Operators that make a larger tensor from one or several: the dims that grow stay replicated, the others pass.
 
-Repeated elements are an exception: where each is repeated in its place the slices are repeated by themselves, and where
-a whole dim is repeated the repetitions are a factor.
+Repetition is an exception: where each element is repeated in its place every slice is repeated locally, and where a
+complete dim is repeated the repetitions are a factor.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _tile(operator: Operator, local: Local) -> Ref:
 @rule("tile")
 def tile(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x repeated along dims, counted from the right: dims that are repeated once pass, and the repetitions of the
-    others are factors of the result (in whole repetitions)."""
+    others are factors of the result (in complete repetitions)."""
     shape, counts = operator.results[0].shape, operator.args[1]
     times = (1,) * (len(shape) - len(counts)) + tuple(counts)
     result = tuple(f"n{i - len(shape)}" if n > 1 else f"d{i}" for i, n in enumerate(times))

@@ -1,8 +1,8 @@
-"""Products of rows with the matrices of their experts: x [t, k] sorted by expert, weights [e, k, n], and where the rows
-of each expert end [e] -> [t, n].
+"""Grouped matrix products of experts: rows x [t, k] sorted by expert, weights [e, k, n], end offsets of each expert's
+rows [e] -> [t, n].
 
 Factors t (rows), k (contraction), n (columns) and e (experts). A slice of the rows takes its part of every expert's
-range; a slice of the experts computes the rows of its own experts and leaves zeros elsewhere, a summand of the result.
+range; a slice of the experts computes the rows of its experts and leaves zeros elsewhere: a partial sum.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def eye_slice(starts: Sequence[int], shape: Sequence[int], options: Mapping[str,
 
 @local_function
 def cut_slice(target: str, start: int, length: int, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """`length` entries from `start` on, along the last dim, of what `target` makes; zeros past its end.
+    """`length` entries from `start` on, along the last dim, of the result of `target`; zeros past its end.
 
-    A float series is made whole, because the last digit of its entries depends on how they are counted.
+    A floating-point series is computed in full and sliced, because the rounding of an entry depends on its index.
     """
     made: Tensor = resolve(target)(*args, **options)
     past = max(0, start + length - made.shape[-1])

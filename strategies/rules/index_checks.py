@@ -1,7 +1,7 @@
-"""Indices outside a table, told where they are used, for local functions that would mask them away.
+"""Bounds checks of indices at their use, for local functions that would mask invalid ones.
 
-Invariant: no device waits for it. A GPU is not asked at all, as torch's own operators do not; on the CPU a wrong index
-raises IndexError, and in a compiled program, which cannot branch on values, an assertion of the program fails.
+Invariant: no check synchronizes a device. A GPU is not checked at all, as in torch's own operators; on the CPU an
+invalid index raises IndexError, and in a compiled program, which cannot branch on values, an assertion fails.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def check_inside(indices: Tensor, lowest: int, end: int, what: str, counted: Ten
     wrong = outside.any()
     if torch.compiler.is_compiling():
         torch._assert_async(~wrong, what)
-    elif not hasattr(wrong, "fake_mode") and bool(wrong):  # a tensor without numbers has nothing to tell
+    elif not hasattr(wrong, "fake_mode") and bool(wrong):  # a fake tensor has no values to check
         raise IndexError(f"{what} (smallest {indices.min()}, largest {indices.max()}).")

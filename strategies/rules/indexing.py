@@ -21,9 +21,9 @@ from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
 def own_index(index: Tensor, start: int, size: int, total: int) -> tuple[Tensor, Tensor]:
-    """Where a global index points in the slice [start, start + size) of a dim of `total` entries, and whether it
-    points there at all (if not, the place is 0). Raises IndexError on the CPU for an index outside the dim, as the
-    whole operator would (a GPU would have to wait for it)."""
+    """The local position of a global index in the slice [start, start + size) of a dim of `total` entries, and whether
+    it is inside the slice (if not, the position is 0). Raises IndexError on the CPU for an index outside the dim, as
+    the unsharded operator would (a GPU would have to synchronize for it)."""
     check_inside(index, -total, total, f"An index lies outside a dim of size {total}")
     own = torch.where(index < 0, index + total, index) - start
     inside = (own >= 0) & (own < size)

@@ -8,7 +8,7 @@
 | `b...`    | the same with the factors b0, b1, ...                                                              |
 | `!...`    | any number of replicated dims                                                                      |
 | `x*`      | any number of operands or results like x                                                           |
-| `+n`      | an operand that may be absent, is broadcast, and is added to the result: by one slice of what is summed |
+| `+n`      | an optional operand that is broadcast and added to the result, by one slice of the summed factors  |
 | `; !dim`  | the dims of `...` that the argument `dim` names (all, if it is None) stay replicated                |
 | `; +dim`  | they are summed over; `; /dim` takes means. Results lack these dims, or have size 1 in their place  |
 

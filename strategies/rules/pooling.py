@@ -23,7 +23,7 @@ SPATIAL = {name: n for n in (1, 2, 3) for name in WINDOWS.format(n=n).split()}
 one dimension."""
 del SPATIAL["max_unpool1d"], SPATIAL["fractional_max_pool1d"]
 TILING = frozenset(f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "avg"))
-"""Operators whose windows lie at fixed strides."""
+"""Operators whose windows have fixed strides."""
 
 
 @rule(*SPATIAL)
@@ -43,8 +43,8 @@ def windows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 
 
 def _tiled(operator: Operator, shape: Sequence[int]) -> Dims:
-    """The image's dims that windows tile. Indices are counted over the whole picture, so their operators have none,
-    and adaptive windows depend on its size."""
+    """The image dims that windows tile. Operators that return indices have none, because indices are global to the
+    image, and nor do adaptive windows, which depend on its size."""
     if operator.op not in TILING:
         return (None,) * len(shape)
     given = named(operator.target, operator.args, operator.keywords)
@@ -74,7 +74,7 @@ def columns(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 
 @rule("pixel_shuffle", "pixel_unshuffle")
 def pixels(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """[..., c * r * r, h, w] <-> [..., c, h * r, w * r]: slices hold whole squares of pixels and whole channels."""
+    """[..., c * r * r, h, w] <-> [..., c, h * r, w * r]: slices hold complete squares of pixels and channels."""
     few, many = sorted((specs[0].shape, operator.results[0].shape), key=lambda shape: shape[-3])
     lead = tuple(f"d{i}" for i in range(len(few) - 3))
     dims: Dims = (*lead, "c", "h", "w")

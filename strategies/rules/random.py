@@ -48,7 +48,7 @@ def in_row_major(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @local_function
 def dropout_slice(x: Tensor, probability: float, key: int, ordinal: int, position: int) -> Tensor:
-    """Dropout of one slice with numbers of its own, from (key, ordinal, position of the slice)."""
+    """Dropout of one slice with per-slice random numbers, from (key, ordinal, position of the slice)."""
     mask = kept(x.shape, probability, mix(key, ordinal, position), x.device)
     return x * mask / (1 - probability) if probability < 1 else x * 0
 
@@ -112,7 +112,7 @@ def seeded(target: str, key: int, ordinal: int, /, *args: Any, **kwargs: Any) ->
 
 @local_function
 def seeded_slice(target: str, key: int, ordinal: int, position: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Any random operator on one slice, with numbers of its own, from (key, ordinal, position of the slice)."""
+    """Any random operator on one slice with per-slice random numbers, from (key, ordinal, position of the slice)."""
     with seeding(key, ordinal, position):
         return resolve(target)(*args, **kwargs)
 

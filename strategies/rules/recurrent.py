@@ -1,7 +1,7 @@
 """Recurrent networks: the batch is sliced; time, hidden units and weights stay replicated.
 
-With dropout between the layers and `random=exact`, both sides run layer by layer with masks of their own, drawn for the
-whole batch and cut to the block; `fast` draws in torch's operator from a key per slice.
+With dropout between the layers and `random=exact`, both sides run layer by layer with explicit masks, generated for the
+global batch and sliced to the block; `fast` draws in torch's operator from a key per slice.
 """
 
 from __future__ import annotations

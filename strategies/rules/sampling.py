@@ -3,7 +3,7 @@
 `fast`: each slice draws its own numbers. `exact`: the operator draws for the global tensor, and the block is kept. For
 that the slices of its operands are put in their places in global tensors of ones: how many numbers an element takes
 depends on no value in any of the operators here, so the block's numbers are those of one device. Others (poisson,
-binomial, randperm ...) have no rule: every rank draws the global tensor from whole operands.
+binomial, randperm ...) have no rule: every rank draws the global tensor from replicated operands.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def drawn_block(
 
 @local_function
 def rrelu_slice(x: Tensor, lower: float, upper: float, key: int, ordinal: int, position: int) -> Tensor:
-    """Leaky relu of one slice with random slopes of its own."""
+    """Leaky relu of one slice with per-slice random slopes."""
     return _leaky(x, lower, upper, uniform(x.shape, mix(key, ordinal, position), x.device))
 
 
@@ -96,8 +96,8 @@ def _starts(local: Local, dims: Dims, lengths: Sequence[int]) -> tuple[Any, ...]
 
 
 def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dims, shared: Sequence[str] = ()) -> Ref:
-    """The operator on its slices (`fast`), or the block of the whole draw. Slices of `shared` factors have the same
-    numbers."""
+    """The operator on its slices (`fast`), or the block of the global draw (`exact`). Slices of `shared` factors have
+    the same numbers."""
     given = local.args
     if traits(operator.op).fills:  # numbers have no gradient, and some of these operators refuse to be asked for one
         given = tuple(local.call("aten.detach.default", arg) if isinstance(arg, Ref) else arg for arg in given)
@@ -150,7 +150,7 @@ def elements(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 
 @rule("alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 def dropouts(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [...]; of features [n, c, ...] whole channels drop out."""
+    """x [...]; of features [n, c, ...] complete channels are dropped."""
     dims = _names(specs[0].shape)
     shared = dims[2:] if operator.op.startswith("feature") else ()
 

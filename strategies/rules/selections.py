@@ -33,7 +33,7 @@ def named_dims(dims: Dims) -> tuple[str, ...]:
 
 
 def same_dims(operator: Operator, specs: Sequence[TensorSpec], whole: Sequence[int]) -> Sharding:
-    """x [...] -> results of the same rank; `whole` are the dims that cannot be sliced."""
+    """x [...] -> results of the same rank; the dims in `whole` cannot be sliced."""
     dims = passing(len(specs[0].shape), whole)
     return sharding([dims], [dims] * len(operator.results), specs, operator.results, padded=named_dims(dims))
 

@@ -33,7 +33,7 @@ PRODUCTS = (
     ("+m n, m, n -> m n", "addr"),
     ("b... i, b... j, o i j, +o -> b... o", "bilinear"),
 )
-"""Sums of products: two flops for every combination of the factors. What is not summed over may have padded slices."""
+"""Sums of products: two flops for every combination of the factors. Factors that are not summed over may be padded."""
 
 PADDED = (
     # Every element by itself, finite with a finite slope whatever finite numbers padding holds

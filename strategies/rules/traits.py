@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Literal
 
 Result = Literal["new", "maybe", "identity", "permutation", "reshape", "expansion", "split", "part", "reinterpretation"]
-"""Where a result lies. "new": in memory of its own. "maybe": in that of the operand where nothing has to be done. The
-others are views of the operand (a reshape copies where strides do not allow a view; it is counted as one all the same):
-"identity" shows it as it is, "permutation" its dims in another order, "split" all shards of a dim, "part" some of its
+"""The aliasing of a result. "new": it has new memory. "maybe": it is the operand where nothing has to be done. The
+others are views of the operand (a reshape copies where strides do not allow a view; it counts as one nevertheless):
+"identity" an alias, "permutation" its dims in another order, "split" all chunks of a dim, "part" some of its
 elements, "reinterpretation" the same bits as complex or real numbers."""
 
 
@@ -160,7 +160,7 @@ ROWS: tuple[tuple[Traits, str], ...] = (
         random uniform
         """,
     ),
-    # Indices: what is read or written by them stays out
+    # Indices: the elements that they read or write are left out
     (Traits(saves="1"), "embedding index_fill index_put index_select masked_fill max_unpool2d max_unpool3d scatter"),
     (Traits(saves="1<2", rereads=False), "scatter_add"),
     (Traits(saves="1<2 2<2"), "index_add"),

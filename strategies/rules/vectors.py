@@ -11,7 +11,7 @@ from strategies.rules.registry import rule
 from strategies.rules.sharding import Local, Sharding
 
 SMALL = 25
-"""Up to so many vectors on both sides torch takes distances one by one; beyond, by a matrix product."""
+"""Up to this many vectors on both sides torch computes distances one by one; beyond, by a matrix product."""
 
 
 def _distances(operator: Operator, local: Local) -> Ref:

@@ -109,7 +109,7 @@ def _repeat(operator: Operator, local: Local) -> Ref:
 
 @rule("repeat")
 def repeat(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """Dims that are repeated once pass. Of the others whole copies can be sliced: a slice repeats its operand fewer
+    """Dims that are repeated once pass. The others can be sliced by complete copies: a slice repeats its operand fewer
     times."""
     counts, own = operator.args[1], len(specs[0].shape)
     result: Dims = tuple(f"m{i}" if count > 1 else f"d{i}" for i, count in enumerate(counts))

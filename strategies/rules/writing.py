@@ -1,8 +1,8 @@
-"""Writing by index into a copy: factors are the dims that are not indexed and the indexed dim itself; what is added to
-may also come in slices, which leaves a partial sum.
+"""Writes by index into a copy (scatter): the factors are the dims that are not indexed and the indexed dim itself; with
+accumulation the indexed entries may be sliced too, which leaves a partial sum.
 
-A slice of the indexed dim has one entry more while it is written: there goes what belongs to other slices, and then it
-is cut off.
+A slice of the indexed dim has one extra entry while it is written, which takes the writes to other slices and is then
+dropped.
 """
 
 from __future__ import annotations

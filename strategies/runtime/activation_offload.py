@@ -40,8 +40,8 @@ class Space(Protocol):
 
 
 class Activations:
-    """Takes storages of at least `larger_than` bytes to `disk`, or to the host without one, and counts them.
-    `moved.held` is the most that was away at once. On a GPU copies run beside the computation if they are `beside`."""
+    """Offloads storages of at least `larger_than` bytes to `disk`, or to the host without one, and counts them.
+    `moved.held` is the peak of the offloaded bytes. On a GPU copies overlap the computation if `beside` is set."""
 
     def __init__(
         self, device: torch.device, larger_than: int = 0, disk: Space | None = None, *, beside: bool = True
@@ -56,7 +56,7 @@ class Activations:
         self._last: weakref.ref[_Away] | None = None
 
     def attach(self, modules: Iterable[nn.Module], staying: Sequence[Tensor]) -> None:
-        """Take away what is kept while one of `modules` runs. `staying` are tensors that live on anyway."""
+        """Offload the tensors saved while one of `modules` runs; `staying` tensors stay on the device."""
         for module in modules:
             module.forward = _through(partial(self._run, module, module.forward, staying))
 

@@ -1,7 +1,7 @@
-"""The last thing a step does: written buffers take their new values.
+"""The buffer update at the end of a step: written buffers take their new values.
 
-Until then nothing writes, so every operator of the step reads what a buffer held before, and operators that read the
-new value were given it by name. Autograd keeps no old value of a buffer that one device would not keep too.
+Nothing writes before it, so every operator of the step reads the old value of a buffer, and operators that need the new
+value take it as an operand. Autograd keeps no old value of a buffer that one device would not keep too.
 """
 
 from __future__ import annotations

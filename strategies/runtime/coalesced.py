@@ -1,7 +1,7 @@
-"""One collective for the tensors of several: flatten, call once, split. The layout of the flat buffer.
+"""Coalesced collectives: flatten the tensors of several into one buffer, call once, split.
 
-The real engine and the simulator both pack and unpack with these functions, so that what is tested there is what runs
-here. Invariant: each tensor comes out as its own collective would give it.
+The engine and the simulator both pack and unpack with these functions, so tests of the simulator cover the engine.
+Invariant: each tensor has the value that a separate collective would give it.
 """
 
 from __future__ import annotations

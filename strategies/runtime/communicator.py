@@ -43,7 +43,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 Carrier = Callable[[Tensor], Tensor]
 CarrierOfAll = Callable[[Sequence[Tensor]], list[Tensor]]
 Landing = Callable[[], list[Tensor]]
-"""Waits for what is under way, once, and returns the results."""
+"""Waits for the collectives in flight, once, and returns the results."""
 Launcher = Callable[[Sequence[Tensor]], Landing]
 _Begin = Callable[[Tensor], Callable[[], Tensor]]
 _BeginAll = Callable[[Sequence[Tensor]], Landing]

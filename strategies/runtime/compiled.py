@@ -1,9 +1,9 @@
 """A rank's program through torch.compile, without graph breaks at the collectives.
 
 To the compiler a redistribution is one opaque operator, `meshwright::carry(tensor, number)` (`carry_all` for several
-that are joined), whose result shape is known; inside runs the same carrier as without compiling. The invariant: what is
-compiled computes what it did before, and the ranks communicate in one order (`order` is its hash). What is carried
-twice from one value to one layout, the compiler carries once. Random operators are opaque too (see `opaque_random`).
+that are fused), whose result shape is known; inside runs the same carrier as in eager mode. Invariant: a compiled
+program computes what the eager one does, and the ranks communicate in one order (`order` is its hash). Two equal
+redistributions of one value are merged by the compiler. Random operators are opaque too (see `opaque_random`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from strategies.core.steps import LOCAL, ReshardingPath
 from strategies.runtime.communicator import Carrier, CarrierOfAll
 
 LARGEST = 2000
-"""Nodes of a unit that is compiled as a whole; the time to compile grows faster than the unit."""
+"""The most nodes of a unit that is compiled as one graph; compile time grows faster than the unit."""
 REPEATED = 3
 """How often a unit must have the same code for being compiled by itself, once for all."""
 SHAPES = 256
@@ -118,9 +118,9 @@ def order() -> int:
 
 
 def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, backend: Any = "inductor") -> None:
-    """Let `module`, which `partition.build` made for compiling, be compiled when it is first called: as a whole, or in
-    parts where it is large or repeats itself, or with `leaves` in units that hold no others: ZeRO-3 gathers parameters
-    between units. Units that share their code are compiled once."""
+    """Compile `module`, which `module_tree.build` made for compiling, at its first call: as one graph; in parts where
+    it is large or has repeated layers; or with `leaves` by leaf units, because ZeRO-3 gathers parameters between units.
+    Units that share their code are compiled once."""
     from torch._inductor import utils
 
     # Its templates, which every backend reads, are not ASCII as PYTHONUTF8=0 and LC_ALL=C expect.
@@ -147,7 +147,7 @@ def _units(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 def _chosen(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The parts that are compiled: layers that repeat themselves one by one, and what is beside them."""
+    """The parts that are compiled: each of the repeated layers, and the units beside them."""
     count = Counter(type(unit) for unit in _units(module) if len(unit.graph.nodes) > 1 and _inner(unit))
     repeated = {kind for kind, number in count.items() if number >= REPEATED}
     return _parts(module, LARGEST, repeated)
@@ -172,7 +172,7 @@ def _parts(module: fx.GraphModule, largest: int, repeated: Container[type] = ())
 
 
 def check(device: str) -> None:
-    """Raises StrategyError, which names what is missing, where programs for `device` cannot be compiled."""
+    """Raises StrategyError, which names the missing tool, where programs for `device` cannot be compiled."""
     if (lacking := missing(device)) is not None:
         raise StrategyError(
             "MW802", f"train.compile = true cannot be done here: {lacking}; install it, or leave compiling out."

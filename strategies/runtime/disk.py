@@ -52,7 +52,7 @@ class Disk:
         return extent
 
     def put_again(self, extent: Extent, tensor: Tensor, after: Callable[[], object] | None = None) -> None:
-        """Begin to write `tensor` over what is there; it has the same size."""
+        """Start to overwrite the extent with `tensor`, which has the same size."""
         self.wait(extent)
         self.written += extent.size
         extent.writing = self._writer.submit(_write, self.file.fileno(), [_bytes(tensor)], extent.offset, after)
@@ -69,17 +69,17 @@ class Disk:
         self.read += len(content)
 
     def wait(self, extent: Extent) -> None:
-        """Until the extent is written. Raises OSError where it cannot be (the disk is full)."""
+        """Wait until the extent is written. Raises OSError where it cannot be (the disk is full)."""
         if extent.writing is not None:
             extent.writing.result()
             extent.writing = None
 
     def flush(self) -> None:
-        """Until everything is written."""
+        """Wait until everything is written."""
         self._writer.submit(int).result()
 
     def free(self, extent: Extent) -> None:
-        """Let go of the space, which may be written anew at once."""
+        """Release the space, which may be reused at once."""
         self._free.setdefault(extent.size, []).append(extent.offset)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _write(file: int, held: list[memoryview], offset: int, after: Callable[[], object] | None) -> None:
-    """Write the one entry of `held`, which is let go of before anybody hears that it is written."""
+    """Write the one entry of `held` and release it before the write is reported as done."""
     content = held.pop()
     if after is not None:
         after()

@@ -1,8 +1,8 @@
-"""Where this rank is: a few integers that another process can read while the rank hangs, and after it has died.
+"""A flight recorder: a few integers per rank that another process can read while the rank hangs, and after it died.
 
-What is called and waited for is written before it happens, one store each; a process that reads them finds who waits
-for whom. Texts (the ranks of a group, the operator behind a call) are written once, when they become known. One process
-is one rank, so there is one `recorder`. Invariant: a group and a place keep their number as long as the process lives.
+Every call and wait is recorded before it happens, with one store each; a process that reads them finds which rank waits
+for which. Strings (the ranks of a group, the operator of a call) are written once, when they become known. One process
+is one rank, so there is one `recorder`. Invariant: a group and a call site keep their number while the process lives.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FlightRecorder:
         self.cells[PHASE] = phase
 
     def advance(self, count: int = 1) -> None:
-        """So many more rows were read, or bytes written."""
+        """Count `count` more rows read, or bytes written."""
         self.cells[PROGRESS] += count
 
     def begin(self, step: int) -> None:

@@ -2,7 +2,7 @@
 (pretrained weights); ranks map the files and copy only their slices.
 
 So every parallel run starts from exactly the weights of the single-process run with the same seed, whatever order
-constructors draw in, and no rank ever holds a whole parameter.
+constructors draw in, and no rank ever holds an unsharded parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strategies.runtime.tensor_files import Reader, StoredTensor
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None) -> None:
-    """Write whole tensors by name, and where those in `stored`, which count before `tensors`, are in other files."""
+    """Write unsharded tensors by name, and the file locations of those in `stored`, which override `tensors`."""
     places = dict(stored or {})
     own = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name not in places}
     torch.save({"tensors": own, "stored": {name: astuple(one) for name, one in places.items()}}, path)

@@ -1,9 +1,9 @@
 """The bytes of the tensors that are alive, counted while a program runs.
 
-Every storage that an operator of torch takes or returns is counted once, from when it is first seen until it is
-really freed, whoever holds it. So what is counted is what an allocator would hand out, without its rounding and
-without what kernels use inside. It works the same on tensors without numbers, whose storages have sizes too: a
-prediction and a measurement that use it differ only where what they run differs.
+Every storage that an operator of torch takes or returns is counted once, from its first use until it is freed, whoever
+holds it. So the count is that of an allocator, without its rounding and without the workspaces of kernels. It works the
+same on fake tensors, whose storages have sizes too: a prediction and a measurement that use it differ only where the
+programs differ.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Known:
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`now` are alive in the memory of devices of type `device`, `peak` is the most since the last `restart`; `host`
-    are what stands for the host's memory where the device is a CPU: what is made there (`on_side`, `hosted`) or from
-    what is there. While `counting` is false, what is new is counted only when it is seen again. `events`, if they are
-    wanted, are all calls since the last `restart`, each with what was alive behind it. `shapes` is the mode of tensors
-    without numbers."""
+    """Bytes of live tensors: `now` in the memory of devices of type `device`, `peak` the maximum since the last
+    `restart`. Where the device is a CPU, `host` counts the tensors that stand for host memory: those made there
+    (`on_side`, `hosted`) or from tensors there. While `counting` is false, a new tensor is counted only when it is seen
+    again. `events`, if recorded, are all calls since the last `restart`, each with the live bytes after it. `shapes` is
+    the mode of fake tensors."""
 
     def __init__(self, device: str, shapes: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch asks this; else the whole compiler would be imported."""
+        """A hook of torch; without it torch would import its compiler."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 A contiguous run of instructions from one module call becomes one GraphModule with generated code, down to the modules
 that own parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3 gathers
-parameters module by module, and a flat graph would gather the whole model at once. A use of a parameter that another
+parameters module by module, and a flat graph would gather the complete model at once. A use of a parameter that another
 module owns becomes a separate unit, under which the same Parameter object is registered again. Units with the same
 code share it (see `reuse`); its names are then those of the first of them.
 """
@@ -50,7 +50,7 @@ from strategies.runtime.units import owned, unit_path
 MODULE = "module"
 """Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
 COPIED = "copied"
-"""Key in `GraphModule.meta` of the whole program: what it has copied to the host and back, as `OffloadTraffic`."""
+"""Key in `GraphModule.meta` of the program's root: its copies to the host and back, as `OffloadTraffic`."""
 OPERATORS = "operators"
 """Key in `GraphModule.meta` of a unit: names of values in its code, and the plan names of what computes them here."""
 

@@ -47,7 +47,7 @@ def private(name: str, *taken: Container[str]) -> str:
 
 
 def reach(unit: fx.GraphModule, path: str, of: str, ambiguous: Container[str] = ()) -> str:
-    """The attribute by which the code of `unit` reaches what is registered at `path` inside of it: of a tensor
+    """The attribute by which the code of `unit` accesses the entry registered at `path` inside it: a tensor
     (`get_attr`) or a child (`call_module`), whose name may also be that of a tensor if it is `ambiguous`."""
     *around, leaf = path.split(".")
     if all(map(plain, (*around, leaf))) and (of == "get_attr" or leaf not in ambiguous):

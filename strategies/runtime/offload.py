@@ -33,7 +33,7 @@ class Offload:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is moved at all."""
+        """The kinds of tensors that are offloaded."""
         where = {"optimizer": self.optimizer, "parameters": self.parameters, "activations": self.activations}
         return tuple(kind for kind, place in where.items() if place != "none")
 
@@ -48,7 +48,7 @@ NO_OFFLOAD = Offload()
 
 @dataclass
 class OffloadTraffic:
-    """Bytes of one kind: sent away and fetched back since the start, and held elsewhere now, or at most."""
+    """Bytes of one kind: offloaded (`out`) and fetched (`back`) since the start, and held elsewhere now or at peak."""
 
     out: int = 0
     back: int = 0
@@ -60,8 +60,8 @@ _side = threading.local()
 
 @contextmanager
 def on_side(host: bool) -> Iterator[None]:
-    """Tensors that are made inside are meant to be in the host's memory, or else in the device's; on a machine without
-    a GPU both are one memory, and only those who count care."""
+    """Assign tensors that are made inside to the host's memory, or else to the device's; on a machine without a GPU
+    both are one memory, and only the accounting differs."""
     before, _side.host = side(), host
     try:
         yield
@@ -70,7 +70,7 @@ def on_side(host: bool) -> Iterator[None]:
 
 
 def side() -> bool | None:
-    """Whether what is made now is meant for the host; None where nothing is said."""
+    """Whether new tensors are meant for host memory; None outside of `on_side`."""
     return getattr(_side, "host", None)
 
 

@@ -4,7 +4,7 @@ The generated code of such an operator hashes the program's key and sets generat
 key, a new number at every step, would be compiled anew each time. So the key becomes a tensor, and the operator
 `meshwright::draw(key, ordinals, tensors, number)`; the ordinals, by which repeated layers differ, are tensors too. The
 invariant: its gradient is that of the same computation with the same numbers, which key and ordinals alone determine;
-they are computed again for it.
+backward recomputes them.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Gradients(Protocol):
         """What the loss is multiplied by, if it is."""
 
     def collect(self) -> None:
-        """Half a backward pass has ended, or a whole one: take what it added to `grad` of the parameters."""
+        """Accumulate what a finished backward pass, or half of one, added to `grad` of the parameters."""
 
 
 Load = Callable[[int], tuple[Sequence[Tensor], int]]
@@ -46,7 +46,7 @@ Load = Callable[[int], tuple[Sequence[Tensor], int]]
 
 @dataclass(frozen=True)
 class RankStage:
-    """A stage as this rank runs it: `run` takes the batch's entries and what is received, and the random key."""
+    """A stage as this rank runs it: `run` takes the batch's entries with the received values, and the random key."""
 
     stage: Stage
     program: Program
@@ -87,7 +87,7 @@ class StageRunner:
         self.short = {unit.stage.number: unit for unit in short}
 
     def step(self, load: Load, updates: Gradients) -> Tensor:
-        """All micro-batches both ways. Returns the sum of this rank's losses in double, zero without the last stage."""
+        """Run all micro-batches. Returns the sum of this rank's losses as a double, zero without the last stage."""
         return self._run(self.actions, self.units, load, updates, 1 / self.parts)
 
     def one(self, load: Load, updates: Gradients, share: float, *, short: bool) -> Tensor:

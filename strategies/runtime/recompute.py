@@ -31,7 +31,7 @@ _running = threading.local()
 
 
 def in_region() -> bool:
-    """Whether a recomputed module runs, so that it alone decides what is stored."""
+    """Whether a recomputed module runs; it alone then decides which tensors are stored."""
     return getattr(_running, "region", None) is not None
 
 
@@ -118,7 +118,7 @@ class _Region:
     """One call of a unit, from its forward to the end of its backward.
 
     The numbers of a kept result are needed if autograd saves them, or if an operator takes them that is repeated
-    because its own results, or tensors inside it, are needed. What is not needed is not stored.
+    because its own results, or tensors inside it, are needed. Others are not stored.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class _Region:
             self.needed.add(self.part.id)
 
     def _spread_need(self) -> None:
-        """From what is needed to the kept results from which it is recomputed."""
+        """Trace the needed values back to the kept results from which they are recomputed."""
         waiting, seen = list(self.needed), set(self.needed)
         while waiting:
             part = self.parts.get(waiting.pop())

@@ -41,7 +41,7 @@ class _Redistribution(torch.autograd.Function):
 
 
 def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False, kept: bool = False) -> Edge:
-    """The function that carries a value to its use. What is `kept` by a recomputed module is sent only once."""
+    """The function that redistributes a value for its use. Values `kept` by a recomputed module are sent only once."""
 
     def carrier(steps: ReshardingPath) -> Carrier:
         found = communicator.carrier(steps)
@@ -117,7 +117,7 @@ def edges(instruction: Fused, communicator: Communicator, compiled: bool = False
 
 
 class Flight:
-    """What is under way between a start and its wait: results forward, then gradients backward."""
+    """The results in flight between a start and its wait: values in forward, then gradients in backward."""
 
     def __init__(self, landing: Landing) -> None:
         self._landing: Landing | None = landing

@@ -1,7 +1,7 @@
-"""A rank's shards of a tensor: views of its memory, each a block of the whole tensor, however its slice is cut up.
+"""A rank's shards of a tensor: views of its memory, each a block of the global tensor, however its slice is divided.
 
-Invariant: the views of all ranks together cover every element, and no view reaches into padding. A range of a slice
-that is stored row by row, which is what ZeRO gives a rank, is at most 2 n - 1 blocks in n dims.
+Invariant: the views of all ranks together cover every element, and no view includes padding. A range of a row-major
+slice, as ZeRO assigns to a rank, is at most 2 n - 1 blocks in n dims.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MODEL, OPTIMIZER = "model/", "optimizer/"
 
 @dataclass(frozen=True)
 class Shard:
-    """`view` is the part `block` of a tensor of the given whole `shape`; `shared` if every rank with the same slice of
-    the tensor holds the same; not `lasting` where the memory will soon hold something else."""
+    """`view` is the part `block` of a tensor of the global `shape`; `shared` if every rank with the same slice of the
+    tensor holds the same; not `lasting` where the memory will soon be reused."""
 
     shape: tuple[int, ...]
     block: Block
@@ -68,7 +68,7 @@ def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[Block, 
         yield (), 0
         return
     row = math.prod(shape[1:])
-    start, stop = -(-first // row), last // row  # whole rows
+    start, stop = -(-first // row), last // row  # complete rows
     if start > stop:  # within one row
         yield from _in_row(shape, stop, first, last, 0)
         return

@@ -283,7 +283,7 @@ class Simulation:
         }
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients: what the ranks hold, added over the axes that lowering left to the optimizer parallel."""
+        """Unsharded gradients: the ranks', reduced over the axes that lowering left to the optimizer parallel."""
         found = {}
         for source in self.program.sources:
             if not source.trainable or source.kind == "input":

@@ -107,7 +107,7 @@ class Lockstep:
         return [piece for source in sources for piece in simulation.slices[Ref(source.id)]]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients; those of a parameter that several groups use are added."""
+        """Unsharded gradients; those of a parameter that several groups use are summed."""
         found: dict[str, Tensor] = {}
         for group in range(self.groups):
             own: dict[str, Tensor] = {}
@@ -118,5 +118,5 @@ class Lockstep:
         return found
 
     def buffers(self) -> dict[str, Tensor]:
-        """Every buffer, whole, by name."""
+        """Every buffer, unsharded, by name."""
         return {name: value for simulation in self.simulations for name, value in simulation.buffers().items()}

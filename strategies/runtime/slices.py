@@ -1,6 +1,6 @@
-"""Slices of tensors: one rank's slice of a whole tensor, and the padding of dims that do not divide.
+"""Slices of tensors: one rank's slice of a global tensor, and the padding of dims that do not divide evenly.
 
-Invariant: what is beyond the end of a dim is made of zeros when a slice is cut and is dropped when slices are joined.
+Invariant: the padding beyond the end of a dim is zero when a tensor is sliced and dropped when slices are concatenated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from strategies.core.mesh import Mesh
 
 
 def cut(tensor: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
-    """The slice of a whole tensor that `rank` holds: a copy of shape `layout.local_shape`, zeros in the padding."""
+    """The slice of a global tensor on `rank`: a copy of shape `layout.local_shape`, zeros in the padding."""
     block = layout.block(tensor.shape, mesh, rank)
     piece = tensor[tuple(slice(*bounds) for bounds in block)]
     wanted = layout.local_shape(tensor.shape, mesh)

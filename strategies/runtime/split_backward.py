@@ -1,10 +1,10 @@
-"""Backward in two halves: first the gradients that the stage before waits for, then those of parameters.
+"""Backward in two halves: first the input gradients that the previous stage waits for, then the weight gradients.
 
-A node of the autograd graph is on the way if it leads to a received value. The first half runs the nodes on the way and
-remembers what came in where a parameter branches off; the second runs the branches. A parameter that branches off in
-several places or behind none, or from a function of python, which always runs as a whole, gets its gradient in the
-first half: its branches could not be run apart. Invariant: each branch gets the gradient that backward in one piece
-would give it, and every rank that runs one program runs its branches, and their collectives, in one order.
+A node of the autograd graph is on the path if it leads to a received value. The first half runs the nodes on the path
+and stores the incoming gradient where a parameter branches off; the second runs the branches. A parameter that branches
+off in several places or in none, or from a custom autograd function, whose backward cannot be split, gets its gradient
+in the first half: its branches could not run separately. Invariant: each branch gets the gradient of an unsplit
+backward, and every rank that runs one program runs its branches, and their collectives, in one order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole tensors in files, read block by block: safetensors files, torch state dicts, and folders of either.
+"""Unsharded tensors in files, read block by block: safetensors files, torch state dicts, and folders of either.
 
 Invariant: `index` reads headers alone, and a block costs reading and memory of the block's size, whatever the size of
 the file. A safetensors file is 8 bytes with the length of a JSON header, the header {name: {dtype, shape,
@@ -45,9 +45,9 @@ MOST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor: `key` in `file` (absolute), with its shape and its dtype as stored (torch's name). In a
-    safetensors file it begins at byte `offset`; None in a torch file. A tensor that is stored in `parts` has one file,
-    first byte and block for each of them."""
+    """An unsharded tensor: `key` in `file` (absolute path), with its shape and its dtype as stored (torch's name). In a
+    safetensors file it begins at byte `offset`; None in a torch file. A tensor that is stored in `parts` has a file, an
+    offset and a block for each of them."""
 
     file: str
     key: str
@@ -226,7 +226,7 @@ def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _readable(file: str) -> Iterator[None]:
-    """Tell what goes wrong while a file is read as one paragraph."""
+    """Report an error while a file is read as one paragraph."""
     try:
         yield
     except pickle.UnpicklingError as error:

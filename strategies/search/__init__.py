@@ -1,6 +1,6 @@
-"""The searches: strategies for all operators of a graph, so that a step takes the least seconds within the memory.
+"""The searches: strategies for all operators of a graph that minimise the step time within the memory limit.
 
-                   problem             elimination                        1  what is decided; factor graphs
+                   problem             elimination                        1  search problem; factor graphs
                       |                     |
        +--------------+--------+------------+-----+---------------+
    plan_cost   strategy_space  |     repeated_blocks   dual_bound         2  costs, candidates, contraction, bounds
@@ -13,7 +13,7 @@
               |                           |
     sharding_propagation              algorithms                          5  from configured operators; registry
 
-    joint stands alone: it decides about ZeRO, pipelines and recompute together with plans.
+    joint stands alone: it optimises ZeRO, pipelines and recompute jointly with plans.
 
 One cost graph: a variable per operator with its candidate strategies, factors of seconds from
 `strategies.cost.resharding_matrix` and `strategies.cost.roofline`. One solver: elimination, with repeated blocks

@@ -1,5 +1,5 @@
-"""The searches that minimise the cost of whole plans, by the name that a request gives them: on the mesh that a user
-named, or over all that respect the topology.
+"""The searches that minimise the cost of a complete plan, by the algorithm's name in a request: on a configured mesh,
+or over all meshes that respect the topology.
 
 Invariant: both return a plan on the problem's own prime axes.
 """
@@ -28,8 +28,8 @@ class Searched:
 
 
 Solve = Callable[[float | None], Searched]
-"""Finds plans of one problem for so many bytes of a rank; what it evaluates for one limit serves the next. Raises
-StrategyError where no plan within them is found."""
+"""Finds plans of one problem for a memory limit in bytes per rank; evaluations for one limit are reused for the next.
+Raises StrategyError where no plan within the limit is found."""
 Algorithm = Callable[[Problem, Cluster, tuple[Axes, ...] | None], Solve]
 """Problem, cluster, and the axes that a user named (as runs of the problem's; empty: its own) or None for an open
 mesh."""

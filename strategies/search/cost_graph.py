@@ -87,8 +87,8 @@ class SharedResharding:
     """Factors of a value that has a variable for the target that its uses share.
 
     Attributes:
-        first: what the shared target costs [candidates of the producer, targets]; target 0 is none.
-        uses: what is left for each use [candidates of the producer, targets, candidates of the user].
+        first: cost of the shared target [candidates of the producer, targets]; target 0 is none.
+        uses: remaining cost of each use [candidates of the producer, targets, candidates of the user].
     """
 
     first: Table
@@ -131,7 +131,7 @@ def shared_resharding(given: Layouts, costs: Sequence[UseCost]) -> SharedReshard
 
 
 class _Group:
-    """Which of so many layouts every candidate of a variable has."""
+    """The layout index of every candidate of a variable, and the number of layouts."""
 
     def __init__(self, of_candidate: Integers, layouts: int) -> None:
         self.of_candidate, self.layouts = of_candidate, layouts
@@ -149,9 +149,9 @@ class JointUses(Table):
     """Seconds over the candidates of a producer and of all users of a value, where every layout that any of them wants
     is paid once.
 
-    That is the least over all ways to divide the uses into groups that agree, where each group pays for the layout that
-    it wants. Given the value's layout, groups are independent: the least over everything else takes as long as a table
-    over the value and one use, not as one over all of them.
+    This is the minimum over all partitions of the uses into groups with one layout, where each group has the cost of
+    its layout. Given the value's layout, groups are independent: the minimum over everything else costs as much as a
+    table over the value and one use, not as one over all of them.
 
     Args:
         make_costs: makes the seconds of each target [layouts of the value, targets].
@@ -392,7 +392,7 @@ class CostGraph:
         return len(value.uses) <= MOST_SHARING and len(value.given.of_candidate) * targets * widest <= MOST_ENTRIES
 
     def set_multiplier(self, multiplier: float) -> None:
-        """Lets a byte of memory cost so many seconds."""
+        """Set the Lagrange multiplier: the cost of a byte of memory in seconds."""
         self.space.multiplier = multiplier
         for key, one in self.known.items():
             if key[0] == "own":

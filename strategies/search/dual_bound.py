@@ -1,16 +1,16 @@
 """The minimum of a factor graph that is too wide to be eliminated: message passing bounds it, reduced-cost fixing finds
 it among few candidates.
 
-Seconds are moved between factors and variables: what is taken out of a factor is added to one of its variables, so all
-sums stay the same, and the least of every part, added up, is a lower bound. A sweep goes through the variables in
-order: each takes what the factors towards the variables before it have left, and hands what it has in equal parts to
-those towards the variables behind it. Source: V. Kolmogorov, "A new look at reweighted message passing" (2015).
+Costs are reparametrised between factors and variables: an amount subtracted from a factor is added to one of its
+variables, so all totals stay the same, and the sum of the minima of all parts is a lower bound. A sweep visits the
+variables in order: each collects the min-marginals of the factors towards earlier variables, and distributes its cost
+in equal parts to those towards later ones. Source: V. Kolmogorov, "A new look at reweighted message passing" (2015).
 Invariant: the bound never falls, and a solution with a candidate costs at least the bound plus the candidate's reduced
 cost.
 
-The candidates of least reduced cost are eliminated exactly, as many as that is cheap with. Where the solution costs no
-more than the bound plus the least reduced cost that was left out, it is the minimum over all candidates; else more are
-taken. Source: G. Dantzig, R. Fulkerson, S. Johnson (1954).
+Exact elimination then runs on the candidates of least reduced cost, as many as are cheap to eliminate. Where the
+solution costs no more than the bound plus the least reduced cost among the others, it is the minimum over all
+candidates; else more are included. Source: G. Dantzig, R. Fulkerson, S. Johnson (1954).
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class ReducedCostFixing:
         return indices, self.lower_bound
 
     def _taken(self, most: float) -> tuple[list[Integers], float]:
-        """The candidates of least reduced cost with which an elimination makes at most so many entries; and the least
-        reduced cost of the others."""
+        """The candidates of least reduced cost whose elimination makes at most the given number of table entries, and
+        the least reduced cost of the others."""
         costs = self.dual.reduced_costs
         levels = np.unique(np.concatenate(costs))
         low, high = 0, len(levels)

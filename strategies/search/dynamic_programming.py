@@ -122,7 +122,7 @@ class PlanSearch:
 
     def evaluated(self, first: Mapping[Name, int], last: Mapping[Name, int], count: int) -> Solution:
         """The plan whose first `count` variables are as in `first`, the others as in `last`; without a bound."""
-        indices = [0] * len(self.graph.factors.sizes)  # variables of what is shared do not matter to a plan
+        indices = [0] * len(self.graph.factors.sizes)  # variables of shared targets are not part of a plan
         variables = self._variables()
         for place, name in enumerate(sorted(variables, key=lambda name: variables[name])):
             indices[variables[name]] = (first if place < count else last)[name]
@@ -166,7 +166,7 @@ class DynamicProgramming:
             self.bounds |= {runs: least_work(problem, cluster, runs) for runs in self.meshes if runs != whole}
 
     def within(self, memory: float | None) -> Chosen:
-        """The best plan over all meshes within so many bytes of a rank.
+        """The best plan over all meshes within a memory limit in bytes per rank.
 
         Raises:
             StrategyError: no plan within the limit was found on any mesh.

@@ -94,7 +94,7 @@ def _shown(choice: Choice, priced: Priced) -> dict[str, Any]:
 
 @dataclass(frozen=True, order=True)
 class _Next:
-    """What is known of a choice: it takes at least `seconds`; of equal ones those with a plan come first."""
+    """A queue entry of a choice: it takes at least `seconds`; of equal ones those with a plan come first."""
 
     seconds: float
     unseen: bool
@@ -102,9 +102,9 @@ class _Next:
 
 
 def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]) -> Decision:
-    """The best of the choices in `bounds`. `look` takes the steps of one: ever more seconds, and plans first without,
-    then with their bytes; after one that keeps `limit` no other is asked for. Raises StrategyError where none keeps
-    `limit`, and the first error of `look` where it refuses all that could."""
+    """The best of the choices in `bounds`. `look` yields successive evaluations of one: non-decreasing seconds, and
+    plans first without, then with their bytes; it stops at one within `limit`. Raises StrategyError where no choice is
+    within `limit`, and the first error of `look` where it rejects all that could be."""
     looking = _Looking(bounds, limit, look)
     first = looking.next()
     if first is None:
@@ -119,7 +119,7 @@ def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice]
 
 
 class _Looking:
-    """Where all choices stand: the steps of those that are looked at, and what each has told `last`."""
+    """The state of the search: the evaluations of the choices in progress, and the `last` result of each."""
 
     def __init__(
         self, bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]
@@ -143,7 +143,7 @@ class _Looking:
         return None
 
     def fitting(self, other: Choice) -> Choice | None:
-        """The fastest choice but one of which is known that it keeps the limit."""
+        """The fastest choice other than `other` that is known to be within the limit."""
         found = [
             (priced.seconds, choice)
             for choice, priced in self.last.items()
@@ -152,7 +152,7 @@ class _Looking:
         return min(found)[1] if found else None
 
     def open(self) -> Choice | None:
-        """Of the choices that were looked at and not found too large, the one that is told the least."""
+        """Of the evaluated choices that are not known to be too large, the one with the lowest estimate."""
         found = (one for one in self.waiting if not one.unseen and one.choice not in self.too_large)
         first = min(found, default=None)
         return None if first is None else first.choice

@@ -142,7 +142,7 @@ class MemoryBudget:
         return self.smallest[0].bytes
 
     def _near(self, seconds: float, limit: float, share: float = 1.0) -> bool:
-        """Whether the gap of so many seconds is within a share of the tolerated one."""
+        """Whether a gap in seconds is within a share of the tolerance."""
         bound = self.lower_bound(limit)
         return seconds - bound <= share * self.solver.tolerance * bound
 
@@ -160,7 +160,7 @@ class MemoryBudget:
 
     def _mixed(self, limit: float) -> list[Solution]:
         """Plans that take the first part of the program from one plan and the rest from another, and keep the limit:
-        repeated layers all change at one multiplier, so the limit may lie between two plans."""
+        repeated layers all change at one multiplier, so the limit may fall between two plans."""
         large, small = (one.indices for one in self._around(limit))
         found = []
         for first, last in ((large, small), (small, large)):

@@ -1,12 +1,13 @@
-"""The mesh, where nobody named one: factorisations of the ranks into axes, and the best of them.
+"""The choice of an unspecified mesh: factorisations of the ranks into axes, and the best of them.
 
-A factorisation says which prime axes of a problem's mesh are sliced with as one. It respects the topology: every axis
-lies within one level of the cluster, so each group of ranks that communicates is either inside a unit or across units.
+A factorisation joins prime axes of a problem's mesh into axes that slice as one. It respects the topology: every axis
+is within one level of the cluster, so each group of ranks that communicates is either inside a unit or across units.
 `coarsened` states a problem on such a mesh; a plan there is a plan on the prime axes, with the same layouts and bytes.
 
 `choose` bounds every factorisation below, searches those that could be among the best two, and returns the best with
 its runner-up. The search is a parameter. What bounds the plans of a factorisation bounds those of all that it refines.
-Invariant: what is pruned could not have been the best, nor among the best two where plans on two meshes are known.
+Invariant: a pruned factorisation could not have been the best, nor among the best two where plans on two meshes are
+known.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def finest(mesh: Mesh) -> Factorisation:
 
 
 def factorisations(mesh: Mesh, cluster: Cluster) -> list[Factorisation]:
-    """All ways to join neighbouring axes of `mesh` to at most `MOST_AXES` that end where levels of the cluster end.
+    """All groupings of neighbouring axes of `mesh` into at most `MOST_AXES` that end where levels of the cluster end.
 
     The finest comes first where it has so few axes. Of more levels than axes, some levels are joined.
     """

@@ -1,4 +1,4 @@
-"""The cost of a plan in seconds: of an operator by itself, of resharding a value to a use, and of the whole.
+"""The cost of a plan in seconds: of a single operator, of resharding a value to a use, and in total.
 
 A plan costs the work of every operator, every resharding forward and backward (once per value and target, but of a
 parameter once per use that returns a gradient, as the engine does it), the replication of what leaves the graph, and

@@ -1,9 +1,9 @@
-"""What every search works on, what its parts cost by themselves, and what a search returns.
+"""The input of every search, its node costs and memory estimates, and the result of a search.
 
-`Problem` is the graph with its rules, the mesh and what is fixed beforehand. `NodeCost` has the seconds that an
-operator or a parameter takes whatever its neighbours do: collectives of local programs, and the update of parameters.
-What a local program sends is found by emitting it, so it is what the engine runs. The memory estimate is additive:
-bytes of parameters with their gradients and optimizer states, and of results that stay for backward.
+`Problem` is the graph with its rules, the mesh and the fixed assignments. `NodeCost` has the seconds that an operator
+or a parameter takes whatever its neighbours do: collectives of local programs, and the update of parameters. The
+communication of a local program is found by emitting it, so it is what the engine runs. The memory estimate is
+additive: bytes of parameters with their gradients and optimizer states, and of results that stay for backward.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Problem:
-    """A graph on a mesh, with what is to be decided. Costs are those of one micro-batch, with its part of what is done
-    once per step.
+    """A graph on a mesh with its fixed and open assignments. Costs are those of one micro-batch, with its share of the
+    work done once per step.
 
     Attributes:
         graph, mesh: the operators, and the axes over which they are sharded.
@@ -160,8 +160,8 @@ class Solution:
 
     Attributes:
         assignments: by operator id.
-        cost: seconds of a micro-batch, with its part of what is done once per step.
-        bytes: that a rank keeps.
+        cost: seconds of a micro-batch, with its share of the work done once per step.
+        bytes: memory estimate of a rank.
         lower_bound: seconds that any plan takes at least (0: unknown).
         tensors: layouts of parameters with several uses; others have the layout that their first use wants.
         multiplier: seconds per byte of the memory limit at which it was found.

@@ -1,10 +1,10 @@
 """Recursive programming: the mesh is partitioned one axis at a time, and every round decides for all operators together
 which loop the axis slices, or none.
 
-Rounds go from the slowest link to the fastest: what an outer axis slices, the inner ones need not send, so an outer
-round sees the largest tensors. A round has few candidates per operator, one per loop that can be sliced, to leave the
-axes idle, and to stay; it is a factor graph over classes of equivalent operators (repeated layers), whose minimum is
-found by elimination. Afterwards single axes, and runs of neighbouring ones, are decided again with all others fixed,
+The axes go from the slowest link to the fastest: inner axes need not send what an outer axis slices, so an outer round
+sees the largest tensors. A round has few candidates per operator: one per loop that can be sliced, one that leaves the
+axes idle, and one that changes nothing; it is a factor graph over classes of equivalent operators (repeated layers),
+solved by elimination. Afterwards single axes, and runs of neighbouring ones, are decided again with all others fixed,
 until little is gained; the cost never rises where staying is allowed. Configured operators have one candidate
 throughout. On a mesh of few axes there is time for more: resharding costs what the engine runs, everything is also
 decided in other orders of the axes, beginning with replicated tensors, and at the end operators of a graph that is not
@@ -83,9 +83,9 @@ class Partitioning:
     """The assignments of all classes over the axes decided so far.
 
     Args:
-        cost: what is minimised.
-        classes: equivalent operators decide once.
-        multiplier: seconds per byte that a rank keeps.
+        cost: the objective.
+        classes: equivalent operators, which share an assignment.
+        multiplier: Lagrange multiplier in seconds per byte of a rank.
     """
 
     def __init__(self, cost: PlanCost, classes: Classes, multiplier: float = 0.0) -> None:
@@ -117,8 +117,8 @@ class Partitioning:
         return other
 
     def decide(self, axes: Axes, *, staying: bool) -> float:
-        """Slices with `axes` (a run of neighbours) what costs least. Returns the seconds of the whole, with those of
-        its bytes."""
+        """Assign `axes` (a run of neighbours) at the least cost. Returns the seconds of the plan, with those of its
+        bytes."""
         self.decided |= frozenset(axes)
         what = axes, staying, self.decided
         names = tuple([tuple(assignment.items()) for assignment in self.chosen])
@@ -357,7 +357,7 @@ def recursive_search(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = 
 
 
 def recursive_choice(problem: Problem, cluster: Cluster) -> Chosen:
-    """The best plan that rounds find on any factorisation of an open mesh."""
+    """The best plan of recursive partitioning over the factorisations of an open mesh."""
     whole = finest(problem.mesh)
     coarser = [runs for runs in factorisations(problem.mesh, cluster) if runs != whole]
     every = [whole, *(coarser if len(whole) <= MOST_AXES else coarser[:1])]
@@ -373,8 +373,8 @@ def recursive_choice(problem: Problem, cluster: Cluster) -> Chosen:
 
 
 def partitioned(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> Solution:
-    """The plan of rounds over classes. Where a memory limit is not kept, a byte costs seconds, as few as are needed,
-    found by bisection; the smallest plan if none keeps it."""
+    """The plan of recursive partitioning over classes. Where it exceeds the memory limit, bisection finds the smallest
+    multiplier (seconds per byte) that keeps the limit; the smallest plan if none does."""
     limit, best = problem.memory, _at(problem, cluster, axes, 0.0)
     if limit is None or best.bytes <= limit:
         return best
@@ -421,7 +421,7 @@ def improved(problem: Problem, cluster: Cluster, found: Solution, axes: Sequence
 def refined(
     problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment], axes: Sequence[Axes] = ()
 ) -> Solution:
-    """A plan by its assignments, with other strategies where they make the whole cheaper; configured ones stay."""
+    """A plan by its assignments, with other strategies where they lower the total cost; configured ones stay."""
     given = Solution(dict(chosen), math.inf, math.inf)
     again = _again(problem, cluster, equivalence_classes(problem, chosen), given, axes)
     return improved(problem, cluster, again, axes)
@@ -438,7 +438,7 @@ def _units(problem: Problem, axes: Sequence[Axes]) -> list[Axes]:
 
 
 def _decide_again(partitioning: Partitioning, axes: Sequence[Axes]) -> float:
-    """Sweeps over all axes and runs of them, until one gains little. Returns the seconds of the whole."""
+    """Sweep over all axes and runs of them until one gains little. Returns the seconds of the plan."""
     total = math.inf
     for _ in range(SWEEPS):
         before = total

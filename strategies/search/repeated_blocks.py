@@ -1,4 +1,4 @@
-"""Repeated layers: found in a factor graph, contracted once, raised to their number; and operators that are equivalent.
+"""Repeated-block contraction of a factor graph by min-plus matrix powers, and classes of equivalent operators.
 
 A run is a stretch of variables in which each has the same tables (as objects) as the one a `period` before it, over
 variables that are as far away, or over the same ones in front of the run. One block of it is eliminated down to a
@@ -7,8 +7,8 @@ power of the matrix, by doubling, is all n blocks. The last block stays: what fo
 
 Operators are equivalent if their rules, shapes and configured strategies are equal and so are those of everything up to
 `DEPTH` operators away; searches that decide once per class use this. Source: colour refinement (Weisfeiler and Leman,
-1968), stopped early. Invariant: what is legal for one member is legal for all, and the edges between classes are
-exactly the edges between their members, counted.
+1968), stopped early. Invariant: a strategy that is legal for one member is legal for all, and the edges between classes
+are exactly the edges between their members, counted.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def equivalence_classes(
     Args:
         problem: the problem.
         chosen: assignments by id that equivalent operators must share, if any.
-        single: every operator is a class of its own.
+        single: put every operator into a separate class.
     """
     key = None if chosen is None else tuple([tuple(one.items()) for one in chosen.values()])
     return problem.once(("classes", key, single), lambda: _classes(problem, chosen, single))

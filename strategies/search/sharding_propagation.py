@@ -47,8 +47,8 @@ MOST_CANDIDATES = 256
 SMALL_PRODUCTS, SMALL_FLOPS = 8, 1e9
 """Products of a small net, and their flops in all."""
 FEW_RANKS, DEARER = 16, 2.0
-"""Ranks on which a small net keeps the propagated plan; on more it may cost so many times the seconds of the cheapest:
-shards for all of them are then smaller than what it takes to call for them."""
+"""The number of ranks up to which a small network keeps the propagated plan; on more the plan may cost this multiple of
+the cheapest: the shards are then so small that launch overhead outweighs their work."""
 
 Default = Callable[[Operator], Assignment]
 """The assignment of an operator that propagation does not reach."""

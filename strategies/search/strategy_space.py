@@ -291,7 +291,7 @@ class SharedParameter:
     """A parameter with several uses.
 
     A candidate is a layout and a set of replica axes over which the gradient is added once per step; every use must
-    leave its gradient as a sum over such axes only (see lowering, where what is left follows in the same way).
+    leave its gradient partial over such axes only (lowering derives the remaining reductions in the same way).
 
     Attributes:
         layouts: per candidate.
