@@ -195,7 +195,7 @@ class _Reader:
 
 
 def _target(node: fx.Node) -> str:
-    """What an operator calls, as `resolve` finds it again."""
+    """The target of an operator, in the form that `resolve` looks up."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target)
     if LOCAL_FUNCTIONS.get(op_of(node)) is node.target:

@@ -182,7 +182,7 @@ def _plain_outputs(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def _described(output: object) -> str:
-    """What was returned, in few words."""
+    """A short description of a returned value."""
     if isinstance(output, Tensor):
         return f"a tensor {dtype_of(output)}{list(output.shape)}"
     if isinstance(output, (tuple, list)):

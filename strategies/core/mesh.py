@@ -43,7 +43,7 @@ class Mesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart two neighbours along an axis are, in ranks."""
+        """The distance of two neighbours along an axis, in ranks."""
         strides, step = {}, self.size
         for name, size in self.axes:
             step //= size

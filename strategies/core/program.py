@@ -228,7 +228,7 @@ class Program:
 
     @cached_property
     def calls(self) -> Counter[str]:
-        """How often a rank calls each collective for one forward and backward."""
+        """The number of calls of each collective by a rank in one forward and backward."""
         return Counter(step.kind for carried in self._carried for step in carried.parts[0].collectives)
 
 

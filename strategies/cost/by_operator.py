@@ -1,4 +1,4 @@
-"""What each operator of a plan costs one rank per step: seconds of computing, of redistributions and of adding its
+"""What each operator of a plan costs one rank per step: seconds of compute, of redistributions and of reducing its
 parameters' gradients, bytes sent and bytes of memory.
 
 A redistribution belongs to the operator that asks for it, a parameter to its first user. Invariant: nothing is counted
@@ -66,7 +66,7 @@ class OperatorCost:
     levels: Mapping[str, float]
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
-        """Of two batch splits of one operator, which share its parameters."""
+        """The sum over two batch splits of one operator, which share its parameters."""
         summed = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)[:-1]}
         levels = {
             key: self.levels.get(key, 0.0) + other.levels.get(key, 0.0) for key in {**self.levels, **other.levels}

@@ -78,7 +78,7 @@ def collective_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh
 
 
 def _members(crossed: Crossed, position: int) -> int:
-    """How many ranks of the group are in one unit of a level."""
+    """The number of the group's ranks in one unit of a level."""
     return math.prod(count for count, _ in crossed[position + 1 :])
 
 

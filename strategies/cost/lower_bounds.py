@@ -22,7 +22,7 @@ from strategies.rules import rule_of
 
 @dataclass(frozen=True)
 class StepLowerBound:
-    """Of one micro-batch on one device.
+    """Costs of one micro-batch on one device.
 
     Attributes:
         work: Seconds of all operators without their kernel launches.

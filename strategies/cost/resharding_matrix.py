@@ -32,7 +32,7 @@ Integers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 Booleans = npt.NDArray[np.bool_]
 REPLICATED, PARTIAL = -1, -2
-"""In place of the dim that an axis slices."""
+"""Values in place of the dim of an axis that slices none."""
 AT_ONCE, MANY = 64, 4096
 """Patterns of a pair of tables up to which all become exact at once; pairs of layouts that surely have more."""
 EQUAL = 1e-6
@@ -113,7 +113,7 @@ class ReshardingCosts:
         self._groups: dict[DimKinds, _Group] = {}
         self._bounds = _Bounds(mesh, cluster, self.axes)
         self.raised = 0
-        """How often an entry became exact above its bound."""
+        """The number of entries that became exact above their bounds."""
 
     @property
     def counts(self) -> Integers:
@@ -129,13 +129,13 @@ class ReshardingCosts:
         return self.numbers[axes]
 
     def table(self, sliced: Integers, dims: int) -> LayoutTable:
-        """From the dim that every axis slices [layouts, axes], REPLICATED or PARTIAL."""
+        """Make a table from the dim that every axis slices [layouts, axes], or REPLICATED or PARTIAL."""
         bits = 1 << np.arange(len(self.axes))
         numbers = (sliced[:, None, :] == np.arange(dims)[:, None]) @ bits
         return self._unique(numbers, (sliced == PARTIAL) @ bits)
 
     def table_of(self, layouts: Sequence[Layout]) -> LayoutTable:
-        """From layouts, whose axes may be in any order."""
+        """Make a table of layouts, whose axes may be in any order."""
         single = {name for name, size in self.mesh.axes if size == 1}
         dims = [[self._number(tuple(a for a in dim if a not in single)) for dim in one.dims] for one in layouts]
         partial = [sum(1 << self.axes.index(a) for a in one.partial if a not in single) for one in layouts]
@@ -203,7 +203,7 @@ class ReshardingCosts:
                 self._evaluate(made, pairs)
 
     def changes(self, before: LayoutTable, after: LayoutTable, spec: TensorSpec) -> int:
-        """How often entries between these tables were updated."""
+        """The number of updates of entries between these tables."""
         return self._matrices[self._key(before, after, spec)].changes
 
     def _kinds(self, before: LayoutTable, after: LayoutTable, shape: tuple[int, ...]) -> DimKinds:

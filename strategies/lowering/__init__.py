@@ -1,1 +1,1 @@
-"""From graph and plan to the program of all ranks, and the passes from program to program."""
+"""Lowering of graph and plan to the program of all ranks, and the passes over programs."""

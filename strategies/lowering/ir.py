@@ -92,7 +92,7 @@ def _compute(instruction: Compute, graph: OperatorGraph, plan: Plan, mesh: Mesh,
 
 
 def _strategies(operator: Operator, graph: OperatorGraph, plan: Plan) -> str:
-    """How many slices each dim of the operands and of the results has."""
+    """The number of slices of each dim of the operands and of the results."""
     chosen, sharding = plan.operators[operator.name], rule_of(operator, graph)
     into = [layout.counts(plan.mesh) for layout in sharding.operand_layouts(chosen.assignment)]
     out = [layout.counts(plan.mesh) for layout in chosen.outputs or sharding.result_layouts(chosen.assignment)]

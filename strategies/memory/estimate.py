@@ -61,7 +61,7 @@ class _Use:
 
 
 _uses: dict[int, dict[Ref, tuple[_Use, ...]]] = {}
-"""Of all results, by graph, as long as it lives."""
+"""The uses of all results, by graph, cached as long as the graph lives."""
 
 
 def stored_lower_bound(graph: OperatorGraph, plan: Plan) -> int:
@@ -97,7 +97,7 @@ def _uses_of(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What one forward stores under a plan."""
+    """The tensors that one forward stores under a plan."""
 
     graph: OperatorGraph
     plan: Plan

@@ -36,7 +36,7 @@ def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes:
 
 
 PARTS = ("activations", "optimizer", "parameters", "gradients", "buffers")
-"""In the order in which they are shown."""
+"""Listed in display order."""
 
 
 def _advice(part: str, settings: OptimizerSettings, recomputes: bool) -> str:

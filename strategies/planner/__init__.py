@@ -1,1 +1,1 @@
-"""From an operator graph and a request to a plan."""
+"""Make a plan from an operator graph and a request."""

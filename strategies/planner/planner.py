@@ -77,7 +77,7 @@ class Planning:
         self.mesh = self.meshing.mesh
         self.inputs = self._inputs()
         self.solving: dict[int, Solve] = {}
-        """By stage of ZeRO."""
+        """Indexed by ZeRO stage."""
 
     @cached_property
     def problem(self) -> Problem:
@@ -154,7 +154,7 @@ class Planning:
         return replace(plan, recompute=recompute)
 
     def _seconds(self, problem: Problem, found: Solution) -> float:
-        """Of a step as it runs; infinite where it cannot, such as for rows that its copies do not divide."""
+        """Seconds of a step as it runs; infinite where it cannot run, such as with an uneven batch split."""
         assert self.step_cost is not None
         try:
             return self.step_cost.seconds(self._made(problem, found))

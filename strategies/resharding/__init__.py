@@ -1,1 +1,1 @@
-"""From layout to layout: the cheapest sequence of collectives, its steps and its bytes."""
+"""Resharding between two layouts: the cheapest sequence of collectives, its steps and its bytes."""

@@ -58,7 +58,7 @@ Rows = tuple[int, int, int, int]
 
 
 def of_rows(numbers: Tensor, rows: Rows | None) -> Tensor:
-    """What was drawn for the rows of one copy."""
+    """Select the random numbers of one split's rows."""
     if rows is None:
         return numbers
     dim, own, count, number = rows

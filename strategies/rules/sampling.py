@@ -91,7 +91,7 @@ def _names(shape: Sequence[int]) -> tuple[str, ...]:
 
 
 def _starts(local: Local, dims: Dims, lengths: Sequence[int]) -> tuple[Any, ...]:
-    """Where a rank's block begins, by dim."""
+    """The start of a rank's block, per dim."""
     return tuple(0 if name is None else local.position(name, n) for name, n in zip(dims, lengths, strict=True))
 
 

@@ -90,7 +90,7 @@ class FlightRecorder:
         cells[GROUP] = self._groups.get(group, 0)
 
     def at(self, phase: int) -> None:
-        """Another phase of the step begins."""
+        """Record that another phase of the step begins."""
         self.cells[PHASE] = phase
 
     def advance(self, count: int = 1) -> None:
@@ -98,7 +98,7 @@ class FlightRecorder:
         self.cells[PROGRESS] += count
 
     def begin(self, step: int) -> None:
-        """Another step begins."""
+        """Record that another step begins."""
         self.cells[STEP] = step
         self.cells[BEGUN] += 1
 

@@ -122,6 +122,6 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the distinct storages of `tensors`."""
+    """Bytes of the distinct storages of `tensors`."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

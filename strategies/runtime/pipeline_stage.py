@@ -34,7 +34,7 @@ class Gradients(Protocol):
 
     @property
     def loss_scale(self) -> Scale | None:
-        """What the loss is multiplied by, if it is."""
+        """The loss scale, if there is one."""
 
     def collect(self) -> None:
         """Accumulate what a finished backward pass, or half of one, added to `grad` of the parameters."""

@@ -633,7 +633,7 @@ class _Flat:
         self.length = 0
 
     def start(self, part: Integers) -> int:
-        """Where an array begins."""
+        """The offset of an array; a new one is appended."""
         name = id(part)
         if name not in self.starts:
             self.starts[name] = self.length

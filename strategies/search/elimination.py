@@ -252,7 +252,7 @@ class _Step:
         self.divided_dims = dims.pop(divided) if divided is not None else ()
         self.numbers, self.dims = list(dims), list(dims.values())
         self.used: list[Seconds] = []
-        """What was added up last."""
+        """The arrays of the most recent sum."""
         self.parts: list[tuple[Part, ...]] = []
         """The same by factor: one array, or several of which the table is the least."""
         self.key: Key = ()

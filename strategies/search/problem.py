@@ -176,7 +176,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much cheaper, relative to the bound, a plan can be at most."""
+        """The optimality gap: how much cheaper, relative to the bound, a plan can be at most."""
         return (self.cost - self.lower_bound) / self.lower_bound if self.lower_bound > 0 else 0.0
 
 

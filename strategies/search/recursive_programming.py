@@ -41,7 +41,7 @@ from strategies.search.problem import Problem, Solution, operator_bytes, plan_by
 from strategies.search.repeated_blocks import Classes, Edge, equivalence_classes
 
 SWEEPS = 2
-"""How often everything is decided again, at most."""
+"""The maximum number of sweeps over all axes."""
 GAIN = 1e-3
 """Relative gain of a sweep below which it is the last one."""
 MOST_AXES = 6

@@ -140,7 +140,7 @@ class StrategySpace:
 
     @cached_property
     def _stored(self) -> dict[str, frozenset[int]]:
-        """Which results of operators stay for backward, by id."""
+        """The results of operators that are stored for backward, by id."""
         indices: dict[str, set[int]] = {}
         for ref in self.problem.stored:
             indices.setdefault(ref.id, set()).add(ref.index)
