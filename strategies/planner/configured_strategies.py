@@ -12,7 +12,7 @@ from strategies.core.request import NamedDims, Operand, OperatorStrategy
 from strategies.rules.sharding import Sharding
 
 Slicing = int | tuple[str, tuple[str, ...]]
-"""Of one factor: the number of slices, or (layout name, its axes)."""
+"""The setting of one factor: the number of slices, or (layout name, its axes)."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""From an operator graph and a request to a plan: rules, configured strategies, mesh, search, parameter layouts,
-checks."""
+"""The planner: a plan from an operator graph and a request, by rules, configured strategies, mesh, search, parameter
+layouts and checks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which of a few plans has the shortest step as it runs, and a lower bound of every plan's step.
 
-A search adds up parts. A step takes less where a redistribution runs beside computing, where several become one call,
+A search sums parts. A step takes less where a redistribution overlaps with compute, where several are fused into one,
 and where gradients are reduced during backward. So what the searches find is evaluated again as it will run, and the
 cheapest is taken. A search whose costs leave out as much as may be saved bounds the step of every plan from below. Two
 sets of costs do; neither is always the better one:
@@ -45,11 +45,11 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True)
 class StepSavings:
-    """How a step may cost less than its parts.
+    """The optimisations by which a step may cost less than its parts.
 
     Attributes:
-        overlapped: redistributions run beside computing.
-        joined: some redistributions become one call.
+        overlapped: redistributions overlap with compute.
+        joined: some redistributions are fused into one call.
         bucket: bytes of a gradient call at most (None: as many as are chosen, 0: any number).
         optimizer_bytes: read and written per parameter element; None: as the problem has it.
         constant: seconds that are the same for every plan.

@@ -300,7 +300,7 @@ def _with(dims: Dims, dim: int, axes: Axes) -> Dims:
 
 
 class _Padded(_Search):
-    """Of a tensor some of whose slices are padded, or are so few elements that what a step sends is rounded."""
+    """A search for a tensor with padded slices, or with so few elements that the volume of a step is rounded."""
 
     def __init__(self, before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
         super().__init__(mesh.sizes, (before.dims, before.partial), (after.dims, after.partial))

@@ -176,7 +176,7 @@ def _instances(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
 
 @rule("instance_norm_training")
 def instance_training(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """As batch_norm_training, every sample by itself: n and c pass, the other dims stay replicated."""
+    """Like batch_norm_training, but per sample: n and c pass, the other dims stay replicated."""
     dims: Dims = ("n", "c", *(None,) * (len(specs[0].shape) - 2))
     return _per_channel(operator, specs, dims, _instances)
 

@@ -55,7 +55,7 @@ def _padding(scores: Tensor, start: int, total: int) -> Tensor | None:
 
 @local_function
 def target_weight(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean divides by: the number (or class weight) of the targets that count. A scalar, float32 or wider."""
+    """The divisor of a mean: the number (or class weight) of the targets that count. A scalar, float32 or wider."""
     counted = target != ignore_index
     if weight is None:
         return counted.sum(dtype=_wide(scores.dtype))

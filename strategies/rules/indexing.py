@@ -32,7 +32,7 @@ def own_index(index: Tensor, start: int, size: int, total: int) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class Places:
-    """How x[indices] is laid out: dims of x, of each index and of the result."""
+    """The layout of x[indices]: dims of x, of each index and of the result."""
 
     x: Dims
     indices: tuple[Dims, ...]

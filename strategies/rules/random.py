@@ -54,7 +54,7 @@ def dropout_slice(x: Tensor, probability: float, key: int, ordinal: int, positio
 
 
 Rows = tuple[int, int, int, int]
-"""Which rows of a drawn tensor belong to a copy of the batch: dim, rows, copies, number of the copy."""
+"""The rows of a random tensor that belong to one batch split: dim, rows, number of splits, index of the split."""
 
 
 def of_rows(numbers: Tensor, rows: Rows | None) -> Tensor:
@@ -68,7 +68,7 @@ def of_rows(numbers: Tensor, rows: Rows | None) -> Tensor:
 
 
 def drawn_rows(operator: Operator, shape: Sequence[int]) -> tuple[tuple[int, ...], Rows | None]:
-    """What an exact operator draws for its `shape`: the shape for all copies of the batch, and which rows are its."""
+    """The random tensor of an exact operator for its `shape`: the shape over all batch splits, and its rows."""
     share = operator.batch_slice
     if share is None:
         return tuple(shape), None

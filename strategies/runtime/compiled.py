@@ -52,7 +52,7 @@ class _Edges:
 
 _edges: list[_Edge] = []
 _fused: list[_Edges] = []
-"""What `number` means, in this process."""
+"""The meaning of `number` in this process."""
 _order = [0]
 """A hash of the edges carried out so far, in their order."""
 

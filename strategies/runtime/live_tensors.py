@@ -50,7 +50,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """A hook of torch; without it torch would import its compiler."""
+        """A hook that torch calls; without it torch would import its compiler."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,7 +28,7 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 _draws: list[Draw] = []
-"""What `number` means, in this process."""
+"""The meaning of `number` in this process."""
 
 
 def _draw(key: Tensor, ordinals: list[Tensor], tensors: list[Tensor], number: int) -> list[Tensor]:

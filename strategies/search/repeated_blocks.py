@@ -372,7 +372,7 @@ def _signature(problem: Problem, operator: Operator, leaving: Mapping[str, Seque
 
 
 def _source(problem: Problem, source: Source) -> Hashable:
-    """What the uses of a source depend on; a parameter with several uses is equivalent to no other."""
+    """The key by which uses of a source are equivalent; a parameter with several uses is equivalent to no other."""
     users = len(problem.graph.users[Ref(source.id)])
     single = source.id if source.kind == "parameter" and users > 1 else None
     layout = problem.inputs[source.name] if source.kind == "input" else None
