@@ -87,8 +87,8 @@ def _certificate(plan: Plan) -> str:
 
 
 def shown_gap(gap: float) -> str:
-    """The optimality gap in percent."""
-    return f"{100 * gap:.2g} %" if gap > ROUNDING else "0 %"
+    """The optimality gap in percent of the lower bound."""
+    return f"{100 * gap:{'.2g' if gap < 1 else '.0f'}} %" if gap > ROUNDING else "0 %"
 
 
 def search_lines(search: Content) -> list[str]:
