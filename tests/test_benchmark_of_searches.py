@@ -56,4 +56,4 @@ def test_a_picture_depends_on_its_data_alone(tmp_path: Path) -> None:
 def test_an_unknown_part_is_refused_by_its_name() -> None:
     words = [sys.executable, "-m", "benchmarks.search", "--only", "speed,sped"]
     done = subprocess.run(words, capture_output=True, encoding="utf-8", check=False)
-    assert done.returncode == 2 and "no part is called sped; there are speed, wide, scale" in done.stderr
+    assert done.returncode == 2 and "no part is called sped; there are speed, open_mesh, scale" in done.stderr

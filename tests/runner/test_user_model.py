@@ -100,8 +100,8 @@ def test_inputs_that_are_not_batches(start, kind):
     [
         (("data.unbatched=[]",), ("'w' with 12 rows from 16", "data.unbatched=[w]")),
         (("data.unbatched=[v]", "data.args={}", "data.collate=null"), ("no 'v'", "x, w")),
-        (("evaluate.every=1",), ("data.unbatched = [w]", "evaluate")),
-        (("data.drop_last=false",), ("data.unbatched = [w]", "drop_last=true")),
+        (("evaluate.every=1",), ("data.unbatched = ['w']", "evaluate.every = 1")),
+        (("data.drop_last=false",), ("data.unbatched = ['w']", "drop_last=true")),
     ],
 )
 def test_unbatched_inputs_are_refused(command, words, texts):

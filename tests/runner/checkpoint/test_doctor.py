@@ -72,7 +72,7 @@ def test_damage_is_reported_and_ends_with_1(tmp_path, capsys):
     assert run([str(path)]) == 1
     out = capsys.readouterr().out
     assert f"failed  {largest(path).name}" in out and "its checksum is" in out
-    assert out.splitlines()[-1].startswith("lost: what the damaged files held is in no other file")
+    assert out.splitlines()[-1].startswith("lost: the content of the damaged files is in no other file")
     (path / "checkpoint.json").write_text("{", encoding="utf-8")
     assert run([str(path)]) == 1
     assert capsys.readouterr().out.startswith(f"failed  The checkpoint {path} is damaged")

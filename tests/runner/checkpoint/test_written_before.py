@@ -83,7 +83,7 @@ def test_the_run_goes_on_as_it_did_then(start, kind, tmp_path):
     assert ended.losses == pytest.approx(then, rel=1e-5)
     assert [record["lr"] for record in ended.records] == [json.loads(line)["lr"] for line in lines]
     assert (
-        json.loads((ended.folder / "run.json").read_text())["run"]
-        == json.loads((FOLDER / kind / "run.json").read_text())["run"]
+        json.loads((ended.folder / "run.json").read_text(encoding="utf-8"))["run"]
+        == json.loads((FOLDER / kind / "run.json").read_text(encoding="utf-8"))["run"]
     )
     assert newest(ended.folder).name == "step-00000008"

@@ -31,7 +31,7 @@ def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():
 @pytest.mark.parametrize(("momentum", "kept"), [(0.0, 0), (0.9, 1)])
 def test_a_search_knows_what_the_optimizer_keeps(momentum, kept):
     optimizer = ("optimizer.target=torch.optim.SGD", f"+optimizer.args.momentum={momentum}")
-    assert request_of(compose_config(*SMALL, "parallel=data_parallel", *optimizer), 4).states == kept
+    assert request_of(compose_config(*SMALL, "parallel=data_parallel", *optimizer), 4).optimizer_state_factor == kept
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_search_knows_what_the_optimizer_keeps(momentum, kept):
 def test_a_search_counts_the_micro_batches_of_a_step(words, count):
     """The bubble of a pipeline of two stages adds one micro-batch."""
     config = compose_config(*SMALL, "parallel=data_parallel", "data.batch_size=64", *words)
-    assert request_of(config, 4).turns == count
+    assert request_of(config, 4).micro_batches == count
 
 
 OPEN = ("parallel=auto", "parallel.search=dynamic_programming", "parallel.zero.stage=auto")

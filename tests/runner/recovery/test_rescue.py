@@ -110,4 +110,4 @@ def test_a_folder_without_a_word_is_removed(tmp_path, capsys):
 
 def test_other_launchers_refuse(command):
     done = command(*PLAIN, "launch=torchrun", "launch.rescue=true")
-    assert done.code == 2 and "but launch = 'torchrun' stops them at once" in done.err
+    assert done.code == 2 and "launch.rescue = true does not go with launch.launcher = 'torchrun'" in done.err

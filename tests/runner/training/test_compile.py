@@ -45,7 +45,7 @@ def test_a_compiled_run_trains_and_evaluates_as_any_other(start):
 def test_modules_that_run_as_they_are_are_not_compiled(command, words):
     done = command(*SMALL, *words, COMPILED)
     assert done.code == 2 and len(done.paragraphs) == 1
-    assert "train.compile = true compiles the program that a plan gives each rank, but parallel.mode" in done.err
+    assert "train.compile = true does not go with parallel.mode" in done.err
 
 
 def test_a_missing_compiler_is_reported_before_anything_is_built(monkeypatch):

@@ -18,8 +18,8 @@ STAGE3 = "parallel.zero.stage=3"
 
 # words of the command line, the keys that clash, the alternative
 BAD = [
-    ((f"{OFFLOAD}.optimizer=host",), (f"{OFFLOAD}.optimizer = 'host'", "parallel.zero.stage = 1, 2 or 3"), "=none"),
-    ((f"{OFFLOAD}.optimizer=disk", "parallel.zero.stage=2"), (f"{OFFLOAD}.optimizer", "parallel.zero.stage"), "=host"),
+    ((f"{OFFLOAD}.optimizer=host",), (f"{OFFLOAD}.optimizer = 'host'", "parallel.zero.stage = 0"), "=none"),
+    ((f"{OFFLOAD}.optimizer=disk", "parallel.zero.stage=2"), (f"{OFFLOAD}.optimizer", "parallel.zero.stage"), "host with ZeRO 1 and 2"),
     ((f"{OFFLOAD}.parameters=host", "parallel.zero.stage=2"), (f"{OFFLOAD}.parameters", "parallel.zero"), "=none"),
     ((f"{OFFLOAD}.folder=/tmp",), (f"{OFFLOAD}.folder = '/tmp'",), "or drop the folder"),
     ((f"{OFFLOAD}.activations=host",), (f"{OFFLOAD}.activations",), "activations.to=host"),
@@ -33,7 +33,7 @@ BAD = [
     (
         (f"{OFFLOAD}.optimizer=host", STAGE3, "parallel.zero.options={offload_optimizer: {device: cpu}}"),
         ("parallel.zero.options.offload_optimizer", f"{OFFLOAD}.optimizer"),
-        "keep one",
+        "choose one",
     ),
     ((f"{OFFLOAD}.activations.to=disk", f"{OFFLOAD}.folder=nowhere"), (f"{OFFLOAD}.folder = 'nowhere'",), "make it"),
     ((f"{OFFLOAD}.optimizer=disk", STAGE3), (f"{OFFLOAD}.optimizer = 'disk'",), f"{OFFLOAD}.optimizer=host"),
