@@ -208,7 +208,7 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Pl
         for share in (None, *ROOMS):
             room = None if share is None else int(share * limit)
             try:
-                plan = make_plan(captured.graph, replace(free, stage=choice.zero, memory_limit=room), machine)
+                plan = make_plan(captured.graph, replace(free, zero_stage=choice.zero, memory_limit=room), machine)
             except StrategyError:
                 break  # no plan is so small
             one = predicted(replace(written, plan=plan, stage=choice.zero), hand.ranks)

@@ -42,7 +42,8 @@ def test_the_plan_lists_the_batch_splits(command, tmp_path):
     done = command("explain", "+recipe=gpt_multi_copy", f"hydra.run.dir={tmp_path}/run", "parallel.dump_ir=true")
     assert done.code == 0, done.err
     assert (
-        "batch splits: 2 of 8 rows of a micro-batch, 50 operators for each; once for all: arange, positions, loss" in done.out
+        "batch splits: 2 of 8 rows of a micro-batch, 50 operators for each; once for all: arange, positions, loss"
+        in done.out
     )
     assert "operand 0, copy 1, backward: all_reduce over tp" in done.out
     plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))

@@ -166,8 +166,14 @@ def test_a_damaged_checkpoint_is_refused(start, stored):
         ((), "predict.checkpoint = null does not go with model.weights = null"),
         (("checkpoint=nowhere",), "predict.checkpoint = 'nowhere': this folder does not exist"),
         (("checkpoint=here.pt",), "model.weights=here.pt"),
-        (("checkpoint=nowhere", "predict.data.args={rows: 3}", "predict.data.path=a.jsonl"), "predict.data.args = {'rows': 3} does not go with predict.data.path = 'a.jsonl'"),
-        (("checkpoint=nowhere", "predict.data.collate_args={length: 3}"), "predict.data.collate_args = {'length': 3} does not go with predict.data.collate = null"),
+        (
+            ("checkpoint=nowhere", "predict.data.args={rows: 3}", "predict.data.path=a.jsonl"),
+            "predict.data.args = {'rows': 3} does not go with predict.data.path = 'a.jsonl'",
+        ),
+        (
+            ("checkpoint=nowhere", "predict.data.collate_args={length: 3}"),
+            "predict.data.collate_args = {'length': 3} does not go with predict.data.collate = null",
+        ),
     ],
     ids=["none", "nowhere", "file", "args", "collate"],
 )

@@ -19,7 +19,11 @@ STAGE3 = "parallel.zero.stage=3"
 # words of the command line, the keys that clash, the alternative
 BAD = [
     ((f"{OFFLOAD}.optimizer=host",), (f"{OFFLOAD}.optimizer = 'host'", "parallel.zero.stage = 0"), "=none"),
-    ((f"{OFFLOAD}.optimizer=disk", "parallel.zero.stage=2"), (f"{OFFLOAD}.optimizer", "parallel.zero.stage"), "host with ZeRO 1 and 2"),
+    (
+        (f"{OFFLOAD}.optimizer=disk", "parallel.zero.stage=2"),
+        (f"{OFFLOAD}.optimizer", "parallel.zero.stage"),
+        "host with ZeRO 1 and 2",
+    ),
     ((f"{OFFLOAD}.parameters=host", "parallel.zero.stage=2"), (f"{OFFLOAD}.parameters", "parallel.zero"), "=none"),
     ((f"{OFFLOAD}.folder=/tmp",), (f"{OFFLOAD}.folder = '/tmp'",), "or drop the folder"),
     ((f"{OFFLOAD}.activations=host",), (f"{OFFLOAD}.activations",), "activations.to=host"),

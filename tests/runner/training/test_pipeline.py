@@ -236,14 +236,17 @@ BAD = [
     (("world_size=5",), ("world_size = 5", "parallel.pipeline.stages = 2", "a multiple of 2")),
     (("parallel.pipeline.stages=1",), ("parallel.pipeline.stages", "2")),
     ((f"{CUTS}.outer=2",), ("outer = 2", "stages 0 to 1")),
-    (("parallel.pipeline.virtual_stages=2",), ("schedule = '1f1b' has one stage", "interleaved_1f1b or zero_bubble")),
+    (
+        ("parallel.pipeline.virtual_stages=2",),
+        ("schedule = '1f1b' does not go with parallel.pipeline.virtual_stages = 2", "interleaved_1f1b or zero_bubble"),
+    ),
     (
         ("parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.virtual_stages=1"),
-        ("virtual_stages = 1 is 1f1b that holds more", "virtual_stages=2 or more"),
+        ("'interleaved_1f1b' does not go with parallel.pipeline.virtual_stages = 1", "virtual_stages=2 or more"),
     ),
     (
         ("parallel.pipeline.schedule=zero_bubble", "parallel.pipeline.micro_batches=5", "data.batch_size=20"),
-        ("micro_batches = 5", "in 2 rounds", "a multiple of parallel.pipeline.stages = 2"),
+        ("micro_batches = 5", "in 2 groups", "a multiple of parallel.pipeline.stages = 2"),
     ),
     (
         ("parallel.pipeline.schedule=interleaved_1f1b", f"{CUTS}.outer=4"),
@@ -254,14 +257,17 @@ BAD = [
         ("2 x 9 = 18, but the model has only", "operators; take fewer stages"),
     ),
     (("parallel.pipeline.schedule=interleaved_1f1b",), ("leave stage 2 of", "give it a module")),
-    (("parallel.zero.stage=2",), ("parallel.zero.stage = 0 or 1, not 2", "every micro-batch", "stages=null")),
+    (
+        ("parallel.zero.stage=2",),
+        ("parallel.pipeline.stages = 2 does not go with parallel.zero.stage = 2", "every micro-batch", "stages=null"),
+    ),
     (
         ("train.compile=true", "parallel.pipeline.schedule=zero_bubble"),
         ("train.compile = true", "schedule = 'zero_bubble'", "1f1b or interleaved_1f1b"),
     ),
     (("parallel.mode=stand_alone", "world_size=1"), ("parallel.mode = 'stand_alone'", "stages=null")),
     (("train.precision=fp16", "parallel.zero.stage=1"), ("'fp16'", "parallel.zero.stage=0 or train.precision=bf16")),
-    (("parallel.pipeline.stages=null",), ("parallel.pipeline.cuts is given", "stages=N")),
+    (("parallel.pipeline.stages=null",), ("parallel.pipeline.stages = null", "set parallel.pipeline.stages=N")),
     (
         ("parallel.comm_fusion.all_reduce={mode: index, config: [1]}",),
         ("all_reduce.mode = 'index'", "choose mode auto or size"),
