@@ -306,7 +306,7 @@ class CostGraph:
         self.leaving: list[tuple[int, Seconds]] = []
         """Seconds to replicate what leaves the graph."""
         # tables of `like` may be older than the bounds that were raised while it was built
-        self.raised = self.resharding.raised if like is None else like.raised
+        self.raised: int = self.resharding.raised if like is None else like.raised
         self.learned = {source.id for source in self.operators.of_kind("parameter")}
         self._add_variables()
         self._add_factors()
