@@ -1,6 +1,8 @@
 """`run explain OPERATOR`: the origin of its strategy, its communication, and the next best strategy."""
 
-from __future__ import re
+from __future__ import annotations
+
+import re
 
 import pytest
 from small import MODES, SMALL
