@@ -1,10 +1,10 @@
 """The overhead of a background save, as a ratio measured in one run: the additional step time during a background save
 over the time of a blocking save.
 
-    python -m benchmarks.checkpoint [--ranks 1] [--device cpu|cuda] [--width 1024] [--layers 24] [--rounds 9]
+    python -m benchmarks.checkpoint [--ranks 1] [--device cpu|cuda] [--width 1024] [--layers 24] [--repetitions 9]
         [--clock wall|cpu]
 
-Rounds of plain steps, a blocking save and a background save alternate in the same processes, so that other load on the
+Repetitions of plain steps, a blocking save and a background save alternate in the same processes, so that other load on
 machine affects all of them; every figure is a median. Goal: at most 5 %. A background save needs host memory for one
 copy of a rank's shards.
 """
@@ -73,12 +73,12 @@ class Run:
 
 
 def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the rounds, and checkpoint bytes, of this rank."""
+    """Medians over the repetitions, and checkpoint bytes, of this rank."""
     run = Run(rank, payload["width"], payload["layers"], payload["rows"], payload["clock"])
     saver, wanted = run.saver, checkpoints.SaveOptions(keep=2)
     folder, number = Path(payload["folder"]), 0
     found: dict[str, list[float]] = {"step": [], "blocking": [], "extra": [], "call": [], "under way": [], "ratio": []}
-    for round_ in range(payload["rounds"] + 1):
+    for repetition in range(payload["repetitions"] + 1):
         plain = statistics.median(run.step() for _ in range(PLAIN))
         number += 1
         started = run.clock()
@@ -97,13 +97,13 @@ def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
         saver.wait()
         after = statistics.median(run.step() for _ in range(PLAIN))
         plain = (plain + after) / 2
-        if round_:  # the first one makes buffers and imports
+        if repetition:  # the first one makes buffers and imports
             extra = under_way - steps * plain
             values = (plain, blocking, extra, call, under_way, extra / blocking)
             for name, value in zip(found, values, strict=True):
                 found[name].append(value)
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
-    return medians | {"held": saver.buffer_bytes, "parameters": sum(one.numel() for one in run.module.parameters())}
+    return medians | {"resident": saver.buffer_bytes, "parameters": sum(one.numel() for one in run.module.parameters())}
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    for name, value in (("width", 1024), ("layers", 24), ("rows", 256), ("rounds", 9)):
+    for name, value in (("width", 1024), ("layers", 24), ("rows", 256), ("repetitions", 9)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

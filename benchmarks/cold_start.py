@@ -1,7 +1,7 @@
 """Time from the command to the first optimizer step on 8 ranks, against 8 plain processes that only form a process
 group.
 
-    python benchmarks/cold_start.py [--recipe ffn_auto] [--rounds 3]
+    python benchmarks/cold_start.py [--recipe ffn_auto] [--repetitions 3]
 
 Baseline: as many processes started one by one, which import torch, form a gloo group and add one number; the minimum
 for any launcher without a shared import. Both run alternately; the ratio of the medians is printed, with a breakdown of
@@ -68,11 +68,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="ffn_auto")
     parser.add_argument("--ranks", type=int, default=8, help="of the baseline; a recipe says its own")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     first, plain, first_step = [], [], ""
-    for _ in range(options.rounds):
+    for _ in range(options.repetitions):
         with tempfile.TemporaryDirectory() as folder:
             seconds, first_step = ours(options.recipe, Path(folder) / "run")
             first.append(seconds)

@@ -196,7 +196,7 @@ def pair(hand: Hand) -> tuple[Task, Task]:
 
 
 def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Plan, int]:
-    """The plan that sends the fewest bytes within `limit` bytes of memory, and its ZeRO stage."""
+    """The plan that sends the smallest number of bytes within `limit` bytes of memory, and its ZeRO stage."""
     request = hand.request
     mesh = tuple(zip("abc", hand.mesh, strict=False)) if len(hand.mesh) > 1 else (("a", 2), ("b", hand.ranks // 2))
     free = Request("auto", hand.ranks, "dynamic_programming", mesh, dataset_strategy=request.dataset_strategy)

@@ -1,7 +1,7 @@
 """Time of a training step of the captured program on one device against the plain training loop, as a ratio.
 
     python benchmarks/model_step.py [--model gpt|llama] [--device cpu|cuda] [--dtype float32|bfloat16] [--width 256]
-                                    [--layers 4] [--sequence 128] [--batch 8] [--rounds 20]
+                                    [--layers 4] [--sequence 128] [--batch 8] [--repetitions 20]
 
 This is the overhead of capture, lowering and generated code in a step without collectives: both versions have
 the same weights, batch, loss and optimizer (AdamW) and take one step each in turn in one process; the ratio of the
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("gpt", "llama"), default="gpt")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    for name, value in (("width", 256), ("layers", 4), ("sequence", 128), ("batch", 8), ("rounds", 20)):
+    for name, value in (("width", 256), ("layers", 4), ("sequence", 128), ("batch", 8), ("repetitions", 20)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def main() -> None:
 
     times: dict[str, list[float]] = {"ours": [], "hand-written": []}
     steps, worst = [("ours", ours), ("hand-written", by_hand)], 0.0
-    for _ in range(options.rounds):
+    for _ in range(options.repetitions):
         steps.reverse()  # the second one finds warmer caches
         losses = []
         for name, step in steps:
@@ -107,7 +107,7 @@ def main() -> None:
         worst = max(worst, (losses[0] - losses[1]).abs().item())
     own, other = (statistics.median(times[name][3:]) * 1e3 for name in ("ours", "hand-written"))
     print(f"{options.model} on {device}: ours {own:.2f} ms, plain loop {other:.2f} ms, ratio {own / other:.3f}")
-    print(f"largest difference of the losses in {options.rounds} steps: {worst:.1e}")
+    print(f"largest difference of the losses in {options.repetitions} steps: {worst:.1e}")
 
 
 if __name__ == "__main__":

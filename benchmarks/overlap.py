@@ -1,7 +1,7 @@
 """The gain of overlapping, as ratios of one run: batch splits over a slow link, gradient reduction during backward over
 a slow link, and activations stored by pipeline schedules.
 
-    python benchmarks/overlap.py [--parts copies reduction schedules] [--rounds 15] [--clock wall|cpu]
+    python benchmarks/overlap.py [--parts copies reduction schedules] [--repetitions 15] [--clock wall|cpu]
 
 A link adds latency and bandwidth delays to a collective; waiting uses no CPU time, so computation can overlap it. The
 variants of a part alternate in the same processes and each is judged by its median step, so that other load on the
@@ -27,7 +27,7 @@ PARTS = {"copies": overlap_copies, "reduction": overlap_reduction, "schedules": 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
     for name in options.parts:
@@ -35,7 +35,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = launch.run_ranks(
                 f"{part.__name__}:measure",
-                {"rounds": options.rounds, "clock": options.clock},
+                {"repetitions": options.repetitions, "clock": options.clock},
                 world_size=part.RANKS,
                 run_dir=Path(folder),
                 device="cpu",

@@ -101,10 +101,10 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         link.bandwidth = carried / max(SHARE * alone - calls * LATENCY, 0.1 * alone)
     variants = [(way, linked) for linked in (False, True) for way in programs]
     times: dict[tuple[str, bool], list[float]] = {one: [] for one in variants}
-    for round_ in range(-FIRST, options["rounds"]):
-        for one in variants[:: 1 if round_ % 2 else -1]:
+    for repetition in range(-FIRST, options["repetitions"]):
+        for one in variants[:: 1 if repetition % 2 else -1]:
             seconds = step(*one)
-            if round_ >= 0:
+            if repetition >= 0:
                 times[one].append(seconds)
     truth = programs[first][1]
     largest = max(one.grad.abs().max() for one in truth.values() if one.grad is not None)

@@ -102,10 +102,10 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         for _ in range(FIRST):
             step(way)
     times: dict[str, list[float]] = {way: [] for way in variants}
-    for round_ in range(options["rounds"]):
-        for way in list(variants)[:: 1 if round_ % 2 else -1]:
+    for repetition in range(options["repetitions"]):
+        for way in list(variants)[:: 1 if repetition % 2 else -1]:
             times[way].append(step(way))
-    steps = FIRST + options["rounds"]
+    steps = FIRST + options["repetitions"]
     first = variants["after"][1]
     gap = max((tensors[name] - first[name]).abs().max().item() for _, tensors, _ in variants.values() for name in names)
     return {

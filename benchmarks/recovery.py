@@ -59,7 +59,7 @@ SAVES = tuple(range(EVERY, STEPS, EVERY))
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomFailure:
     """One failure: the fault that causes it, and the damage that is done before it, if any."""
 
     kind: str
@@ -100,7 +100,7 @@ class Row:
     over: int = 0
 
 
-def random_failures(draw: random.Random, ranks: int, count: int) -> list[Drawn]:
+def random_failures(draw: random.Random, ranks: int, count: int) -> list[RandomFailure]:
     """`count` failures at different steps, in their order."""
     found = []
     for step in sorted(draw.sample(range(2, STEPS), count)):
@@ -110,7 +110,7 @@ def random_failures(draw: random.Random, ranks: int, count: int) -> list[Drawn]:
             step = draw.choice(SAVES)
             kind = draw.choice((kind, "disk_full"))
         damaged = step - 1 in SAVES and phase != "save"
-        found.append(Drawn(kind, rank, step, phase, draw.choice((*DAMAGES, None)) if damaged else None))
+        found.append(RandomFailure(kind, rank, step, phase, draw.choice((*DAMAGES, None)) if damaged else None))
     return sorted({one.step: one for one in found}.values(), key=lambda one: one.step)
 
 
@@ -198,7 +198,7 @@ def main() -> None:
             name = plans[runs % len(plans)]
             runs += 1
             if name not in undisturbed:
-                folder = Path(place) / f"whole-{len(undisturbed)}"
+                folder = Path(place) / f"undisturbed-{len(undisturbed)}"
                 run(folder, (*NET, *PLANS[name]))
                 undisturbed[name] = ending(folder), losses(folder)
             tensors, lines = undisturbed[name]

@@ -85,10 +85,10 @@ def main() -> None:
         forget()
         started = time.process_time()
         with timed(joint.Planning, "plan") as searches, timed(Trace, "run") as traces:
-            told = one.plan().search["decided"]
+            decided = one.plan().search["decided"]
         seconds = time.process_time() - started
         parts = f"{len(searches)} searches {sum(searches):.1f} s, {len(traces)} traces {sum(traces):.1f} s"
-        print(f"limit {limit:>4}: {seconds:5.1f} s, {len(one.bounds)} choices; {parts}\n    {told}", flush=True)
+        print(f"limit {limit:>4}: {seconds:5.1f} s, {len(one.bounds)} choices; {parts}\n    {decided}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 
 from strategies.core.graph import OperatorGraph
 from strategies.search.dynamic_programming import search
-from tests.strategies.search.integer_program import integer_optimum, settled
+from tests.strategies.search.integer_program import evaluated, integer_optimum
 from tests.strategies.search.test_factor_graph import NODES, gpt, llama, problem_of
 
 Make = Callable[[int], OperatorGraph]
@@ -51,7 +51,7 @@ def compare(name: str, make: Make, layers: int, mesh: tuple[int, ...]) -> Result
     started = time.process_time()
     found = search(problem, NODES)
     searched = time.process_time() - started
-    network = settled(problem, NODES)
+    network = evaluated(problem, NODES)
     started = time.process_time()
     optimum = integer_optimum(network)
     spent = time.process_time() - started

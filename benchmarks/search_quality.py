@@ -183,7 +183,7 @@ def table(found: Sequence[Result]) -> str:
         "",
         f"Worst: recursive {worst[0]:.3f} (goal 1.05), propagation {worst[1]:.3f} (goal 1.03). Of nets with a * all",
         "products are configured. With fewer, propagation leaves such small nets as can be followed step by step, on",
-        "all devices, whatever calls cost, and tells what the cheapest plan would take.",
+        "all devices, whatever calls cost, and reports what the cheapest plan would take.",
         "",
         f"| {' | '.join(heads)} |",
         f"|---|---|{'---:|' * (len(heads) - 2)}",
@@ -211,9 +211,9 @@ def main() -> None:
     found = []
     for one in results(options.only):
         found.append(one)
-        told = " ".join(f"{way} {ratio:.3f}" for way, ratio in one.propagation.items())
+        each = " ".join(f"{way} {ratio:.3f}" for way, ratio in one.propagation.items())
         print(
-            f"{one.case.name:20} {one.ranks} gap {one.gap:.2%} recursive {one.recursive:.3f} {told} {one.spent:.1f} s",
+            f"{one.case.name:20} {one.ranks} gap {one.gap:.2%} recursive {one.recursive:.3f} {each} {one.spent:.1f} s",
             flush=True,
         )
     page = table(found)

@@ -37,7 +37,7 @@ def on(ranks: int) -> Cluster:
 
 def by_operators(most: int) -> Series:
     """Chains on 64 devices; at most 1,000 operators if all layers differ."""
-    found: Series = {"layers alike, 64 devices": [], "every layer another, 64 devices": []}
+    found: Series = {"equal layers, 64 devices": [], "different layers, 64 devices": []}
     for repeating, name in zip((True, False), found, strict=True):
         count = 100
         while count <= (most if repeating else min(most, 1000)):
@@ -50,7 +50,7 @@ def by_operators(most: int) -> Series:
 
 def by_devices(most: int) -> Series:
     """A chain and a model on 2 to `most` devices."""
-    found: Series = {"1000 operators, layers alike": [], "Llama 8B, 4 layers": []}
+    found: Series = {"1000 operators, equal layers": [], "Llama 8B, 4 layers": []}
     for name, graph in zip(found, (line(1000), llama(4, batch=2048)), strict=True):
         for power in range(1, most.bit_length()):
             spent = seconds(problem(graph, prime_mesh(2**power)), on(2**power))

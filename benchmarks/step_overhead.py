@@ -1,6 +1,6 @@
 """Time of a sharded step against the same hand-written step with torch.distributed (same collectives), as a ratio.
 
-    python benchmarks/step_overhead.py [--ranks 2] [--width 2048] [--rows 512] [--rounds 30]
+    python benchmarks/step_overhead.py [--ranks 2] [--width 2048] [--rows 512] [--repetitions 30]
 
 A two-layer tensor-parallel network: column-wise linear, relu, row-wise linear, reduce-scatter, mean squared
 error, SGD with momentum. Both versions run in the same processes, one step of each in turn; the ratio of the medians is
@@ -25,7 +25,7 @@ class Shape:
     ranks: int
     width: int
     rows: int
-    rounds: int
+    repetitions: int
 
 
 def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
@@ -123,7 +123,7 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
 
     times: dict[str, list[float]] = {"ours": [], "by_hand": []}
     steps = [("ours", ours), ("by_hand", by_hand)]
-    for _ in range(shape.rounds):
+    for _ in range(shape.repetitions):
         steps.reverse()  # the second one finds warmer caches
         for name, step in steps:
             dist.barrier()
@@ -137,7 +137,7 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("ranks", 2), ("width", 2048), ("rows", 512), ("rounds", 30)):
+    for name, value in (("ranks", 2), ("width", 2048), ("rows", 512), ("repetitions", 30)):
         parser.add_argument(f"--{name}", type=int, default=value)
     shape = Shape(**vars(parser.parse_args()))
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +152,7 @@ def main() -> None:
         )
     ours, by_hand = found["ours"] * 1e3, found["by_hand"] * 1e3
     print(f"ours {ours:.2f} ms, hand-written {by_hand:.2f} ms, ratio {ours / by_hand:.3f}")
-    print(f"largest difference of the weights after {shape.rounds} steps: {found['gap']:.1e}")
+    print(f"largest difference of the weights after {shape.repetitions} steps: {found['gap']:.1e}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--ranks 8] [--steps 4] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
 
 Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. Each
-runs in separate processes, as in training, in two rounds, the second in reverse order, so that other load on the
+runs in separate processes, as in training, in two passes, the second in reverse order, so that other load on the
 machine affects all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a round.
 Printed: a table, Spearman's rank correlation over all plans and by model, and how much slower the plan that is
 predicted to be the fastest is than the fastest one. Goals: at least 0.9, and at most 1.05.

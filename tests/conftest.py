@@ -1,7 +1,7 @@
 """Settings for every test: one thread per process, because many run side by side on few cores, and an interrupt
 that arrives: a shell that starts the suite in the background may ignore it, and programs under test would inherit that.
 
-`--part` divides the suite in two. The `sample` has every test marked `essential` and, of every file, a share drawn by
+`--part` divides the suite in two. The `sample` has every test marked `essential` and, of every file, a share chosen by
 `--seed`, none of them slow; the `rest` has all others. Whoever runs both with the same seed has run every test once.
 """
 
@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for tests in by_file.values():
         essential = {item.nodeid for item in tests if item.get_closest_marker("essential")}
         others = {item.nodeid for item in tests} - essential
-        drawn = sorted(others, key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
-        sample |= essential.union(drawn[: max(0, -(-len(tests) // SHARE) - len(essential))])
+        shuffled = sorted(others, key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
+        sample |= essential.union(shuffled[: max(0, -(-len(tests) // SHARE) - len(essential))])
     chosen = {item.nodeid: (item.nodeid in sample) == (part == "sample") for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not chosen[item.nodeid]])
     items[:] = [item for item in items if chosen[item.nodeid]]

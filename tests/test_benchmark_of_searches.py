@@ -42,13 +42,13 @@ def test_the_page_is_made_of_the_written_outcomes(tmp_path: Path) -> None:
 
 
 def test_a_picture_depends_on_its_data_alone(tmp_path: Path) -> None:
-    def drawn(name: str, seconds: float) -> str:
+    def rendered(name: str, seconds: float) -> str:
         charts.goals(tmp_path / name, [("8b on (8)", seconds, 0.2), ("8b on (2, 4)", 0.3, 0.2)], "CPU seconds")
         return (tmp_path / name).read_text(encoding="utf-8")
 
-    assert drawn("one.svg", 0.1) == drawn("two.svg", 0.1) != drawn("three.svg", 0.5)
-    assert "8b on (2, 4)" in drawn("one.svg", 0.1)
-    assert (charts.BLUE in drawn("one.svg", 0.1)) and (charts.BLUE not in drawn("three.svg", 0.5)), (
+    assert rendered("one.svg", 0.1) == rendered("two.svg", 0.1) != rendered("three.svg", 0.5)
+    assert "8b on (2, 4)" in rendered("one.svg", 0.1)
+    assert (charts.BLUE in rendered("one.svg", 0.1)) and (charts.BLUE not in rendered("three.svg", 0.5)), (
         "missed goals are red"
     )
 

@@ -1,6 +1,6 @@
 """The pictures of the page: bars against goals, curves, predicted against measured. SVG, the same for the same data.
 
-Drawn by matplotlib (`pip install "meshwright[bench]"`).
+Rendered by matplotlib (`pip install "meshwright[bench]"`).
 """
 
 from __future__ import annotations

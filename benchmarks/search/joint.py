@@ -60,8 +60,8 @@ def decided(length: int, limit: str, layers: int) -> Result:
     one.captures()
     captured = time.process_time() - started
     started = time.process_time()
-    told = one.plan().search["decided"]
-    return Result(length, limit, len(one.bounds), captured, time.process_time() - started, told)
+    chosen = one.plan().search["decided"]
+    return Result(length, limit, len(one.bounds), captured, time.process_time() - started, chosen)
 
 
 def measure(setting: Setting) -> Outcome:

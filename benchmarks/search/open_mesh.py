@@ -63,9 +63,9 @@ def measure(setting: Setting) -> Outcome:
     for devices in DEVICES[:1] if setting.quick else DEVICES:
         for model, graph in (("8b", graph_of("8b", devices, LENGTH)), ("gpt2, tied", tied(devices))):
             problem, cluster = open_mesh(graph, devices), machine(devices)
-            begun = time.process_time()
+            started = time.process_time()
             found = dynamic_programming(problem, cluster, None)(None).search
-            seconds = time.process_time() - begun
+            seconds = time.process_time() - started
             size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             mesh, every = " x ".join(map(str, found["mesh"]["mesh"])), found["meshes"] + found["left_out"]
             costs = (f"{1e3 * found['cost']:.2f} ms", f"{1e3 * found['lower_bound']:.2f} ms", f"{found['gap']:.2%}")

@@ -17,9 +17,9 @@ def measure(setting: Setting) -> Outcome:
         print(f"{one.case.name} on {one.ranks}: {one.spent:.1f} s", flush=True)
     (setting.folder / "search_quality.md").write_text(table(found), encoding="utf-8")
 
-    def worst(values: dict[str, float], goal: float, told: str, form: str) -> Claim:
+    def worst(values: dict[str, float], goal: float, claim: str, form: str) -> Claim:
         name = max(values, key=lambda key: values[key])
-        return Claim(told, f"{values[name]:{form}} ({name})", values[name] <= goal)
+        return Claim(claim, f"{values[name]:{form}} ({name})", values[name] <= goal)
 
     def named(one: Result) -> str:
         return f"{one.case.name} on {one.ranks} of {one.case.machine}"

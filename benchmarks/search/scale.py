@@ -19,8 +19,8 @@ def measure(setting: Setting) -> Outcome:
     operators = by_operators(1000 if setting.quick else 10_000)
     devices = by_devices(64 if setting.quick else 16_384)
     charts.curves(setting.pictures / "scale.svg", {"operators": operators, "devices": devices}, "CPU seconds")
-    alike, *_ = operators.values()
-    (few, fast), (many, slow) = next(point for point in alike if point[0] >= alike[-1][0] / 10), alike[-1]
+    repeated, *_ = operators.values()
+    (few, fast), (many, slow) = next(point for point in repeated if point[0] >= repeated[-1][0] / 10), repeated[-1]
     slope = math.log(slow / fast) / math.log(many / few)
     claims = (
         Claim(

@@ -114,18 +114,18 @@ class Result:
 
 def searched(name: str, length: int, graph: OperatorGraph, sizes: tuple[int, ...], repeat: int) -> list[Result]:
     """Without a limit of memory, and with one."""
-    begun = time.process_time()
+    started = time.process_time()
     problem = problem_of(graph, sizes)
-    ruled = time.process_time() - begun
+    ruled = time.process_time() - started
     results: list[Result] = []
     for share in (None, TIGHT):
         limit = None if share is None else share * results[0].found.bytes
-        asked = replace(problem, memory=limit)
+        limited = replace(problem, memory=limit)
         seconds = math.inf
         for _ in range(repeat):
-            begun = time.process_time()
-            found = search(asked, NODES)
-            seconds = min(seconds, time.process_time() - begun)
+            started = time.process_time()
+            found = search(limited, NODES)
+            seconds = min(seconds, time.process_time() - started)
         results.append(Result(name, length, sizes, len(graph.operators), ruled, seconds, found, limit))
         print("  ".join(results[-1].row()), flush=True)
     return results
@@ -136,9 +136,9 @@ def measure(setting: Setting) -> Outcome:
     results: list[Result] = []
     captures: dict[str, float] = {}
     for name, length, rows, meshes in CASES[:1] if setting.quick else CASES:
-        begun = time.process_time()
+        started = time.process_time()
         graph = graph_of(name, rows, length)
-        captures[name] = max(captures.get(name, 0.0), time.process_time() - begun)
+        captures[name] = max(captures.get(name, 0.0), time.process_time() - started)
         print(f"{name}, sequences of {length}: captured in {captures[name]:.1f} s", flush=True)
         for sizes in meshes:
             results += searched(name, length, graph, sizes, 1 if len(sizes) > 3 else REPEAT)
@@ -148,11 +148,11 @@ def measure(setting: Setting) -> Outcome:
         if not free:
             continue
         worst, widest = max(one.seconds for one in free), max(one.found.gap for one in free)
-        told = f"{free[0].name}: at most {goal:g} s, {'exact' if gap == EXACT else f'gap at most {gap:.0%}'}"
-        claims.append(Claim(told, f"{worst:.2f} s, gap {widest:.2%}", worst <= goal and widest <= gap))
+        claim = f"{free[0].name}: at most {goal:g} s, {'exact' if gap == EXACT else f'gap at most {gap:.0%}'}"
+        claims.append(Claim(claim, f"{worst:.2f} s, gap {widest:.2%}", worst <= goal and widest <= gap))
         bars.append((free[0].name, worst, goal))
-    whole = captures["8b"] + max(one.ruled + one.seconds for one in results if one.model == "8b" and len(one.mesh) < 3)
-    claims.append(Claim("capture and search of the 8B: at most 8 s", f"{whole:.1f} s", whole <= 8))
-    bars.append(("capture and search of 8b", whole, 8.0))
+    total = captures["8b"] + max(one.ruled + one.seconds for one in results if one.model == "8b" and len(one.mesh) < 3)
+    claims.append(Claim("capture and search of the 8B: at most 8 s", f"{total:.1f} s", total <= 8))
+    bars.append(("capture and search of 8b", total, 8.0))
     charts.goals(setting.pictures / "speed.svg", bars, "CPU seconds")
     return Outcome(tuple(claims), HEAD, tuple(one.row() for one in results), ("search/speed.svg",))

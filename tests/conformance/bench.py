@@ -25,7 +25,7 @@ from tests.conformance.network import Case, devices, name_of
 from tests.conformance.numbers import Built, build
 from tests.conformance.requested import request_of
 from tests.strategies.machines import cluster
-from tests.strategies.whole_model import Model
+from tests.strategies.simulated_model import Model
 
 RUN_RANKS = 16
 """The maximum number of simulated ranks."""

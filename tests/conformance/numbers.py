@@ -18,7 +18,7 @@ from tests.conformance.network import Case, Network, Sizes, Step, dataset_strate
 from tests.conformance.operators import TABLE
 
 FEW_INDICES = 8
-"""Indices are drawn below this number, or below the table's rows."""
+"""Indices are random below this number, or below the table's rows."""
 
 
 def open_dims(case: Case) -> dict[str, str]:

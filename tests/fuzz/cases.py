@@ -76,7 +76,7 @@ def random_case(seed: int, operators: tuple[int, int] = (5, 30)) -> Case:
     by_rule: dict[object, list[str]] = {}
     for name in names:
         by_rule.setdefault(RULES[name], []).append(name)
-    families = list(by_rule.values())  # rules of many operators are not drawn so much more often than the others
+    families = list(by_rule.values())  # rules of many operators are not generated so much more often than the others
     while len(pool.operators) < wanted:
         name = rng.choice(names if rng.random() < 0.3 else rng.choice(families))
         pool.attempt(lambda pool, name=name: GENERATORS[name](pool, name))  # type: ignore[misc]

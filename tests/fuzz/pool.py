@@ -92,11 +92,11 @@ class Pool:
     def shape(self, least: int = 0, most: int = 4, sizes: Sequence[int] = SIZES) -> tuple[int, ...]:
         """A random shape of `least` to `most` dims."""
         rank = self.rng.choice([rank for rank in (0, 1, 2, 2, 3, 3, 4, 5) if least <= rank <= most] or [least])
-        drawn: list[int] = []
+        dims: list[int] = []
         for _ in range(rank):
-            fitting = [size for size in sizes if size * _product(drawn) <= MOST_ELEMENTS] or [1]
-            drawn.append(self.rng.choice(fitting))
-        return tuple(drawn)
+            fitting = [size for size in sizes if size * _product(dims) <= MOST_ELEMENTS] or [1]
+            dims.append(self.rng.choice(fitting))
+        return tuple(dims)
 
     # existing values
 

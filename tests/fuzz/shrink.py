@@ -55,7 +55,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     if len(graph.outputs) > 1:
         yield from (_trimmed(case, (ref,)) for ref in graph.outputs)
         yield from (_trimmed(case, tuple(o for o in graph.outputs if o != ref)) for ref in graph.outputs)
-    yield from filter(None, (_begun_at(case, operator) for operator in graph.operators))
+    yield from filter(None, (_starting_at(case, operator) for operator in graph.operators))
     yield from _ended(case)
     yield from (_without_axis(case, axis) for axis, size in case.plan.mesh.axes if size > 1)
     yield from (_with_half(case, axis) for axis, size in case.plan.mesh.axes if size > 2 and size % 2 == 0)
@@ -90,7 +90,7 @@ def _restricted(case: Case, graph: OperatorGraph, values: Mapping[str, Tensor]) 
     return replace(case, graph=graph, values=kept, plan=Plan(plan.mesh, operators, inputs, tensors))
 
 
-def _begun_at(case: Case, operator: Operator) -> Case | None:
+def _starting_at(case: Case, operator: Operator) -> Case | None:
     """The case with the operator's results as sources; their producers are no longer needed."""
     try:
         computed = _values(case, operator)
@@ -106,8 +106,8 @@ def _begun_at(case: Case, operator: Operator) -> Case | None:
         values[id] = value
     operators = tuple(_renamed(o, fresh) for o in graph.operators if o is not operator)
     outputs = tuple(ref for ref in graph.outputs if ref not in fresh)
-    begun = replace(graph, sources=tuple(sources), operators=operators, outputs=outputs)
-    return _trimmed(_restricted(case, begun, values), outputs)
+    started = replace(graph, sources=tuple(sources), operators=operators, outputs=outputs)
+    return _trimmed(_restricted(case, started, values), outputs)
 
 
 def _renamed(operator: Operator, fresh: Mapping[Ref, Ref]) -> Operator:

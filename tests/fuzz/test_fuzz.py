@@ -56,15 +56,15 @@ def test_every_rule_is_generated() -> None:
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_every_generator_draws_its_operator(name: str) -> None:
-    drawn = 0
+    generated = 0
     for seed in range(12):
         pool = Pool(random.Random(seed))
         for _ in range(4):
             pool.floats(pool.shape())
         if pool.attempt(lambda pool: GENERATORS[name](pool, name)):
-            drawn += 1
+            generated += 1
             assert name in {operator.op for operator in pool.operators}
-    assert drawn >= 2
+    assert generated >= 2
 
 
 def test_a_seed_repeats_its_case() -> None:

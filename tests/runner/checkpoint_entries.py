@@ -76,7 +76,7 @@ def continued(rank: Any, payload: tuple[Task, list[Case], Path]) -> list[dict[st
 
 def finished(setup: Setup) -> dict[str, torch.Tensor]:
     """Full weights, and the learning rate and the next random numbers of rank 0."""
-    weights, _ = setup.whole(setup.weights())
+    weights, _ = setup.gathered(setup.weights())
     setup.updates.close()
     rate = setup.updates.optimizer.param_groups[0]["lr"]
     return {**weights, "learning rate": torch.tensor(rate), "random numbers": torch.rand(4)}

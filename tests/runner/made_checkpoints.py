@@ -19,19 +19,19 @@ from strategies.runtime import tensor_files as stored
 Cut = Callable[[Tensor], list[Block]]
 
 
-def whole(tensor: Tensor) -> list[Block]:
+def uncut(tensor: Tensor) -> list[Block]:
     return [tuple((0, size) for size in tensor.shape)]
 
 
 def halves(tensor: Tensor) -> list[Block]:
     """Two uneven shards along the last dim, if there is one."""
     if not tensor.dim() or tensor.shape[-1] < 2:
-        return whole(tensor)
-    (*before, (_, size)) = whole(tensor)[0]
+        return uncut(tensor)
+    (*before, (_, size)) = uncut(tensor)[0]
     return [(*before, (0, size // 3 + 1)), (*before, (size // 3 + 1, size))]
 
 
-def checkpoint(folder: Path, tensors: Mapping[str, Tensor], cut: Cut = whole, step: int = 7) -> Path:
+def checkpoint(folder: Path, tensors: Mapping[str, Tensor], cut: Cut = uncut, step: int = 7) -> Path:
     """A checkpoint of `tensors` by key (`model/NAME`), with shard k of every tensor in file k."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)

@@ -134,13 +134,13 @@ class Cancelling(Classifier):
 
 @dataclass
 class Answer:
-    """The outputs of `Whole`."""
+    """The outputs of `OwnLoss`."""
 
     loss: Tensor
     scores: Tensor
 
 
-class Whole(nn.Module):
+class OwnLoss(nn.Module):
     """Returns its loss itself, in one of several forms, from a sample with or without keys."""
 
     def __init__(self, form: str = "dict") -> None:
@@ -283,12 +283,12 @@ class Hybrid(nn.Module):
 
     def __init__(self, forgets: bool = False, returns_loss: bool = False, axes: str = "tp") -> None:
         super().__init__()
-        whole, self.axes, self.forgets, self.returns_loss = Classifier(), axes, forgets, returns_loss
+        full, self.axes, self.forgets, self.returns_loss = Classifier(), axes, forgets, returns_loss
         self.inner, self.outer = nn.Module(), nn.Module()
-        self.inner.weight = collectives.shard_parameter(whole.inner.weight, 0, axes)
-        self.inner.bias = collectives.shard_parameter(whole.inner.bias, 0, axes)
-        self.outer.weight = collectives.shard_parameter(whole.outer.weight, 1, axes)
-        self.outer.bias = whole.outer.bias
+        self.inner.weight = collectives.shard_parameter(full.inner.weight, 0, axes)
+        self.inner.bias = collectives.shard_parameter(full.inner.bias, 0, axes)
+        self.outer.weight = collectives.shard_parameter(full.outer.weight, 1, axes)
+        self.outer.bias = full.outer.bias
 
     def forward(self, x: Tensor, label: Tensor | None = None) -> Tensor:
         hidden = functional.gelu(functional.linear(x, self.inner.weight, self.inner.bias))
@@ -299,7 +299,7 @@ class Hybrid(nn.Module):
         return scores if label is None else functional.cross_entropy(scores, label)
 
 
-class Drawn(nn.Module):
+class RandomLoss(nn.Module):
     """A hybrid model whose loss is the square of a mean of random numbers, which differ over `dp` but not over `tp`."""
 
     def __init__(self) -> None:
@@ -307,9 +307,9 @@ class Drawn(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
-        drawn = torch.randn(4096) * self.weight
-        over_rows = collectives.all_reduce(drawn, "dp") / 2
-        over_copies = collectives.all_reduce(drawn, "tp") / 2
+        noise = torch.randn(4096) * self.weight
+        over_rows = collectives.all_reduce(noise, "dp") / 2
+        over_copies = collectives.all_reduce(noise, "tp") / 2
         return torch.stack([over_rows.square().mean(), over_copies.square().mean()]).prod()
 
 

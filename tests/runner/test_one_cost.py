@@ -24,7 +24,7 @@ LONG = ("llama_8b", "resnet")
 """Recipes of which only one search is tried."""
 
 
-def told(tmp_path: Any, *words: str) -> dict[str, Any]:
+def reported(tmp_path: Any, *words: str) -> dict[str, Any]:
     """The content of plan.json."""
     config = compose_config("job=plan", *words)
     prepared = prepare_decided(config, None, say=lambda line: None)
@@ -58,7 +58,7 @@ def compare(tmp_path: Any, *words: str, searches: tuple[str, ...] = SEARCHES) ->
     found: dict[str, dict[str, Any]] = {}
     for search in searches:
         try:
-            found[search] = told(tmp_path, *words, f"parallel.search={search}", "parallel.plan_cache=null")
+            found[search] = reported(tmp_path, *words, f"parallel.search={search}", "parallel.plan_cache=null")
         except (ConfigError, StrategyError) as error:
             assert search == "sharding_propagation" and "starts from configured operators" in str(error)
     costs = {search: checked(content) for search, content in found.items()}
@@ -74,7 +74,7 @@ NAMES = [name for name in recipes.catalogue() if name not in UNPLANNED]
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 def test_every_search_reports_the_cost_of_the_plan(name: str, tmp_path: Any) -> None:
-    checked(told(tmp_path, f"+recipe={name}", "parallel.plan_cache=null"))
+    checked(reported(tmp_path, f"+recipe={name}", "parallel.plan_cache=null"))
     if name not in LONG:
         compare(tmp_path, f"+recipe={name}", "parallel.mode=auto")
 
@@ -115,9 +115,9 @@ def test_whatever_a_step_does(words: tuple[str, ...], tmp_path: Any) -> None:
 @pytest.mark.parametrize("words", [(), FEATURES["decided"]], ids=["searched", "decided"])
 def test_a_plan_of_the_cache_or_of_a_file(words: tuple[str, ...], tmp_path: Any) -> None:
     given = (*STACK, "world_size=4", "data.batch_size=8", "parallel.search=dynamic_programming", *words)
-    first, again = (told(tmp_path, *given, f"parallel.plan_cache={tmp_path}/plans") for _ in range(2))
+    first, again = (reported(tmp_path, *given, f"parallel.plan_cache={tmp_path}/plans") for _ in range(2))
     assert again["search"]["loaded_from"] == "the plan cache" and checked(first) == checked(again)
     assert again["search"]["lower_bound"] == first["search"]["lower_bound"]
     slower = () if words else ("parallel.comm_overlap=false", "parallel.comm_async=false")
-    other = told(tmp_path, *given, *slower, f"parallel.plan={tmp_path}/plan.json")
+    other = reported(tmp_path, *given, *slower, f"parallel.plan={tmp_path}/plan.json")
     assert checked(other) >= checked(first) and other["search"]["lower_bound"] is None

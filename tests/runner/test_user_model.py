@@ -26,10 +26,10 @@ SHAPES = {
         ("model.target=networks.Odd", "parallel=data_parallel", "parallel.zero.stage=3", "train.clip=0.1"),
         "train.precision=fp32",
     ),
-    "random in many ways": (("model.target=networks.Noisy",), DOUBLE),
+    "several random operators": (("model.target=networks.Noisy",), DOUBLE),
     "several outputs": (("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", KEYS), DOUBLE),
-    "own loss": (("model.target=networks.Whole", "loss.target=null", KEYS), DOUBLE),
-    "own loss in an object": (("model.target=networks.Whole", "model.args.form=object", "loss.target=null"), DOUBLE),
+    "own loss": (("model.target=networks.OwnLoss", "loss.target=null", KEYS), DOUBLE),
+    "own loss in an object": (("model.target=networks.OwnLoss", "model.args.form=object", "loss.target=null"), DOUBLE),
     "object": (("model.target=networks.Object", "loss.target=networks.object_loss"), DOUBLE),
     "function as loss": (
         ("loss={target: torch.nn.functional.cross_entropy, args: {label_smoothing: 0.1, reduction: sum}}",),
@@ -133,7 +133,7 @@ def test_parameters_of_no_dims_under_zero(start, words):
 @pytest.mark.parametrize("words", STAGES, ids=["1", "2", "3"])
 def test_checkpoints_of_parameters_of_no_dims(start, words):
     words = (*NO_DIMS, *words, "checkpoint.every=2", "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}")
-    uninterrupted = start(*words, "train.steps=3", folder="whole")
+    uninterrupted = start(*words, "train.steps=3", folder="uninterrupted")
     start(*words, "train.steps=2", folder="parts")
     parts = start(*words, "train.steps=3", "train.resume=auto", folder="parts")
     assert parts.value == uninterrupted.value and parts.evaluations[3] == uninterrupted.evaluations[3]

@@ -76,8 +76,8 @@ def _ran(case: Case, rank: int, way: str) -> tuple[Ran, Communicator]:
     counters.clear()
     losses, gradients = [], []
     for key in KEYS:
-        drawn_from = [key if way == "plain" else as_key(key)] if program.random else []
-        loss = module(*entries, *drawn_from)
+        keys = [key if way == "plain" else as_key(key)] if program.random else []
+        loss = module(*entries, *keys)
         loss.backward()
         learning = [(name, one) for name, one in module.named_parameters() if one.grad is not None]
         losses.append(loss.item())

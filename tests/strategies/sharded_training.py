@@ -219,14 +219,16 @@ def eager(net: nn.Module, case: Case, batches: list[list[tuple[Tensor, Tensor]]]
 
 def plan_of(graph: OperatorGraph, seed: int, mesh: Mesh = MESH) -> Plan:
     """DATA_PARALLEL, FULLY_SLICED, or a random plan: any assignment of axes to factors and any layout that divides."""
-    draw, drawn = random.Random(seed), seed >= 0 and mesh.size > 1
+    draw, at_random = random.Random(seed), seed >= 0 and mesh.size > 1
     operators, layouts = {}, {}
     for operator in graph.operators:
-        assignment = _drawn_assignment(operator, graph, mesh, draw) if drawn else _over_batch(operator, graph, mesh)
+        assignment = (
+            _random_assignment(operator, graph, mesh, draw) if at_random else _over_batch(operator, graph, mesh)
+        )
         operators[operator.name] = OperatorPlan(assignment, "configured")
     for source in graph.sources:
         dims = len(source.spec.shape)
-        layouts[source.name] = _drawn_layout(source, mesh, draw) if drawn else Layout.replicated(dims)
+        layouts[source.name] = _random_layout(source, mesh, draw) if at_random else Layout.replicated(dims)
         if seed == FULLY_SLICED and source.kind == "parameter":
             layouts[source.name] = Layout((mesh.sorted(mesh.names), *((),) * (dims - 1)))
     inputs = {source.name: layouts[source.name] for source in graph.of_kind("input")}
@@ -234,7 +236,7 @@ def plan_of(graph: OperatorGraph, seed: int, mesh: Mesh = MESH) -> Plan:
     return Plan(mesh, operators, inputs, tensors)
 
 
-def _drawn_layout(source: Source, mesh: Mesh, draw: random.Random) -> Layout:
+def _random_layout(source: Source, mesh: Mesh, draw: random.Random) -> Layout:
     dims: list[tuple[str, ...]] = [()] * len(source.spec.shape)
     for axis, size in mesh.axes:
         dim = draw.choice([*range(len(dims)), None])
@@ -243,7 +245,7 @@ def _drawn_layout(source: Source, mesh: Mesh, draw: random.Random) -> Layout:
     return Layout(tuple(dims))
 
 
-def _drawn_assignment(
+def _random_assignment(
     operator: Any, graph: OperatorGraph, mesh: Mesh, draw: random.Random
 ) -> dict[str, tuple[str, ...]]:
     sharding = rule_of(operator, graph)
@@ -348,7 +350,7 @@ class Setup:
     def weights(self) -> dict[str, Tensor]:
         return {s.name: self.updates.weight(s.name).clone() for s in self.program.sources if s.kind == "parameter"}
 
-    def whole(self, slices: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+    def gathered(self, slices: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
         """Global tensors on rank 0, and whether replicas are bitwise equal."""
         received: list[Any] = [None] * self.mesh.size
         dist.gather_object(slices, received if self.rank == 0 else None)
@@ -394,8 +396,8 @@ def _train(rank: int, task: Task, case: Case, mesh: Mesh = MESH) -> Result | str
         norms.append(norm)
         setup.scheduler.step()
         evaluated.append(setup.evaluate(micro_batches[0][0]))
-    full_gradients, same = setup.whole(gradients)
-    weights, equal = setup.whole(setup.weights())
+    full_gradients, same = setup.gathered(gradients)
+    weights, equal = setup.gathered(setup.weights())
     moved, on_disk = dict(setup.updates.moved), _on_disk(case.offload)
     setup.updates.close()
     expected = predicted(setup.program).get("all_reduce", 0)

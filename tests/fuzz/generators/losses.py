@@ -16,8 +16,8 @@ def _reduction(pool: Pool) -> int:
 
 
 def _signs(pool: Pool, shape: tuple[int, ...]) -> Ref:
-    drawn = torch.where(torch.rand(shape, generator=pool.generator) < 0.5, 1.0, -1.0)
-    return pool.source(drawn.double(), trainable=False)
+    values = torch.where(torch.rand(shape, generator=pool.generator) < 0.5, 1.0, -1.0)
+    return pool.source(values.double(), trainable=False)
 
 
 @draws("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div")
@@ -46,10 +46,10 @@ def binary(pool: Pool, op: str) -> None:
 
 def _targets(pool: Pool, shape: tuple[int, ...], classes: int) -> Ref:
     """Classes, some of them ignored, at least one not: a mean over nothing is not a number."""
-    drawn = torch.randint(0, classes, shape, generator=pool.generator)
+    values = torch.randint(0, classes, shape, generator=pool.generator)
     ignored = torch.rand(shape, generator=pool.generator) < 0.3
     ignored.view(-1)[0] = False
-    return pool.source(torch.where(ignored, -100, drawn))
+    return pool.source(torch.where(ignored, -100, values))
 
 
 @draws("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")

@@ -40,7 +40,7 @@ def bernoulli(pool: Pool, op: str) -> None:
 
 
 @draws("rand_like", "randn_like")
-def drawn_like(pool: Pool, op: str) -> None:
+def random_like(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.default", pool.tensor())
 
 

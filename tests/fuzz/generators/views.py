@@ -107,11 +107,11 @@ def expand(pool: Pool, op: str) -> None:
         pool.emit("aten.expand_as.default", x, pool.like(shape))
         return
     kept = pool.shape_of(x)[::-1]
-    asked = tuple(
+    requested = tuple(
         -1 if i < len(kept) and kept[i] == size and pool.rng.random() < 0.3 else size
         for i, size in enumerate(shape[::-1])
     )[::-1]
-    pool.emit(f"aten.{op}.default", x, asked)
+    pool.emit(f"aten.{op}.default", x, requested)
 
 
 @draws("repeat")

@@ -12,15 +12,15 @@ from strategies.optimizer.replicated import BucketedUpdates
 from strategies.runtime.communicator import Communicator
 
 MESH = Mesh((("dp", 3), ("tp", 2)))
-LAYOUTS = {"sliced": Layout((("tp",), ())), "whole": Layout.replicated(1)}
-SHAPES = {"sliced": (8, 5), "whole": (7,)}
+LAYOUTS = {"sliced": Layout((("tp",), ())), "complete": Layout.replicated(1)}
+SHAPES = {"sliced": (8, 5), "complete": (7,)}
 
 
 class Root(torch.nn.Module):
     def __init__(self, rank, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.whole = torch.nn.Parameter(torch.randn(7))
+        self.complete = torch.nn.Parameter(torch.randn(7))
         half = torch.randn(8, 5)[4 * (rank % 2) :][:4].clone()
         self.sliced = torch.nn.Parameter(half)
 

@@ -54,8 +54,8 @@ def test_copies_have_the_numbers_of_the_moment(monkeypatch):
     pieces = {key: found for batch in mine.updates.pieces() for key, found in batch.items()}
     truth = {key: [one.view.clone() for one in found] for key, found in pieces.items()}
     copies = Copies()
-    made = copies.begin(pieces, {"model/whole"})
-    pieces["model/whole"][0].view.fill_(-1.0)
+    made = copies.begin(pieces, {"model/complete"})
+    pieces["model/complete"][0].view.fill_(-1.0)
     waited = threading.Thread(target=copies.wait_for_copies)
     waited.start()
     waited.join(0.2)

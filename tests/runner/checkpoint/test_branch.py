@@ -29,7 +29,7 @@ def saved(place, name, *steps, history=(), **wanted):
             saver.wait()
 
 
-def told(place, of):
+def recorded(place, of):
     (place.parent / lineage.FILE).write_text(
         json.dumps(vars(of.began) | {"history": of.lineage.history, "resumed": of.resumed}), encoding="utf-8"
     )
@@ -53,10 +53,10 @@ def test_auto_takes_the_newest_on_the_branch(tmp_path):
 def test_a_folder_means_the_checkpoint_of_its_own_run(tmp_path):
     place = tmp_path / "checkpoints"
     saved(place, "a", 2, 8)
-    told(place, run("b", ("a", 2)))
+    recorded(place, run("b", ("a", 2)))
     for path in (tmp_path, place):
         assert checkpoints.locate(path) == checkpoints.newest(place) == place / "step-00000002"
-    told(place, run("c"))
+    recorded(place, run("c"))
     assert checkpoints.newest(place) is None
     with pytest.raises(ConfigError, match=r"another one: step-00000002, step-00000008"):
         checkpoints.locate(tmp_path)
@@ -78,7 +78,7 @@ def test_the_best_is_that_of_the_own_run(tmp_path):
             saver = saving.Saver()
             saver.save(place, step, replace(content(rank), lineage=Lineage(name)), metric=metric)
             saver.wait()
-    told(place, run("b"))
+    recorded(place, run("b"))
     assert branch.best_metric(place, lambda one, other: one < other) == 0.5
 
 

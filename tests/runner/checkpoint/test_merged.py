@@ -45,7 +45,7 @@ def test_runs_under_any_plan_go_on_from_it_alone(start):
     first = start(*words, *MODES["semi_auto"], "train.steps=2", "checkpoint.form=merged", folder="merged").folder
     names = {file.name for file in newest(first).iterdir()}
     assert not any(name.startswith("rank-") and name.endswith(".safetensors") for name in names)
-    truth = start(*words, *MODES["semi_auto"], "train.steps=4", folder="whole").folder
+    truth = start(*words, *MODES["semi_auto"], "train.steps=4", folder="uninterrupted").folder
     theirs = checkpoints.read(newest(truth))
     for number, plan in enumerate((MODES["semi_auto"], (*MODES["data_parallel"], "parallel.zero.stage=3"), ALONE)):
         second = start(*words, *plan, "train.steps=4", f"train.resume={first}", folder=f"under-{number}").folder

@@ -50,7 +50,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomPlan:
     """A plan: one program per group of a pipeline, all on one mesh."""
 
     programs: tuple[Program, ...]
@@ -63,7 +63,7 @@ class Drawn:
         return [(group, rank) for group in range(len(self.programs)) for rank in range(size)]
 
 
-def drawn(seed, odd):
+def random_plan(seed, odd):
     """A random plan: for all of `SHAPES` (`odd`), which stage 0 allows, or without the odd shapes, at any stage."""
     draw = random.Random(seed)
     mesh, stage = draw.choice(MESHES), 0 if odd else draw.choice([0, 0, 1, 2, 3])
@@ -73,11 +73,11 @@ def drawn(seed, odd):
     if stage < 2 and draw.random() < 0.4:  # a pipeline: one parameter is in both groups
         own = [name for name in names if name not in TIED]
         groups = [[*own[::2], *TIED], [*own[1::2], *TIED]]
-    layouts = {name: drawn_layout(SHAPES[name], mesh, draw) for name in names}
-    return Drawn(tuple(program_of(group, layouts, mesh, dtype) for group in groups), stage, dtype)
+    layouts = {name: random_layout(SHAPES[name], mesh, draw) for name in names}
+    return RandomPlan(tuple(program_of(group, layouts, mesh, dtype) for group in groups), stage, dtype)
 
 
-def drawn_layout(shape, mesh, draw):
+def random_layout(shape, mesh, draw):
     dims = [()] * len(shape)
     for axis, size in mesh.axes:
         dim = draw.choice([*range(len(shape)), None])
@@ -166,12 +166,12 @@ class Sharded:
         found = dict(module.named_parameters())
         self.zero = Flat(program, rank, stage, found, kind)
         follows = frozenset() if peers is None else frozenset(peers.copies.keys() - peers.leads)
-        self.held = ZeroState(self.zero, stage, program, rank, found, self.zero.members, follows=follows)
+        self.zero_state = ZeroState(self.zero, stage, program, rank, found, self.zero.members, follows=follows)
         self.pieces, self.plain, self.begin, self.loaded = (
-            lambda write=False: self.held.pieces(write),
-            self.held.plain,
-            self.held.begin,
-            self.held.loaded,
+            lambda write=False: self.zero_state.pieces(write),
+            self.zero_state.plain,
+            self.zero_state.begin,
+            self.zero_state.loaded,
         )
 
 
@@ -212,7 +212,7 @@ class Simulated:
         return self.updates.zero.refreshed == 1 if self.stage < 3 else self._parts_are_new()
 
     def _parts_are_new(self):
-        state = self.updates.held
+        state = self.updates.zero_state
         for index, flat in enumerate(state.masters()):
             for name, part in state.ranges(index):
                 ours = self.parameters[name].ds_tensor[: part.count]
@@ -302,14 +302,14 @@ SAVED, LOADED = 20, 10
 @pytest.mark.parametrize("number", range(SAVED))
 def test_two_hundred_moves(tmp_path, number):
     kind, odd = list(STATES)[number % 2], number % 5 == 4
-    plan, values = drawn(number, odd), truth(kind)
+    plan, values = random_plan(number, odd), truth(kind)
     if plan.dtype == "bfloat16":  # frozen parameters have no fp32 master copy
         cast = [key for key in values if key.removeprefix(MODEL) in FROZEN | BUFFER]
         values |= {key: values[key].bfloat16().float() for key in cast}
     path = saved(plan, kind, values, tmp_path)
     stored = checkpoints.read(path).tensors
     for seed in range(100 + LOADED * number, 100 + LOADED * (number + 1)):
-        other = drawn(seed, odd)
+        other = random_plan(seed, odd)
         for group, rank in other.ranks:
             simulated = Simulated(other, group, rank, kind)
             restored = checkpoints.load(path, simulated.content)

@@ -55,21 +55,21 @@ def remembered():
 
 
 @pytest.fixture
-def whole(start, remembered):
-    """`whole("stage 0")` runs without a stop. Returns its final tensors and its metrics."""
+def uninterrupted(start, remembered):
+    """`uninterrupted("stage 0")` runs without a stop. Returns its final tensors and its metrics."""
 
     def call(kind):
         if kind not in remembered:
-            ended = start(*SMALL, *LONG, *KINDS[kind], folder="whole")
+            ended = start(*SMALL, *LONG, *KINDS[kind], folder="uninterrupted")
             remembered[kind] = (content(ended.folder), lines(ended))
         return remembered[kind]
 
     return call
 
 
-def check_as_if_never_stopped(start, whole, kind, folder, except_step=None):
+def check_as_if_never_stopped(start, uninterrupted, kind, folder, except_step=None):
     ended = start(*SMALL, *LONG, *KINDS[kind], "train.resume=auto", folder=folder)
-    (name, expected), metrics = whole(kind)
+    (name, expected), metrics = uninterrupted(kind)
     found_name, found = content(ended.folder)
     assert found_name == name == f"step-{STEPS:08d}"
     assert found.keys() == expected.keys()
@@ -80,12 +80,12 @@ def check_as_if_never_stopped(start, whole, kind, folder, except_step=None):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "stage 1")) for kind in KINDS])
-def test_in_two_parts(start, whole, kind, capfd):
+def test_in_two_parts(start, uninterrupted, kind, capfd):
     """The first part ends normally; its last step is evaluated and measured, because a run's last step always is."""
-    whole(kind)
+    uninterrupted(kind)
     capfd.readouterr()
     start(*SMALL, *LONG, *KINDS[kind], "train.steps=11", folder="parts")
-    check_as_if_never_stopped(start, whole, kind, "parts", except_step=11)
+    check_as_if_never_stopped(start, uninterrupted, kind, "parts", except_step=11)
     assert "resume: continuing from " in capfd.readouterr().out
 
 
@@ -108,13 +108,13 @@ def kill_a_rank_at(folder, steps, in_a_save):
 @pytest.mark.parametrize(
     ("kind", "in_a_save"), [("stage 0", True), pytest.param("stage 3", False, marks=pytest.mark.slow)]
 )
-def test_a_rank_is_killed(start, whole, tmp_path, kind, in_a_save):
-    whole(kind)
+def test_a_rank_is_killed(start, uninterrupted, tmp_path, kind, in_a_save):
+    uninterrupted(kind)
     killer = kill_a_rank_at(tmp_path / "killed", 7, in_a_save)
     with pytest.raises(RunFailed, match="was killed by SIGKILL"):
         start(*SMALL, *LONG, *KINDS[kind], folder="killed")
     killer.join()
-    check_as_if_never_stopped(start, whole, kind, "killed")
+    check_as_if_never_stopped(start, uninterrupted, kind, "killed")
 
 
 def kill_everything(folder, words, steps):
@@ -151,41 +151,41 @@ def visible(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["stage 0"])
-def test_everything_is_killed(start, whole, tmp_path, kind):
-    whole(kind)
+def test_everything_is_killed(start, uninterrupted, tmp_path, kind):
+    uninterrupted(kind)
     kill_everything(tmp_path / "killed", words_of(kind), 8)
-    check_as_if_never_stopped(start, whole, kind, "killed")
+    check_as_if_never_stopped(start, uninterrupted, kind, "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(10))
 @pytest.mark.parametrize("kind", ["stage 0", "stage 3"])
-def test_everything_is_killed_at_any_moment(start, whole, tmp_path, kind, attempt):
-    whole(kind)
+def test_everything_is_killed_at_any_moment(start, uninterrupted, tmp_path, kind, attempt):
+    uninterrupted(kind)
     steps = random.Random(attempt).randrange(1, STEPS - 4)
     kill_everything(tmp_path / "killed", words_of(kind), steps)
-    check_as_if_never_stopped(start, whole, kind, "killed")
+    check_as_if_never_stopped(start, uninterrupted, kind, "killed")
 
 
-def test_killed_before_the_first_checkpoint(start, whole, tmp_path, capfd):
+def test_killed_before_the_first_checkpoint(start, uninterrupted, tmp_path, capfd):
     kind = "stage 0"
-    whole(kind)
+    uninterrupted(kind)
     killer = kill_a_rank_at(tmp_path / "killed", 2, in_a_save=False)
     with pytest.raises(RunFailed):
         start(*SMALL, *LONG, *KINDS[kind], f"checkpoint.every={STEPS}", folder="killed")
     killer.join()
     capfd.readouterr()
-    check_as_if_never_stopped(start, whole, kind, "killed")
+    check_as_if_never_stopped(start, uninterrupted, kind, "killed")
     assert "resume: no checkpoint yet, so this run starts from the beginning" in capfd.readouterr().out
 
 
-def test_from_a_path(start, whole, tmp_path):
+def test_from_a_path(start, uninterrupted, tmp_path):
     """A run in another folder resumes from a checkpoint in the middle; its metrics begin there."""
     kind = "stage 0"
     start(*SMALL, *LONG, *KINDS[kind], "train.steps=12", "checkpoint.keep=null", folder="first")
     path = tmp_path / "first" / "checkpoints" / "step-00000006"
     ended = start(*SMALL, *LONG, *KINDS[kind], f"train.resume={path}", folder="second")
-    (_, expected), metrics = whole(kind)
+    (_, expected), metrics = uninterrupted(kind)
     found = content(ended.folder)[1]
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
     assert lines(ended) == [record for record in metrics if record["step"] > 6]
@@ -203,13 +203,13 @@ OTHERS = [
 
 
 @pytest.fixture
-def begun(start, tmp_path):
+def started(start, tmp_path):
     ended = start(*SMALL, *LONG, *KINDS["stage 0"], "train.steps=5", folder="run")
     return ended, {path: path.read_bytes() for path in ended.folder.rglob("*") if path.is_file()}
 
 
-def test_another_run_is_refused_and_nothing_is_touched(start, begun):
-    ended, before = begun
+def test_another_run_is_refused_and_nothing_is_touched(start, started):
+    ended, before = started
     for overrides, says in OTHERS:
         with pytest.raises(StrategyError, match=says):
             start(*SMALL, *LONG, *KINDS["stage 0"], *overrides, "train.resume=auto", folder="run")
@@ -217,9 +217,9 @@ def test_another_run_is_refused_and_nothing_is_touched(start, begun):
         assert {path for path in now if now[path] != before.get(path)} <= {ended.folder / "ranks" / "0.log"}
 
 
-def test_a_run_that_is_done_is_done(start, begun):
+def test_a_run_that_is_done_is_done(start, started):
     """A command may be killed between its last save and its end, and a job scheduler starts it again."""
-    ended, before = begun
+    ended, before = started
     again = start(*SMALL, *LONG, *KINDS["stage 0"], "train.steps=5", "train.resume=auto", folder="run")
     assert again.value == ended.value and math.isfinite(again.value)
     kept = {path: content for path, content in before.items() if "checkpoints" in path.parts or path.suffix == ".jsonl"}
@@ -227,8 +227,8 @@ def test_a_run_that_is_done_is_done(start, begun):
 
 
 @pytest.mark.parametrize(("steps", "resume"), [(4, "auto"), (5, "{path}")])
-def test_more_steps_than_configured_are_refused(start, begun, steps, resume):
-    path = begun[0].folder / "checkpoints" / "step-00000005"
+def test_more_steps_than_configured_are_refused(start, started, steps, resume):
+    path = started[0].folder / "checkpoints" / "step-00000005"
     overrides = (f"train.steps={steps}", f"train.resume={resume.format(path=path)}")
     with pytest.raises(ConfigError, match=rf"has 5 steps done, and train.steps .* asks for {steps}; ask for more"):
         start(*SMALL, *LONG, *KINDS["stage 0"], *overrides, folder="run")

@@ -37,6 +37,6 @@ def test_replicas_end_up_with_about_as_much():
 
 
 def test_each_group_of_replicas_counts_for_itself():
-    found = first_replicas(of(whole=(9, 4), sliced1=(8, 4), sliced2=(8, 4), sliced3=(2, 4)))
-    assert found["whole"] == 0
+    found = first_replicas(of(complete=(9, 4), sliced1=(8, 4), sliced2=(8, 4), sliced3=(2, 4)))
+    assert found["complete"] == 0
     assert [found[name] for name in ("sliced1", "sliced2", "sliced3")] == [0, 1, 2]

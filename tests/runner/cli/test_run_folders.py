@@ -22,20 +22,20 @@ from pathlib import Path
 from runner.run_folder.lock import Occupant, occupied
 with occupied(Path(sys.argv[1]), Occupant.now("train", "mine")):
     if sys.argv[2] != "fork" or not os.fork():
-        print("held", flush=True)
+        print("locked", flush=True)
     time.sleep(60)
     os._exit(0)
 """
 
 
 @contextmanager
-def held(folder, how=""):
+def locked(folder, how=""):
     """Another process locks `folder`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), how], stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True
     )
     try:
-        assert process.stdout.readline() == "held\n"
+        assert process.stdout.readline() == "locked\n"
         yield process
     finally:
         with suppress(ProcessLookupError):
@@ -57,7 +57,7 @@ def trained(folder, steps=(4,), **changes):
 
 @pytest.mark.parametrize("verb", ["train", "plan", "verify", "predict"])
 def test_a_folder_in_use_is_refused(command, tmp_path, verb):
-    with held(tmp_path / "out") as other:
+    with locked(tmp_path / "out") as other:
         before = sorted((tmp_path / "out").iterdir())
         done = command(verb, QUICK, "hydra.run.dir=out", "run.overwrite=true", "model.weights=x")
         assert done.code == 2 and len(done.paragraphs) == 1
@@ -70,7 +70,7 @@ def test_a_folder_in_use_is_refused(command, tmp_path, verb):
 def test_a_sweep_folder_in_use_is_refused(command, tmp_path, job):
     job(lambda config, run_dir: 0.5)
     words = ("-m", QUICK, "train.seed=1,2", "hydra.sweep.dir=out")
-    with held(tmp_path / "out") as other:
+    with locked(tmp_path / "out") as other:
         done = command(*words)
         assert done.code == 2 and len(done.paragraphs) == 1
         assert str(other.pid) in done.err and "hydra.sweep.dir=" in done.err
@@ -98,7 +98,7 @@ def test_a_sweep_holds_its_folder_to_its_end(command, tmp_path, job):
 @pytest.mark.parametrize("how", ["", "fork"])
 def test_the_lock_goes_with_its_process(tmp_path, how):
     """Also where a forked child outlives the process."""
-    with held(tmp_path / "out", how) as other:
+    with locked(tmp_path / "out", how) as other:
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
         with occupancy.occupied(tmp_path / "out", Occupant.now("train", None)):
@@ -110,7 +110,7 @@ def test_a_lock_is_not_that_of_a_file_that_was_removed(tmp_path):
     """A process that waits on the open lock file must not take the lock of a deleted file."""
     with occupancy.occupied(tmp_path, Occupant.now("train", None)):
         (tmp_path / ".lock").unlink()
-        with held(tmp_path):
+        with locked(tmp_path):
             pass  # it locks a new file
 
 

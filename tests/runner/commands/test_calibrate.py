@@ -164,11 +164,11 @@ def test_operators_of_a_sample_layer_are_counted_as_they_are_priced():
     inside = [one for one in graph.operators if one.path[:1] != ("loss",)]
     alone = Mesh((("alone", 1),))
 
-    def begun(launch, view):
+    def launched(launch, view):
         machine = replace(cluster(1, 1), launch=launch, view=view)
         return sum(operator_work(rule_of(one, graph), {}, one, graph, alone, machine).calls for one in inside)
 
-    assert (begun(1.0, 0.0), begun(0.0, 1.0)) == (3 * CALLS, 3 * VIEWS)
+    assert (launched(1.0, 0.0), launched(0.0, 1.0)) == (3 * CALLS, 3 * VIEWS)
 
 
 def test_one_rank_has_nobody_to_talk_to(tmp_path):

@@ -56,7 +56,7 @@ def stored(tmp_path) -> Path:
     return made.checkpoint(tmp_path / "made", TENSORS, made.halves)
 
 
-def held(path: Path) -> dict[str, Tensor]:
+def tensors_in(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint. Asserts that its files are intact and store every element once."""
     assert faults(path, read_header(path).files) == {}
     (form,) = map(index.from_json, json.loads((path / INDEX).read_text(encoding="utf-8")))
@@ -78,7 +78,7 @@ def convert(*words: object) -> Path:
 
 def test_sharded_to_merged_for_anybody(stored, tmp_path):
     target = convert(stored, tmp_path / "merged")
-    assert same(held(target), TENSORS)
+    assert same(tensors_in(target), TENSORS)
     assert same(load_file(target / "model.safetensors"), WEIGHTS)
     assert (read_header(target).form, read_header(target).step) == ("merged", 7)
     assert checkpoints.locate(target) == target
@@ -87,7 +87,7 @@ def test_sharded_to_merged_for_anybody(stored, tmp_path):
 
 def test_to_a_plan_and_to_another(stored, plan, tmp_path):
     target = convert(convert(stored, tmp_path / "merged"), tmp_path / "sharded", f"plan={plan}")
-    assert same(held(target), TENSORS)
+    assert same(tensors_in(target), TENSORS)
     entry = checkpoints.read(target).tensors["model/a.weight"]
     assert {part.file: part.block for part in entry.parts} == {
         "rank-00000.safetensors": ((0, 4), (0, 3)),
@@ -99,14 +99,14 @@ def test_to_a_plan_and_to_another(stored, plan, tmp_path):
     assert sorted(part.block[0] for part in uneven.parts) == [(0, 3), (3, 5)]
     plan.write_text(json.dumps(PLAN | {"mesh": {"dp": 4, "tp": 1}}), encoding="utf-8")
     back = convert(target, tmp_path / "other", f"plan={plan.parent}", "form=sharded")
-    assert same(held(back), TENSORS)
+    assert same(tensors_in(back), TENSORS)
 
 
 def test_stages_of_a_pipeline_hold_their_own(stored, plan, tmp_path):
     stages = {name: {"shape": list(WEIGHTS[name].shape), "stages": [int(name.startswith("b"))]} for name in LAYOUTS}
     plan.write_text(json.dumps(PLAN | {"pipeline": {"stages": 2}, "parameters": stages}), encoding="utf-8")
     target = convert(stored, tmp_path / "sharded", f"plan={plan}")
-    assert same(held(target), TENSORS)
+    assert same(tensors_in(target), TENSORS)
     groups = {
         key: {int(part.file[5:10]) // 4 for part in entry.parts}
         for key, entry in checkpoints.read(target).tensors.items()
@@ -130,8 +130,8 @@ def test_files_of_others_become_checkpoints(tmp_path, plan, kind):
             save_file({name: WEIGHTS[name] for name in named if named[name] == file}, source / file)
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}), encoding="utf-8")
     expected = {f"model/{name}": tensor for name, tensor in WEIGHTS.items()}
-    assert same(held(convert(source, tmp_path / "merged")), expected)
-    assert same(held(convert(source, tmp_path / "sharded", f"plan={plan}")), expected)
+    assert same(tensors_in(convert(source, tmp_path / "merged")), expected)
+    assert same(tensors_in(convert(source, tmp_path / "sharded", f"plan={plan}")), expected)
 
 
 def test_no_more_than_a_chunk_is_read_at_once(stored, plan, tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_no_more_than_a_chunk_is_read_at_once(stored, plan, tmp_path, monkeypatc
     sharded = convert(unsharded, tmp_path / "sharded", f"plan={plan}")
     assert max(largest) == 16
     monkeypatch.undo()
-    assert same(held(sharded), TENSORS)
+    assert same(tensors_in(sharded), TENSORS)
 
 
 def test_what_is_no_tensor_comes_along(stored, tmp_path):

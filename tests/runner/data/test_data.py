@@ -33,7 +33,7 @@ def test_a_resumed_run_augments_as_the_first_did(start):
         "checkpoint.every=3",
         "model.args.dropout=0.2",
     )
-    uninterrupted = start(*more, folder="whole").losses
+    uninterrupted = start(*more, folder="uninterrupted").losses
     start(*more, "train.steps=3", folder="parts")
     assert start(*more, "train.resume=auto", folder="parts").losses == uninterrupted
 
@@ -59,18 +59,18 @@ def test_a_collate_makes_a_row_of_every_sample(start):
 SHORT = ("data.args.rows=55", "data.drop_last=false", "verify.steps=2", DOUBLE)
 """Three batches of 16 rows in an epoch, and one of 7."""
 LONGER = ("verify.steps=6", "train.precision=fp32")
-WHOLE = ("model.target=networks.Whole", "loss.target=null", "data.args.keys=true")
+OWN_LOSS = ("model.target=networks.OwnLoss", "loss.target=null", "data.args.keys=true")
 SHORT_CASES = {
     "data parallel": ("parallel=data_parallel",),
     "no row for a rank": ("parallel=data_parallel", "data.args.rows=51"),
     "rows that divide": ("parallel=data_parallel", "data.args.rows=60"),
-    "operators sliced in many ways": MODES["semi_auto"],
+    "operators sliced along many dims": MODES["semi_auto"],
     "batch norm": ("parallel=data_parallel", "model.args.norm=true"),
     "dropout": ("parallel=data_parallel", "model.args.dropout=0.4"),
     "accumulated": ("parallel=data_parallel", "train.accumulate=4", "train.clip=0.1"),
     "one micro-batch less": ("parallel=data_parallel", "train.accumulate=4", "data.args.rows=52"),
     "summed loss": ("parallel=data_parallel", "loss.args={reduction: sum}"),
-    "loss of its own": ("parallel=data_parallel", *WHOLE),
+    "loss of its own": ("parallel=data_parallel", *OWN_LOSS),
     "hybrid": (*HYBRID, "data.args.rows=60", "verify.reference.target=networks.Classifier"),
     "alone": (*ALONE, "train.accumulate=2"),
     "pipeline": ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4", "parallel=data_parallel"),

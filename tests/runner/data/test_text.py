@@ -99,7 +99,7 @@ def test_several_that_start_at_once_all_see_the_complete_file(cache: str) -> Non
 
     def content() -> Iterator[bytes]:
         yield b"first half, "
-        together.wait()  # until all threads have begun
+        together.wait()  # until all threads have started
         yield b"second half"
 
     with ThreadPoolExecutor(4) as pool:
@@ -156,7 +156,7 @@ def test_windows_follow_each_other_and_labels_are_one_byte_on(folder: str, cache
     assert bytes(last["labels"].tolist()) == content[len(joined) - 15 : len(joined) + 1]
     with pytest.raises(IndexError):
         windows[len(windows)]
-    assert len(Windows(16, train=None, limit=64, cache=cache, path=folder)) == 3, "the last label lies behind the text"
+    assert len(Windows(16, train=None, limit=64, cache=cache, path=folder)) == 3, "the last label is behind the text"
 
 
 def test_labels_can_be_the_input_itself(folder: str, cache: str) -> None:

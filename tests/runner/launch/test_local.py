@@ -291,7 +291,7 @@ def test_ctrl_c_while_the_fork_server_imports(parent: Callable[..., subprocess.P
 
 def test_the_fork_server_ends_while_it_imports_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import os, time; os.mkdir(os.environ['HERE'] + '/begun'); time.sleep(60)", encoding="utf-8"
+        "import os, time; os.mkdir(os.environ['HERE'] + '/started'); time.sleep(60)", encoding="utf-8"
     )
     code = "import time; from runner.launch import warm; print(warm(('slow',)).pid, flush=True); time.sleep(60)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "HERE": str(tmp_path)}
@@ -301,7 +301,7 @@ def test_the_fork_server_ends_while_it_imports_when_its_parent_is_killed(tmp_pat
         assert process.stdout is not None
         (tmp_path / "pid.server").write_text(process.stdout.readline(), encoding="utf-8")
         until = time.monotonic() + 30
-        while not (tmp_path / "begun").exists():
+        while not (tmp_path / "started").exists():
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.02)
         process.kill()

@@ -98,7 +98,7 @@ STAGED = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
     ],
     ids=["ZeRO", "stages"],
 )
-def test_the_fewest_layers_that_keep_the_limit_are_recomputed(words):
+def test_the_smallest_number_of_layers_that_keeps_the_limit_is_recomputed(words):
     """Compared with brute force over the number of recomputed layers of every group of ranks."""
     words = (*DEEP, *words, "parallel.recompute=auto", "parallel.plan_cache=null")
     free = JointDecision(compose_config(*words), print)

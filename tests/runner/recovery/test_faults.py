@@ -80,7 +80,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again(start, undisturbed,
 )
 def test_a_rank_that_is_gone_for_good(start, undisturbed, capfd, words):
     """It fails twice without a save in between; the others continue alone. 4, 3 and 2 ranks divide 12 rows."""
-    expected = start(*FOUR, "data.batch_size=12", *words, folder="whole").losses
+    expected = start(*FOUR, "data.batch_size=12", *words, folder="uninterrupted").losses
     capfd.readouterr()
     twice = ["{kind: kill, rank: 3, step: 4, phase: data}"] * 2
     ended = start(*FOUR, "data.batch_size=12", *words, *RESTARTS, faults(*twice), "launch.min_ranks=2")

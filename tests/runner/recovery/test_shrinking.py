@@ -91,7 +91,7 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", "train.log_ev
     ],
 )
 def test_a_pipeline_that_loses_a_rank_for_good_goes_on(start, capfd, words, ranks):
-    expected = start(*PIPELINE, *words, folder="whole").losses
+    expected = start(*PIPELINE, *words, folder="uninterrupted").losses
     capfd.readouterr()
     twice = [f"{{kind: kill, rank: {ranks}, step: 4, phase: data}}"] * 2
     ended = start(*PIPELINE, *words, *RESTARTS, faults(*twice), "launch.min_ranks=1")

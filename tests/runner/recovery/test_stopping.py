@@ -65,7 +65,7 @@ def test_one_request_reaches_the_others(monkeypatch):
 LONG = (*SMALL, *MODES["semi_auto"], "train.steps=2000", "train.log_every=500", "checkpoint.at_end=true")
 
 
-def begun(folder, *words):
+def started(folder, *words):
     return subprocess.Popen(
         [sys.executable, "-m", "runner", *LONG, *words, f"hydra.run.dir={folder}", "parallel.plan_cache=null"],
         cwd=folder.parent,
@@ -87,7 +87,7 @@ def wait_for_steps(process, folder, steps):
 def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     """Sent to the command, as by a terminal or a job scheduler, and to a single rank."""
     folder = tmp_path / "stopped"
-    process = begun(folder)
+    process = started(folder)
     try:
         wait_for_steps(process, folder, 20)
         requested = rank_of(process, folder, 2) if to_a_rank else process.pid
@@ -105,7 +105,7 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     assert not (folder / "error.txt").exists()
     last = f"train.steps={done + 2}"
     went_on = start(*LONG, last, "train.resume=auto", folder="stopped")
-    uninterrupted = start(*LONG, last, folder="whole")
+    uninterrupted = start(*LONG, last, folder="uninterrupted")
     assert [record["loss"] for record in went_on.records] == uninterrupted.losses
     ends = [checkpoints.newest(one.folder / "checkpoints") for one in (went_on, uninterrupted)]
     files = [checkpoints.read(end).header.files for end in ends]
@@ -116,7 +116,7 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
 def test_ctrl_c_and_the_end_of_a_terminal_save_too(tmp_path, number):
     """A terminal signals the foreground process group; a job scheduler may signal the ranks, too."""
     folder = tmp_path / "stopped"
-    process = begun(folder)
+    process = started(folder)
     try:
         wait_for_steps(process, folder, 5)
         rank = rank_of(process, folder, 1)
@@ -135,7 +135,7 @@ def test_ctrl_c_and_the_end_of_a_terminal_save_too(tmp_path, number):
 @pytest.mark.parametrize("after", [0.0, 0.1, 0.7])
 def test_ctrl_c_before_there_is_anything_to_save(tmp_path, after):
     """Two signals while the command imports modules, reads its config or starts."""
-    process = begun(tmp_path / "never")
+    process = started(tmp_path / "never")
     try:
         maps = Path(f"/proc/{process.pid}/maps")
         while "pydantic_core" not in maps.read_text(encoding="utf-8"):
@@ -188,7 +188,7 @@ def rank_of(process, folder, number):
 
 def test_a_second_one_ends_it_at_once(tmp_path):
     folder = tmp_path / "stopped"
-    process = begun(folder, "launch.faults=[{kind: hang, rank: 1, step: 5, phase: forward}]")
+    process = started(folder, "launch.faults=[{kind: hang, rank: 1, step: 5, phase: forward}]")
     try:
         wait_for_steps(process, folder, 4)
         time.sleep(0.3)

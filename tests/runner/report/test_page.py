@@ -150,7 +150,7 @@ def test_a_pipeline_has_a_report(start):
         ({"pp": 8, "dp": 64, "tp": 8}, 125),
     ],
 )
-def test_the_mesh_is_drawn_as_far_as_it_fits(mesh, cells):
+def test_the_mesh_is_rendered_as_far_as_it_fits(mesh, cells):
     drawing = mesh_drawing(mesh)
     ranks = [cell.rank for cell in drawing.cells]
     assert len(ranks) == len({(cell.x, cell.y) for cell in drawing.cells}) == cells
@@ -159,7 +159,7 @@ def test_the_mesh_is_drawn_as_far_as_it_fits(mesh, cells):
     assert all(0 <= cell.x < drawing.width and 0 <= cell.y < drawing.height for cell in drawing.cells)
 
 
-def test_ranks_that_are_not_drawn_are_counted(content):
+def test_ranks_that_are_not_rendered_are_counted(content):
     other = json.loads(json.dumps(content)) | {"mesh": {"dp": 512}}
     other["prediction"] |= {"axes": {"dp": "node"}, "ranks": 512}
     assert "504 more ranks are not drawn." in check(plan_page(other, "large")).texts

@@ -89,12 +89,12 @@ def test_trained_weights_are_evaluated(start, mode, stage):
 
 @pytest.mark.parametrize("form", ["dict", "tuple", "object", "alone"])
 def test_models_that_return_their_loss(start, form):
-    options = ("model.target=networks.Whole", f"model.args.form={form}", "loss.target=null", "parallel=data_parallel")
+    options = ("model.target=networks.OwnLoss", f"model.args.form={form}", "loss.target=null", "parallel=data_parallel")
     check_against_the_next_step(start(*SMALL, *WHOLE, *options))
 
 
 def test_models_that_return_their_loss_with_a_short_batch(evaluate):
-    own = ("model.target=networks.Whole", "loss.target=null", *STILL, "evaluate.args={rows: 50, seed: 1}")
+    own = ("model.target=networks.OwnLoss", "loss.target=null", *STILL, "evaluate.args={rows: 50, seed: 1}")
     found = evaluate("data_parallel", *own)
     assert found == {1: pytest.approx({"loss": truth(50)["loss"]}, rel=1e-6)}
     assert evaluate("stand_alone", *own) == {1: pytest.approx(found[1], rel=1e-6)}
@@ -158,7 +158,7 @@ def test_random_numbers_in_evaluation(start):
 
 
 REFUSED = [
-    (("evaluate.metric=accuracy", "loss.target=null", "model.target=networks.Whole"), "loss.target is null"),
+    (("evaluate.metric=accuracy", "loss.target=null", "model.target=networks.OwnLoss"), "loss.target is null"),
     (("evaluate.metric=networks.precision",), "networks has no 'precision'"),
     (("evaluate.metric=networks.disagreement",), "the first batch cannot be evaluated: IndexError"),
     (("evaluate.metric=torch.sub",), "RuntimeError"),

@@ -115,10 +115,10 @@ def test_recipes_are_verified(start, name):
 def test_going_on_from_states_on_a_disk(start):
     """Saved from the disk and read back to it: the same bits as a run that was never stopped."""
     words = ("+recipe=gpt_offload_disk", "+data.args.limit=200000", "train.log_every=1")
-    start(*words, "train.steps=3", folder="whole")
+    start(*words, "train.steps=3", folder="uninterrupted")
     start(*words, "train.steps=2", folder="halves")
     halves = start(*words, "train.steps=3", "train.resume=auto", folder="halves")
-    uninterrupted = halves.folder.parent / "whole"
+    uninterrupted = halves.folder.parent / "uninterrupted"
     (name, expected), (same_name, found) = content(uninterrupted), content(halves.folder)
     assert name == same_name and expected.keys() == found.keys()
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
@@ -131,7 +131,7 @@ def test_going_on_from_states_on_a_disk(start):
 def test_a_killed_run_leaves_nothing_to_the_next_and_is_continued(start, tmp_path):
     """The command and its ranks are killed during a step, while tensors are being written to the disk."""
     words = ("+recipe=gpt_offload_disk", "+data.args.limit=200000", "train.log_every=1", "checkpoint.every=1")
-    start(*words, "train.steps=4", folder="whole")
+    start(*words, "train.steps=4", folder="uninterrupted")
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "runner", *words, "train.steps=1000", f"hydra.run.dir={folder}"]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, cwd=tmp_path) as running:
@@ -149,6 +149,6 @@ def test_a_killed_run_leaves_nothing_to_the_next_and_is_continued(start, tmp_pat
     assert left != [] and not any(file.is_file() for one in left if "offload" in one.name for file in one.rglob("*"))
     killed = start(*words, "train.steps=4", "train.resume=auto", folder="killed")
     assert hidden() == []
-    (name, expected), (same_name, found) = content(tmp_path / "whole"), content(killed.folder)
+    (name, expected), (same_name, found) = content(tmp_path / "uninterrupted"), content(killed.folder)
     assert name == same_name and expected.keys() == found.keys()
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []

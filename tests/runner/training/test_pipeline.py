@@ -156,7 +156,7 @@ def stored(folder):
 
 def test_a_run_goes_on_bit_for_bit(start):
     words = (*TWO, *RANDOM, "optimizer.target=torch.optim.AdamW", "checkpoint.every=2")
-    uninterrupted = start(*words, "train.steps=4", folder="whole")
+    uninterrupted = start(*words, "train.steps=4", folder="uninterrupted")
     start(*words, "train.steps=2", folder="parts")
     parts = start(*words, "train.steps=4", "train.resume=auto", folder="parts")
     assert parts.value == uninterrupted.value
@@ -187,7 +187,7 @@ def test_schedules_train_to_the_same_bits(start):
 )
 def test_a_sharded_run_goes_on_bit_for_bit(start, words):
     words = (*words, "parallel.zero.stage=1", "checkpoint.every=2")
-    uninterrupted = start(*words, "train.steps=4", folder="whole")
+    uninterrupted = start(*words, "train.steps=4", folder="uninterrupted")
     start(*words, "train.steps=2", folder="parts")
     parts = start(*words, "train.steps=4", "train.resume=auto", folder="parts")
     assert parts.value == uninterrupted.value

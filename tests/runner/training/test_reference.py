@@ -89,7 +89,7 @@ def test_one_device_draws_what_ranks_draw(name: str) -> None:
 
 
 def test_fp64_can_draw_the_numbers_of_fp32() -> None:
-    def drawn(x: Tensor, single: bool) -> list[Tensor]:
+    def random_numbers(x: Tensor, single: bool) -> list[Tensor]:
         with ExactRandom(KEY, single=single):
             turned = torch.empty(4, 3, dtype=x.dtype).T
             return [
@@ -104,7 +104,7 @@ def test_fp64_can_draw_the_numbers_of_fp32() -> None:
             ]
 
     x = torch.ones(3, 4)
-    single, double = drawn(x, single=False), drawn(x.double(), single=True)
+    single, double = random_numbers(x, single=False), random_numbers(x.double(), single=True)
     assert [tensor.dtype for tensor in double] == [torch.float32 if i == 1 else torch.float64 for i in range(8)]
     assert all(torch.allclose(a.double(), b.double(), rtol=1e-6) for a, b in zip(single, double, strict=True))
-    assert not torch.allclose(single[4].double(), drawn(x.double(), single=False)[4])
+    assert not torch.allclose(single[4].double(), random_numbers(x.double(), single=False)[4])

@@ -152,7 +152,7 @@ def test_random_numbers_are_those_of_one_process_on_demand(train):
 
 def test_hybrid_models_draw_by_rows(train):
     """Random numbers differ between shards of the rows, and are equal on ranks with the same rows."""
-    losses = train("hybrid", "model.target=networks.Drawn", "loss.target=null", "optimizer.args.lr=0.0").losses
+    losses = train("hybrid", "model.target=networks.RandomLoss", "loss.target=null", "optimizer.args.lr=0.0").losses
     assert losses == pytest.approx([0.5] * 6, rel=0.1)  # the mean of two numbers has half the variance of one
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Ref
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 class Net(nn.Module):

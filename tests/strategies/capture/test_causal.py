@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.core.graph import Operator
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 S = 6
 

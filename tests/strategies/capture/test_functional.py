@@ -15,7 +15,7 @@ from strategies.capture import LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.lowering.lowering import lower
 from strategies.runtime.simulate import Simulation
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 class Net(nn.Module):
@@ -90,7 +90,7 @@ def indexed(net: Net, x: Tensor) -> Tensor:
     return h
 
 
-def narrowing(net: Net, x: Tensor) -> Tensor:
+def narrowed(net: Net, x: Tensor) -> Tensor:
     """Writes that cast and repeat what they write."""
     h = net.dense(x).float()
     h[:4] = x[0]
@@ -181,7 +181,7 @@ def normed(net: Net, x: Tensor) -> Tensor:
 
 
 BODIES = [
-    column, view_of_view, pieces, diagonal, shifted, indexed, narrowing, other_names, out_argument, parts_of_complex,
+    column, view_of_view, pieces, diagonal, shifted, indexed, narrowed, other_names, out_argument, parts_of_complex,
     counting, moving_average, following, detached, exchanged, copied, queue, normed,
 ]  # fmt: skip
 
@@ -194,7 +194,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 def test_trains_like_the_model(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)
     model = Model(Net(body), LossFunction(loss, {}), (torch.randn(8, 8), torch.randn(8, 8)))
-    assert model.worst(draw, 4) < (TOLERANCE if body is not narrowing else 1e-5)
+    assert model.worst(draw, 4) < (TOLERANCE if body is not narrowed else 1e-5)
     assert not any(operator.target.split(".")[1].endswith("_") for operator in model.graph.operators)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strategies.capture import LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 class Net(nn.Module):

@@ -87,7 +87,7 @@ def inferred(net: Net, x: Tensor) -> Tensor:
     return (net.dense(x) * scale(net, x)).square().mean()
 
 
-def whole(model: Objective, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+def eager(model: Objective, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, gradients and buffers of the graph, with nothing sliced, on one simulated rank."""
     captured = capture(model, (x,), training=True)
     layouts = {s.name: Layout.replicated(len(s.spec.shape)) for s in captured.graph.sources}
@@ -107,7 +107,7 @@ def test_regions_become_operators(body: Callable[[Any, Tensor], Tensor]) -> None
     torch.manual_seed(0)
     net = Net(body)
     objective, x = Objective(net, None, ("x",), ()), torch.randn(8, 4, 8)
-    found, gradients, buffers = whole(objective, x)
+    found, gradients, buffers = eager(objective, x)
     loss: Any = loss_in(objective(x))
     loss.backward()
     assert torch.equal(found, loss.detach())

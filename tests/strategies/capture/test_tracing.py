@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 
 from strategies.capture.tracing import traceable
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

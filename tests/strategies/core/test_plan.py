@@ -13,7 +13,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan, layout_from_json, layout_to_json
 from strategies.core.request import NamedDims, NamedMatrix, OperatorStrategy, Request
 from strategies.planner.planner import make_plan
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 def through_json(plan: Plan) -> Plan:

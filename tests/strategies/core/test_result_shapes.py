@@ -19,7 +19,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "view": lambda a, b: a.view(2, 2, 8),
     "slice": lambda a, b: a[1:3, 2:],
     "slice of a slice": lambda a, b: a[1:][1:],
-    "slices of alike ones elsewhere": lambda a, b: (a[:2][:, 1:], a[2:][:, 1:]),
+    "slices of equal ones elsewhere": lambda a, b: (a[:2][:, 1:], a[2:][:, 1:]),
     "split": lambda a, b: a.split(3, 1),
     "unbind": lambda a, b: a.unbind(),
     "transposed": lambda a, b: a.t().contiguous(),
@@ -38,7 +38,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def told(results: Any, given: list[Tensor]) -> Any:
+def described(results: Any, given: list[Tensor]) -> Any:
     """All properties that a trace reads; memory by its owner."""
     if isinstance(results, Tensor):
         storages = [one.untyped_storage()._cdata for one in given]
@@ -46,7 +46,7 @@ def told(results: Any, given: list[Tensor]) -> Any:
         whose = storages.index(storage._cdata) if storage._cdata in storages else storage.nbytes()
         form = tuple(results.shape), results.stride(), results.storage_offset(), results.dtype, results.device
         return *form, whose, type(results), results.is_conj()
-    return type(results), [told(one, given) for one in results]
+    return type(results), [described(one, given) for one in results]
 
 
 def made(case: Callable[[Tensor, Tensor], Any], wrapped: bool) -> tuple[Any, int]:
@@ -54,11 +54,11 @@ def made(case: Callable[[Tensor, Tensor], Any], wrapped: bool) -> tuple[Any, int
     with FakeTensorMode() as mode:
         given = [torch.zeros(4, 8), torch.ones(4, 8)]
         if not wrapped:
-            return told(case(*given), given), 0
+            return described(case(*given), given), 0
         with Live("cpu", mode) as live:
             live.see(given)
             results = case(*given)
-        return told(results, given), live.peak
+        return described(results, given), live.peak
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

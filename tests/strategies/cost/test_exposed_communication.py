@@ -22,7 +22,7 @@ from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
-from tests.strategies.whole_model import Model
+from tests.strategies.simulated_model import Model
 
 MACHINE = replace(cluster(1, 8), overlap=1.0)
 
@@ -68,15 +68,15 @@ def test_without_starts_all_of_it_is_added(model: Model, draw: Any) -> None:
 
 def test_overlap_is_at_most_the_time_of_both_sides(model: Model, draw: Any) -> None:
     """Between the full sum, where operators take no time, and the steps that are no collective or cannot be hidden."""
-    begun = less = 0
+    started = less = 0
     for seed in range(40):
         plan = model.random_plan(draw, seed, Mesh((("a", 2), ("b", 2), ("c", 2))))
         early = overlap(fuse(lower(model.graph, plan), {"all_reduce": 1 << 30} if seed % 2 else {}))
         busy = works(model, plan)
         idle = {name: Work(0.0, 0.0, 0.0) for name in busy}
         every = sum(added_seconds(early, idle, MACHINE).values())
-        plain = added_seconds(replace(early, instructions=tuple(_whole(early))), busy, MACHINE)
-        begun += sum(isinstance(one, Start) for one in early.instructions)
+        plain = added_seconds(replace(early, instructions=tuple(_without_starts(early))), busy, MACHINE)
+        started += sum(isinstance(one, Start) for one in early.instructions)
         some = sum(added_seconds(early, busy, MACHINE).values())
         assert some <= every * (1 + 1e-12) and every <= sum(plain.values()) * (1 + 1e-12)
         less += some < 0.999 * every
@@ -84,10 +84,10 @@ def test_overlap_is_at_most_the_time_of_both_sides(model: Model, draw: Any) -> N
         assert never == pytest.approx(plain)
         half = sum(added_seconds(early, busy, replace(MACHINE, overlap=0.5)).values())
         assert some <= half * (1 + 1e-12) and half <= sum(plain.values()) * (1 + 1e-12)
-    assert begun > 100 and less > 10
+    assert started > 100 and less > 10
 
 
-def _whole(program: Program) -> list[Any]:
+def _without_starts(program: Program) -> list[Any]:
     """The instructions with every start and wait merged again, at the position of the wait."""
     return [one.of if isinstance(one, Wait) else one for one in program.instructions if not isinstance(one, Start)]
 

@@ -11,7 +11,7 @@ from strategies.core.mesh import Mesh
 from strategies.cost.roofline import operator_seconds, operator_work
 from strategies.rules import rule_of
 from tests.strategies.machines import cluster
-from tests.strategies.whole_model import Model
+from tests.strategies.simulated_model import Model
 
 MESH, MACHINE = Mesh((("dp", 2), ("tp", 4))), cluster(8)
 

@@ -18,7 +18,7 @@ from strategies.optimizer.updates import BucketLimits
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
-from tests.strategies.whole_model import Model
+from tests.strategies.simulated_model import Model
 
 MACHINE = replace(cluster(1, 8), flops={"float32": 1e12}, overlap=1.0)
 

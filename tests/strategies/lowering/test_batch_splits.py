@@ -28,7 +28,7 @@ from strategies.runtime import initial_weights as weights
 from strategies.runtime.simulate import Simulation
 from tests.strategies.lowering.test_overlap import check_order
 from tests.strategies.on_ranks import Case, Result
-from tests.strategies.whole_model import MESH, TOLERANCE, Model
+from tests.strategies.simulated_model import MESH, TOLERANCE, Model
 
 ROWS = 16
 

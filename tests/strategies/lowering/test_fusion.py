@@ -20,7 +20,7 @@ from strategies.lowering.lowering import lower
 from strategies.runtime import initial_weights as weights
 from tests.strategies.compiled_entries import Case as CompiledCase
 from tests.strategies.on_ranks import Case, Result
-from tests.strategies.whole_model import MESH, Model
+from tests.strategies.simulated_model import MESH, Model
 
 EVERYTHING = dict.fromkeys(KINDS, 2**20)
 

@@ -17,7 +17,7 @@ from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering import ir
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
-from tests.strategies.whole_model import Model
+from tests.strategies.simulated_model import Model
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.redistributions import starting, waiting
 from tests.strategies.on_ranks import Case, Result
-from tests.strategies.whole_model import MESH, Model
+from tests.strategies.simulated_model import MESH, Model
 
 EVERYTHING = dict.fromkeys(KINDS, 2**20)
 

@@ -23,7 +23,7 @@ from strategies.lowering.pipeline.schedule import make_schedule
 from strategies.lowering.pipeline.stage_assignment import Cuts, in_stages
 from strategies.planner.planner import make_plan
 from strategies.runtime.simulate_pipeline import Lockstep
-from tests.strategies.whole_model import TOLERANCE
+from tests.strategies.simulated_model import TOLERANCE
 
 TENSOR_PARALLEL = {
     "layers.*.attention.[qkv]_proj.matmul": OperatorStrategy(((2, 1, 1), (1, 2)), None),

@@ -61,14 +61,14 @@ def test_every_micro_batch_runs_forward_and_backward_once_in_order(case: tuple[s
 @pytest.mark.parametrize("case", every(tuple(TORCH)), ids=str)
 def test_the_order_is_that_of_torch(case: tuple[str, int, int, int]) -> None:
     kind, groups, micro_batches, virtual = case
-    asked = SimpleNamespace(
+    arguments = SimpleNamespace(
         n_local_stages=virtual,
         microbatches_per_round=micro_batches // max(1, micro_batches // groups),
         pp_group_size=groups,
         _n_microbatches=micro_batches,
     )
     for group, actions in enumerate(make_schedule(*case)):
-        theirs = TORCH[kind]._calculate_single_rank_operations(asked, group)
+        theirs = TORCH[kind]._calculate_single_rank_operations(arguments, group)
         merged = torch_schedules._merge_bw([one for one in theirs if one is not None])
         assert [(a.way, a.micro_batch, a.stage) for a in actions] == [
             (WAYS[one.computation_type.name], one.microbatch_index, one.stage_index) for one in merged

@@ -69,11 +69,11 @@ def program_of(
 
 
 @pytest.fixture
-def never_whole(monkeypatch):
+def contracted_only(monkeypatch):
     """A trace of all repetitions fails."""
 
     def refuse(program: Program, settings: OptimizerSettings) -> None:
-        raise AssertionError("the whole program was traced")
+        raise AssertionError("the complete program was traced")
 
     monkeypatch.setattr(repeating, "trace", refuse)
 
@@ -85,7 +85,7 @@ def never_whole(monkeypatch):
     [pytest.param("llama", 1, torch.bfloat16, marks=pytest.mark.slow), ("gpt", 2, torch.float32)],
     ids=["llama", "gpt"],
 )
-def test_memory_is_that_of_the_full_program(never_whole, name, accumulate, dtype, stage, again):
+def test_memory_is_that_of_the_full_program(contracted_only, name, accumulate, dtype, stage, again):
     program = program_of(name, again, stage, dtype=dtype)
     settings = OptimizerSettings(stage, torch.optim.AdamW, accumulate=accumulate)
     assert trace_repeated(program, settings) == trace(program, settings)
@@ -93,13 +93,13 @@ def test_memory_is_that_of_the_full_program(never_whole, name, accumulate, dtype
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("bucket", [3000, 9000, 40000])
-def test_buckets_of_zero_are_added_up_where_they_are_full(never_whole, stage, bucket):
+def test_buckets_of_zero_are_added_up_where_they_are_full(contracted_only, stage, bucket):
     program = program_of("llama", None, stage)
     settings = OptimizerSettings(stage, torch.optim.AdamW, bucket=bucket)
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
-def test_a_bucket_during_backward_is_slightly_overestimated(never_whole):
+def test_a_bucket_during_backward_is_slightly_overestimated(contracted_only):
     graph = graph_of("llama", DEPTH["llama"], torch.float32)
     program = lower(graph, make_plan(graph, Request("data_parallel", 4)), LoweringOptions(partial_loss=True))
     settings = OptimizerSettings(0, torch.optim.AdamW, cut=BucketLimits(5000), overlap=True)
@@ -122,7 +122,7 @@ def test_programs_that_repetitions_cannot_predict_are_traced(settings):
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8])
-def test_layers_of_two_plans_are_predicted_from_more_repetitions(never_whole, share):
+def test_layers_of_two_plans_are_predicted_from_more_repetitions(contracted_only, share):
     """The code after the last repetition may start inside it, where a memory limit changes later layers."""
     graph = graph_of("llama", 14, torch.bfloat16)
     request = Request("auto", 4, "dynamic_programming", mesh=(("a", 4),))
@@ -135,7 +135,7 @@ def test_layers_of_two_plans_are_predicted_from_more_repetitions(never_whole, sh
 
 
 @pytest.mark.parametrize("again", [None, "full"])
-def test_calls_do_not_grow_with_the_layers(never_whole, monkeypatch, again):
+def test_calls_do_not_grow_with_the_layers(contracted_only, monkeypatch, again):
     calls, dispatch = [0], Live.__torch_dispatch__
 
     def counted(self, func, types, args=(), kwargs=None):
@@ -151,7 +151,7 @@ def test_calls_do_not_grow_with_the_layers(never_whole, monkeypatch, again):
     assert seen[0] == seen[1] > 0
 
 
-def test_a_shortened_program_is_that_of_a_model_with_fewer_layers():
+def test_a_truncated_program_is_that_of_a_model_with_fewer_layers():
     deep, small = program_of("gpt", None, 0, 9), program_of("gpt", None, 0, 3)
     part = repeated_blocks(deep)
     assert part is not None and part.count in (8, 9)

@@ -44,7 +44,7 @@ def quickstart() -> tuple[OperatorGraph, Plan]:
     return graph, make_plan(graph, Request("auto", 8, strategies=strategies))
 
 
-def whole(graph: OperatorGraph, plan: Plan) -> tuple[float, float, Program]:
+def complete_costs(graph: OperatorGraph, plan: Plan) -> tuple[float, float, Program]:
     """Seconds of computation and of redistribution of a plan."""
     program = lower(graph, plan, LoweringOptions(partial_loss=True))
     sent = sum(
@@ -71,12 +71,12 @@ def changed(graph: OperatorGraph, plan: Plan, name: str, other: Alternative) -> 
 @pytest.mark.parametrize("make", [quickstart, gpt])
 def test_a_difference_is_that_of_the_full_plans(make) -> None:
     graph, plan = make()
-    compute, sent, _ = whole(graph, plan)
+    compute, sent, _ = complete_costs(graph, plan)
     tried = 0
     for operator in graph.operators:
         around = Neighbourhood(graph, plan, operator, MACHINE)
         for other in around.others()[::11]:
-            now = whole(graph, changed(graph, plan, operator.name, other))
+            now = complete_costs(graph, changed(graph, plan, operator.name, other))
             assert other.compute - around.planned.compute == pytest.approx(now[0] - compute, abs=1e-12)
             assert other.communication - around.planned.communication == pytest.approx(now[1] - sent, abs=1e-12)
             tried += 1
@@ -86,7 +86,7 @@ def test_a_difference_is_that_of_the_full_plans(make) -> None:
 @pytest.mark.parametrize("make", [quickstart, gpt])
 def test_the_planned_cost_includes_all_executed_steps(make) -> None:
     graph, plan = make()
-    _, _, program = whole(graph, plan)
+    _, _, program = complete_costs(graph, plan)
     for operator in graph.operators:
         around = Neighbourhood(graph, plan, operator, MACHINE).planned
         mine = [(one.forward, one.backward) for one in around.redistributions if one.operator == operator.name]

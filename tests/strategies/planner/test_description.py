@@ -25,7 +25,7 @@ from strategies.planner.planner import make_plan
 from strategies.runtime import initial_weights as weights
 from tests.strategies.machines import cluster
 from tests.strategies.on_ranks import Case, Result
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 class Awkward(nn.Module):
@@ -65,7 +65,7 @@ def quickstart() -> tuple[Model, Plan]:
     )
 
 
-def told(model: Model, plan: Plan, **options: Any) -> dict[str, Any]:
+def described(model: Model, plan: Plan, **options: Any) -> dict[str, Any]:
     keywords = {"cluster": cluster(2, 8), "settings": OptimizerSettings(**options)}
     return json.loads(
         json.dumps(
@@ -75,7 +75,7 @@ def told(model: Model, plan: Plan, **options: Any) -> dict[str, Any]:
 
 
 def test_keys_that_scripts_rely_on() -> None:
-    content = told(*quickstart())
+    content = described(*quickstart())
     assert content["mesh"] == {"d0": 2, "d1": 4}
     assert [operator["name"] for operator in content["operators"]] == [
         "matmul",
@@ -116,7 +116,7 @@ def test_keys_that_scripts_rely_on() -> None:
 
 def test_the_plan_can_be_read_from_its_description() -> None:
     model, plan = quickstart()
-    assert Plan.from_json(told(model, plan)) == plan
+    assert Plan.from_json(described(model, plan)) == plan
 
 
 def test_torch_order_and_devices_left_over() -> None:
@@ -126,7 +126,7 @@ def test_torch_order_and_devices_left_over() -> None:
     plan = make_plan(
         model.graph, Request("semi_auto", 16, strategies={"0.matmul": OperatorStrategy(((2, 1), (1, 4)), ((2, 4),))})
     )
-    (linear, *_) = told(model, plan)["operators"]
+    (linear, *_) = described(model, plan)["operators"]
     assert linear["in_strategy"] == [[2, 1], [4, 1], [4]]
     assert linear["device_matrix"] == [2, 1, 4, 2]
     assert linear["out_strategy"] == [[2, 4]]
@@ -134,7 +134,7 @@ def test_torch_order_and_devices_left_over() -> None:
 
 def test_operators_without_a_rule_are_listed() -> None:
     model = awkward()
-    content = told(model, make_plan(model.graph, Request("semi_auto", 4)))
+    content = described(model, make_plan(model.graph, Request("semi_auto", 4)))
     assert any(text.startswith("renorm (renorm, planner/test_description.py:") for text in content["unsliced"])
     assert content["parameters"]["emb.weight"]["aliases"] == ["head.weight"]
     assert not content["parameters"]["head.bias"]["trainable"]
@@ -143,7 +143,7 @@ def test_operators_without_a_rule_are_listed() -> None:
 def test_bytes_are_the_sum_of_the_parts() -> None:
     model, plan = quickstart()
     program = lower(model.graph, plan, LoweringOptions(partial_loss=True))
-    content = told(model, plan)
+    content = described(model, plan)
     parts = Counter({"all_reduce": 8 * 2})  # the loss: one double over eight ranks, 14 / 8 elements rounded up
     parts.update(predicted_gradients(program, measure=False))
     for operator in content["operators"]:
@@ -163,8 +163,9 @@ def test_micro_batches_and_stages() -> None:
     sharded = lower(model.graph, plan, LoweringOptions(sharded_optimizer=True, partial_loss=True))
     zero = communication(sharded, OptimizerSettings(1))
     assert zero["all_reduce"] - zero_traffic.predicted(sharded, 1)["all_reduce"] == once["all_reduce"] - sums
-    assert told(model, plan, accumulate=3)["cost"]["compute"] == pytest.approx(3 * told(model, plan)["cost"]["compute"])
-    sharded = told(model, plan, stage=3)["memory"]
+    compute, accumulated = (described(model, plan, accumulate=count)["cost"]["compute"] for count in (1, 3))
+    assert accumulated == pytest.approx(3 * compute)
+    sharded = described(model, plan, stage=3)["memory"]
     assert sharded["parameters"] == (8 * 16 + 4 * 16) * 8 // 2
 
 

@@ -52,10 +52,10 @@ def test_open_mesh_can_place_any_counts_that_divide(world: int, data: st.DataObj
             left //= found[-1]
         return found
 
-    asked = [counts(), counts(), counts()]
-    built = meshing(world, None, {}, asked)
+    requested = [counts(), counts(), counts()]
+    built = meshing(world, None, {}, requested)
     assert built.mesh.size == world
-    for wanted in asked:
+    for wanted in requested:
         axes = built.place(wanted)
         assert list(map(built.mesh.product, axes)) == wanted
         flat = [axis for part in axes for axis in part]

@@ -19,7 +19,7 @@ from strategies.core.request import NamedDims, NamedMatrix, Operand, OperatorStr
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import follow, make_plan
 from strategies.rules import rule_of
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 CUBE = NamedMatrix((2, 2, 2), ("dp", "sp", "mp"))
 LINE = NamedMatrix((8,), ("tp",))

@@ -63,15 +63,15 @@ def odd():
 def check(odd, draw, seed):
     """Factors, layouts of sources and of results are often padded where allowed. True if some were."""
     graph, values, loss, gradients = odd
-    drawn, mesh = draw(seed), random.Random(seed).choice(MESHES)
+    draws, mesh = draw(seed), random.Random(seed).choice(MESHES)
     operators, padded = {}, False
     for operator in graph.operators:
         sharding = rule_of(operator, graph)
-        assignment = drawn.assignment(sharding, mesh)
+        assignment = draws.assignment(sharding, mesh)
         padded |= any(sharding.sizes[factor] % mesh.product(axes) for factor, axes in assignment.items())
-        outputs = tuple(drawn.layout(spec.shape, mesh, padded=True) for spec in operator.results)
-        operators[operator.name] = OperatorPlan(assignment, "configured", outputs if drawn.rng.random() < 0.2 else None)
-    layouts = {source.name: drawn.layout(source.spec.shape, mesh, padded=True) for source in graph.sources}
+        outputs = tuple(draws.layout(spec.shape, mesh, padded=True) for spec in operator.results)
+        operators[operator.name] = OperatorPlan(assignment, "configured", outputs if draws.rng.random() < 0.2 else None)
+    layouts = {source.name: draws.layout(source.spec.shape, mesh, padded=True) for source in graph.sources}
     inputs = {source.name: layouts[source.name] for source in graph.of_kind("input")}
     plan = Plan(mesh, operators, inputs, {name: layout for name, layout in layouts.items() if name not in inputs})
     sharded = seed % 2 == 1

@@ -40,13 +40,13 @@ def mesh_of(sizes):
 
 def case(draw, seed):
     """A mesh, a shape, a layout with partial sums, and a target: not partial, partial where possible, or padded."""
-    drawn = draw(seed)
-    rng = drawn.rng
+    layouts = draw(seed)
+    rng = layouts.rng
     mesh = mesh_of(rng.choice(SIZES))
     padded = seed % 2 == 1
     shape = tuple(rng.choice([1, 2, 6, 12, 24, *((3, 7, 13) * padded)]) for _ in range(rng.randint(1, 3)))
-    before = drawn.layout(shape, mesh, partial=True, padded=padded)
-    after = drawn.layout(shape, mesh, padded=padded)
+    before = layouts.layout(shape, mesh, partial=True, padded=padded)
+    after = layouts.layout(shape, mesh, padded=padded)
     allowed = {axis for axis in before.partial if axis not in after.axes}
     for dim in before.dims:  # slices at the end of a dim may be padded
         for axis in reversed(dim):
@@ -77,7 +77,7 @@ def pieces_of(tensor, layout, mesh, generator):
     return [pieces[min(mesh.group(rank, silent))] for rank in range(mesh.size)]
 
 
-def assert_lies(pieces, tensor, layout, mesh):
+def assert_layout(pieces, tensor, layout, mesh):
     """`pieces` are the shards of `tensor` under `layout`: equal on replicas, terms of a sum over partial axes."""
     slices = shard(tensor, layout, mesh)
     for rank, piece in enumerate(pieces):
@@ -94,7 +94,7 @@ def check(draw, seed):
     if not after.partial:
         backward = resharding_path(after.whole, before.whole, shape, mesh)
     pieces = pieces_of(tensor, before, mesh, generator)
-    assert_lies(carry(forward, pieces, mesh), tensor, after, mesh)
+    assert_layout(carry(forward, pieces, mesh), tensor, after, mesh)
     if after.partial:
         return
     # the gradient of sum(tensor * weight), which every rank computes on its slice
@@ -104,7 +104,7 @@ def check(draw, seed):
     instruction = Redistribute("r", Ref("x"), forward, backward, 1.0, True, spec, "x", 0, ())
     results = redistribute(instruction, mesh, inputs)
     torch.autograd.backward(results, shard(weight, after, mesh))
-    assert_lies([leaf.grad for leaf in inputs], weight, before.whole, mesh)
+    assert_layout([leaf.grad for leaf in inputs], weight, before.whole, mesh)
 
 
 def test_random_redistributions(draw):

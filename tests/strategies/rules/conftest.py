@@ -119,7 +119,7 @@ class Family:
         tensors = {source.name: draw.layout(source.spec.shape, mesh) for source in graph.sources}
         return Plan(mesh, operators, {}, tensors)
 
-    def turns(self, mesh: Mesh, samples: int) -> range:
+    def samples_of(self, mesh: Mesh, samples: int) -> range:
         graph = self.captured.graph
         return range(max(len(list(single_axis(rule_of(o, graph), mesh))) for o in graph.operators) + samples)
 
@@ -182,7 +182,7 @@ def check() -> Callable[..., None]:
 
     def run(cases: Family, mesh: Mesh, samples: int) -> None:
         wrong: dict[str, str] = {}
-        for turn in cases.turns(mesh, samples):
+        for turn in cases.samples_of(mesh, samples):
             for case, what in cases.wrong(mesh, turn).items():
                 wrong.setdefault(case, f"turn {turn}: {what}")
         assert not wrong

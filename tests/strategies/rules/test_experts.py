@@ -49,7 +49,7 @@ def x(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def whole(*shape):
+def numbers(*shape):
     return torch.randint(-1, 2, shape).double()
 
 
@@ -79,7 +79,7 @@ CASES = [
     ("uneven", grouped, x(11, 6), x(3, 6, 7), ends(5, 6, 11)),
     ("one expert has all", grouped, x(12, 4), x(7, 4, 4), ends(0, 0, 0, 12, 12, 12, 12)),
     ("rows of nobody", grouped, x(12, 4), x(2, 4, 6), ends(3, 8)),
-    ("torch's own", single, whole(12, 16), whole(4, 16, 8), ends(2, 7, 7, 12)),
+    ("torch's own", single, numbers(12, 16), numbers(4, 16, 8), ends(2, 7, 7, 12)),
     ("a layer", routed, x(6, 8), x(8, 4), x(4, 8, 12), x(4, 12, 8)),
 ]
 
@@ -106,6 +106,6 @@ def test_every_operator_of_the_layer_has_a_rule(cases):
 @pytest.mark.parametrize("first", [0, 6])
 def test_torch_and_own_products_agree(first):
     """The first half of the rows and the second, with integers, which are exact."""
-    rows, weights, stops = whole(12, 16).float(), whole(4, 16, 8).float(), ends(2, 7, 7, 12)
+    rows, weights, stops = numbers(12, 16).float(), numbers(4, 16, 8).float(), ends(2, 7, 7, 12)
     want = torch.nn.functional.grouped_mm(rows, weights, offs=stops)[first : first + 6]
     assert torch.equal(expert_products(rows[first : first + 6], weights, stops, first, 0), want)

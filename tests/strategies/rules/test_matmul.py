@@ -59,7 +59,7 @@ def test_products(cases, check, mesh):
         lambda found: replace(found, sums=frozenset()),
         lambda found: replace(found, operands=(*found.operands[:2], (None,))),
     ],
-    ids=["forgets the sum", "leaves the bias whole"],
+    ids=["forgets the sum", "replicates the bias"],
 )
 def test_a_broken_rule_is_detected(capture_cases, check, monkeypatch, break_it):
     """The check can fail: a linear rule without its sum, or with a wrong operand, gives a wrong result or an error."""

@@ -58,7 +58,7 @@ CASES = [
     ("lstm, projected", *network(nn.LSTM, x(3, 6, 4), proj_size=2, num_layers=2, bias=False)),
     ("lstm, unbatched", *network(nn.LSTM, x(3, 4))),
     ("gru", *network(nn.GRU, x(3, 6, 4), x(2, 6, 3), num_layers=2)),
-    ("gru, both ways", *network(nn.GRU, x(6, 3, 4), bidirectional=True, batch_first=True, bias=False)),
+    ("gru, both directions", *network(nn.GRU, x(6, 3, 4), bidirectional=True, batch_first=True, bias=False)),
     ("tanh", *network(nn.RNN, x(3, 12, 4), x(1, 12, 3))),
     ("relu", *network(nn.RNN, x(3, 6, 4), nonlinearity="relu", num_layers=2)),
     ("lstm cell", *cell(nn.LSTMCell, x(12, 4), x(12, 3), x(12, 3))),

@@ -19,7 +19,7 @@ from strategies.rules.notation import notation
 from strategies.rules.sharding import Sharding
 from tests.fuzz.cases import Case, Refused, failure, sensitive
 from tests.fuzz.generators import WITHOUT
-from tests.strategies.rules.drawn_calls import calls
+from tests.strategies.rules.random_calls import calls
 
 TABLE = sorted(name for name, rule in RULES.items() if rule.__module__ == lines.__name__)
 

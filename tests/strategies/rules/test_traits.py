@@ -21,7 +21,7 @@ from strategies.rules.random import draws
 from strategies.rules.registry import resolve
 from strategies.rules.traits import ROWS, TRAITS, Traits, traits
 from tests.fuzz.generators import WITHOUT
-from tests.strategies.rules.drawn_calls import OPERATORS, Call, calls
+from tests.strategies.rules.random_calls import OPERATORS, Call, calls
 
 LISTS = {"gru", "lstm", "rnn_tanh", "rnn_relu"}
 """Operators whose weights are in a list: which of them are saved depends on the number of layers."""
@@ -107,7 +107,7 @@ def test_views_share_memory_with_their_operands():
         if traits(name).view and seen != {True}:
             wrong[name] = f"{kind}, but a result has memory of its own"
         if kind == "new" and True in seen:
-            wrong[name] = "new, but a result lies in the memory of an operand"
+            wrong[name] = "new, but a result is in the memory of an operand"
     assert not wrong
 
 
@@ -160,7 +160,7 @@ def observed(call: Call, learn: tuple[int, ...]) -> tuple[set[str], set[str]]:
     return sure, candidates
 
 
-def told(call: Call, learn: tuple[int, ...]) -> set[str]:
+def reported(call: Call, learn: tuple[int, ...]) -> set[str]:
     row, count = traits(call.operator.op), len(call.values)
     learns = [i in learn for i in range(count)]
     return {
@@ -179,7 +179,7 @@ def test_what_autograd_saves():
         for call in calls(name):
             for learn in learners(call):
                 sure, candidates = observed(call, learn)
-                says = told(call, learn)
+                says = reported(call, learn)
                 if not sure <= says:
                     wrong[name] = f"saves {sorted(sure - says)} too where {learn} have gradients"
                 if traits(name).certain and not (name in UNFUSED and len(learn) < 3):

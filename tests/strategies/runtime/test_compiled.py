@@ -24,7 +24,7 @@ from strategies.runtime.module_tree import build
 from strategies.runtime.opaque_random import as_key
 from strategies.runtime.redistributions import edge, edges
 from tests.strategies.compiled_entries import Case, Ran
-from tests.strategies.whole_model import MESH, Model
+from tests.strategies.simulated_model import MESH, Model
 
 
 class Block(nn.Module):

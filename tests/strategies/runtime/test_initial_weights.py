@@ -13,7 +13,7 @@ from strategies.core.program import Program
 from strategies.lowering.lowering import lower
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.simulate import assemble
-from tests.strategies.whole_model import Model
+from tests.strategies.simulated_model import Model
 
 
 class Net(nn.Module):

@@ -22,7 +22,7 @@ from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 ALONE = Mesh((("world", 1),))
 
@@ -73,7 +73,7 @@ def model() -> Model:
     return Model(Net(), nn.CrossEntropyLoss(), (tokens, tokens.roll(1)))
 
 
-def whole_plan(graph: OperatorGraph) -> Plan:
+def replicated_plan(graph: OperatorGraph) -> Plan:
     """A replicated plan on one rank."""
     layouts = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
     inputs = {source.name: layouts[source.name] for source in graph.of_kind("input")}
@@ -82,7 +82,7 @@ def whole_plan(graph: OperatorGraph) -> Plan:
 
 def built(graph: OperatorGraph, values: dict[str, Tensor]) -> tuple[fx.GraphModule, Program]:
     """The module of the one rank, on its own copies of the tensors."""
-    program, tensors = lower(graph, whole_plan(graph)), {}
+    program, tensors = lower(graph, replicated_plan(graph)), {}
     for source in program.sources:
         if source.kind != "input":
             copy = values[source.name].clone()

@@ -14,7 +14,7 @@ from strategies.runtime.split_backward import backward_to
 Net = Callable[[Tensor, dict[str, Tensor]], list[Tensor]]
 
 
-def drawn() -> tuple[Tensor, dict[str, Tensor]]:
+def random_inputs() -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(0)
     names = ("first", "second", "bias", "scale", "unused")
     weights = {name: torch.randn(8, 8).requires_grad_() for name in names}
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Net, set[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_piece(case: str) -> None:
     net, late = CASES[case]
-    (x, weights), (y, truth) = drawn(), drawn()
+    (x, weights), (y, truth) = random_inputs(), random_inputs()
     for _ in range(2):  # gradients add up
         made = net(x, weights)
         gradients = [torch.randn_like(one) for one in made]
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_one_piece(case: str) -> None:
 
 
 def test_without_inputs_all_is_done_in_the_first_half() -> None:
-    (x, weights), (_, truth) = drawn(), drawn()
+    (x, weights), (_, truth) = random_inputs(), random_inputs()
     second = backward_to([], list(weights.values()), chained(x.detach(), weights), [torch.ones(4, 8)])
     chained(x.detach(), truth)[0].sum().backward()
     assert all(torch.equal(w.grad, truth[name].grad) for name, w in weights.items() if name != "unused")

@@ -16,7 +16,7 @@ from strategies.runtime import initial_weights as weights
 from strategies.runtime import tensor_files as stored
 from strategies.runtime.simulate import assemble
 from strategies.runtime.tensor_files import Reader, StoredTensor, index
-from tests.strategies.whole_model import Model
+from tests.strategies.simulated_model import Model
 
 FORMS = ("one.safetensors", "one.pt", "nested.pt", "pieces", "pieces.bin", "folder")
 

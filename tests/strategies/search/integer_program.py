@@ -16,7 +16,7 @@ from strategies.search.repeated_blocks import Contraction
 from strategies.search.strategy_space import StrategySpace
 
 
-def settled(problem: Problem, cluster: Cluster) -> FactorGraph:
+def evaluated(problem: Problem, cluster: Cluster) -> FactorGraph:
     """The graph with exact costs around its optimum, built again: each solution evaluates the costs that it uses."""
     graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, cluster)))
     folded = Contraction(graph.factors)

@@ -10,7 +10,7 @@ import pytest
 from strategies.search.elimination import Seconds, minimum
 
 
-def drawn(seed: int, variables: int = 6) -> tuple[list[int], dict[tuple[int, ...], Seconds]]:
+def random_tables(seed: int, variables: int = 6) -> tuple[list[int], dict[tuple[int, ...], Seconds]]:
     """Random tables over one, two and three variables."""
     rng = np.random.default_rng(seed)
     sizes = [int(size) for size in rng.integers(1, 4, variables)]
@@ -29,22 +29,22 @@ def seconds(tables: dict[tuple[int, ...], Seconds], values: list[int]) -> float:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_equals_trying_everything(seed: int) -> None:
-    sizes, tables = drawn(seed)
+    sizes, tables = random_tables(seed)
     best = min(seconds(tables, list(values)) for values in product(*map(range, sizes)))
     assert seconds(tables, minimum(sizes, tables, 200_000)) == pytest.approx(best, abs=1e-12)
 
 
-def test_where_tables_would_grow_too_large_the_choice_is_legal_and_better_than_chance() -> None:
+def test_where_tables_would_grow_too_large_the_choice_is_legal_and_better_than_random() -> None:
     gaps = []
     for seed in range(40):
-        sizes, tables = drawn(seed, 8)
+        sizes, tables = random_tables(seed, 8)
         exact = seconds(tables, minimum(sizes, tables, 200_000))
         found = minimum(sizes, tables, 6)
         assert all(0 <= value < size for value, size in zip(found, sizes, strict=True))
         rng = np.random.default_rng(seed)
-        chance = np.mean([seconds(tables, [int(rng.integers(size)) for size in sizes]) for _ in range(50)])
+        average = np.mean([seconds(tables, [int(rng.integers(size)) for size in sizes]) for _ in range(50)])
         assert exact - 1e-12 <= seconds(tables, found)
-        gaps.append((seconds(tables, found) - exact) / max(chance - exact, 1e-12))
+        gaps.append((seconds(tables, found) - exact) / max(average - exact, 1e-12))
     assert 0 < np.mean(gaps) < 0.4  # greedy choices fix some candidates early
 
 

@@ -28,7 +28,7 @@ from strategies.search.elimination import Elimination, Factor, FactorGraph, Tabl
 from strategies.search.problem import Problem
 from strategies.search.repeated_blocks import Contraction
 from strategies.search.strategy_space import StrategySpace
-from tests.strategies.search.integer_program import integer_optimum, settled
+from tests.strategies.search.integer_program import evaluated, integer_optimum
 
 NODES = Cluster(
     "nodes",
@@ -104,7 +104,7 @@ def test_elimination_equals_enumeration() -> None:
         assert graph.cost([indices[v] for v in range(len(graph.sizes))]) == pytest.approx(least)
 
 
-def test_folding_changes_nothing() -> None:
+def test_contraction_changes_nothing() -> None:
     folded_any = 0
     for seed in range(60):
         graph = random_network(random.Random(seed), 3 + seed % 14)
@@ -127,7 +127,7 @@ def test_an_integer_program_finds_nothing_better(make: type, layers: int, sizes:
     problem = problem_of(make(layers), *sizes)
     found = search(problem, NODES)
     assert found.gap <= 1e-9
-    assert integer_optimum(settled(problem, NODES)) == pytest.approx(found.cost, rel=1e-6)
+    assert integer_optimum(evaluated(problem, NODES)) == pytest.approx(found.cost, rel=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (8, 8), (2, 2, 2)])

@@ -28,7 +28,7 @@ def table(seed: int) -> tuple[dict[Choice, Bound], dict[Choice, tuple[float, int
 @pytest.mark.parametrize("seed", range(40))
 def test_no_choice_within_the_limit_is_faster(seed):
     bounds, true = table(seed)
-    limit, asked, rng = 50, [], random.Random(seed)
+    limit, evaluated, rng = 50, [], random.Random(seed)
 
     def look(choice: Choice) -> Iterator[Priced]:
         """The fastest plan, and perhaps a slower one that is the first to fit the limit."""
@@ -36,7 +36,7 @@ def test_no_choice_within_the_limit_is_faster(seed):
         smaller = size <= limit and rng.random() < 0.5
         faster = rng.uniform(bounds[choice].seconds, seconds) if smaller else seconds
         yield Priced(EMPTY, faster, None)
-        asked.append(choice)
+        evaluated.append(choice)
         yield Priced(EMPTY, faster, size + 100 * smaller)
         if smaller:
             yield Priced(EMPTY, seconds, None)
@@ -46,7 +46,7 @@ def test_no_choice_within_the_limit_is_faster(seed):
     decision = decide(bounds, limit, look)
     assert (decision.priced.seconds, decision.choice) == fitting[0]
     assert decision.tried + decision.pruned == len(CHOICES)
-    assert all(bounds[choice].seconds <= fitting[0][0] for choice in asked)
+    assert all(bounds[choice].seconds <= fitting[0][0] for choice in evaluated)
     if decision.runner_up is not None:
         choice, priced = decision.runner_up
         assert choice != decision.choice and fitting[0][0] <= priced.seconds <= true[choice][0]

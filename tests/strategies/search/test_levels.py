@@ -37,5 +37,5 @@ def test_at_most_five_levels() -> None:
 
 
 def test_the_drawing_names_every_module() -> None:
-    drawn = (FOLDER / "__init__.py").read_text(encoding="utf-8")
-    assert all(path.stem in drawn for path in FOLDER.glob("[a-z]*.py"))
+    diagram = (FOLDER / "__init__.py").read_text(encoding="utf-8")
+    assert all(path.stem in diagram for path in FOLDER.glob("[a-z]*.py"))

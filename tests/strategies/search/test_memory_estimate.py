@@ -27,15 +27,15 @@ def made() -> Problem:
 @pytest.mark.parametrize("stage", (0, 3))
 @pytest.mark.parametrize("states", [0.0, 2.0])
 def test_the_exact_search_counts_the_same(made: Problem, stage: int, states: float) -> None:
-    asked = replace(made, stage=stage, optimizer_state_factor=states)
-    found = search(asked, node(4))
-    assert found.bytes == pytest.approx(plan_bytes(asked, found.assignments))
+    wanted = replace(made, stage=stage, optimizer_state_factor=states)
+    found = search(wanted, node(4))
+    assert found.bytes == pytest.approx(plan_bytes(wanted, found.assignments))
 
 
 def test_tied_weights_are_counted_once() -> None:
-    asked = problem(gpt(1), Mesh((("a", 2),)))
-    found = search(asked, node(2))
-    assert found.bytes == pytest.approx(plan_bytes(asked, found.assignments))
+    wanted = problem(gpt(1), Mesh((("a", 2),)))
+    found = search(wanted, node(2))
+    assert found.bytes == pytest.approx(plan_bytes(wanted, found.assignments))
 
 
 def test_a_limit_is_kept_at_little_more_than_the_least_cost(made: Problem) -> None:
@@ -57,8 +57,8 @@ def test_fewer_states_leave_room_for_a_faster_plan(made: Problem) -> None:
 
 
 def test_a_limit_that_no_plan_fits_is_reported() -> None:
-    asked = Request("auto", 4, "recursive_programming", memory_limit=2**20)
+    limited = Request("auto", 4, "recursive_programming", memory_limit=2**20)
     with pytest.raises(StrategyError, match=r"memory_limit = 1 MiB per rank, but .* the smallest needs .* GiB"):
-        make_plan(gpt(1), asked, node(4))
-    plan = make_plan(gpt(1), replace(asked, memory_limit=None), node(4))
+        make_plan(gpt(1), limited, node(4))
+    plan = make_plan(gpt(1), replace(limited, memory_limit=None), node(4))
     assert plan.search["bytes"] > 2**20

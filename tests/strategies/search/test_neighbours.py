@@ -21,7 +21,7 @@ from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.search.sharding_propagation import Propagation
 from tests.strategies.search.test_sharding_propagation import Body, model_of, plan_of, wanted
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 def tied() -> Model:

@@ -20,7 +20,7 @@ from strategies.planner.planner import make_plan
 from strategies.search.problem import NodeCost, Problem
 from tests.strategies.search.test_factor_graph import NODES, llama, problem_of
 
-TURNS = 4
+MICRO_BATCHES = 4
 
 
 @pytest.fixture(scope="module")
@@ -28,35 +28,36 @@ def problem() -> Problem:
     return problem_of(llama(2), 8)
 
 
-def seconds(problem: Problem, stage: int, turns: int, sliced: bool = False) -> float:
+def seconds(problem: Problem, stage: int, micro_batches: int, sliced: bool = False) -> float:
     """Seconds of the largest parameter, replicated or sharded over all ranks."""
     source = max(problem.graph.of_kind("parameter"), key=lambda one: one.spec.elements)
     axes = problem.mesh.names
     unsharded = Layout.replicated(2) if stage else Layout(((), ()), frozenset(axes))
     layout = Layout((axes, ())) if sliced else unsharded
     assert Ref(source.id) in problem.trained
-    return NodeCost(replace(problem, stage=stage, micro_batches=turns), NODES).parameter_seconds(layout, source.spec)
+    node_cost = NodeCost(replace(problem, stage=stage, micro_batches=micro_batches), NODES)
+    return node_cost.parameter_seconds(layout, source.spec)
 
 
 def test_work_done_once_per_step_counts_for_its_share(problem: Problem) -> None:
-    assert seconds(problem, 0, TURNS) == pytest.approx(seconds(problem, 0, 1) / TURNS)
+    assert seconds(problem, 0, MICRO_BATCHES) == pytest.approx(seconds(problem, 0, 1) / MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_work_of_zero_for_every_micro_batch_counts_in_full(problem: Problem, stage: int) -> None:
-    one, many = seconds(problem, stage, 1), [seconds(problem, stage, turns) for turns in (TURNS, 10**9)]
+    one, many = seconds(problem, stage, 1), [seconds(problem, stage, count) for count in (MICRO_BATCHES, 10**9)]
     assert one > many[0] > many[1] > 0.05 * one
-    assert (many[0] - many[1]) * TURNS == pytest.approx(one - many[1])  # the rest is once per step
+    assert (many[0] - many[1]) * MICRO_BATCHES == pytest.approx(one - many[1])  # the rest is once per step
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_that_is_cut_is_only_updated(problem: Problem, stage: int) -> None:
     """And copied by ZeRO, for every micro-batch."""
     copied = seconds(problem, stage, 10**9, sliced=True)
-    updated = seconds(problem, stage, TURNS, sliced=True) - copied
-    assert updated == pytest.approx(seconds(problem, 0, 1, sliced=True) / TURNS)
+    updated = seconds(problem, stage, MICRO_BATCHES, sliced=True) - copied
+    assert updated == pytest.approx(seconds(problem, 0, 1, sliced=True) / MICRO_BATCHES)
     assert copied == pytest.approx(0.0, abs=1e-9) if stage == 0 else copied > updated
-    assert updated + copied < seconds(problem, stage, TURNS)
+    assert updated + copied < seconds(problem, stage, MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -65,14 +66,14 @@ def test_it_equals_the_cost_of_a_step_of_the_plan(problem: Problem, stage: int) 
     reductions where they follow backward."""
     for optimizer, overlaps in product((torch.optim.AdamW, torch.optim.SGD), (True, False)):
         need = needed(optimizer, torch.float32)
-        asked = replace(problem, stage=stage, optimizer_bytes=need.moved, overlaps=overlaps)
-        replicated = {one.name: Layout.replicated(len(one.spec.shape)) for one in asked.graph.sources}
-        plan = replace(make_plan(asked.graph, Request("data_parallel", 8)), tensors=replicated)
+        changed = replace(problem, stage=stage, optimizer_bytes=need.moved, overlaps=overlaps)
+        replicated = {one.name: Layout.replicated(len(one.spec.shape)) for one in changed.graph.sources}
+        plan = replace(make_plan(changed.graph, Request("data_parallel", 8)), tensors=replicated)
         settings = OptimizerSettings(stage, optimizer, overlap=overlaps)
-        program = lower(asked.graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
-        cost = step_cost(asked.graph, plan, program, NODES, settings)
+        program = lower(changed.graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
+        cost = step_cost(changed.graph, plan, program, NODES, settings)
         axes = frozenset(plan.mesh.names) if stage == 0 else frozenset()
-        own = NodeCost(replace(asked, mesh=plan.mesh), NODES)
-        sources = [one for one in asked.graph.of_kind("parameter") if one.trainable]
+        own = NodeCost(replace(changed, mesh=plan.mesh), NODES)
+        sources = [one for one in changed.graph.of_kind("parameter") if one.trainable]
         total = sum(own.parameter_seconds(Layout(((),) * len(one.spec.shape), axes), one.spec) for one in sources)
         assert total == pytest.approx(cost.exposed + sum(cost.zero.values()) + cost.optimizer, rel=0.2)

@@ -16,7 +16,7 @@ from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.planner.planner import make_plan
 from strategies.planner.step_certificate import StepEvaluation
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 EXACT = Request("auto", 4, search="dynamic_programming", mesh=(("a", 2), ("b", 2)))
 

@@ -28,7 +28,7 @@ from strategies.search.plan_cost import PlanCost
 from strategies.search.problem import Problem
 from strategies.search.recursive_programming import recursive_search
 from tests.strategies.search.problems import gpt, line, llama, nodes, prime_mesh, problem, shaped
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 LINKED = Cluster("linked", (Level("rank", 24, Link(1e12, 0.0)),), {"float32": 1e8, "float64": 1e8}, 10**9, 1e8, 0.0)
 """Slow devices and fast links: the latency of collectives never favours replication."""

@@ -26,7 +26,7 @@ from strategies.search import sharding_propagation
 from strategies.search.problem import Problem
 from strategies.search.sharding_propagation import MOST_CANDIDATES, LinkSeconds, candidates
 from tests.strategies.search.problems import all_layouts, node
-from tests.strategies.whole_model import TOLERANCE, Model
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 class Body(nn.Module):
