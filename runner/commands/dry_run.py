@@ -12,7 +12,7 @@ from runner.cli.run_folders import remove_if_unused
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch.launchers.commands import Started
-from runner.launch.launchers.host_assignment import meeting_unasked
+from runner.launch.launchers.host_assignment import meeting
 from runner.launch.launchers.start import described
 
 FOLDER = "join"
@@ -26,13 +26,9 @@ def dry_run(config: Config, run_dir: Path) -> None:
     else:
         typed = tuple(word for word in sys.argv[1:] if word != DRY_RUN and not word.startswith("job="))
         folder = run_dir.absolute() / FOLDER
-        print(
-            text(
-                described(config.launch, world_size_of(config), folder, meeting_unasked(config.launch), typed),
-                folder,
-                Path.cwd(),
-            )
-        )
+        site = meeting(config.launch, resolve=False)
+        started = described(config.launch, world_size_of(config), folder, site, typed)
+        print(text(started, folder, Path.cwd()))
     remove_if_unused(run_dir)
 
 

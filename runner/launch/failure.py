@@ -16,15 +16,12 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
-from runner.errors import ConfigError, RunFailed
-from runner.launch import hangs
-from runner.launch.orders import flight_record_of
+from runner.errors import ConfigError
 from strategies.core.errors import CodedError, StrategyError
 
 
@@ -91,7 +88,6 @@ _PEER_LOST = re.compile(
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a write without room: the disk is full, a quota is used up, a file is as large as it may be."""
 LOG_LINES = 15
-DUMP = 0.5  # seconds for a hung rank to write where it is
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing"})
 
 
@@ -103,48 +99,35 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
     # Only runtime errors (torch's distributed ones are) and broken sockets can be the echo of another rank's end.
     echoes = [str(link) for link in chain if isinstance(link, RuntimeError | ConnectionError)]
-    if any(_TIMEOUT.search(echo) for echo in echoes):
-        order = CauseOrder.TIMEOUT
-    elif any(_PEER_LOST.search(echo) for echo in echoes):
-        order = CauseOrder.PEER_LOST
-    else:
-        order = CauseOrder.CAUSE
-    full = "the disk is full: " if any(getattr(link, "errno", None) in FULL for link in chain) else ""
+    full = any(getattr(link, "errno", None) in FULL for link in chain)
+    code = DISK_FULL if full else NOT_FINITE if isinstance(error, FloatingPointError) else RAISED_CODE
     return Failure(
         rank=rank,
         at=time.monotonic(),
-        order=order,
-        what=f"failed: {full}{name}: {text}" if text else f"failed: {full}{name}",
+        order=_order("\n".join(echoes)),
+        what=f"{RAISED}{'the disk is full: ' if full else ''}{name}{f': {text}' if text else ''}",
         where=_where(chain),
         refusal=refusal,
         text=str(error),
-        code=_code(error, bool(full)),
+        code=error.code if isinstance(error, CodedError) else code,
     )
 
 
-def _code(error: BaseException, full: bool) -> str:
-    if isinstance(error, CodedError):
-        return error.code
-    return DISK_FULL if full else NOT_FINITE if isinstance(error, FloatingPointError) else RAISED_CODE
+def _order(text: str) -> CauseOrder:
+    if _TIMEOUT.search(text):
+        return CauseOrder.TIMEOUT
+    return CauseOrder.PEER_LOST if _PEER_LOST.search(text) else CauseOrder.CAUSE
 
 
 def from_exit(rank: int, code: int, log: str) -> Failure:
     """The failure of a rank that ended with exit code `code` (negative: a signal) without a report, with the log
     `log`."""
     what, where = f"ended with exit code {code} before it was done", ""
-    order = CauseOrder.CAUSE
     if code < 0:
-        what = killed_by(-code)
-        where = dumped_place(log)  # a crash handler has written one, unless the signal was SIGKILL
-        if -code == signal.SIGABRT:  # a watchdog of the communication library ends its process this way
-            order = (
-                CauseOrder.TIMEOUT
-                if _TIMEOUT.search(log)
-                else CauseOrder.PEER_LOST
-                if _PEER_LOST.search(log)
-                else order
-            )
-    return Failure(rank=rank, at=time.monotonic(), order=order, what=what, where=where, code=KILLED)
+        what, where = killed_by(-code), dumped_place(log)  # of a crash handler, unless the signal was SIGKILL
+    # a watchdog of the communication library ends its process by SIGABRT
+    order = _order(log) if -code == signal.SIGABRT else CauseOrder.CAUSE
+    return Failure(rank, time.monotonic(), order, what, where, code=KILLED)
 
 
 def killed_by(number: int) -> str:
@@ -179,25 +162,12 @@ def end_of_log(cause: Failure | None, log: Path, text: str) -> str:
     return f"\nThe end of its log, {log}:{shown}"
 
 
-def missing_message(waiting: Failure, missing: int, stack: str, timeout: float, world_size: int) -> str:
-    """The sentence for a collective in which `waiting` timed out and which rank `missing` never joined."""
-    there = f" (rank {waiting.rank} in {waiting.where})" if waiting.where else ""
-    place = f" It was in {stack}." if stack else ""
-    return (
-        f"rank {missing} of {world_size} hung: the others waited {timeout:g} s in a collective that it did not join"
-        f"{there}.{place}"
-    )
-
-
 def dumped_place(log: str) -> str:
     """The innermost source line outside libraries in the last stack that `faulthandler` dumped into `log`."""
-    _, found, dump = log.rpartition("(most recent call first):")
-    if not found:
-        return ""
-    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', dump)
-    own = [frame for frame in frames if not _is_library_file(frame[0])]
-    for file, line, function in own[:1] or frames[:1]:
-        return _place(file, int(line), function)
+    _, marker, dump = log.rpartition("(most recent call first):")
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', dump) if marker else []
+    for file, line, function in [frame for frame in frames if not _is_library_file(frame[0])] or frames:
+        return _place(file, line, function)
     return ""
 
 
@@ -217,13 +187,12 @@ def _first_paragraph(error: BaseException) -> str:
 
 
 def _where(chain: Sequence[BaseException]) -> str:
-    operator = next((found for link in chain if isinstance(found := getattr(link, "operator", None), str)), None)
-    parts = [f"operator {operator}"] if operator else []
+    operators = [operator for link in chain if isinstance(operator := getattr(link, "operator", None), str)]
+    parts = [f"operator {operator}" for operator in operators[:1]]
     # The deepest link was raised first, nearest to the user's line.
     for own_only in (True, False):
         for link in reversed(chain):
-            place = _innermost(link.__traceback__, own_only)
-            if place:
+            if place := _innermost(link.__traceback__, own_only):
                 return ", ".join([*parts, place])
     return ", ".join(parts)
 
@@ -248,109 +217,6 @@ def _is_library_file(file: str) -> bool:
     return "site-packages" not in parts and file.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
 
 
-def _place(file: str, line: int, function: str) -> str:
+def _place(file: str, line: int | str, function: str) -> str:
     here = os.getcwd() + os.sep
     return f"{file.removeprefix(here)}:{line} ({function})"
-
-
-class Watched(Protocol):
-    """A rank as seen by its parent. `report` is its outcome, None until received."""
-
-    number: int
-    log: Path
-    report: Done | Failure | None
-
-    def said(self) -> str:
-        """Its log output since the start."""
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to it, if it is alive."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until it has ended, `seconds` at most."""
-
-
-def raise_failed(
-    failures: Sequence[Failure],
-    ranks: Sequence[Watched],
-    run_dir: Path,
-    world_size: int,
-    timeout: float,
-    name: str | None = None,
-) -> None:
-    """Raise the error that reports `failures`; without any, the ranks hang. `name` is that of a lone process which
-    is not a rank."""
-    cause = root_cause(failures) if failures else None
-    hung: tuple[int, ...] = ()
-    if cause is not None and cause.refusal == "config":
-        raise ConfigError(cause.code, cause.text)
-    if cause is not None and cause.refusal == "strategy":
-        raise StrategyError(cause.code, cause.text)
-    if name is not None:
-        named = ranks[0]
-        sentence = _alone(named, name, timeout) if cause is None else message(cause, [], world_size, name)
-    elif cause is None or cause.order is CauseOrder.TIMEOUT:
-        here = {rank.number: rank for rank in ranks}
-        sentence, number, hung = _hang(cause, here, run_dir, world_size, timeout)
-        named = here[number]
-    else:
-        named = next(rank for rank in ranks if rank.number == cause.rank)
-        same = [other.rank for other in failures if other is not cause and other.what == cause.what]
-        sentence = message(cause, same, world_size)
-    rank = named.number if name is None else None
-    shown = None if hung or cause is None or cause.order is CauseOrder.TIMEOUT else cause
-    code = HUNG if shown is None else shown.code
-    raise RunFailed(code, f"{sentence}{end_of_log(shown, named.log, named.said())}", rank=rank, hung=hung)
-
-
-def _alone(process: Watched, name: str, timeout: float) -> str:
-    """The sentence about a lone process that hangs."""
-    process.send_signal(signal.SIGUSR1)
-    process.wait(DUMP)
-    place = dumped_place(process.said())
-    was = f"It was in {place}" if place else "It was stopped, or did not say where it was"
-    return f"{name} hung: it has shown no sign of life for {timeout:g} s. {was}."
-
-
-def _hang(
-    cause: Failure | None, ranks: Mapping[int, Watched], run_dir: Path, world_size: int, timeout: float
-) -> tuple[str, int, tuple[int, ...]]:
-    """The sentence about ranks that hang, the one of this host to look at, and those that keep the others waiting;
-    `cause` has timed out."""
-    at = [hangs.read_state(flight_record_of(run_dir, number)) for number in range(world_size)]
-    found = hangs.diagnose(at, timeout)
-    hung = () if found is None else found.hung
-    suspects = [number for number, rank in ranks.items() if rank.report is None] if found is None else list(hung)
-    here = [number for number in suspects if number in ranks]
-    for number in here:
-        ranks[number].send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + DUMP
-    for number in here:
-        ranks[number].wait(deadline - time.monotonic())
-    places = {number: dumped_place(ranks[number].said()) for number in here}
-    halted = [number for number in here if not places[number] and ranks[number].report is None]
-    if halted and (found is None or len(halted) < len(hung)):
-        # Ranks that respond only wait, in a call that all have joined, for one that does not respond.
-        found = hangs.diagnose(at, timeout, halted) or found
-    if found is not None:
-        suspects, hung = list(found.hung), found.hung
-        here = [number for number in suspects if number in ranks]
-    if found is None and cause is not None and len(suspects) == 1:
-        return (
-            missing_message(cause, suspects[0], places[suspects[0]], timeout, world_size),
-            suspects[0],
-            tuple(suspects),
-        )
-    if found is None and cause is not None:
-        sentence = message(cause, [], world_size).rstrip(".")
-        if suspects:
-            sentence = f"rank {cause.rank} of {world_size} waited {timeout:g} s in vain ({cause.where})"
-    else:
-        sentence = f"no rank has moved on for {timeout:g} s" if found is None else found.text
-    for number in suspects:
-        spot, place = at[number], places.get(number)
-        sentence += f". Rank {number} was in {'the start' if spot is None else spot.text}"
-        if number in places:
-            sentence += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
-    seen = [*here[-1:], *([] if cause is None else [cause.rank]), *ranks]
-    return f"{sentence}.", seen[0], hung

@@ -12,11 +12,11 @@ import os
 import pickle
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
 from typing import Any
 
 from runner.errors import RunFailed
@@ -61,12 +61,12 @@ LOST = 255
 """The exit code of a fork of which nothing is known, because the server has ended before it."""
 
 
-class Server:
+class ForkServer:
     """A running fork server. `pid` is its process id; `owner` is the process that has started it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         self.owner = os.getpid()
-        self.control, far = socket.socketpair()
+        self.control, far = Pipe()
         # Behind everything else, and the server is in another folder: a user's json.py is not taken for the library's.
         here = os.getcwd()
         path = [*(folder for folder in sys.path if folder not in ("", here)), here]
@@ -82,7 +82,7 @@ class Server:
         # Ctrl-C is for this process alone: the server has signals blocked until it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_COMMAND)
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | SERVER_ENVIRONMENT,
@@ -92,26 +92,22 @@ class Server:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             far.close()
-        self.pid = self._process.pid
+        self.pid = self.process.pid
         self.used = False
         """Whether it has made a fork, and so is done with its imports."""
 
     @property
     def alive(self) -> bool:
         """Whether this process can still use it."""
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self.owner == os.getpid() and self.process.poll() is None
 
     @property
     def ending(self) -> str:
         """How it has ended, such as "was killed by SIGKILL"; empty while it is alive."""
-        code = self._process.poll()
+        code = self.process.poll()
         if code is None:
             return ""
         return failure.killed_by(-code) if code < 0 else f"ended with exit code {code}"
-
-    def wait(self, seconds: float) -> None:
-        """Wait for its end. Raises subprocess.TimeoutExpired."""
-        self._process.wait(seconds)
 
     def wake(self) -> None:
         """Resume it if it was stopped (SIGSTOP): only it knows the exit codes of its forks."""
@@ -124,16 +120,16 @@ class Server:
         self.control.close()
         if self.owner == os.getpid():
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END if self.used else 0)
-            self._process.kill()
-            self._process.wait()
+                self.process.wait(END if self.used else 0)
+            self.process.kill()
+            self.process.wait()
 
 
-server: Server | None = None
+server: ForkServer | None = None
 """That of this process, since `warm` was called."""
 
 
-def warm(preload: Sequence[str] = PRELOAD) -> Server:
+def warm(preload: Sequence[str] = PRELOAD) -> ForkServer:
     """The fork server, which imports `preload` in the background; it is started unless it is running. Returns at once.
 
     Call it early. Modules that start threads or open a GPU must not be named: every rank is a fork of that process. A
@@ -144,7 +140,7 @@ def warm(preload: Sequence[str] = PRELOAD) -> Server:
         if server is not None:
             atexit.unregister(server.end)
             server.control.close()
-        server = Server(preload)
+        server = ForkServer(preload)
         atexit.register(server.end)
     return server
 
@@ -152,7 +148,7 @@ def warm(preload: Sequence[str] = PRELOAD) -> Server:
 class Fork:
     """A process that `server` has made. `sentinel` becomes readable when it ends."""
 
-    def __init__(self, pid: int, sentinel: int, server: Server) -> None:
+    def __init__(self, pid: int, sentinel: int, server: ForkServer) -> None:
         self.pid, self.sentinel, self._server = pid, sentinel, server
         self._code: int | None = None
 
@@ -168,7 +164,7 @@ class Fork:
             code = _number(self.sentinel)
             if code is None:  # the files of a process are closed before its end can be seen
                 with suppress(subprocess.TimeoutExpired):
-                    self._server.wait(END)
+                    self._server.process.wait(END)
             self._code = LOST if code is None else code
             os.close(self.sentinel)
 
@@ -184,11 +180,12 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str,
     pickler.dump((function, arguments))
     call = pickle.dumps((sys.argv, sys.path, os.getcwd(), content.getvalue()))
     sentinel, status = os.pipe()
-    running, hung = warm(), False
-    try:
-        send(running.control, call, [status, *pickler.descriptors])
-        os.close(status)
-        status = -1
+    running, hung, pid = warm(), False, None
+    with suppress(OSError):
+        try:
+            send(running.control, call, [status, *pickler.descriptors])
+        finally:
+            os.close(status)
         signs = Signs(running.pid, children=False)
         while not _readable(sentinel, LOOK):  # it may still import
             signs.look()
@@ -196,11 +193,6 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str,
                 hung = True
                 os.kill(running.pid, signal.SIGKILL)
         pid = _number(sentinel)
-    except OSError:
-        pid = None
-    finally:
-        if status >= 0:
-            os.close(status)
     if pid is not None and pid > 0:
         running.used = True
         return Fork(pid, sentinel, running)
@@ -210,7 +202,7 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str,
             "MW715", f"{name} could not be started: the system makes no more processes ({os.strerror(-pid)})."
         )
     with suppress(subprocess.TimeoutExpired):
-        running.wait(END)
+        running.process.wait(END)
     if hung:
         raise RunFailed(
             "MW715", f"the fork server hung: it was to start {name}, and showed no sign of life for {timeout:g} s."

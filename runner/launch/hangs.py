@@ -81,7 +81,9 @@ def read_state(path: Path) -> RankState | None:
     for text in read_texts(path):
         if "group" in text:
             ranks = tuple(text["ranks"])
-            groups[text["group"]] = CallGroup(ranks, sum(one.ranks == ranks for one in groups.values()), text["over"])
+            groups[text["group"]] = CallGroup(
+                ranks, sum(group.ranks == ranks for group in groups.values()), text["over"]
+            )
         elif "place" in text:
             places[text["place"]] = text["text"]
         else:
@@ -105,12 +107,12 @@ def any_step_done(paths: Iterable[Path]) -> bool:
 
 def absent(wait: AwaitedCall, ranks: Sequence[RankState | None], halted: Collection[int] = ()) -> list[int]:
     """The ranks that have not joined the call of `wait`, or that `halted` in it."""
-    found = []
-    for rank in wait.group.ranks:
+
+    def lacks(rank: int) -> bool:
         at = ranks[rank]
-        if at is None or at.joined.get(wait.group, 0) < wait.number + (rank in halted and at.wait == wait):
-            found.append(rank)
-    return found
+        return at is None or at.joined.get(wait.group, 0) < wait.number + (rank in halted and at.wait == wait)
+
+    return [rank for rank in wait.group.ranks if lacks(rank)]
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,10 @@ def diagnose(ranks: Sequence[RankState | None], timeout: float, halted: Collecti
             wait = waits[rank]
             with_it = tuple(other for other in missing if waits[other] == wait)
             inside = all(waits.get(other) == wait for other in hung)
-            sentence = (
-                f"{_ranks(hung)} of {len(ranks)} {'came to a halt in' if inside else 'never joined'} {wait.text}, "
-            )
-            return Diagnosis(f"{sentence}in which {_ranks(with_it)} waited {timeout:g} s", hung)
-    circle = _circle(missing)
-    if circle:
+            how = "came to a halt in" if inside else "never joined"
+            others_waited = f"in which {_ranks(with_it)} waited {timeout:g} s"
+            return Diagnosis(f"{_ranks(hung)} of {len(ranks)} {how} {wait.text}, {others_waited}", hung)
+    if circle := _circle(missing):
         return Diagnosis(f"{_ranks(circle)} wait for each other: {_each(waits, circle)}", ())
     return None if waits else _late(ranks, timeout, halted) or _behind(ranks, timeout)
 
@@ -169,8 +169,7 @@ def _behind(ranks: Sequence[RankState | None], timeout: float) -> Diagnosis | No
     for group in dict.fromkeys(group for at in ranks if at is not None for group in at.joined):
         joined = {rank: at.joined.get(group, 0) for rank in group.ranks if (at := ranks[rank]) is not None}
         most = max(joined.values())
-        late = tuple(rank for rank, count in joined.items() if count < most)
-        if late:
+        if late := tuple(rank for rank, count in joined.items() if count < most):
             ahead = tuple(rank for rank, count in joined.items() if count == most)
             sentence = f"{_ranks(late)} of {len(ranks)} never joined call #{most} over ({group.over}), which "
             return Diagnosis(f"{sentence}{_ranks(ahead)} made; nothing has moved on for {timeout:g} s", late)
@@ -205,12 +204,12 @@ class Stall:
     """
 
     def __init__(self, files: Sequence[Path], timeout: float, signs: Sequence[Signs] = ()) -> None:
-        self._files, self._timeout, self._signs = files, timeout, signs
+        self._files, self._timeout, self.signs = files, timeout, signs
         self._seen: list[bytes] = [b""] * len(files)
         self._since = [time.monotonic()] * len(files)
         self._at = time.monotonic()
 
-    def found(self) -> bool:
+    def detected(self) -> bool:
         """Poll once; True if the ranks hang."""
         now, waiting, steps = time.monotonic(), [False] * len(self._files), 0
         if now - self._at > ASLEEP:
@@ -224,14 +223,14 @@ class Stall:
             if cells:
                 waiting[rank] = cells[GROUP] >= FIRST
                 steps = max(steps, cells[BEGUN])
-        for sign in self._signs:
+        for sign in self.signs:
             sign.look()
         limit = now - self._timeout - GRACE
         if any(wait and since < limit for wait, since in zip(waiting, self._since, strict=True)):
             return True
         if not all(since < limit for since in self._since):
             return False
-        if not self._signs:  # the first step may compile for long; from the second on no rank is silent for so long
+        if not self.signs:  # the first step may compile for long; from the second on no rank is silent for so long
             return steps > 1 and all(since < limit - QUIET for since in self._since)
-        halted = any(sign.halted(self._timeout) for sign in self._signs)
-        return halted or all(sign.lost(self._timeout) for sign in self._signs)
+        halted = any(sign.halted(self._timeout) for sign in self.signs)
+        return halted or all(sign.lost(self._timeout) for sign in self.signs)

@@ -44,7 +44,7 @@ class Interrupts:
         self.stopping = False
         self._before: dict[signal.Signals, Any] = {}
         self._holding = False
-        self._held: int | None = None
+        self._pending: int | None = None
 
     def __enter__(self) -> Interrupts:
         if not Interrupts._blocks:
@@ -69,7 +69,7 @@ class Interrupts:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._holding:
-            self._held = number
+            self._pending = number
         elif self._raised is not None and now < self._raised[1] + SAME:
             return  # the exception is on its way
         elif self._stop is not None and not self.stopping and self._stop(number):
@@ -95,8 +95,8 @@ class Interrupts:
             Interrupts._once_more.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._held is not None and error is None:
-            raise error_of(self._held)
+        if self._pending is not None and error is None:
+            raise error_of(self._pending)
 
 
 def _raise_in_main_thread(number: int) -> None:

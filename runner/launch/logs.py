@@ -11,6 +11,7 @@ import io
 import locale
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -27,20 +28,12 @@ class Echo(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self.log.write(text)
-        if self.console is not None:
-            try:
-                self.console.write(text)
-            except OSError as error:
-                self._leave_console(error)
+        self._show(lambda console: console.write(text))
         return len(text)
 
     def flush(self) -> None:
         self.log.flush()
-        if self.console is not None:
-            try:
-                self.console.flush()
-            except OSError as error:
-                self._leave_console(error)
+        self._show(lambda console: console.flush())
 
     def isatty(self) -> bool:
         return self.console is not None and self.console.isatty()
@@ -49,10 +42,13 @@ class Echo(io.TextIOBase):
         """The descriptor of the log: child processes of a rank write there."""
         return self.log.fileno()
 
-    def _leave_console(self, error: OSError) -> None:
-        # The console is closed, but the result of the run may still be wanted.
-        self.console = None
-        self.log.write(f"The console is closed ({error.strerror}); output goes on in this log only.\n")
+    def _show(self, action: Callable[[TextIO], object]) -> None:
+        if self.console is not None:
+            try:
+                action(self.console)
+            except OSError as error:  # it is closed, but the result of the run may still be wanted
+                self.console = None
+                self.log.write(f"The console is closed ({error.strerror}); output goes on in this log only.\n")
 
 
 def attach(log: Path, console: int | None) -> None:
@@ -61,14 +57,13 @@ def attach(log: Path, console: int | None) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    if console is None:
-        sys.stdout = stdout
-    else:
-        terminal = locale.getpreferredencoding(False)
-        screen = open(console, "w", buffering=1, encoding=terminal, errors="replace")
-        sys.stdout = cast(TextIO, Echo(stdout, screen))
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) for number in (1, 2)
+    )
+    if console is not None:
+        encoding = locale.getpreferredencoding(False)
+        screen = open(console, "w", buffering=1, encoding=encoding, errors="replace")
+        sys.stdout = cast(TextIO, Echo(sys.stdout, screen))
 
 
 def console() -> TextIO:

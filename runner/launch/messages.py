@@ -19,6 +19,12 @@ WHERE = "where"
 """What a command sends to ranks of any host that shall write their stack into their log."""
 LONGEST = 1 << 24
 """Bytes of a message without a result."""
+SILENCE = 60.0
+
+
+def silence_of(timeout: float) -> float:
+    """Seconds of silence allowed on a connection to a host if collectives may take `timeout`."""
+    return min(timeout, SILENCE)
 
 
 def send(connection: Connection, value: Any) -> None:

@@ -20,11 +20,11 @@ _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 def resolve(host: str, key: str = "launch.hosts") -> str:
     """The IPv4 or IPv6 address of a host name. Raises ConfigError, naming `key`, if there is none."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else "it is no name of a host"
         raise ConfigError("MW702", f"{key}: the host {host!r} cannot be found: {reason}; give its address.") from None
-    best = min(found, key=lambda one: one[0] != socket.AF_INET)  # gloo and NCCL support IPv4 best
+    best = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)  # gloo and NCCL support IPv4 best
     return str(best[4][0])
 
 

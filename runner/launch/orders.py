@@ -17,16 +17,50 @@ OPEN_FILES = "/proc/self/fd"
 
 
 @dataclass(frozen=True)
+class GroupOrders:
+    """The launch parameters that all ranks of a run share.
+
+    Attributes:
+        entry: "package.module:function", called in each rank with (RankContext, payload).
+        run_dir: absolute.
+        device: "cpu" (gloo) or "cuda" (nccl).
+        timeout: seconds that a rank may wait for another one in a collective.
+        threads: torch's threads per rank.
+    """
+
+    entry: str
+    world_size: int
+    run_dir: Path
+    device: str
+    timeout: float
+    threads: int
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The identity of this rank.
+
+    Attributes:
+        rank: 0 <= rank < world_size.
+        local_rank: the rank among those of this machine.
+        device: "cpu" or "cuda:1"; on a GPU it is already the current device.
+        run_dir: the folder of the run, absolute.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    run_dir: Path
+
+
+@dataclass(frozen=True)
 class Orders:
     """The launch parameters of a rank.
 
     Attributes:
-        entry: "package.module:function".
-        run_dir: absolute; the log is `run_dir/ranks/RANK.log`.
-        local_rank, local_world_size: the rank among those of its host, and how many these are.
-        device: the rank's own device, "cpu" or "cuda:1".
-        timeout: seconds that a collective may wait.
-        threads: torch's threads in this rank.
+        group: those of all ranks.
+        device: the number of the rank's own GPU, where there are GPUs.
         environment: the parent's environment variables at this moment.
         payload: an open file that holds the pickled payload.
         store: if all ranks are on this machine, an open file without a name in which the rendezvous keeps its keys:
@@ -38,47 +72,31 @@ class Orders:
         connection: reports are sent here, and STOP is received; when the parent's end closes, the rank ends.
     """
 
-    entry: str
+    group: GroupOrders
     rank: int
-    world_size: int
     local_rank: int
     local_world_size: int
-    run_dir: Path
-    device: str
-    timeout: float
-    threads: int
+    device: int
     environment: dict[str, str]
     payload: Descriptor
     store: Descriptor | None
     address: str
     port: int
-    secret: str
-    listener: Descriptor | None
-    console: Descriptor | None
-    plain: bool
     connection: Connection
+    secret: str = ""
+    listener: Descriptor | None = None
+    console: Descriptor | None = None
+    plain: bool = False
 
-
-@dataclass(frozen=True)
-class RankContext:
-    """The identity of this rank.
-
-    Attributes:
-        rank: 0 <= rank < world_size.
-        local_rank: the rank among those of this machine.
-        device: "cpu" or "cuda:LOCAL_RANK"; on a GPU it is already the current device.
-        run_dir: the folder of the run, absolute.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    device: str
-    run_dir: Path
+    @property
+    def context(self) -> RankContext:
+        """The part of which the entry is informed."""
+        device = "cpu" if self.group.device == "cpu" else f"cuda:{self.device}"
+        return RankContext(self.rank, self.group.world_size, self.local_rank, device, self.group.run_dir)
 
 
 def log_of(run_dir: Path, rank: int) -> Path:
-    """Where rank `rank` of the run in `run_dir` writes."""
+    """The log of rank `rank` of the run in `run_dir`."""
     return run_dir / "ranks" / f"{rank}.log"
 
 

@@ -17,7 +17,6 @@ import threading
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 from runner.launch import logs, messages, stopping
 from runner.launch.failure import Done, from_exception
@@ -35,7 +34,7 @@ def enter(orders: Orders) -> None:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(orders.connection,), daemon=True).start()
-        logs.attach(log_of(orders.run_dir, orders.rank), orders.console.number if orders.console else None)
+        logs.attach(log_of(orders.group.run_dir, orders.rank), orders.console.number if orders.console else None)
         faulthandler.enable(all_threads=False)
         faulthandler.register(signal.SIGUSR1, all_threads=False)  # the parent asks where a rank hangs
         os.environ.clear()
@@ -46,7 +45,10 @@ def enter(orders: Orders) -> None:
         from runner.launch.worker import work  # torch; here, so that failing to import it is reported too
 
         value = work(orders)
-        done = Done(_packed(value, orders.plain) if orders.rank == 0 else None)
+        packed = None
+        if orders.rank == 0:
+            packed = json.dumps(value).encode() if orders.plain else pickle.dumps(value)
+        done = Done(packed)
     except BaseException as error:
         with suppress(OSError):  # the log may be on a disk that is full, which the parent must learn
             traceback.print_exc()
@@ -56,10 +58,6 @@ def enter(orders: Orders) -> None:
         os._exit(1)
     _flush()
     messages.report(orders.connection, done)
-
-
-def _packed(value: Any, plain: bool) -> bytes:
-    return json.dumps(value).encode() if plain else pickle.dumps(value)
 
 
 def _flush() -> None:

@@ -26,13 +26,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
 GRACE = 0.3
 """Seconds for what a rank has started to end by itself, such as a process that removes semaphores."""
 NUMBER = 8
-"""Bytes of a number on the way between command and server."""
+"""Bytes of a number on its way to the command."""
 OF_THE_COMMAND = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 """Signals that a terminal or a scheduler sends to a command and all around it, and that are for the command."""
 _CHILD_SUBREAPER, _PARENT_DEATH = 36, 1  # of prctl, on Linux
@@ -58,10 +59,10 @@ class Pickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.descriptors: list[int] = []
 
-    def persistent_id(self, found: Any) -> Any:
-        if isinstance(found, Descriptor | Connection):
-            self.descriptors.append(found.fileno())
-            return type(found).__name__, len(self.descriptors) - 1
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Descriptor | Connection):
+            self.descriptors.append(value.fileno())
+            return type(value).__name__, len(self.descriptors) - 1
         return None
 
 
@@ -72,8 +73,8 @@ class Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._descriptors = descriptors
 
-    def persistent_load(self, found: Any) -> Any:
-        kind, place = found
+    def persistent_load(self, name: Any) -> Any:
+        kind, place = name
         return KINDS[kind](self._descriptors[place])
 
 
@@ -90,7 +91,7 @@ def main(control: int, preload: Sequence[str], parent: int) -> NoReturn:
             importlib.import_module(name)
     # From here on it has forks to end: one that is stopped goes on when its command has ended, and then reads so.
     tie_to_parent(signal.SIGCONT, parent)
-    Server(socket.socket(fileno=control), parent).serve()
+    Server(Connection(control), parent).serve()
 
 
 def tie_to_parent(number: signal.Signals, parent: int) -> None:
@@ -109,14 +110,13 @@ def _prctl(option: int, value: int) -> None:
 class Server:
     """Forks on demand; reports to the command, through a pipe for each fork, its process id and later its exit code."""
 
-    def __init__(self, control: socket.socket, parent: int) -> None:
+    def __init__(self, control: Connection, parent: int) -> None:
         self._control, self._parent = control, parent
         self._forks: dict[int, int] = {}
-        near, far = socket.socketpair()
-        for end in (near, far):
+        self._woken, self._wakes = socket.socketpair()
+        for end in (self._woken, self._wakes):
             end.setblocking(False)
-        self._woken, self._wakes = near, far
-        signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGCONT):
             signal.signal(number, lambda number, frame: None)
 
@@ -164,8 +164,8 @@ class Server:
             signal.set_wakeup_fd(-1)
             for number in (*OF_THE_COMMAND, signal.SIGCHLD, signal.SIGCONT):
                 signal.signal(number, signal.SIG_DFL)
-            for one in (self._control, self._woken, self._wakes):
-                one.close()
+            for end in (self._control, self._woken, self._wakes):
+                end.close()
             for pipe in (status, *self._forks.values()):
                 os.close(pipe)
             sys.argv, sys.path[:], folder, inner = pickle.loads(content)
@@ -192,30 +192,20 @@ class Server:
                 os.close(pipe)
 
 
-def receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    """One message with its open files. Raises EOFError when the other end is closed."""
-    head, descriptors, _, _ = socket.recv_fds(control, NUMBER, 16, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-    head += _exactly(control, NUMBER - len(head)) if head else b""
-    if not head:
-        raise EOFError
-    return _exactly(control, int.from_bytes(head, "little")), list(descriptors)
+def receive(control: Connection) -> tuple[bytes, list[int]]:
+    """One call with its open files. Raises EOFError when the other end is closed."""
+    content: tuple[bytes, int] = pickle.loads(control.recv_bytes())
+    descriptors = [recv_handle(control) for _ in range(content[1])]
+    for number in descriptors:
+        os.set_inheritable(number, False)
+    return content[0], descriptors
 
 
-def send(control: socket.socket, content: bytes, descriptors: Sequence[int]) -> None:
+def send(control: Connection, call: bytes, descriptors: Sequence[int]) -> None:
     """The other side of `receive`. Raises OSError when the other end is closed."""
-    socket.send_fds(control, [len(content).to_bytes(NUMBER, "little")], list(descriptors))
-    control.sendall(content)
-
-
-def _exactly(control: socket.socket, count: int) -> bytes:
-    parts = []
-    while count:
-        part = control.recv(min(count, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+    control.send_bytes(pickle.dumps((call, len(descriptors))))
+    for number in descriptors:
+        send_handle(control, number, None)
 
 
 def _put(pipe: int, number: int) -> None:
@@ -226,8 +216,8 @@ def _put(pipe: int, number: int) -> None:
 def _ended() -> Iterator[tuple[int, int]]:
     """Every child that has ended since, with its status."""
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def _end_descendants() -> None:
@@ -254,9 +244,9 @@ def _descendants() -> set[int]:
         with suppress(OSError):
             _, parent, *_ = path.read_text(errors="replace", encoding="utf-8").rpartition(")")[2].split()
             children.setdefault(int(parent), []).append(int(path.parent.name))
-    found: set[int] = set()
-    new = [os.getpid()]
-    while new:
-        new = [child for pid in new for child in children.get(pid, ())]
-        found.update(new)
-    return found
+    below: set[int] = set()
+    level = [os.getpid()]
+    while level:
+        level = [child for pid in level for child in children.get(pid, ())]
+        below.update(level)
+    return below

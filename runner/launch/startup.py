@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 from strategies.runtime.flight_recorder import BEGUN, PHASE, PROGRESS, START, read_cells
@@ -37,10 +37,8 @@ def marked(marks: Marks, phase: str) -> Marks:
 
 def summary(marks: Marks) -> str:
     """`first step after 5.2 s: config 0.8, capture 2.6, ...`."""
-    (_, first), *rest = marks
-    ends = [first, *(end for _, end in rest)]
-    parts = ", ".join(f"{phase} {end - before:.1f}" for (phase, end), before in zip(rest, ends, strict=False))
-    return f"first step after {ends[-1] - first:.1f} s: {parts}"
+    parts = ", ".join(f"{phase} {end - before:.1f}" for (_, before), (phase, end) in pairwise(marks))
+    return f"first step after {marks[-1][1] - marks[0][1]:.1f} s: {parts}"
 
 
 def _process_start() -> float:
@@ -59,7 +57,7 @@ class Starting:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self._begun = self._said = time.monotonic()
+        self._started = self._said = time.monotonic()
         self._over = len(files) <= MANY
 
     def look(self) -> None:
@@ -68,11 +66,8 @@ class Starting:
         if self._over or now < self._said + EVERY:
             return
         self._said = now
-        cells = [found for found in map(read_cells, self._files) if found]
-        self._over = any(one[BEGUN] or one[PROGRESS] or one[PHASE] != START for one in cells)
+        records = [cells for cells in map(read_cells, self._files) if cells]
+        self._over = any(cells[BEGUN] or cells[PROGRESS] or cells[PHASE] != START for cells in records)
         if not self._over:
-            print(
-                f"starting: {len(cells)} of {len(self._files)} ranks run, none of them is ready; "
-                f"{now - self._begun:.0f} s so far",
-                flush=True,
-            )
+            who = f"{len(records)} of {len(self._files)} ranks run, none of them is ready"
+            print(f"starting: {who}; {now - self._started:.0f} s so far", flush=True)

@@ -30,73 +30,59 @@ def work(orders: Orders) -> Any:
         ConfigError: the entry cannot be found.
         Exception: any exception of the entry; the process group is then not destroyed.
     """
-    _announce(orders)
-    recorder.attach(flight_record_of(orders.run_dir, orders.rank))
-    torch.set_num_threads(orders.threads)
-    _join(orders)
-    context = RankContext(orders.rank, orders.world_size, orders.local_rank, orders.device, orders.run_dir)
-    value = _entry(orders.entry)(context, _payload(orders.payload.number))
-    _leave()
-    return value
-
-
-def _announce(orders: Orders) -> None:
-    """Set the variables by which libraries recognise a rank."""
-    local_size = str(orders.local_world_size)
-    os.environ.update(
+    group, context = orders.group, orders.context
+    os.environ.update(  # by which libraries recognise a rank
         RANK=str(orders.rank),
         LOCAL_RANK=str(orders.local_rank),
-        WORLD_SIZE=str(orders.world_size),
-        LOCAL_WORLD_SIZE=local_size,
-        LOCAL_SIZE=local_size,
+        WORLD_SIZE=str(group.world_size),
+        LOCAL_WORLD_SIZE=str(orders.local_world_size),
+        LOCAL_SIZE=str(orders.local_world_size),
         MASTER_ADDR=orders.address,
         MASTER_PORT=str(orders.port),
     )
-
-
-def _join(orders: Orders) -> None:
-    timeout = timedelta(seconds=orders.timeout)
-    store = _store(orders)
+    recorder.attach(flight_record_of(group.run_dir, orders.rank))
+    torch.set_num_threads(group.threads)
+    timeout = timedelta(seconds=group.timeout)
+    store = _store(orders, timeout)
     store.set_timeout(timeout)
     backend = "gloo"
-    if orders.device != "cpu":
+    if context.device != "cpu":
         backend = "nccl"
-        torch.cuda.set_device(orders.device)
+        torch.cuda.set_device(context.device)
     for name, value in network.variables(orders.address).items():
         os.environ.setdefault(name, value)
-    dist.init_process_group(backend, store=store, rank=orders.rank, world_size=orders.world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=orders.rank, world_size=group.world_size, timeout=timeout)
+    value = _entry(group.entry)(context, _payload(orders.payload.number))
+    if dist.is_initialized():  # an entry may have ended it itself
+        dist.barrier()
+        dist.destroy_process_group()
+    return value
 
 
-def _store(orders: Orders) -> Any:
+def _store(orders: Orders, timeout: timedelta) -> Any:
     """The rendezvous store. TCPStore answers any process that reaches its port, so it is used only for several
     hosts."""
     if orders.store is not None:
-        return dist.FileStore(f"{OPEN_FILES}/{orders.store.number}", orders.world_size)  # type: ignore[attr-defined]
+        path = f"{OPEN_FILES}/{orders.store.number}"
+        return dist.FileStore(path, orders.group.world_size)  # type: ignore[attr-defined]
     # Whoever found the port has been listening on it ever since: two runs can never choose the same one.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         orders.address,
         orders.port,
-        orders.world_size,
+        orders.group.world_size,
         is_master=orders.listener is not None,
-        timeout=timedelta(seconds=orders.timeout),
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=None if orders.listener is None else orders.listener.number,
     )
     return dist.PrefixStore(orders.secret, store) if orders.secret else store  # type: ignore[attr-defined]
 
 
-def _leave() -> None:
-    if dist.is_initialized():  # an entry may have ended it itself
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 def _entry(name: str) -> Callable[[RankContext, Any], Any]:
     module_name, _, function = name.partition(":")
-    found = getattr(importlib.import_module(module_name), function, None)
-    if not callable(found):
+    entry: Callable[[RankContext, Any], Any] | None = getattr(importlib.import_module(module_name), function, None)
+    if not callable(entry):
         raise ConfigError("MW717", f"The module {module_name} has no function {function!r} to run in the ranks.")
-    entry: Callable[[RankContext, Any], Any] = found
     return entry
 
 

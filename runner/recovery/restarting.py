@@ -1,7 +1,7 @@
 """A run that fails, in its preparation or in training, is restarted from its newest checkpoint in the same folder, up
 to the configured number of times.
 
-First `launch.run_ranks` stops the surviving ranks; then every rank starts anew, so only the files of the failed attempt
+First `runner.launch` stops the surviving ranks; then every rank starts anew, so only the files of the failed attempt
 are used. Invariant: after a restart training is bitwise identical to an undisturbed run, as long as all ranks are
 available. Does not import torch.
 """
@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner import launch
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
-from runner.launch.launchers.start import Ready, make_ready, start
+from runner.launch.launchers.start import Ready, make_ready, run_alone, start
 from runner.launch.startup import marked
 from runner.recovery.shrinking import smaller
 from runner.run_folder import lineage
@@ -105,17 +104,8 @@ def _note(run_dir: Path, count: int, failed: RunFailed, resume: str | None, rank
 
 def _newest(config: Config, run_dir: Path) -> str | None:
     """The newest checkpoint of the run that passes its checks."""
-    found: dict[str, str | None] = launch.run_ranks(
-        "runner.commands.entries:find_again",
-        None,
-        world_size=1,
-        run_dir=run_dir,
-        device="cpu",
-        timeout=config.launch.timeout,
-        threads=config.launch.threads,
-        name="the search for a checkpoint",
-    )
-    return found["resume"]
+    newest: str | None = run_alone("find_again", None, config, run_dir, "the search for a checkpoint")["resume"]
+    return newest
 
 
 def _going_on(ready: Ready, fewer: bool, seconds: float) -> str:

@@ -31,12 +31,11 @@ def smaller(config: Config, ranks: int, lost: Collection[str], run_dir: Path, fo
         why = ""
         for values in candidates(config, count, lost):
             try:
-                found = Config.model_validate(values)
-                return found, make_ready(found, run_dir, folder)
+                smaller_config = Config.model_validate(values)
+                return smaller_config, make_ready(smaller_config, run_dir, folder)
             except ValidationError as error:
-                why = "; ".join(
-                    str(one.get("ctx", {}).get("text") or f"{one['loc']}: {one['msg']}") for one in error.errors()
-                )
+                problems = error.errors()
+                why = "; ".join(str(p.get("ctx", {}).get("text") or f"{p['loc']}: {p['msg']}") for p in problems)
             except (ConfigError, StrategyError) as error:
                 why = str(error)
         refused.append(f"With {count} ranks: {why}")
@@ -81,14 +80,14 @@ def hosts_left(hosts: Iterable[Mapping[str, Any]], count: int, lost: Collection[
     """The hosts that are not `lost`, with the first `count` of their ranks, numbered anew in the same order."""
     left = [host for host in hosts if host["name"] not in lost]
     numbers = {rank: new for new, rank in enumerate(sorted(rank for host in left for rank in host["ranks"])[:count])}
-    found = []
+    numbered = []
     for host in left:
-        places = [
+        chosen = [
             (numbers[rank], device)
             for rank, device in zip(host["ranks"], host["devices"], strict=True)
             if rank in numbers
         ]
-        if places:
-            ranks, devices = zip(*places, strict=True)
-            found.append({"name": host["name"], "ranks": ranks, "devices": devices})
-    return found
+        if chosen:
+            ranks, devices = zip(*chosen, strict=True)
+            numbered.append({"name": host["name"], "ranks": ranks, "devices": devices})
+    return numbered

@@ -7,7 +7,6 @@ packet, so both ends notice a host that is cut off.
 
 from __future__ import annotations
 
-import json
 import locale
 import os
 import queue
@@ -20,17 +19,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
-from runner.launch import messages
+from pydantic import TypeAdapter
 
-SILENCE = 60.0
+from runner.launch import messages
+from runner.launch.orders import GroupOrders
+
 GREETING = 10.0
-"""Seconds: the longest silence on a line, and how long the two ends may take to know each other."""
+"""Seconds that the two ends of a connection may take to know each other."""
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MOST = 512 if _FILES == resource.RLIM_INFINITY else min(512, _FILES // 4)
 """Callers that may be unknown at one time, each of which holds an open file; the others wait in the system's queue."""
@@ -45,32 +46,27 @@ class Task:
     """What every rank of a run reads; plain data, in the run's folder for ranks.
 
     Attributes:
+        group: what the ranks share.
         address, port: where the command listens.
-        entry, world_size, run_dir, device, timeout, threads: as in `runner.launch.rank.Orders`; device "cpu" or "cuda".
         launcher: which one starts the ranks.
         seats: per rank the name of its host, its local rank, the number of ranks there, and the number of its device;
             empty if only the launcher knows.
     """
 
+    group: GroupOrders
     address: str
     port: int
-    entry: str
-    world_size: int
-    run_dir: str
-    device: str
-    timeout: float
-    threads: int
     launcher: str
-    seats: tuple[tuple[str, int, int, int], ...]
+    seats: tuple[tuple[str, int, int, int], ...] = ()
 
     def write(self, folder: Path) -> None:
-        (folder / LINE_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        """Write it into `folder`."""
+        (folder / LINE_FILE).write_bytes(TypeAdapter(Task).dump_json(self))
 
     @classmethod
     def read(cls, folder: Path) -> Task:
         """Raises OSError or ValueError if there is none in `folder`."""
-        content = json.loads((folder / LINE_FILE).read_text(encoding="utf-8"))
-        return cls(**content | {"seats": tuple(tuple(seat) for seat in content["seats"])})
+        return TypeAdapter(Task).validate_json((folder / LINE_FILE).read_bytes())
 
 
 @dataclass(frozen=True)
@@ -93,18 +89,9 @@ class Hello:
     def read(cls, fields: Any) -> Hello:
         """Raises OSError if `fields` is not a valid one."""
         try:
-            hello = cls(**fields)
-            if hello.store is not None:
-                address, port = hello.store
-                hello = replace(hello, store=(str(address), int(port)))
-            return replace(hello, rank=int(hello.rank), console=bool(hello.console))
-        except (TypeError, ValueError) as error:
+            return TypeAdapter(Hello).validate_python(fields)
+        except ValueError as error:
             raise OSError("what arrived is no greeting") from error
-
-
-def silence_of(timeout: float) -> float:
-    """Seconds of silence allowed on a connection if collectives may take `timeout`."""
-    return min(timeout, SILENCE)
 
 
 def new_secret(folder: Path) -> bytes:
@@ -122,30 +109,11 @@ def call(address: str, port: int, secret: bytes, silence: float) -> Connection:
     plain = socket.create_connection((address, port), timeout=max(GREETING, silence))
     plain.settimeout(None)
     connection = _opened(plain, silence)
-    _may_wait(connection, SILENCE)  # others may be before this one
+    _may_wait(connection, messages.SILENCE)  # others may be before this one
     answer_challenge(connection, secret)
     deliver_challenge(connection, secret)
     _may_wait(connection, 0.0)
     return connection
-
-
-def answer(plain: socket.socket, secret: bytes, silence: float, patience: float = GREETING) -> tuple[Connection, Hello]:
-    """Take a call that `plain` has accepted; returns the connection and the caller's first words, each of which may
-    take `patience` seconds.
-
-    Raises OSError, EOFError or AuthenticationError where the caller does not know the secret or is too slow.
-    """
-    connection = _opened(plain, silence)
-    try:
-        _may_wait(connection, patience)
-        deliver_challenge(connection, secret)
-        answer_challenge(connection, secret)
-        hello = Hello.read(messages.receive(connection))
-        _may_wait(connection, 0.0)
-    except BaseException:
-        connection.close()
-        raise
-    return connection, hello
 
 
 def _opened(plain: socket.socket, silence: float) -> Connection:
@@ -154,14 +122,10 @@ def _opened(plain: socket.socket, silence: float) -> Connection:
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # a first probe after half of the time, three more in the other half
     first, between = max(1, int(silence / 2)), max(1, int(silence / 6))
-    for name, value in (
-        ("TCP_KEEPIDLE", first),
-        ("TCP_KEEPINTVL", between),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", int(silence * 1000)),
-    ):
-        if hasattr(socket, name):
-            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    limits = {"KEEPIDLE": first, "KEEPINTVL": between, "KEEPCNT": 3, "USER_TIMEOUT": int(silence * 1000)}
+    for name, value in limits.items():
+        if hasattr(socket, f"TCP_{name}"):
+            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
     return Connection(plain.detach())
 
 
@@ -231,9 +195,18 @@ class Front:
             thread.join(FLUSH)
 
     def _answer(self, plain: socket.socket, patience: float) -> None:
+        """Learn who calls; each word may take `patience` seconds."""
+        connection: Connection | None = None
         try:
-            connection, hello = answer(plain, self._secret, self._silence, patience)
+            connection = _opened(plain, self._silence)
+            _may_wait(connection, patience)
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
+            hello = Hello.read(messages.receive(connection))
+            _may_wait(connection, 0.0)
         except (OSError, EOFError, AuthenticationError):
+            if connection is not None:
+                connection.close()
             return  # a stranger, or a rank that has ended: the launcher reports that
         finally:
             with self._counting:

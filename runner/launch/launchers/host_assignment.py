@@ -13,23 +13,22 @@ USUAL_PORT = 29500
 def part_by_hand(launch: Launch) -> LocalRanks | None:
     """The ranks that `launch.host` or `launch.rank` makes this command start; None if neither is set.
 
-    Raises ConfigError where the first host cannot be found.
+    Raises ConfigError where there are none, or the first host cannot be found.
     """
     if not launch.by_hand:
         return None
     assert launch.port is not None
     first = next(host for host in launch.hosts if 0 in host.ranks)
-    address = network.resolve(launch.address or first.name)
-    for host in launch.hosts:
-        places = list(zip(host.ranks, host.devices, strict=True))
-        if launch.host is not None:
-            chosen = places if host.name == launch.host else []
-        else:
-            chosen = [one for one in places if one[0] == launch.rank]
-        if chosen:
-            ranks, devices = zip(*chosen, strict=True)
-            return LocalRanks(ranks, devices, address, launch.port)
-    raise ConfigError("MW701", f"the table of ranks has no host {launch.host!r} and no rank {launch.rank}.")
+    chosen = [
+        (rank, device)
+        for host in launch.hosts
+        for rank, device in zip(host.ranks, host.devices, strict=True)
+        if (rank == launch.rank if launch.host is None else host.name == launch.host)
+    ]
+    if not chosen:
+        raise ConfigError("MW701", f"the table of ranks has no host {launch.host!r} and no rank {launch.rank}.")
+    ranks, devices = zip(*chosen, strict=True)
+    return LocalRanks(ranks, devices, network.resolve(launch.address or first.name), launch.port)
 
 
 def address_of(launch: Launch) -> str:
@@ -47,7 +46,7 @@ def address_of(launch: Launch) -> str:
             "this machine's name or address in their network.",
         )
     addresses = [network.resolve(name) for name in names]
-    others = [one for one in addresses if not network.is_loopback(one)]
+    others = [address for address in addresses if not network.is_loopback(address)]
     if others and len(others) < len(addresses):
         raise ConfigError(
             "MW704",
@@ -57,25 +56,22 @@ def address_of(launch: Launch) -> str:
     return network.towards(others[0]) if others else network.LOOPBACK
 
 
-def meeting_unasked(launch: Launch) -> tuple[str, int]:
-    """As `meeting`, without a look at any machine: the name of the first host, and the usual port."""
-    return launch.hosts[0].name if launch.hosts else network.LOOPBACK, launch.port or USUAL_PORT
-
-
-def meeting(launch: Launch) -> tuple[str, int]:
-    """The rendezvous address and port: those of the first host. A port that is not configured
-    is free where the first host is this machine, else the usual one."""
-    address = network.resolve(launch.hosts[0].name) if launch.hosts else network.LOOPBACK
-    if launch.port is not None:
-        return address, launch.port
-    return address, network.free_port(address) if network.is_here(address) else USUAL_PORT
+def meeting(launch: Launch, *, resolve: bool = True) -> tuple[str, int]:
+    """The rendezvous address and port: those of the first host. A port that is not configured is free where the first
+    host is this machine, else the usual one. Without `resolve` no machine is looked at: the name, and the usual
+    port."""
+    address = launch.hosts[0].name if launch.hosts else network.LOOPBACK
+    address = network.resolve(address) if resolve else address
+    if resolve and launch.port is None and network.is_here(address):
+        return address, network.free_port(address)
+    return address, launch.port or USUAL_PORT
 
 
 def seats_of(launch: Launch) -> tuple[tuple[str, int, int, int], ...]:
     """Per rank: its host, its local rank, how many ranks are there, its device."""
-    found = {
+    seats = {
         rank: (host.name, local, len(host.ranks), device)
         for host in launch.hosts
         for local, (rank, device) in enumerate(zip(host.ranks, host.devices, strict=True))
     }
-    return tuple(found[rank] for rank in sorted(found))
+    return tuple(seats[rank] for rank in sorted(seats))

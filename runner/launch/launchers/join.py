@@ -15,23 +15,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import messages, network
 from runner.launch.forks import fork, warm
-from runner.launch.launchers.connection import (
-    PAYLOAD_FILE,
-    SECRET_FILE,
-    STORE_FILE,
-    Hello,
-    Task,
-    call,
-    own_address,
-    silence_of,
-)
-from runner.launch.messages import STOP
+from runner.launch.launchers.commands import LAUNCHERS
+from runner.launch.launchers.connection import PAYLOAD_FILE, SECRET_FILE, STORE_FILE, Hello, Task, call, own_address
 from runner.launch.orders import OPEN_FILES, Orders
 from runner.launch.rank import enter
 from runner.launch.server import Descriptor
@@ -47,23 +37,9 @@ class Identity:
     local_world_size: int
 
 
-VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-}
-"""Rank, world size, local rank and local world size, by launcher."""
-
-
 def identity(launcher: str, environment: Mapping[str, str]) -> Identity:
     """Raises ConfigError for a process that `launcher` has not started."""
-    names = VARIABLES[launcher]
+    names = LAUNCHERS[launcher].variables or ()
     lacking = [name for name in names if not environment.get(name, "").isdigit()]
     if lacking:
         raise ConfigError(
@@ -98,13 +74,14 @@ def _say(error: ConfigError | RunFailed) -> int:
 
 def host(folder: Path, task: Task, name: str) -> int:
     """Start the ranks of the host `name` of a table as forks of one process; wait for all of them."""
-    mine = [
-        Identity(number, task.world_size, place, count)
-        for number, (where, place, count, _) in enumerate(task.seats)
+    warm()
+    processes = [
+        fork(
+            rank, (folder, Identity(number, task.group.world_size, local, count)), f"rank {number}", task.group.timeout
+        )
+        for number, (where, local, count, _) in enumerate(task.seats)
         if where == name
     ]
-    warm()
-    processes = [fork(rank, (folder, one), f"rank {one.rank}", task.timeout) for one in mine]
     for process in processes:
         process.join()
     return int(any(process.exitcode for process in processes))
@@ -113,22 +90,23 @@ def host(folder: Path, task: Task, name: str) -> int:
 def rank(folder: Path, who: Identity) -> None:
     """Run one rank to its end. Raises ConfigError or RunFailed before it could begin."""
     task = Task.read(folder)
-    if who.world_size != task.world_size:
+    if who.world_size != task.group.world_size:
         raise ConfigError(
-            "MW705", f"{task.launcher} started {who.world_size} ranks, but the run has world_size = {task.world_size}."
+            "MW705",
+            f"{task.launcher} started {who.world_size} ranks, but the run has world_size = {task.group.world_size}.",
         )
-    secret, silence = (folder / SECRET_FILE).read_bytes(), silence_of(task.timeout)
+    secret = (folder / SECRET_FILE).read_bytes()
+    to_command = (task.address, task.port, secret, messages.silence_of(task.group.timeout))
     first = who.rank == 0
     try:
-        console = call(task.address, task.port, secret, silence) if first else None
-        connection = call(task.address, task.port, secret, silence)
-        address = own_address(connection)
+        console = call(*to_command) if first else None
+        connection = call(*to_command)
+        address, name = own_address(connection), socket.gethostname()
         together = network.is_loopback(address) and Path(OPEN_FILES).is_dir()
         listener = network.listener(address) if first and not together else None
-        name = socket.gethostname()
         if console is not None:
             messages.send(console, asdict(Hello(who.rank, name, address, console=True)))
-        store_at = (address, 0 if listener is None else _port(listener)) if first else None
+        store_at = (address, 0 if listener is None else int(listener.getsockname()[1])) if first else None
         messages.send(connection, asdict(Hello(who.rank, name, address, store=store_at)))
         store = messages.receive(connection)
     except (OSError, EOFError, AuthenticationError) as error:
@@ -137,41 +115,25 @@ def rank(folder: Path, who: Identity) -> None:
             f"rank {who.rank} cannot reach the command that started the run, at {task.address} port {task.port}: "
             f"{error or 'it hung up'}.",
         ) from error
-    if store == STOP:
+    if store == messages.STOP:
         return  # before it began
-    with open(folder / PAYLOAD_FILE, "rb") as payload:
-        content = os.dup(payload.fileno())
-    device = task.seats[who.rank][3] if task.seats else who.local_rank
     enter(
         Orders(
-            entry=task.entry,
+            group=task.group,
             rank=who.rank,
-            world_size=who.world_size,
             local_rank=who.local_rank,
             local_world_size=who.local_world_size,
-            run_dir=Path(task.run_dir),
-            device="cpu" if task.device == "cpu" else f"cuda:{device}",
-            timeout=task.timeout,
-            threads=task.threads,
+            device=task.seats[who.rank][3] if task.seats else who.local_rank,
             environment=dict(os.environ),
-            payload=Descriptor(content),
+            payload=Descriptor(os.open(folder / PAYLOAD_FILE, os.O_RDONLY)),
             store=Descriptor(os.open(folder / STORE_FILE, os.O_RDWR | os.O_CREAT, 0o600)) if together else None,
             address=store[0],
             port=store[1],
-            secret=hashlib.sha256(b"the store" + secret).hexdigest(),
-            plain=True,
-            listener=None if listener is None else Descriptor(listener.detach()),
-            console=None if console is None else Descriptor(_kept(console)),
             connection=connection,
+            secret=hashlib.sha256(b"the store" + secret).hexdigest(),
+            listener=None if listener is None else Descriptor(listener.detach()),
+            console=None if console is None else Descriptor(os.dup(console.fileno())),
+            plain=True,
         )
     )
     os._exit(0)  # everything is reported; libraries that the launcher loaded could deadlock at exit
-
-
-def _port(listener: socket.socket) -> int:
-    return int(listener.getsockname()[1])
-
-
-def _kept(connection: Connection) -> int:
-    """A descriptor of the connection that stays when the object goes."""
-    return os.dup(connection.fileno())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,30 +19,13 @@ from runner.config.launch import Launch
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch import network
-from runner.launch.launchers.commands import LaunchSite, Started, exported
-from runner.launch.launchers.connection import PAYLOAD_FILE, Front, Task, new_secret, silence_of
-from runner.launch.launchers.deepspeed import deepspeed
+from runner.launch.launchers.commands import LAUNCHERS, LaunchSite, Started, exported
+from runner.launch.launchers.connection import PAYLOAD_FILE, Front, Task, new_secret
 from runner.launch.launchers.host_assignment import address_of, meeting, part_by_hand, seats_of
-from runner.launch.launchers.mpirun import mpirun
-from runner.launch.launchers.rank_table import rank_table
-from runner.launch.launchers.slurm import slurm
 from runner.launch.launchers.supervisor import supervise
-from runner.launch.launchers.torchrun import torchrun
+from runner.launch.messages import silence_of
+from runner.launch.orders import GroupOrders
 from runner.launch.temporary_folder import own_folder
-
-LAUNCHERS: dict[str, Callable[[Launch, LaunchSite], Started]] = {
-    "torchrun": torchrun,
-    "mpirun": mpirun,
-    "slurm": slurm,
-    "deepspeed": deepspeed,
-    "rank_table": rank_table,
-}
-NEEDS = {
-    "mpirun": ("mpirun", "apt-get install openmpi-bin, or your site's module"),
-    "slurm": ("srun", "it belongs to Slurm; start on a machine of the cluster"),
-    "deepspeed": ("pdsh", "apt-get install pdsh, or launch.options=[--launcher,openmpi]"),
-}
-"""The program that a launcher is, or uses, and where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -75,59 +57,68 @@ def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
     """
     check(config.launch)
     payload = {"config": config.model_dump_json(), "folder": str(folder)}
-    found = local.run_ranks(
-        "runner.commands.entries:prepare_alone",
+    return Ready(**run_alone("prepare_alone", payload, config, run_dir, "the preparation"))
+
+
+def run_alone(entry: str, payload: object, config: Config, run_dir: Path, name: str) -> Any:
+    """Call the function `entry` of `runner.commands.entries` in a lone process of the fork server, called `name`."""
+    return local.run_ranks(
+        f"runner.commands.entries:{entry}",
         payload,
         world_size=1,
         run_dir=run_dir,
         device="cpu",
         timeout=config.launch.timeout,
         threads=config.launch.threads,
-        name="the preparation",
+        name=name,
     )
-    return Ready(**found)
 
 
 def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
     """Run `entry` on all ranks with `payload` and the pickled preparation; returns the result of rank 0, None if
-    another command started it."""
-    content = payload | {"prepared": ready.prepared, "resume": ready.resume}
-    if config.launch.launcher != "local" and not config.launch.by_hand:
-        return started(
+    another command started it. Exceptions are those of `runner.launch.run_ranks`."""
+    launch, content = config.launch, payload | {"prepared": ready.prepared, "resume": ready.resume}
+    stoppable = config.job.name == "train"
+    if launch.launcher == "local" or launch.by_hand:
+        return local.run_ranks(
             entry,
             content,
-            config.launch,
             world_size=ready.world_size,
             run_dir=run_dir,
             device=ready.device,
-            stoppable=config.job.name == "train",
+            timeout=launch.timeout,
+            threads=launch.threads,
+            stoppable=stoppable,
+            rescue=launch.rescue and stoppable,
+            part=part_by_hand(launch),
         )
-    return local.run_ranks(
-        entry,
-        content,
-        world_size=ready.world_size,
-        run_dir=run_dir,
-        device=ready.device,
-        timeout=config.launch.timeout,
-        threads=config.launch.threads,
-        stoppable=config.job.name == "train",
-        rescue=config.launch.rescue and config.job.name == "train",
-        part=part_by_hand(config.launch),
-    )
+    run_dir, address = run_dir.absolute(), address_of(launch)
+    group = GroupOrders(entry, ready.world_size, run_dir, ready.device, launch.timeout, launch.threads)
+    with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
+        with (folder / PAYLOAD_FILE).open("wb") as file:
+            pickle.dump(content, file, protocol=pickle.HIGHEST_PROTOCOL)
+        front = Front(listener, new_secret(folder), silence_of(launch.timeout))
+        seats = seats_of(launch) if launch.launcher == "rank_table" else ()
+        task = Task(group, address, listener.getsockname()[1], launch.launcher, seats)
+        task.write(folder)
+        plan = described(launch, group.world_size, folder, meeting(launch))
+        for name, text in plan.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return supervise(plan, front, task, launch, stoppable=stoppable)
 
 
 def check(launch: Launch) -> None:
     """Raise ConfigError if `launch` cannot start: a missing program, a host that has no address."""
-    program, source = NEEDS.get(launch.launcher, ("", ""))
-    several = len(launch.hosts) > 1
-    if launch.launcher == "deepspeed" and (not several or "--launcher" in launch.options):
-        program = ""
-    if program and shutil.which(program) is None:
-        raise ConfigError(
-            "MW703", f"launch = {launch.launcher!r} needs the program {program}, which is not here: {source}."
-        )
+    spec = LAUNCHERS.get(launch.launcher)
+    direct = launch.launcher == "deepspeed" and (len(launch.hosts) <= 1 or "--launcher" in launch.options)
+    if spec is not None and spec.program is not None and not direct:
+        program, source = spec.program
+        if shutil.which(program) is None:
+            raise ConfigError(
+                "MW703", f"launch = {launch.launcher!r} needs the program {program}, which is not here: {source}."
+            )
     elsewhere = [host.name for host in launch.hosts if not network.is_here(network.resolve(host.name))]
-    uses_remote = launch.launcher in ("torchrun", "mpirun", "rank_table") and not launch.by_hand
+    uses_remote = spec is not None and spec.remote and not launch.by_hand
     if elsewhere and uses_remote and launch.remote and shutil.which(launch.remote[0]) is None:
         raise ConfigError(
             "MW703",
@@ -143,44 +134,6 @@ def described(
 ) -> Started:
     """The processes and files of `launch` for ranks that read their inputs from `folder`. Nothing is written, started
     or resolved."""
-    place = LaunchSite(
-        folder,
-        world_size,
-        *meeting,
-        sys.executable,
-        Path.cwd(),
-        exported(launch.export),
-        overrides,
-    )
-    return LAUNCHERS[launch.launcher](launch, place)
-
-
-def started(
-    entry: str, payload: object, launch: Launch, *, world_size: int, run_dir: Path, device: str, stoppable: bool
-) -> Any:
-    """Call `entry` in `world_size` ranks that a launcher starts; return what it returns in rank 0.
-
-    Arguments and exceptions are those of `runner.launch.run_ranks`.
-    """
-    run_dir, address = run_dir.absolute(), address_of(launch)
-    with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
-        with (folder / PAYLOAD_FILE).open("wb") as file:
-            pickle.dump(payload, file, protocol=pickle.HIGHEST_PROTOCOL)
-        front = Front(listener, new_secret(folder), silence_of(launch.timeout))
-        task = Task(
-            address=address,
-            port=listener.getsockname()[1],
-            entry=entry,
-            world_size=world_size,
-            run_dir=str(run_dir),
-            device=device,
-            timeout=launch.timeout,
-            threads=launch.threads,
-            launcher=launch.launcher,
-            seats=seats_of(launch) if launch.launcher == "rank_table" else (),
-        )
-        task.write(folder)
-        plan = described(launch, world_size, folder, meeting(launch))
-        for name, content in plan.files.items():
-            (folder / name).write_text(content, encoding="utf-8")
-        return supervise(plan, front, task, launch, stoppable=stoppable)
+    environment = exported(launch.export)
+    site = LaunchSite(folder, world_size, *meeting, sys.executable, Path.cwd(), environment, overrides)
+    return LAUNCHERS[launch.launcher].described(launch, site)

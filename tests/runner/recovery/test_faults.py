@@ -18,7 +18,7 @@ FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "chec
         ("{kind: kill, rank: 2, step: 3, phase: data}", "rank 2 of 4 was killed by SIGKILL", "step-00000002"),
         pytest.param(
             "{kind: raise, rank: 1, step: 5, phase: forward}",
-            "rank 1 of 4 failed: Injected: a fault on",
+            "rank 1 of 4 failed: Injected: an injected fault, in forward of step 5",
             "step-00000004",
             marks=pytest.mark.slow,
         ),

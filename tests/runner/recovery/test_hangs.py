@@ -35,7 +35,7 @@ def ranks(tmp_path):
 
 
 @pytest.fixture
-def told(tmp_path):
+def diagnosed(tmp_path):
     files = [tmp_path / f"{rank}.where" for rank in range(WORLD)]
     return lambda timeout=5.0, halted=(): diagnose([read_state(file) for file in files], timeout, halted)
 
@@ -46,21 +46,21 @@ def join(rank, group, kind=SUM, text=None):
     rank.enter(group, kind)
 
 
-def test_nobody_waits(ranks, told):
+def test_nobody_waits(ranks, diagnosed):
     for rank in ranks:
         join(rank, "world")
         rank.leave()
-    assert told() is None
+    assert diagnosed() is None
 
 
-def test_ranks_that_never_joined(ranks, told):
+def test_ranks_that_never_joined(ranks, diagnosed):
     for rank in ranks:
         join(rank, "world")
         rank.leave()
     for number in (0, 3):
         join(ranks[number], "world", GATHER, "mlp.down")
         ranks[number].explain({"mlp.down": "mlp.down (linear, llama.py:88)", "never called": "elsewhere"})
-    found = told()
+    found = diagnosed()
     assert found.hung == (1, 2)
     assert found.text == (
         "ranks 1, 2 of 4 never joined all_gather #2 over (dp, tp) of operator mlp.down (linear, llama.py:88), in which "
@@ -68,20 +68,20 @@ def test_ranks_that_never_joined(ranks, told):
     )
 
 
-def test_the_one_who_keeps_all_waiting_is_found_behind_the_others(ranks, told):
+def test_the_one_who_keeps_all_waiting_is_found_behind_the_others(ranks, diagnosed):
     join(ranks[0], "tp")  # waits for 1, which waits for 3, which is in no call
     join(ranks[1], "dp", text="the loss")
-    found = told()
+    found = diagnosed()
     assert found.hung == (3,)
     assert found.text == "rank 3 of 4 never joined all_reduce #1 over (dp) of the loss, in which rank 1 waited 5 s"
 
 
-def test_ranks_that_wait_for_each_other(ranks, told):
+def test_ranks_that_wait_for_each_other(ranks, diagnosed):
     join(ranks[0], "tp", SUM, "first")
     join(ranks[1], "world", GATHER, "second")
     join(ranks[2], "world", GATHER, "second")
     join(ranks[3], "world", GATHER, "second")
-    found = told()
+    found = diagnosed()
     assert found.hung == ()
     assert found.text == (
         "ranks 0, 1 wait for each other: rank 0 in all_reduce #1 over (tp) of first, "
@@ -89,103 +89,103 @@ def test_ranks_that_wait_for_each_other(ranks, told):
     )
 
 
-def test_one_who_came_to_a_halt_inside_of_a_call_that_all_had_joined(ranks, told):
+def test_one_who_came_to_a_halt_inside_of_a_call_that_all_had_joined(ranks, diagnosed):
     join(ranks[0], "tp")
     ranks[0].leave()
     join(ranks[1], "tp")
     join(ranks[0], "tp")
-    assert told().text.startswith("rank 1 of 4 never joined all_reduce #2 over (tp), in which rank 0 waited")
+    assert diagnosed().text.startswith("rank 1 of 4 never joined all_reduce #2 over (tp), in which rank 0 waited")
 
 
-def test_one_who_halted_in_a_call_that_all_have_joined(ranks, told):
+def test_one_who_halted_in_a_call_that_all_have_joined(ranks, diagnosed):
     """Only its missing heartbeat distinguishes it from the rank that waits for it."""
     join(ranks[0], "tp", GATHER, "weight")
     join(ranks[1], "tp", GATHER, "weight")
     join(ranks[2], "world", SUM, "the loss")
     join(ranks[3], "world", SUM, "the loss")
-    assert told().hung == (0, 1)
-    found = told(halted=[1])
+    assert diagnosed().hung == (0, 1)
+    found = diagnosed(halted=[1])
     assert found.hung == (1,)
     assert found.text == "rank 1 of 4 came to a halt in all_gather #1 over (tp) of weight, in which rank 0 waited 5 s"
 
 
-def test_one_who_halted_in_a_call_of_all(ranks, told):
+def test_one_who_halted_in_a_call_of_all(ranks, diagnosed):
     for rank in ranks:
         join(rank, "world")
-    assert told() is None
-    assert told(halted=[2]).text == (
+    assert diagnosed() is None
+    assert diagnosed(halted=[2]).text == (
         "rank 2 of 4 came to a halt in all_reduce #1 over (dp, tp), in which ranks 0, 1, 3 waited 5 s"
     )
 
 
-def test_ranks_that_make_different_calls(ranks, told):
+def test_ranks_that_make_different_calls(ranks, diagnosed):
     join(ranks[0], "tp", SUM, "first")
     join(ranks[1], "tp", GATHER, "second")
-    assert told().text == (
+    assert diagnosed().text == (
         "ranks 0, 1 disagree: rank 0 in all_reduce #1 over (tp) of first, rank 1 in all_gather #1 over (tp) of second"
     )
 
 
-def test_one_who_receives_waits_for_one_who_has_not_sent(ranks, told):
+def test_one_who_receives_waits_for_one_who_has_not_sent(ranks, diagnosed):
     join(ranks[0], "tp", SEND)
     join(ranks[1], "tp", RECEIVE)
-    assert told() is None  # in transfer
+    assert diagnosed() is None  # in transfer
     ranks[0].leave()
     ranks[1].leave()
     join(ranks[1], "tp", RECEIVE)
-    assert told().hung == (0,)
+    assert diagnosed().hung == (0,)
 
 
-def test_one_that_is_behind_where_nobody_is_seen_to_wait(ranks, told):
+def test_one_that_is_behind_where_nobody_is_seen_to_wait(ranks, diagnosed):
     """As on a GPU, where calls return before they complete."""
     for number, rank in enumerate(ranks):
         for _ in range(3 - (number == 2)):
             join(rank, "world")
             rank.leave()
-    assert told(8.0).hung == (2,)
-    assert told(8.0).text == (
+    assert diagnosed(8.0).hung == (2,)
+    assert diagnosed(8.0).text == (
         "rank 2 of 4 never joined call #3 over (dp, tp), which ranks 0, 1, 3 made; nothing has moved on for 8 s"
     )
 
 
-def test_a_wait_for_an_earlier_call(ranks, told):
+def test_a_wait_for_an_earlier_call(ranks, diagnosed):
     """Rank 0 waits for its first call although it has started a second one; rank 1 has started none."""
     for _ in range(2):
         join(ranks[0], "tp")
         ranks[0].leave()
     ranks[0].again("tp", SUM, 1)
-    assert told().text.startswith("rank 1 of 4 never joined all_reduce #1 over (tp)")
+    assert diagnosed().text.startswith("rank 1 of 4 never joined all_reduce #1 over (tp)")
 
 
-def test_groups_of_the_same_ranks_are_distinguished(ranks, told):
+def test_groups_of_the_same_ranks_are_distinguished(ranks, diagnosed):
     for rank in ranks[:2]:
         rank.know("tp, again", [0, 1], "tp")
     join(ranks[0], "tp")
     join(ranks[1], "tp, again")
-    assert told().text.startswith("ranks 0, 1 wait for each other")
+    assert diagnosed().text.startswith("ranks 0, 1 wait for each other")
 
 
 def test_a_stall_is_noticed(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(hangs, "QUIET", 0.0)
     files = [tmp_path / f"{rank}.where" for rank in range(WORLD)]
     stall = Stall(files, timeout=-GRACE + 0.2)
-    assert not stall.found()
+    assert not stall.detected()
     time.sleep(0.3)
-    assert not stall.found()  # before the second step a rank may compile for a long time
+    assert not stall.detected()  # before the second step a rank may compile for a long time
     for rank in ranks:
         rank.begin(1)
         rank.begin(2)
-    assert not stall.found()
+    assert not stall.detected()
     time.sleep(0.3)
-    assert stall.found()
+    assert stall.detected()
     ranks[2].begin(3)
-    assert not stall.found()  # one rank that makes progress is enough
+    assert not stall.detected()  # one rank that makes progress is enough
     join(ranks[1], "tp")
-    assert not stall.found()
+    assert not stall.detected()
     time.sleep(0.3)
     for rank in (0, 2, 3):
         ranks[rank].begin(4)
-    assert stall.found()  # unless one waits in a collective
+    assert stall.detected()  # unless one waits in a collective
 
 
 def test_every_byte_is_read_by_others(tmp_path):

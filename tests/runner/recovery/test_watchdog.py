@@ -220,18 +220,18 @@ def test_a_stall_is_no_slowness(tmp_path):
         one.cells[SAVES] = 2
     files, shown = [tmp_path / f"{rank}.where" for rank in range(2)], [Shown(), Shown()]
     stall = Stall(files, -GRACE + 0.1, shown)
-    stall.found()
+    stall.detected()
     time.sleep(0.2)
-    assert not stall.found()  # not while one computes
+    assert not stall.detected()  # not while one computes
     shown[0].silent = True
-    assert not stall.found()
+    assert not stall.detected()
     shown[1].still = True
-    assert stall.found()
+    assert stall.detected()
     ranks[0].advance(4096)
-    assert not stall.found()  # nor while one writes
+    assert not stall.detected()  # nor while one writes
     shown[1].still, shown[1].silent = False, True
     time.sleep(0.2)
-    assert stall.found()
+    assert stall.detected()
     at = [read_state(file) for file in files]
     assert diagnose(at, 5.0).hung == (0,)  # both have written their files; rank 0 finishes the checkpoint
     ranks[0].cells[SAVES] += 2
@@ -249,9 +249,9 @@ def test_who_looks_late_knows_nothing(tmp_path, monkeypatch):
     shown = Shown()
     shown.silent = True
     stall = Stall([tmp_path / "0.where"], 5.0, [shown])
-    stall.found()
+    stall.detected()
     clock[0] += 1000.0  # the parent was stopped itself
-    assert not stall.found()
+    assert not stall.detected()
     for _ in range(5):
         clock[0] += 2.0
-    assert stall.found()
+    assert stall.detected()

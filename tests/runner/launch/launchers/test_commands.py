@@ -14,13 +14,18 @@ import conf
 from runner.config.hosts import from_files
 from runner.config.launch import Launch
 from runner.errors import ConfigError
-from runner.launch.launchers.commands import Command, LaunchSite, exported
-from runner.launch.launchers.deepspeed import deepspeed
-from runner.launch.launchers.join import VARIABLES, Identity, identity
-from runner.launch.launchers.mpirun import mpirun
-from runner.launch.launchers.rank_table import rank_table
-from runner.launch.launchers.slurm import slurm
-from runner.launch.launchers.torchrun import torchrun
+from runner.launch.launchers.commands import (
+    LAUNCHERS,
+    Command,
+    LaunchSite,
+    deepspeed,
+    exported,
+    mpirun,
+    rank_table,
+    slurm,
+    torchrun,
+)
+from runner.launch.launchers.join import Identity, identity
 
 PLACE = LaunchSite(
     Path("/runs/a/join"), 4, "10.0.0.1", 29500, "python", Path("/home/me"), {"PYTHONPATH": "a b"}, ("+x=1",)
@@ -120,11 +125,11 @@ OF_RANK_3 = {
 }
 
 
-@pytest.mark.parametrize("launcher", VARIABLES)
+@pytest.mark.parametrize("launcher", [name for name, spec in LAUNCHERS.items() if spec.variables])
 def test_identity(launcher: str) -> None:
     environment = OF_RANK_3[launcher]
     assert identity(launcher, environment) == Identity(3, 4, 1, 2)
-    for name in VARIABLES[launcher]:
+    for name in LAUNCHERS[launcher].variables or ():
         with pytest.raises(ConfigError, match=f"but {name} is not set to a number"):
             identity(launcher, environment | {name: "x"})
 

@@ -18,7 +18,8 @@ import pytest
 from runner.errors import ConfigError
 from runner.launch import messages, network, run_ranks
 from runner.launch.failure import CauseOrder, Done, Failure
-from runner.launch.launchers.connection import GREETING, Front, Hello, Task, call, new_secret, own_address, silence_of
+from runner.launch.launchers.connection import GREETING, Front, Hello, Task, call, new_secret, own_address
+from runner.launch.orders import GroupOrders
 
 SECRET = b"s" * 32
 
@@ -107,13 +108,14 @@ def test_the_console(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tasks_and_secrets_are_files(tmp_path: Path) -> None:
-    task = Task("10.0.0.1", 7, "a:b", 2, "/run", "cpu", 6.0, 1, "mpirun", (("a", 0, 1, 0), ("b", 0, 1, 0)))
+    group = GroupOrders("a:b", 2, Path("/run"), "cpu", 6.0, 1)
+    task = Task(group, "10.0.0.1", 7, "mpirun", (("a", 0, 1, 0), ("b", 0, 1, 0)))
     task.write(tmp_path)
     assert Task.read(tmp_path) == task
     secret = new_secret(tmp_path)
     assert len(secret) == 32 and secret == (tmp_path / "secret").read_bytes() != new_secret(tmp_path)
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
-    assert (silence_of(6.0), silence_of(600.0)) == (6.0, 60.0)
+    assert (messages.silence_of(6.0), messages.silence_of(600.0)) == (6.0, 60.0)
 
 
 def test_addresses() -> None:
