@@ -28,15 +28,18 @@ RESCUED = "rescued.json"
 
 
 class Intact:
-    """The last step after which this rank's state is complete and in memory, and the RNG states at that step."""
+    """The last step after which this rank's state is complete and in memory, and the RNG states at that step; none
+    unless `enabled`."""
 
-    def __init__(self) -> None:
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
         self.step: int | None = None
         self._random: Mapping[str, Any] = {}
 
     def after(self, step: int) -> None:
         """Record that the state is that after `step`, until `changes` is called."""
-        self.step, self._random = step, rng_state.states()
+        if self._enabled:
+            self.step, self._random = step, rng_state.states()
 
     def changes(self) -> None:
         """Record that the state is being modified."""

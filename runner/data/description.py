@@ -37,10 +37,12 @@ class Description:
     @property
     def facts(self) -> dict[str, str]:
         """The values that ranks compare, by name."""
-        found = {"the number of training rows": str(self.training)}
-        if self.evaluation is not None:
-            found["the number of evaluation rows"] = str(self.evaluation)
-        return found if self.sample is None else found | {f"training row {self.row} (hash)": self.sample}
+        values = {
+            "the number of training rows": self.training,
+            "the number of evaluation rows": self.evaluation,
+            f"training row {self.row} (hash)": self.sample,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 UNSEEN = Description(0, None, 0, None)
@@ -77,22 +79,20 @@ def check_read(dataset: MapDataset, row: int, shapes: Sequence[Sequence[int]], s
     if read is None:
         return
     everything = tuple(tuple(slice(0, size) for size in shape[1:]) for shape in shapes)
-    found: Any = None
     with row_seeds(seed, 0) as begin:
         begin(row)
         sample = dataset[row]
         begin(row)
         try:
-            found = read(row, everything)
-            names, differ = "", _hash(found) != _hash(sample)
+            differs, reason = _hash(read(row, everything)) != _hash(sample), ""
         except Exception as error:
-            names, differ = f": {targets.describe(error)}", True
-    if differ:
+            differs, reason = True, f": {targets.describe(error)}"
+    if differs:
         raise ConfigError(
             "MW312",
             f"data: {type(dataset).__name__}.read takes two arguments, so it is asked for slices of a row, but "
-            f"read({row}, slices) of the entire row does not return what dataset[{row}] does{names}. Return the slices "
-            "that are asked for, or give a method with another purpose another name.",
+            f"read({row}, slices) of the entire row does not return what dataset[{row}] does{reason}. Return the "
+            "slices that are asked for, or give a method with another purpose another name.",
         )
 
 
@@ -100,17 +100,13 @@ def _hash(sample: Any) -> str:
     """A hash of names, dtypes, shapes and values; for anything but tensors, arrays, numbers and strings, of the type
     alone."""
     digest = hashlib.sha256()
-    names, values = fields(sample)
-    for name, value in sorted(zip(names, values, strict=True), key=lambda one: str(one[0])):
+    for name, value in sorted(zip(*fields(sample), strict=True), key=lambda field: str(field[0])):
         content: Any = type(value).__name__
         if isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
             tensor = torch.as_tensor(value)
-            content = (str(tensor.dtype), tuple(tensor.shape), _bytes(tensor))
+            values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            content = (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(values).digest())
         elif isinstance(value, str):
             content = value
         digest.update(repr((name, content)).encode())
     return digest.hexdigest()[:12]
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).digest()

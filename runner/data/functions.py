@@ -40,14 +40,13 @@ class Functions:
         text = corpus(train, "*.py", limit, cache, path)
         self._bytes: Bytes = np.memmap(text, np.uint8, mode="r")
 
-        def found() -> Iterator[bytes]:
-            content = self._bytes.tobytes()
-            for match in FUNCTION.finditer(content):
+        def spans_in_bytes() -> Iterator[bytes]:
+            for match in FUNCTION.finditer(self._bytes.tobytes()):
                 start = match.start() + len(match[1])
                 stop = match.start() + len(match[0].rstrip())
                 yield np.array([start, stop], np.int64).tobytes()
 
-        places = kept(f"{text.stem}-functions.int64", found, cache)
+        places = kept(f"{text.stem}-functions.int64", spans_in_bytes, cache)
         spans: NDArray[np.int64] = np.fromfile(places, np.int64).reshape(-1, 2)
         self._spans = spans[spans[:, 1] - spans[:, 0] <= longest + 1]
         if not len(self._spans):

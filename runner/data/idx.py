@@ -30,17 +30,12 @@ def read(path: Path, *, dims: int) -> Bytes:
     Raises ConfigError: the file cannot be opened, is not an IDX file, has another type or number of dims, is
     shorter or longer than its header states, or is damaged as a gzip file.
     """
-    content: bytes | None = None
+    packed = path.suffix == ".gz"
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path) as packed:
-                shape = _shape(packed, path, dims)
-                content = packed.read()
-            actual = len(content)
-        else:
-            with path.open("rb") as plain:
-                shape = _shape(plain, path, dims)
-                actual = path.stat().st_size - plain.tell()
+        with gzip.open(path) if packed else path.open("rb") as file:
+            shape = _shape(file, path, dims)
+            content = file.read() if packed else b""
+            actual = len(content) if packed else path.stat().st_size - file.tell()
     except (OSError, EOFError, zlib.error) as error:
         # gzip raises these three for a file that is not gzip, truncated, or corrupt.
         reason = getattr(error, "strerror", None) or error
@@ -53,8 +48,8 @@ def read(path: Path, *, dims: int) -> Bytes:
             f"{path}: {kind}: its header states {'x'.join(map(str, shape))} = {expected} bytes, and {actual} follow. "
             "Fetch or make the file again.",
         )
-    if content is not None or expected == 0:  # an empty file cannot be mapped
-        return np.frombuffer(content or b"", np.uint8).reshape(shape)
+    if packed or expected == 0:  # an empty file cannot be mapped
+        return np.frombuffer(content, np.uint8).reshape(shape)
     return np.memmap(path, np.uint8, mode="r", offset=4 + 4 * dims, shape=shape)
 
 
@@ -84,14 +79,14 @@ _UNSIGNED_BYTE = 8
 
 def _shape(file: BinaryIO | gzip.GzipFile, path: Path, dims: int) -> tuple[int, ...]:
     """Read the header; the file position is then behind it."""
-    wanted = struct.pack(">HBB", 0, _UNSIGNED_BYTE, dims)
+    expected = struct.pack(">HBB", 0, _UNSIGNED_BYTE, dims)
     magic = file.read(4)
-    if magic != wanted:
-        found = f"starts with the bytes {magic.hex(' ')}" if magic else "is empty"
+    if magic != expected:
+        start = f"starts with the bytes {magic.hex(' ')}" if magic else "is empty"
         raise ConfigError(
             "MW314",
-            f"{path}: {found}, where an IDX file of bytes in {dims} dims starts with {wanted.hex(' ')} "
-            f"(magic number {int.from_bytes(wanted, 'big')}). Give the right file, or fetch it again.",
+            f"{path}: {start}, where an IDX file of bytes in {dims} dims starts with {expected.hex(' ')} "
+            f"(magic number {int.from_bytes(expected, 'big')}). Give the right file, or fetch it again.",
         )
     counts = file.read(4 * dims)
     if len(counts) < 4 * dims:

@@ -48,7 +48,7 @@ class Lines:
         except ValueError as error:
             raise ConfigError("MW314", f"{where} is no JSON: {error}.") from error
         if isinstance(value, dict):
-            return {name: _tensor(one, f"{where}, {name!r}") for name, one in value.items()}
+            return {name: _tensor(entry, f"{where}, {name!r}") for name, entry in value.items()}
         return _tensor(value, where)
 
 

@@ -5,7 +5,7 @@ of `forward`, in any order), a tuple (positional arguments), or a single tensor.
 on every rank, because ranks that hold the same slice of a batch read it independently; random numbers from the global
 generators are automatically equal (`runner.data.row_seeds`).
 
-The invariant: `LocalBatches.load` returns the blocks of `whole_batch`, while only the rows inside
+The invariant: `LocalBatches.load` returns the blocks of `global_batch`, while only the rows inside
 the blocks are read, and only the slice of each row where the dataset offers `read(index, slices)`.
 """
 
@@ -35,25 +35,25 @@ draws random numbers is called with all rows on every rank.
 """
 
 
+Read = Callable[[int, tuple[tuple[slice, ...], ...]], Any]
+"""The optional method `read(index, slices)` of a dataset with large rows: a rank reads only its slice of each row.
+
+It returns sample `index`, of the same structure as `dataset[index]`, with each tensor cut down to its slices. `slices`
+has one entry per value of the sample, in the order of the first row of training; an entry has one `slice(start, stop)`
+per dim of that value, 0 <= start <= stop <= size, and none for a scalar. Where a value is not needed from this row, its
+slices are empty. Used only without a custom collate, and recognised by taking two arguments, whatever their names.
+"""
+
+
+FLAT = "samples must be flat dicts or tuples of tensors or numbers; set data.collate to a function that makes"
+
+
 class MapDataset(Protocol):
     """The interface of every dataset."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
-
-
-class Sliced(MapDataset, Protocol):
-    """The optional interface of a dataset with large rows: a rank reads only its slice of each row."""
-
-    def read(self, index: int, slices: tuple[tuple[slice, ...], ...], /) -> Any:
-        """Sample `index`, of the same structure as `self[index]`, with each tensor cut down to its slices.
-
-        `slices` has one entry per value of the sample, in the order of the first row of training; an entry has one
-        `slice(start, stop)` per dim of that value, 0 <= start <= stop <= size, and none for a scalar. Where a value
-        is not needed from this row, its slices are empty. Used only without a custom collate, and recognised by
-        taking two arguments, whatever their names.
-        """
 
 
 def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, what: str) -> MapDataset:
@@ -100,7 +100,7 @@ def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, wha
     return checked
 
 
-def whole_batch(
+def global_batch(
     dataset: MapDataset, collate: Collate | None, rows: Sequence[int], seed: int = 0, epoch: int = EVALUATION
 ) -> Any:
     """The batch of `rows` as one device would load it.
@@ -153,19 +153,13 @@ def flatten_batch(batch: Any, order: Sequence[str] | None = None) -> tuple[tuple
     for name, value in zip(names, values, strict=True):
         where = f"data: the value {name!r} of a batch"
         if not isinstance(value, Tensor):
-            raise ConfigError(
-                "MW312",
-                f"{where} is a {type(value).__name__}, not a tensor; samples must be flat dicts or tuples of tensors "
-                "or numbers; set data.collate to a function that makes such a batch.",
-            )
+            raise ConfigError("MW312", f"{where} is a {type(value).__name__}, not a tensor; {FLAT} such a batch.")
         if value.dim() == 0:
             raise ConfigError("MW312", f"{where} is a scalar; dim 0 of every tensor must count the rows.")
-    if isinstance(batch, Mapping):
-        for name in names:
-            if not (isinstance(name, str) and name.isidentifier()):
-                raise ConfigError(
-                    "MW312", f"data: the key {name!r} of a batch cannot be the name of an argument of forward."
-                )
+        if isinstance(batch, Mapping) and not (isinstance(name, str) and name.isidentifier()):
+            raise ConfigError(
+                "MW312", f"data: the key {name!r} of a batch cannot be the name of an argument of forward."
+            )
     return names if order is None else tuple(order), _ordered(names, values, order or names, "data: a batch")
 
 
@@ -187,20 +181,18 @@ class LocalBatches:
         shapes: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
     ) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._collate = collate
+        self._dataset, self._collate, self._seed = dataset, collate, seed
         self._blocks = tuple(blocks)
         self._names = None if names is None else tuple(names)
         self._shapes = None if shapes is None else [tuple(shape[1:]) for shape in shapes]
         self._read = None if collate else reader(dataset)
-        self._draws = self._mixes = False
-        """Whether dataset or collate, and whether the collate were seen to draw random numbers."""
+        self._random = self._collate_random = False
+        """Whether dataset or collate, and whether the collate were seen to use random numbers."""
         # Positions in the micro-batch whose rows some block needs, in order.
-        unbatched_names = unbatched(collate)
+        self._unbatched = unbatched(collate)
         named = zip(names or map(str, range(len(blocks))), blocks, strict=True)
-        rows = {position for name, block in named if name not in unbatched_names for position in range(*block[0])}
-        self._needed = sorted(rows | {0} if unbatched_names else rows)
+        rows = {position for name, block in named if name not in self._unbatched for position in range(*block[0])}
+        self._needed = sorted(rows | {0} if self._unbatched else rows)
 
     def load(self, rows: Sequence[int], epoch: int = EVALUATION) -> list[Tensor]:
         """This rank's block of each tensor, for the global micro-batch made of `rows`, on the CPU.
@@ -208,7 +200,7 @@ class LocalBatches:
         Raises ConfigError: rows whose names or shapes differ, or values that cannot be stacked. Exceptions of the
         dataset or the collate are passed on unchanged.
         """
-        if not self._draws:
+        if not self._random:
             try:
                 with watched() as draws:
                     parts = self._parts(rows, unseeded)
@@ -218,12 +210,12 @@ class LocalBatches:
             else:
                 if not draws.any:
                     return parts
-            self._draws = True
+            self._random = True
         with row_seeds(self._seed, epoch) as begin:
             return self._parts(rows, begin)
 
     def _parts(self, rows: Sequence[int], begin: Callable[..., None]) -> list[Tensor]:
-        """The blocks; `begin` is called before anything that may draw random numbers."""
+        """The blocks; `begin` is called before anything that may use random numbers."""
         if self._collate is not None:
             return self._collated(rows, begin, self._collate)
         values: dict[int, list[Any]] = {}
@@ -249,7 +241,7 @@ class LocalBatches:
         )
         values = self._named(*fields(self._read(row, slices)), where)
         for name, value, cut in zip(self._names or (), values, slices, strict=True):
-            shape, wanted = tuple(getattr(value, "shape", ())), tuple(one.stop - one.start for one in cut)
+            shape, wanted = tuple(getattr(value, "shape", ())), tuple(span.stop - span.start for span in cut)
             if shape != wanted:
                 raise ConfigError(
                     "MW312", f"{where}: read() returns {name!r} of shape {shape} where {wanted} was requested."
@@ -261,24 +253,23 @@ class LocalBatches:
         for position in self._needed:
             begin(rows[position])
             samples.append(self._dataset[rows[position]])
-        if self._draws and not self._mixes and len(self._needed) < len(rows):
+        if self._random and not self._collate_random and len(self._needed) < len(rows):
             with watched() as draws:
-                batch = collate(samples)
-            self._mixes = draws.any
-            if self._mixes:  # it draws random numbers for all rows together
+                collate(samples)
+            self._collate_random = draws.any
+            if draws.any:  # for all rows together
                 self._needed = [*range(len(rows))]
                 return self._collated(rows, begin, collate)
         begin(rows[0], len(rows))
-        batch = collate(samples)
-        names, tensors = flatten_batch(batch)
-        unbatched_names = unbatched(collate)
-        _check_rows(names, tensors, len(samples), unbatched_names)
-        tensors = self._named(names, tensors, "data: a batch of data.collate")
-        self._check([tuple(tensor.shape[1:]) for tensor in tensors], "data: a batch of data.collate")
+        names, tensors = flatten_batch(collate(samples))
+        _check_rows(names, tensors, len(samples), self._unbatched)
+        where = "data: a batch of data.collate"
+        tensors = self._named(names, tensors, where)
+        self._check([tuple(tensor.shape[1:]) for tensor in tensors], where)
         parts = []
         for name, tensor, (span, *beyond) in zip(self._names or (), tensors, self._blocks, strict=True):
-            first = span[0] if name in unbatched_names else self._needed.index(span[0])
-            cut = (slice(first, first + span[1] - span[0]), *(slice(*one) for one in beyond))
+            first = span[0] if name in self._unbatched else self._needed.index(span[0])
+            cut = (slice(first, first + span[1] - span[0]), *(slice(*bounds) for bounds in beyond))
             parts.append(tensor[cut].contiguous())
         return parts
 
@@ -306,12 +297,12 @@ def _ordered(names: Sequence[str], values: list[Any], order: Sequence[str], wher
     missing = [name for name in order if name not in names]
     unknown = [name for name in names if name not in order]
     if missing or unknown:
-        lacks = f"lacks {_listed(missing)}" if missing else ""
-        more = f"has {_listed(unknown)} beside them" if unknown else ""
+        clauses = ((missing, "lacks {}"), (unknown, "has {} beside them"))
+        differs = " and ".join(text.format(_listed(entries)) for entries, text in clauses if entries)
         raise ConfigError(
             "MW312",
-            f"{where} has the values {_listed(names)}; the others have {_listed(order)}: it "
-            f"{' and '.join(part for part in (lacks, more) if part)}. Every row needs the same entries.",
+            f"{where} has the values {_listed(names)}; the others have {_listed(order)}: it {differs}. Every row needs "
+            "the same entries.",
         )
     by_name = dict(zip(names, values, strict=True))
     return [by_name[name] for name in order]
@@ -327,24 +318,17 @@ def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int, unba
             )
 
 
-_Read = Callable[[int, tuple[tuple[slice, ...], ...]], Any]
-
-
-def reader(dataset: MapDataset) -> _Read | None:
+def reader(dataset: MapDataset) -> Read | None:
     """The method `read(index, slices)`, with any argument names; None if `read` takes another number of arguments."""
-    read: _Read | None = getattr(dataset, "read", None)
+    read: Any = getattr(dataset, "read", None)
     try:
-        taken = [*inspect.signature(read).parameters.values()] if callable(read) else []
-    except ValueError:  # a function of C has no signature
+        signature = inspect.signature(read)
+        taken = [signature.parameters[name] for name in signature.bind(0, ()).arguments]
+    except (TypeError, ValueError):  # it takes others, is no function, or is one of C, which has no signature
         return None
-    positional = [one for one in taken if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    needed = [
-        one for one in taken if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    second = positional[1] if len(positional) > 1 else None
-    if second is None or not {one.name for one in needed} <= {one.name for one in positional[:2]}:
+    if len(taken) < 2 or taken[1].kind is inspect.Parameter.VAR_POSITIONAL:
         return None
-    return read if second in needed or second.name == "slices" else None
+    return read if taken[1].default is inspect.Parameter.empty or taken[1].name == "slices" else None
 
 
 def fields(sample: Any) -> tuple[tuple[str, ...], list[Any]]:
@@ -364,8 +348,7 @@ def _stack(values: list[Any], number: int) -> Tensor:
     if not isinstance(stacked, Tensor):
         raise ConfigError(
             "MW312",
-            f"data: value {number} of the samples is a {type(values[0]).__name__}; samples must be flat dicts or "
-            "tuples of tensors or numbers; set data.collate to a function that makes tensors of them.",
+            f"data: value {number} of the samples is a {type(values[0]).__name__}; {FLAT} tensors of them.",
         )
     return stacked
 

@@ -71,7 +71,7 @@ class Mnist:
         return self._image(index, ()), self._label(index, ())
 
     def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> tuple[Tensor, Tensor]:
-        """Sample `index` with only the pixels of `slices[0]`; see `runner.data.loader.Sliced`."""
+        """Sample `index` with only the pixels of `slices[0]`; see `runner.data.loader.Read`."""
         pixels, label = slices
         return self._image(index, pixels), self._label(index, label)
 

@@ -27,6 +27,13 @@ _FIRST: float = numpy.random.RandomState(0).random_sample()
 """What a generator of numpy draws first."""
 
 
+def seed_generators(seed: int) -> None:
+    """Seed all generators for training itself."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 @contextmanager
 def row_seeds(seed: int, epoch: int) -> Iterator[Callable[..., None]]:
     """Yield a function that seeds all generators from (seed, epoch, *numbers): a row, or the rows of a collated batch.
@@ -53,7 +60,7 @@ def row_seeds(seed: int, epoch: int) -> Iterator[Callable[..., None]]:
 
 
 def unseeded(*_: int) -> None:
-    """Replaces the function of `row_seeds` where no random number is needed: another row counts as progress."""
+    """Stands in for the function of `row_seeds` where no random number is needed: another row counts as progress."""
     recorder.advance()
 
 

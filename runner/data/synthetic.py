@@ -90,7 +90,7 @@ class LargeImages:
         return self.read(index, ((slice(None),) * 3, ()))
 
     def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> tuple[Tensor, Tensor]:
-        """Sample `index` with only the block `slices[0]` of its image; see `runner.data.loader.Sliced`."""
+        """Sample `index` with only the block `slices[0]` of its image; see `runner.data.loader.Read`."""
         block, () = slices
         if not 0 <= index < self._rows:
             raise IndexError(f"index {index} is not one of the {self._rows} images")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
+import sys
 import sysconfig
 import tempfile
 import zlib
@@ -74,7 +75,7 @@ class Windows:
         return self.read(index, ((slice(0, self._length),),) * 2)
 
     def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> dict[str, Tensor]:
-        """Sample `index` with only these positions of inputs and labels; see `runner.data.loader.Sliced`."""
+        """Sample `index` with only these positions of inputs and labels; see `runner.data.loader.Read`."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is not one of the {len(self)} windows")
         (inputs,), (labels,) = slices
@@ -119,9 +120,9 @@ def corpus(
     digest = hashlib.sha256("\n".join([str(limit), *facts]).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def joined() -> Iterator[bytes]:
-        left = float("inf") if limit is None else limit
+        left = sys.maxsize if limit is None else limit
         for _, file in files:
-            content = (file.read_bytes() + SEPARATOR)[: None if limit is None else int(left)]
+            content = (file.read_bytes() + SEPARATOR)[:left]
             left -= len(content)
             yield content
             if left <= 0:
@@ -167,13 +168,11 @@ def kept(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = Non
 
 def _files(folder: Path, pattern: str, skip: frozenset[str]) -> list[tuple[str, Path]]:
     """Files by their path below `folder`, sorted by it, so that the order is the same on every machine."""
-    found = []
-    for where, folders, names in os.walk(folder):
+    files = []
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip]  # os.walk does not enter removed folders
-        for name in fnmatch.filter(names, pattern):
-            file = Path(where, name)
-            found.append((file.relative_to(folder).as_posix(), file))
-    return sorted(found)
+        files += [Path(parent, name) for name in fnmatch.filter(names, pattern)]
+    return sorted((file.relative_to(folder).as_posix(), file) for file in files)
 
 
 def _in_test(name: str) -> bool:

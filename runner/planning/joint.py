@@ -24,7 +24,7 @@ from runner.build.modules import captured_from_shapes
 from runner.build.optimizers import optimizer_factory
 from runner.build.precision import DTYPES, cast
 from runner.config.schema import Config
-from runner.data.loader import flatten_batch, whole_batch
+from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError
 from runner.planning import capacity, lowering
 from runner.planning.clusters import cluster_of, device_of
@@ -311,7 +311,7 @@ class JointDecision:
         order = order_of(self.config, len(training))
         rows = self.config.data.batch_size // self.config.train.accumulate
         first = order.rows(0)[:rows]
-        names, tensors = flatten_batch(whole_batch(training, collate, first, self.config.train.seed, 0))
+        names, tensors = flatten_batch(global_batch(training, collate, first, self.config.train.seed, 0))
         return list(names), cast(tensors, DTYPES[self.config.train.precision])
 
     @cached_property

@@ -25,7 +25,7 @@ from runner.build.precision import DTYPES, cast, check_half
 from runner.build.scores import Structure, scores, try_evaluation
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
-from runner.data.loader import Collate, MapDataset, flatten_batch, whole_batch
+from runner.data.loader import Collate, MapDataset, flatten_batch, global_batch
 from runner.data.order import Order
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
@@ -177,7 +177,7 @@ def prepare(
         evaluating, evaluation_collate = prediction_data(config)
     order, rows = order_of(config, len(training)), micro_batch_rows(config)
     first = order.rows(0)[:rows]
-    names, tensors = flatten_batch(whole_batch(training, collate, first, config.train.seed, 0))
+    names, tensors = flatten_batch(global_batch(training, collate, first, config.train.seed, 0))
     if unknown := sorted(unbatched(collate) - {*names}):
         raise ConfigError(
             "MW316",
@@ -187,7 +187,7 @@ def prepare(
     tensors = cast(tensors, DTYPES[config.train.precision])
     if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
         say(
-            f"data: {order.dropped} of {len(training)} samples fill no whole batch of {config.data.batch_size}; "
+            f"data: {order.dropped} of {len(training)} samples fill no complete batch of {config.data.batch_size}; "
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
@@ -205,7 +205,7 @@ def prepare(
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     evaluated = names, tensors
     if config.job.name == "predict" and evaluating is not None:
-        evaluated = flatten_batch(whole_batch(evaluating, evaluation_collate, range(1)))
+        evaluated = flatten_batch(global_batch(evaluating, evaluation_collate, range(1)))
         check_prediction_names(evaluated[0], names, targeted)
     last = order.rows(order.steps_per_epoch - 1)[-(order.short % rows) :] if order.short % rows else []
     prepared = Prepared(
@@ -255,7 +255,7 @@ def prepare(
             graph.signature(), json.dumps(without_search), [list(stage.graph.by_name) for stage in stages]
         )
         if prepared.short is not None:
-            batch = whole_batch(training, collate, last, config.train.seed, 0)
+            batch = global_batch(training, collate, last, config.train.seed, 0)
             batch_tensors = cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
             prepared = replace(prepared, short=_short(config, step, batch_tensors, plan, stages, order, say))
         evaluations, evaluation_tensors = _evaluations(config, step, plan, stages, trials)
@@ -410,7 +410,7 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
     rows = min(evaluation_rows(config), len(dataset))
     trials: list[Trial] = []
     for size in sorted({rows, len(dataset) % rows} - {0}):
-        batch = whole_batch(dataset, collate, range(size), config.train.seed)
+        batch = global_batch(dataset, collate, range(size), config.train.seed)
         names, entry_tensors = flatten_batch(batch)
         if config.job.name != "predict":
             if {*names} != {*step.names}:

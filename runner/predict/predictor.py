@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
+from runner.data.row_seeds import seed_generators
 from runner.launch.orders import RankContext
 from runner.planning.datasets import prediction_data
 from runner.planning.prepare import Prepared
 from runner.predict.files import Predictions
 from runner.predict.weights import check, fill, open_checkpoint
 from runner.training.agreement import agree
-from runner.training.evaluate import evaluator
+from runner.training.evaluate import Evaluator
 from runner.training.execution import execution, gather_axes
 
 EVERY = 5.0
@@ -31,9 +28,7 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
     step of the checkpoint, None for weights that come from elsewhere.
     """
     config = prepared.config
-    random.seed(config.train.seed)
-    numpy.random.seed(config.train.seed % 2**32)
-    torch.manual_seed(config.train.seed)
+    seed_generators(config.train.seed)
     rows, collate = prediction_data(config)
     agree({"the number of rows to predict": str(len(rows))}, "Every rank must read the same data.")
     running = execution(prepared, rank, folder, gather_axes)
@@ -44,25 +39,26 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
             check(checkpoint, running.program.sources)
         fill(checkpoint, running)
         step = checkpoint.step
-    evaluating = evaluator(prepared, running, rank, rows, collate, running.tensors.__getitem__)
-    totals: dict[str, float] = {}
+    evaluator = Evaluator(prepared, running, rank, rows, collate, running.tensors.__getitem__)
     started = reported = time.perf_counter()
     done = 0
     file = Predictions(rank.run_dir, config.predict.format, len(rows)) if rank.rank == 0 else None
+
+    def write(batch: list[int], output: Any) -> None:
+        nonlocal reported, done
+        if file is not None:
+            file.add(batch, output)
+            done += len(batch)
+            if time.perf_counter() - reported > EVERY:
+                reported = time.perf_counter()
+                print(f"{done} of {len(rows)} rows, {done / (reported - started):.0f} samples/s", flush=True)
+
     with nullcontext() if file is None else file:
-        for batch, output in evaluating.outputs():
-            for name, value in evaluating.measured(batch, output).items():
-                totals[name] = totals.get(name, 0.0) + value * len(batch)
-            if file is not None:
-                file.add(batch, output)
-                done += len(batch)
-                if time.perf_counter() - reported > EVERY:
-                    reported = time.perf_counter()
-                    print(f"{done} of {len(rows)} rows, {done / (reported - started):.0f} samples/s", flush=True)
+        evaluation = evaluator.run(write)
     return {
         "rows": len(rows),
         "seconds": time.perf_counter() - started,
-        "evaluation": {name: total / len(rows) for name, total in totals.items()},
+        "evaluation": evaluation,
         "step": step,
         "file": None if file is None else file.path.name,
     }

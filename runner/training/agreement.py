@@ -13,7 +13,6 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,12 @@ def agree_on_data(
 ) -> None:
     """Check that all ranks see the same data as the preparation (collective). Raises RuntimeError."""
     expected, seed = prepared.data, prepared.config.train.seed
-    found = described(training, evaluating, collate, row=expected.row, shapes=prepared.shapes, seed=seed)
-    if expected.sample is None:
-        found = replace(found, sample=None)
+    facts = described(training, evaluating, collate, row=expected.row, shapes=prepared.shapes, seed=seed).facts
+    facts = {name: fact for name, fact in facts.items() if name in expected.facts}
     otherwise = "Every rank must read the same data: the same files, on whatever host and at whatever time."
-    agree(found.facts, otherwise)
-    for name, fact in found.facts.items():
-        if fact != expected.facts[name]:
-            was = expected.facts[name]
+    agree(facts, otherwise)
+    for name, fact in facts.items():
+        if fact != (was := expected.facts[name]):
             raise RuntimeError(f"The ranks find {fact} as {name}, the run was prepared for {was}. {otherwise}")
 
 
@@ -74,9 +71,8 @@ def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> 
 def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | None = None) -> None:
     """Check that every rank of a group, by default all, has the same `facts` (collective). Raises RuntimeError, which
     names the ranks that differ from most and in what, and ends with `otherwise`."""
-    found = gather(dict(facts), group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if differences := different(ranks, found):
+    if differences := different(ranks, gather(dict(facts), group)):
         raise RuntimeError(f"{differences} {otherwise}")
 
 
@@ -84,7 +80,7 @@ def different(ranks: Sequence[int], facts: Sequence[Mapping[str, str]]) -> str:
     """Which `ranks` differ from most of them in which of their `facts`; nothing where all agree."""
     differences = []
     for name in facts[0]:
-        values = [one[name] for one in facts]
+        values = [of_rank[name] for of_rank in facts]
         usual = Counter(values).most_common(1)[0][0]
         others = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
         if others:
@@ -105,14 +101,14 @@ def require_shared(config: Config, run_dir: Path) -> None:
     if first:
         file.write_text(token, encoding="utf-8")
     token = gather(token)[0]
-    found = gather(file.is_file() and file.read_text(encoding="utf-8") == token)
+    shared = gather(file.is_file() and file.read_text(encoding="utf-8") == token)
     if first:
         file.unlink()
-    if not all(found):
+    if not all(shared):
         raise ConfigError(
             "MW706",
-            f"rank {found.index(False)} has another run folder than rank 0, so checkpoints would lack its slices; give "
-            "all hosts one shared hydra.run.dir, or checkpoint.at_end=false and no other checkpoints.",
+            f"rank {shared.index(False)} has another run folder than rank 0, so checkpoints would lack its slices; "
+            "give all hosts one shared hydra.run.dir, or checkpoint.at_end=false and no other checkpoints.",
         )
 
 
@@ -126,9 +122,9 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     largest = max(int(size) for size in sizes)
     padded = torch.zeros(largest, dtype=torch.uint8, device=device)
     padded[: len(content)] = content
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=group)
-    return [json.loads(bytes(one[: int(size)].tolist())) for one, size in zip(found, sizes, strict=True)]
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
 def _hash(text: str) -> str:

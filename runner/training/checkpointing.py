@@ -55,57 +55,56 @@ class Calendar:
     def due(self, step: int, last: int, evaluation: Mapping[str, float] | None) -> tuple[bool, float | None]:
         """Whether to save after `step`, and the metric of this step; `evaluation` holds its evaluation results, if any.
         Collective. Raises ConfigError for a metric that is not in the evaluation results."""
-        metric = self._metric(evaluation)
-        found = self.section.every is not None and step % self.section.every == 0
-        found = found or (self.section.at_end and step == last)
-        if self.section.minutes is not None or (self._better is not None and evaluation is not None):
-            late = self.section.minutes is not None and time.monotonic() - self._saved >= 60 * self.section.minutes
-            improves = self._improves(metric)
-            found = self._decided(found or late or improves)
-        if found:
+        section, metric, improves = self.section, None, False
+        evaluated = self._better is not None and evaluation is not None
+        if self._better is not None and section.best is not None and evaluation is not None and self.rank == 0:
+            if section.best not in evaluation:
+                raise ConfigError(
+                    "MW614",
+                    f"checkpoint.best = {section.best!r} is not what an evaluation of this run finds."
+                    + allowed(section.best, evaluation),
+                )
+            metric = evaluation[section.best]
+            improves = self._best is None or self._better(metric, self._best)
+            self._best = metric if improves else self._best
+        due = (section.every is not None and step % section.every == 0) or (section.at_end and step == last)
+        if section.minutes is not None or evaluated:
+            due |= improves
+            due |= section.minutes is not None and time.monotonic() - self._saved >= 60 * section.minutes
+            if self.world > 1:
+                flag = torch.tensor([int(due)], device=self.device)
+                dist.broadcast(flag, 0)
+                due = bool(flag.item())
+        if due:
             self._saved = time.monotonic()
-        return found, metric
-
-    def _metric(self, evaluation: Mapping[str, float] | None) -> float | None:
-        if self.section.best is None or evaluation is None or self.rank:
-            return None
-        if self.section.best not in evaluation:
-            raise ConfigError(
-                "MW614",
-                f"checkpoint.best = {self.section.best!r} is not what an evaluation of this run finds."
-                + allowed(self.section.best, evaluation),
-            )
-        return evaluation[self.section.best]
-
-    def _improves(self, metric: float | None) -> bool:
-        if metric is None or self._better is None or not (self._best is None or self._better(metric, self._best)):
-            return False
-        self._best = metric
-        return True
-
-    def _decided(self, mine: bool) -> bool:
-        """The decision of rank 0."""
-        if self.world == 1:
-            return mine
-        flag = torch.tensor([int(mine)], device=self.device)
-        dist.broadcast(flag, 0)
-        return bool(flag.item())
+        return due, metric
 
 
 class Keeper:
-    """Restores and saves checkpoints. Every rank has one, and all call it together. `begin` is called before anything
-    is saved."""
+    """Restores and saves checkpoints. Every rank has one, and all call it together.
 
-    def __init__(self, config: Config, rank: RankContext, order: Order, begin: Callable[[], None]) -> None:
-        self._config, self._order, self._rank, self._begin = config, order, rank.rank, begin
+    Args:
+        content: what a checkpoint holds now.
+        begin: called before anything is saved.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: RankContext,
+        order: Order,
+        content: Callable[[], Content],
+        begin: Callable[[], None],
+    ) -> None:
+        self._config, self._order, self._rank, self._content, self._begin = config, order, rank.rank, content, begin
         self._place = rank.run_dir / "checkpoints"
         self._calendar = Calendar(config.checkpoint, self._place, rank.rank, rank.world_size, rank.device)
         self._saver = Saver() if config.checkpoint.background else None
         self.ahead = 0
         self._saved = 0
-        self._intact = Intact() if config.launch.rescue and config.job.name == "train" else None
+        self.intact = Intact(config.launch.rescue and config.job.name == "train")
 
-    def restore(self, path: Path, content: Content) -> int:
+    def restore(self, path: Path) -> int:
         """Load the checkpoint `path` (collective). Rank 0 prints the differences.
 
         Returns:
@@ -114,6 +113,7 @@ class Keeper:
         Raises:
             ConfigError, StrategyError: as `loading.load`.
         """
+        content = self._content()
         restored = loading.load(path, content)
         epoch, row = restored.position
         self.ahead = epoch * self._order.steps_per_epoch + row // self._order.batch_size - restored.step
@@ -123,40 +123,28 @@ class Keeper:
         self._saved = restored.step
         return restored.step
 
-    def after(
-        self, step: int, last: int, evaluation: Mapping[str, float] | None, content: Callable[[], Content]
-    ) -> None:
+    def after(self, step: int, last: int, evaluation: Mapping[str, float] | None) -> None:
         """Save after `step` if it is due; `evaluation` holds its evaluation results. Collective. Raises the error of a
         background save, if any."""
         due, metric = self._calendar.due(step, last, evaluation)
         if self._saver is not None:
             self._saver.check()
         if due:
-            self._save(step, metric, content)
+            self._save(step, metric)
 
-    def stop(self, step: int, content: Callable[[], Content]) -> None:
+    def stop(self, step: int) -> None:
         """Save after `step`, the last one because a stop was requested, if that has not been done. Collective."""
         if step > self._saved:
-            self._save(step, None, content)
-
-    def intact(self, step: int) -> None:
-        """Record that the state is that after `step`, until `changing`."""
-        if self._intact is not None:
-            self._intact.after(step)
-
-    def changing(self) -> None:
-        """Record that the state is about to change."""
-        if self._intact is not None:
-            self._intact.changes()
+            self._save(step, None)
 
     @contextmanager
-    def rescuing(self, content: Callable[[], Content]) -> Iterator[None]:
+    def rescuing(self) -> Iterator[None]:
         """Write a rescue checkpoint before an error leaves the block (`launch.rescue`)."""
         try:
             yield
         except Exception:
-            if self._intact is not None and self._intact.step is not None:
-                self._intact.leave(self._place, content, self._position(self._intact.step))
+            if self.intact.step is not None:
+                self.intact.leave(self._place, self._content, self._position(self.intact.step))
             raise
 
     def _position(self, step: int) -> tuple[int, int]:
@@ -164,16 +152,16 @@ class Keeper:
         done = step + self.ahead
         return self._order.epoch(done), done % self._order.steps_per_epoch * self._order.batch_size
 
-    def _save(self, step: int, metric: float | None, content: Callable[[], Content]) -> None:
+    def _save(self, step: int, metric: float | None) -> None:
         self._begin()
-        position = self._position(step)
         store = save if self._saver is None else self._saver.save
-        store(self._place, step, content(), wanted(self._config.checkpoint), position=position, metric=metric)
+        section, position = wanted(self._config.checkpoint), self._position(step)
+        store(self._place, step, self._content(), section, position=position, metric=metric)
         self._saved = step
 
     def before_update(self) -> None:
         """Called before every update: wait for pending copies."""
-        self.changing()
+        self.intact.changes()
         if self._saver is not None:
             self._saver.wait_for_copies()
 

@@ -51,9 +51,13 @@ class Eager(nn.Module):
             pairs = zip(outputs, entries, strict=True)
             kept = {name: tensor for name, tensor in pairs if name not in step.targets}
             step.model.eval()
-            found = Objective(step.model, None, tuple(kept), (), step.autocast)(*kept.values())
+            output = Objective(step.model, None, tuple(kept), (), step.autocast)(*kept.values())
             step.model.train()
-            return found
+            return output
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
 
 def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:
@@ -67,17 +71,11 @@ def loss_of(output: object) -> Tensor:
 
     Raises ConfigError where there is none.
     """
-    found = loss_in(output)
-    if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point():
-        what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    loss = loss_in(output)
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError("MW320", f"The model and its loss returned {what}; training needs one floating-point scalar.")
-    return found
-
-
-def tensors_of(step: Objective) -> dict[str, Tensor]:
-    """Every parameter and buffer of the user's module and loss, by the names of `Eager`."""
-    module = Eager(step)
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+    return loss
 
 
 def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
@@ -85,25 +83,24 @@ def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
 
     Raises ConfigError where a reference module does not have the tensors of the module that it stands for.
     """
-    with torch.no_grad():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name not in values and not isinstance(tensor, nn.Parameter):
-                continue
-            if name not in values or values[name].shape != tensor.shape:
-                actual = f"has shape {list(values[name].shape)}" if name in values else "does not exist"
-                raise ConfigError(
-                    "MW326",
-                    f"verify.reference: {name} {list(tensor.shape)} {actual} in the module it is compared with.",
-                )
-            tensor.copy_(values[name])
+    for name, tensor in module.tensors().items():
+        if name not in values and not isinstance(tensor, nn.Parameter):
+            continue
+        if name not in values or values[name].shape != tensor.shape:
+            actual = f"has shape {list(values[name].shape)}" if name in values else "does not exist"
+            raise ConfigError(
+                "MW326",
+                f"verify.reference: {name} {list(tensor.shape)} {actual} in the module it is compared with.",
+            )
+    take(module, values)
 
 
-def take(module: Eager, pieces: Mapping[str, Tensor]) -> None:
-    """Load this rank's shards, by name and in the shapes of the module's own parameters."""
+def take(module: Eager, values: Mapping[str, Tensor]) -> None:
+    """Load this rank's shards, by name and in the shapes of the module's own tensors."""
     with torch.no_grad():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in pieces:
-                tensor.copy_(pieces[name])
+        for name, tensor in module.tensors().items():
+            if name in values:
+                tensor.copy_(values[name])
 
 
 def hybrid_mesh(prepared: Prepared) -> Mesh:
@@ -123,20 +120,19 @@ def hybrid_inputs(prepared: Prepared, mesh: Mesh, rows: int) -> dict[str, Layout
             "MW409",
             f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(names)} ({', '.join(names)}).",
         )
-    found = {}
+    if wanted == "full_batch":
+        return {name: Layout.replicated(len(shape)) for name, shape in zip(names, prepared.shapes, strict=True)}
+    layouts = {}
     unbatched = {*map(str, prepared.config.data.unbatched)}
     for position, (name, (first, *sizes)) in enumerate(zip(names, prepared.shapes, strict=True)):
-        if wanted == "full_batch":
-            found[name] = Layout.replicated(len(sizes) + 1)
-            continue
         rows_only = (1 if name in unbatched else mesh.size, *(1,) * len(sizes))
         operand = wanted[position] if isinstance(wanted, tuple) else rows_only
         if not isinstance(operand, tuple):
             raise ConfigError(
                 "MW409", "parallel.dataset_strategy: in hybrid mode give counts per dim, e.g. [[1, 2], [1, 1]]."
             )
-        found[name] = _counted(operand, (first if name in unbatched else rows, *sizes), mesh, name)
-    return found
+        layouts[name] = _counted(operand, (first if name in unbatched else rows, *sizes), mesh, name)
+    return layouts
 
 
 def _counted(counts: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh, name: str) -> Layout:

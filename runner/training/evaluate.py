@@ -8,8 +8,7 @@ last batch of a hybrid module, whose slices need a size that the mesh divides, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,70 +18,70 @@ from torch.utils import _pytree
 
 from runner.build.modules import build_loss
 from runner.build.precision import DTYPES, cast
-from runner.build.scores import Scores, scores
-from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, whole_batch
+from runner.build.scores import scores
+from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, global_batch
 from runner.data.order import eval_rows, padded
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
 from runner.planning.datasets import evaluation_rows
 from runner.planning.prepare import Prepared
 from runner.training.eager import hybrid_inputs, loss_of
-from runner.training.execution import Execution, full_tensor
-from strategies.core.graph import Source
+from runner.training.execution import Execution
 from strategies.core.layout import Layout
 from strategies.resharding.path import resharding_path
 from strategies.rules.random import mix
 from strategies.runtime.pipeline_stage import StageRunner
 
 
-@dataclass
 class Evaluator:
-    """Evaluates one run. Every rank calls `run`; rank 0 gets the results, the others an empty dict."""
+    """Evaluates one run. Every rank calls `run`; rank 0 gets the results, the others an empty dict.
 
-    prepared: Prepared
-    execution: Execution
-    rank: RankContext
-    dataset: MapDataset
-    collate: Collate | None
-    scores: Scores
-    weight: Callable[[str], Tensor]
-    """This rank's slice of a parameter (collective)."""
-    size: int
-    """Rows of one batch."""
-    length: int = field(init=False)
-    """Rows of the data; a dataset whose length changes keeps the one that the ranks have agreed on."""
-    _batches: dict[int, LocalBatches] = field(default_factory=dict)
+    Args:
+        weight: this rank's slice of a parameter, by name (collective).
 
-    def __post_init__(self) -> None:
-        self.length = len(self.dataset)
+    Raises:
+        ConfigError: the metric cannot be found.
+    """
 
-    @property
-    def _seed(self) -> int:
-        return self.prepared.config.train.seed
-
-    @torch.no_grad()
-    def run(self) -> dict[str, float]:
-        """Averages over all samples by name: `loss`, and the metric under its own name."""
-        totals: dict[str, float] = {}
-        for rows, output in self.outputs():
-            for name, value in self.measured(rows, output).items():
-                totals[name] = totals.get(name, 0.0) + value * len(rows)
-        return {name: total / self.length for name, total in totals.items()}
+    def __init__(
+        self,
+        prepared: Prepared,
+        execution: Execution,
+        rank: RankContext,
+        dataset: MapDataset,
+        collate: Collate | None,
+        weight: Callable[[str], Tensor],
+    ) -> None:
+        config, loss = prepared.config, build_loss(prepared.config)
+        self.prepared, self.execution, self.rank = prepared, execution, rank
+        self.dataset, self.collate, self.weight = dataset, collate, weight
+        self.scores = scores(config.evaluate.metric, None if loss is None else loss.to(rank.device).eval())
+        self.length = len(dataset)  # one whose length changes keeps that on which the ranks have agreed
+        self.size = evaluation_rows(config)  # of one batch
+        if config.parallel.mode != "hybrid":  # whose batches are padded to a size that its mesh divides
+            self.size = min(self.size, self.length)
+        self._seed = config.train.seed
+        self._batches: dict[int, LocalBatches] = {}
 
     @torch.no_grad()
-    def outputs(self) -> Iterator[tuple[list[int], Any]]:
-        """Yield every batch in order: its rows, and the model's output for them, unsharded on rank 0."""
+    def run(self, write: Callable[[list[int], Any], None] = lambda rows, output: None) -> dict[str, float]:
+        """Evaluate every batch in order, and call `write` with its rows and the model's output, unsharded on rank 0.
+
+        Returns:
+            Averages over all samples by name: `loss`, and the metric under its own name; on rank 0 alone, and only
+            where the samples have the entries of training.
+        """
         self._update_loss()
+        totals: dict[str, float] = {}
+        labelled = set(self.prepared.names) <= set(self.prepared.evaluated)
         for number, rows in enumerate(eval_rows(self.length, self.size)):
             # training steps count from 1, so no step uses these random numbers
-            yield rows, self._output(rows, mix(self._seed, 0, number))
-
-    @torch.no_grad()
-    def measured(self, rows: list[int], output: Any) -> dict[str, float]:
-        """The scores of a batch on rank 0; none elsewhere, and where entries of training are missing."""
-        if self.rank.rank or not set(self.prepared.names) <= set(self.prepared.evaluated):
-            return {}
-        return self.scores.of(output, self._target(rows))
+            output = self._output(rows, mix(self._seed, 0, number))
+            if labelled and self.rank.rank == 0:
+                for name, value in self.scores.of(output, self._target(rows)).items():
+                    totals[name] = totals.get(name, 0.0) + value * len(rows)
+            write(rows, output)
+        return {name: total / self.length for name, total in totals.items()}
 
     def _update_loss(self) -> None:
         """Copy the trained parameters and buffers of the loss into the loss module."""
@@ -90,23 +89,19 @@ class Evaluator:
             return
         sources = {source.name: source for source in self.execution.program.sources}
         for name, tensor in (*self.scores.loss.named_parameters(), *self.scores.loss.named_buffers()):
-            source = sources.get(f"loss.{name}")
-            if source is not None:
-                tensor.copy_(self._whole(source))
+            if (source := sources.get(f"loss.{name}")) is not None:
+                shard = self.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
+                tensor.copy_(self.execution.full_tensor(source, shard))
             if (runner := self.execution.runner) is not None:
                 stages = [stage.number for stage in self.prepared.stages if f"loss.{name}" in stage.plan.tensors]
                 for number in stages[:1]:
                     runner.peers.share(tensor.detach(), number % runner.peers.count)
 
-    def _whole(self, source: Source) -> Tensor:
-        mine = self.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
-        return full_tensor(source, mine, self.execution.program, self.execution.communicator)
-
     def _output(self, rows: list[int], key: int) -> Any:
         """The model's output for `rows`."""
         if self.prepared.config.parallel.mode == "stand_alone":
             names = tuple(self.prepared.evaluated)
-            return self.execution.module(*self._whole_batch(rows), key=key, outputs=names)
+            return self.execution.module(*self._global_batch(rows), key=key, outputs=names)
         if self.prepared.config.parallel.mode == "hybrid":
             return self._hybrid(rows, key)
         size, runner = len(rows), self.execution.runner
@@ -119,22 +114,22 @@ class Evaluator:
             self._batches[size] = self._loader(blocks)
         entries = self._entries(self._batches[size], rows, wanted)
         if runner is not None:
-            found = self._through_stages(runner, size, entries, key)
+            results = self._through_stages(runner, size, entries, key)
         else:
             module = self.execution.evaluations[size][0]
             made = module(*entries, key) if program.random else module(*entries)
-            found = list(made) if isinstance(made, tuple) else [made]
-        return self.prepared.evaluations[size].structure.filled(found) if found else None
+            results = list(made) if isinstance(made, tuple) else [made]
+        return self.prepared.evaluations[size].structure.filled(results) if results else None
 
     def _through_stages(self, runner: StageRunner, size: int, entries: list[Tensor], key: int) -> list[Tensor]:
         """The complete results on rank 0; on other ranks some or none."""
         graph = self.prepared.evaluations[size].graph
-        found = runner.evaluate(size, entries, key)
+        results = runner.evaluate(size, entries, key)
         if self.rank.rank == 0:
             specs = [graph.specs[ref] for ref in graph.outputs]
-            found = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self.rank.device) for s in specs]
-        runner.peers.to_first(found, found)
-        return found
+            results = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self.rank.device) for s in specs]
+        runner.peers.to_first(results, results)
+        return results
 
     def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
         """A loader of `blocks`; entries that are not named are read completely, for the rows that are read anyway."""
@@ -147,8 +142,8 @@ class Evaluator:
         loaded = dict(zip(self.prepared.evaluated, batches.load(rows), strict=True))
         return self._here([loaded[name] for name in wanted])
 
-    def _whole_batch(self, rows: Sequence[int]) -> list[Tensor]:
-        batch = whole_batch(self.dataset, self.collate, rows, self._seed)
+    def _global_batch(self, rows: Sequence[int]) -> list[Tensor]:
+        batch = global_batch(self.dataset, self.collate, rows, self._seed)
         return self._here(flatten_batch(batch, tuple(self.prepared.evaluated))[1])
 
     def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -157,7 +152,7 @@ class Evaluator:
 
     def _target(self, rows: list[int]) -> list[Tensor]:
         """Unsharded targets of `rows`."""
-        values = dict(zip(self.prepared.evaluated, self._whole_batch(rows), strict=True))
+        values = dict(zip(self.prepared.evaluated, self._global_batch(rows), strict=True))
         return [values[name] for name in self.prepared.targets]
 
     def _hybrid(self, rows: list[int], key: int) -> Any:
@@ -167,12 +162,12 @@ class Evaluator:
         filled, valid = padded(rows, self.size)
         layouts = hybrid_inputs(self.prepared, program.mesh, self.size)
         if self.size not in self._batches:
-            whole_shapes = {name: (self.size, *sizes) for name, sizes in self.prepared.evaluated.items()}
-            blocks = {n: layouts[n].block(shape, program.mesh, self.rank.rank) for n, shape in whole_shapes.items()}
+            global_shapes = {name: (self.size, *sizes) for name, sizes in self.prepared.evaluated.items()}
+            blocks = {n: layouts[n].block(shape, program.mesh, self.rank.rank) for n, shape in global_shapes.items()}
             self._batches[self.size] = self._loader(blocks)
         names = tuple(self.prepared.evaluated)
         entries = self._entries(self._batches[self.size], filled, names)
-        found = self.execution.module(*entries, key=key, outputs=names)
+        outputs = self.execution.module(*entries, key=key, outputs=names)
         if self.scores.loss is None:
             if valid < self.size:
                 raise ConfigError(
@@ -180,7 +175,7 @@ class Evaluator:
                     f"evaluate.batch_size = {self.size} does not divide the {self.length} samples, and a hybrid "
                     "model that returns its loss cannot be given a short batch; choose a divisor.",
                 )
-            total = loss_of(found).double()
+            total = loss_of(outputs).double()
             if program.mesh.size > 1:
                 dist.all_reduce(total)
             return total / program.mesh.size
@@ -196,27 +191,9 @@ class Evaluator:
             communicator.prepare(step.axes for step in steps)
             return _first(communicator.carrier(steps)(piece), valid, self.size)
 
-        return _pytree.tree_map(joined, found)
+        return _pytree.tree_map(joined, outputs)
 
 
 def _first(tensor: Tensor, valid: int, size: int) -> Tensor:
     """The first `valid` rows of a tensor of `size` rows; other tensors have no batch dim and are unchanged."""
     return tensor[:valid] if tensor.dim() and tensor.shape[0] == size else tensor
-
-
-def evaluator(
-    prepared: Prepared,
-    execution: Execution,
-    rank: RankContext,
-    dataset: MapDataset,
-    collate: Collate | None,
-    weight: Callable[[str], Tensor],
-) -> Evaluator:
-    """The evaluator of a run. Raises ConfigError for a metric that cannot be found."""
-    config = prepared.config
-    loss = build_loss(config)
-    measured = scores(config.evaluate.metric, None if loss is None else loss.to(rank.device).eval())
-    size = evaluation_rows(config)
-    if config.parallel.mode != "hybrid":  # whose batches are padded to a size that its mesh divides
-        size = min(size, len(dataset))
-    return Evaluator(prepared, execution, rank, dataset, collate, measured, weight, size)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,10 @@ class Execution:
     """The sum of the ranks' losses over `program.loss_axes`, divided by this, is the loss."""
     short: ShortExecution | None = None
 
+    def full_tensor(self, source: Source, shard: Tensor) -> Tensor:
+        """All-gather the full tensor of a source from the ranks' shards (collective)."""
+        return self.communicator.carrier(_to_replicated(source, self.program))(shard)
+
 
 def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     """Build what `rank` runs. `axes` names the groups that the optimizer parallel needs. Collective."""
@@ -88,43 +93,44 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     assert prepared.step is not None
-    program = lowering.training_program(prepared.config, *prepared.step)
+    config, short, compile_ = prepared.config, prepared.short, prepared.config.train.compile
+    program = lowering.training_program(config, *prepared.step)
     evaluations = {
-        rows: lowering.evaluation_program(prepared.config, one.graph, one.plan)
-        for rows, one in prepared.evaluations.items()
+        rows: lowering.evaluation_program(config, evaluation.graph, evaluation.plan)
+        for rows, evaluation in prepared.evaluations.items()
     }
-    used = [*_axes_used(program), program.loss_axes, *axes(program)]
-    for evaluation in evaluations.values():
-        used += _axes_used(evaluation)
-    short, own_short = prepared.short, None
+    used = [*_loss_axes_used(program), *axes(program), *chain(*map(_axes_used, evaluations.values()))]
+    short_program = None
     if short is not None and short.graph is not None and short.plan is not None:
-        opened = lowering.with_reductions({id(short.graph): program.reductions})
-        own_short = lowering.training_program(prepared.config, short.graph, short.plan, opened)
-        used += [*_axes_used(own_short), own_short.loss_axes]
+        reductions = lowering.with_reductions({id(short.graph): program.reductions})
+        short_program = lowering.training_program(config, short.graph, short.plan, reductions)
+        used += _loss_axes_used(short_program)
     communicator = Communicator(program.mesh, rank.rank, used)
-    tensors = weights.read_slices(folder / WEIGHTS, program, rank.rank, rank.device)
-    for evaluation in evaluations.values():
-        tensors = weights.read_slices(folder / WEIGHTS, evaluation, rank.rank, rank.device) | tensors
-    module = build(program, tensors, communicator, rank.device, compiled=prepared.config.train.compile)
-    if prepared.config.train.compile:
-        compiled.compile_units(module, prepared.device, leaves=prepared.config.parallel.zero.stage == 3)
-    modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
+    tensors = _tensors([program, *evaluations.values()], rank.rank, rank.device, folder)
+    module = build(program, tensors, communicator, rank.device, compiled=compile_)
+    if compile_:
+        compiled.compile_units(module, prepared.device, leaves=config.parallel.zero.stage == 3)
+    modules = {rows: (build(p, tensors, communicator, rank.device), p) for rows, p in evaluations.items()}
     recorder.explain({operator.name: operator.where for operator in prepared.step[0].operators})
+    forward = _calling(program, prepared.step[0], compile_)
+    short_execution = None
+    if short is not None and short.graph is not None and short_program is not None:
+        short_execution = ShortExecution(
+            build(short_program, tensors, communicator, rank.device),
+            _calling(short_program, short.graph, False),
+            _blocks(short_program, rank.rank),
+            short_program.loss_axes,
+        )
     blocks = _blocks(program, rank.rank)
+    return Execution(program, communicator, module, forward, tensors, blocks, modules, short=short_execution)
 
-    forward = _calling(program, prepared.step[0], prepared.config.train.compile)
-    made = Execution(program, communicator, module, forward, tensors, blocks, modules)
-    if short is None or short.graph is None or own_short is None:
-        return made
-    return replace(
-        made,
-        short=ShortExecution(
-            build(own_short, tensors, communicator, rank.device),
-            _calling(own_short, short.graph, False),
-            _blocks(own_short, rank.rank),
-            own_short.loss_axes,
-        ),
-    )
+
+def _tensors(programs: Sequence[Program], rank: int, device: str, folder: Path) -> dict[str, Tensor]:
+    """This rank's slices of the tensors of `programs`; those that several have are sliced as the first one does."""
+    tensors: dict[str, Tensor] = {}
+    for program in reversed(programs):
+        tensors |= weights.read_slices(folder / WEIGHTS, program, rank, device)
+    return tensors
 
 
 def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
@@ -156,64 +162,62 @@ class Stages(nn.Module):
 def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     """The stages of a pipeline that this rank runs: ranks of the first group come first."""
     assert prepared.plan is not None
-    config, compile_ = prepared.config, prepared.config.train.compile
+    config, stages = prepared.config, prepared.stages
     count, size = lowering.pipeline_groups(config), prepared.plan.mesh.size
     number, local = divmod(rank.rank, size)
-    mine = range(number, len(prepared.stages), count)
-    programs = lowering.pipeline_programs(config, prepared.stages, lowering.training_options(config))
-    tried = {
-        rows: lowering.pipeline_programs(config, one.stages, lowering.evaluation_options(config))
-        for rows, one in prepared.evaluations.items()
-    }
-    stages_by_group = [range(group, len(prepared.stages), count) for group in range(count)]
-    by_group = [joined([prepared.stages[k] for k in ks], [programs[k] for k in ks]) for ks in stages_by_group]
-    program, used = by_group[number], []
-    for one in by_group:  # a group of ranks across the stages is named by how many each rank has made before
-        used += [*_axes_used(one), one.loss_axes, *axes(one)]
-    for evaluation in tried.values():
-        used += [names for one in evaluation for names in _axes_used(one)]
-    short = () if prepared.short is None else prepared.short.stages
-    pairs = zip(short, programs, strict=False)
-    opened = lowering.with_reductions({id(stage.graph): own.reductions for stage, own in pairs})
-    short_programs = (
-        lowering.pipeline_programs(config, short, lowering.training_options(config), opened) if short else ()
-    )
-    for one in short_programs:
-        used += [*_axes_used(one), one.loss_axes]
-    communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
-    tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
-    for evaluation in tried.values():
-        for k in mine:
-            tensors = weights.read_slices(folder / WEIGHTS, evaluation[k], local, rank.device) | tensors
-
-    def unit(stage: Stage, lowered: Program, learns: bool, compile_: bool = compile_) -> tuple[RankStage, nn.Module]:
-        module = build(lowered, tensors, communicator, rank.device, compiled=learns and compile_)
-        module.meta[MODULE] = ""
-        if learns and compile_:
-            compiled.compile_units(module, prepared.device)
-        forward = _calling(lowered, stage.graph, learns and compile_)
-        learning = tuple(tensors[name] for name in lowered.reductions) if learns else ()
-        return RankStage(stage, lowered, partial(forward, module), learning), module
-
-    units = [unit(prepared.stages[k], programs[k], True) for k in mine]
+    mine = range(number, len(stages), count)
+    programs = lowering.pipeline_programs(config, stages, lowering.training_options(config))
     evaluations = {
-        rows: [unit(one.stages[k], tried[rows][k], False)[0] for k in mine]
-        for rows, one in prepared.evaluations.items()
+        rows: lowering.pipeline_programs(config, evaluation.stages, lowering.evaluation_options(config))
+        for rows, evaluation in prepared.evaluations.items()
     }
-    recorder.explain({operator.name: operator.where for k in mine for operator in prepared.stages[k].graph.operators})
-    modules = [module for _, module in units]
-    peers = Peers([prepared.stages[k] for k in mine], communicator, circle=len(prepared.stages) > count)
+    groups = [range(group, len(stages), count) for group in range(count)]
+    by_group = [joined([stages[k] for k in ks], [programs[k] for k in ks]) for ks in groups]
+    program = by_group[number]
+    # A group of ranks across the stages is named by how many each rank has made before.
+    used = [names for of_group in by_group for names in (*_loss_axes_used(of_group), *axes(of_group))]
+    used += chain(*(_axes_used(of_stage) for evaluation in evaluations.values() for of_stage in evaluation))
+    short = () if prepared.short is None else prepared.short.stages
+    short_programs: Sequence[Program] = ()
+    if short:
+        pairs = zip(short, programs, strict=False)
+        reductions = lowering.with_reductions({id(stage.graph): own.reductions for stage, own in pairs})
+        short_programs = lowering.pipeline_programs(config, short, lowering.training_options(config), reductions)
+        used += chain(*map(_loss_axes_used, short_programs))
+    communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
+    evaluated = [evaluation[k] for evaluation in evaluations.values() for k in mine]
+    tensors = _tensors([program, *evaluated], local, rank.device, folder)
+
+    def unit(stage: Stage, lowered: Program, trains: bool, compile_: bool = False) -> tuple[RankStage, nn.Module]:
+        module = build(lowered, tensors, communicator, rank.device, compiled=compile_)
+        module.meta[MODULE] = ""
+        if compile_:
+            compiled.compile_units(module, prepared.device)
+        forward = _calling(lowered, stage.graph, compile_)
+        trained = tuple(tensors[name] for name in lowered.reductions) if trains else ()
+        return RankStage(stage, lowered, partial(forward, module), trained), module
+
+    units = [unit(stages[k], programs[k], True, config.train.compile) for k in mine]
+    evaluation_stages = {
+        rows: [unit(evaluation.stages[k], evaluations[rows][k], False)[0] for k in mine]
+        for rows, evaluation in prepared.evaluations.items()
+    }
+    recorder.explain({operator.name: operator.where for k in mine for operator in stages[k].graph.operators})
+    peers = Peers([stages[k] for k in mine], communicator, circle=len(stages) > count)
     actions = lowering.schedule_of(config)[number]
-    short_units = [unit(short[k], short_programs[k], True, False)[0] for k in mine] if short else []
-    runner = StageRunner(peers, [one for one, _ in units], actions, config.parts, rank.device, evaluations, short_units)
-    blocks = _blocks(program, local)[: len(prepared.names)]  # the batch comes before what earlier stages send
+    short_units = [unit(short[k], short_programs[k], True)[0] for k in mine] if short else []
+    runner = StageRunner(
+        peers, [stage for stage, _ in units], actions, config.parts, rank.device, evaluation_stages, short_units
+    )
+    batch = len(prepared.names)  # comes before what earlier stages send
+    short_execution = None
+    if short:
+        own = joined([short[k] for k in mine], [short_programs[k] for k in mine])
+        short_execution = ShortExecution(None, _not_run, _blocks(own, local)[:batch], own.loss_axes)
+    modules = [module for _, module in units]
     module = modules[0] if len(modules) == 1 else Stages(modules)
-    made = Execution(program, communicator, module, _not_run, tensors, blocks, {}, runner)
-    if not short:
-        return made
-    own = joined([short[k] for k in mine], [short_programs[k] for k in mine])
-    short_blocks = _blocks(own, local)[: len(prepared.names)]
-    return replace(made, short=ShortExecution(None, _not_run, short_blocks, own.loss_axes))
+    blocks = _blocks(program, local)[:batch]
+    return Execution(program, communicator, module, _not_run, tensors, blocks, {}, runner, short=short_execution)
 
 
 def _not_run(module: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
@@ -240,13 +244,14 @@ def blamed(error: BaseException, graph: OperatorGraph) -> str | None:
 
 
 def _axes_used(program: Program) -> list[tuple[str, ...]]:
-    chains = [r.forward for r in program.redistributions]
-    chains += [r.backward for r in program.redistributions if r.differentiable]
-    return list(
-        dict.fromkeys(
-            [*(step.axes for steps in chains for step in steps if step.kind not in LOCAL), *program.replicas.values()]
-        )
-    )
+    paths = [r.forward for r in program.redistributions]
+    paths += [r.backward for r in program.redistributions if r.differentiable]
+    steps = [step.axes for path in paths for step in path if step.kind not in LOCAL]
+    return list(dict.fromkeys([*steps, *program.replicas.values()]))
+
+
+def _loss_axes_used(program: Program) -> list[tuple[str, ...]]:
+    return [*_axes_used(program), program.loss_axes]
 
 
 def _blocks(program: Program, rank: int) -> tuple[Block, ...]:
@@ -262,7 +267,7 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
     eager.start_from(module, weights.read_whole(folder / WEIGHTS))
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})
-    tensors, blocks = eager.tensors_of(step), _blocks(program, 0)
+    tensors, blocks = module.tensors(), _blocks(program, 0)
     short = None
     if prepared.short is not None:
         rows = (0, prepared.short.rows)
@@ -285,7 +290,7 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / mesh.size)  # type: ignore[no-untyped-call]
-    tensors, blocks = eager.tensors_of(step), _blocks(program, rank.rank)
+    tensors, blocks = module.tensors(), _blocks(program, rank.rank)
     rows = program.layouts[program.sources[0].id].dims[0]  # the axes that slice the rows of the first batch entry
 
     def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:
@@ -309,14 +314,9 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
 def gather_axes(program: Program) -> list[tuple[str, ...]]:
     """The groups that `full_tensor` needs for every parameter."""
     sources = [source for source in program.sources if source.kind == "parameter"]
-    return list(dict.fromkeys(step.axes for source in sources for step in _to_whole(source, program)))
+    return list(dict.fromkeys(step.axes for source in sources for step in _to_replicated(source, program)))
 
 
-def full_tensor(source: Source, piece: Tensor, program: Program, communicator: Communicator) -> Tensor:
-    """All-gather the full tensor of a source from the ranks' shards (collective)."""
-    return communicator.carrier(_to_whole(source, program))(piece)
-
-
-def _to_whole(source: Source, program: Program) -> ReshardingPath:
+def _to_replicated(source: Source, program: Program) -> ReshardingPath:
     shape = source.spec.shape
     return resharding_path(program.layouts[source.id], Layout.replicated(len(shape)), shape, program.mesh)

@@ -16,10 +16,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint import folder
 from runner.config.faults import Fault, Phase
@@ -32,8 +34,6 @@ DAMAGE = ("corrupt", "truncate")
 SYNC = os.fsync  # before a fault replaces it
 CALLS = ("sum", "gather", "scatter", "exchange")
 """The calls of a communicator for which others wait."""
-
-
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # linux/sockios.h, linux/if.h
 FULL = "/dev/full"
 """Takes nothing: every write that reaches it fails as on a full disk."""
@@ -67,88 +67,81 @@ def _saves(config: Config, step: int, steps: int) -> bool:
 
 
 class Faults:
-    """The injected faults of `rank`, which runs `module` and its `communicator`; only training has faults."""
+    """The injected faults of `rank`, which runs `module` and its `communicator`; only training has faults.
+
+    Each has a mark, the file that records that it was injected: those of equal faults end with different numbers.
+    """
 
     def __init__(self, config: Config, rank: RankContext, module: nn.Module, communicator: Communicator) -> None:
-        self._marks, self._saved = rank.run_dir / "faults", rank.run_dir / "checkpoints"
-        self._module, self._communicator = module, communicator
-        wanted = config.launch.faults if config.job.name == "train" else ()
-        mine = [(wanted[:place].count(fault), fault) for place, fault in enumerate(wanted) if fault.rank == rank.rank]
-        self._due = [(number, fault) for number, fault in mine if not self._mark(number, fault).exists()]
+        self._module, self._communicator, self._saved = module, communicator, rank.run_dir / "checkpoints"
+        faults = config.launch.faults if config.job.name == "train" else ()
+        marks = {
+            rank.run_dir / "faults" / f"{f.kind}-in-{f.phase}-of-{f.step}-on-{f.rank}-{faults[:place].count(f)}": f
+            for place, f in enumerate(faults)
+            if f.rank == rank.rank
+        }
+        self._due = {mark: fault for mark, fault in marks.items() if not mark.exists()}
         self._step = 0
         self._undo: list[Callable[[], None]] = []
 
-    def _mark(self, number: int, fault: Fault) -> Path:
-        """The file that records that a fault, the `number`-th of its kind, was injected."""
-        return self._marks / f"{fault.kind}-in-{fault.phase}-of-{fault.step}-on-{fault.rank}-{number}"
-
     def begin(self, step: int) -> None:
         """Begin a step: prepare the faults to inject during it."""
-        if not self._due:
-            return
-        self._late()
+        self.end()
         self._step = step
-        for number, fault in self._due:
+        for mark, fault in self._due.items():
             if fault.step == step and fault.phase in ("forward", "backward"):
-                self._inside(number, fault)
+                self._inside(mark, fault)
             elif fault.step == step and fault.phase == "collective":
                 for name in CALLS:
-                    self._before(self._communicator, name, number, fault)
+                    self._before(self._communicator, name, mark, fault)
 
     def at(self, phase: Phase) -> None:
         """Inject the faults that are due in this phase of the step."""
-        for number, fault in list(self._due):
+        for mark, fault in [*self._due.items()]:
             if fault.step == self._step and fault.phase == phase:
-                self._happen(number, fault)
+                self._inject(mark)
 
     def saving(self) -> None:
         """Inject the faults due before a checkpoint is written."""
-        for number, fault in list(self._due):
+        for mark, fault in [*self._due.items()]:
             if fault.step != self._step or fault.phase != "save":
                 continue
             if fault.kind == "disk_full":
-                self._remember(number, fault)
+                self._record(mark)
                 self._undo.append(fill_disk(self._written(fault)))
             elif fault.kind not in DAMAGE:
-                self._before(os, "fsync", number, fault)
+                self._before(os, "fsync", mark, fault)
 
     def end(self) -> None:
-        """Inject the faults due after the last step is done and saved."""
-        self._late()
+        """Inject the faults that wait for a committed checkpoint, and those that could not be injected inside the
+        step."""
+        for mark, fault in [*self._due.items()]:
+            saved = folder.target(self._saved, fault.step)
+            if fault.step > self._step or (fault.phase == "save" and not saved.is_dir()):
+                continue
+            if fault.kind in DAMAGE:
+                self._record(mark)
+                damage(saved, cut=fault.kind == "truncate")
+            elif fault.step == self._step:
+                self._inject(mark)
 
     def _written(self, fault: Fault) -> Path:
         """The temporary name of the checkpoint of a fault."""
         return folder.hidden(folder.target(self._saved, fault.step))
 
-    def _is_written(self, fault: Fault) -> bool:
-        """Whether that checkpoint is being written, and not still the previous one."""
-        return [self._written(fault)] == list(self._saved.glob(".step-*.partial"))
-
-    def _late(self) -> None:
-        """Inject the faults that wait for a committed checkpoint, and those that could not be injected inside the
-        step."""
-        for number, fault in list(self._due):
-            saved = folder.target(self._saved, fault.step)
-            if fault.step > self._step or (fault.phase == "save" and not saved.is_dir()):
-                continue
-            if fault.kind in DAMAGE:
-                self._remember(number, fault)
-                damage(saved, cut=fault.kind == "truncate")
-            elif fault.step == self._step:
-                self._happen(number, fault)
-
-    def _inside(self, number: int, fault: Fault) -> None:
+    def _inside(self, mark: Path, fault: Fault) -> None:
         """Inject it in the second half of the module's units, or else at the end of the module."""
         units = [unit for unit in self._module.modules() if unit is not self._module]
         half = units[len(units) // 2 :]
 
         def reached(*_: Any) -> None:
-            self._happen(number, fault)
+            self._inject(mark)
 
         def left(unit: nn.Module, inputs: Any, output: Any) -> None:
-            learning = [one for one in _tensors(output) if one.requires_grad]
-            for tensor in learning[:1]:
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+                    return
 
         if fault.phase == "forward":
             hooks = [unit.register_forward_pre_hook(reached) for unit in half]
@@ -157,47 +150,45 @@ class Faults:
             hooks = [unit.register_forward_hook(left) for unit in (*half, self._module)]
         self._undo += [hook.remove for hook in hooks]
 
-    def _before(self, holder: Any, name: str, number: int, fault: Fault) -> None:
-        """Inject it before the next call of `holder.name`."""
-        own, plain = name in vars(holder), getattr(holder, name)
+    def _before(self, owner: Any, name: str, mark: Path, fault: Fault) -> None:
+        """Inject it before the next call of `owner.name`; in a save, once that of the fault's own checkpoint is being
+        written, and not still the previous one."""
+        own, plain = name in vars(owner), getattr(owner, name)
 
         def call(*args: Any, **named: Any) -> Any:
-            if fault.phase != "save" or self._is_written(fault):
-                self._happen(number, fault)
+            if fault.phase != "save" or [self._written(fault)] == [*self._saved.glob(".step-*.partial")]:
+                self._inject(mark)
             return plain(*args, **named)
 
-        setattr(holder, name, call)
-        self._undo.append((lambda: setattr(holder, name, plain)) if own else (lambda: delattr(holder, name)))
+        setattr(owner, name, call)
+        self._undo.append(partial(setattr, owner, name, plain) if own else partial(delattr, owner, name))
 
-    def _remember(self, number: int, fault: Fault) -> None:
-        self._due.remove((number, fault))
-        self._marks.mkdir(exist_ok=True)
-        with self._mark(number, fault).open("x", encoding="utf-8") as mark:
-            mark.write(fault.model_dump_json() + "\n")
-            mark.flush()
-            SYNC(mark.fileno())
+    def _record(self, mark: Path) -> None:
+        fault = self._due.pop(mark)
+        mark.parent.mkdir(exist_ok=True)
+        with mark.open("x", encoding="utf-8") as file:
+            file.write(fault.model_dump_json() + "\n")
+            file.flush()
+            SYNC(file.fileno())
         print(f"injected fault: {fault.kind} in {fault.phase} of step {fault.step}", flush=True)
 
-    def _happen(self, number: int, fault: Fault) -> None:
-        if (number, fault) not in self._due:
+    def _inject(self, mark: Path) -> None:
+        if mark not in self._due:
             return
         while self._undo:
             self._undo.pop()()
-        self._remember(number, fault)
-        if fault.kind == "kill":
-            kill()
-        if fault.kind == "hang":
-            hang()
-        if fault.kind == "raise":
-            raise Injected(f"an injected fault, in {fault.phase} of step {fault.step}")
-        assert fault.kind == "network" and fault.interface is not None
-        take_down(fault.interface)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [one for item in value for one in _tensors(item)]
-    return [value] if isinstance(value, Tensor) else []
+        fault = self._due[mark]
+        self._record(mark)
+        match fault.kind:
+            case "kill":
+                kill()
+            case "hang":
+                hang()
+            case "raise":
+                raise Injected(f"an injected fault, in {fault.phase} of step {fault.step}")
+            case "network":
+                assert fault.interface is not None
+                take_down(fault.interface)
 
 
 class Injected(RuntimeError):
@@ -227,10 +218,8 @@ def damage(path: Path, *, cut: bool) -> Path:
         os.truncate(largest, middle)
         return largest
     with largest.open("r+b") as file:
-        file.seek(middle)
-        byte = file.read(1)
-        file.seek(middle)
-        file.write(bytes([byte[0] ^ 0xFF]))
+        flipped = os.pread(file.fileno(), 1, middle)[0] ^ 0xFF
+        os.pwrite(file.fileno(), bytes([flipped]), middle)
     return largest
 
 
@@ -240,8 +229,9 @@ def fill_disk(folder: Path) -> Callable[[], None]:
     plain, inside = io.open, str(folder.absolute()) + os.sep
 
     def opened(file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
-        if isinstance(file, (str, os.PathLike)) and set(mode) & set("wax+") and _below(file, inside):
-            return plain(FULL, mode.replace("x", "w"), *args, **named)
+        if isinstance(file, (str, os.PathLike)) and set(mode) & set("wax+"):
+            if os.path.abspath(os.fsdecode(file)).startswith(inside):
+                return plain(FULL, mode.replace("x", "w"), *args, **named)
         return plain(file, mode, *args, **named)
 
     io.open = builtins.open = opened
@@ -250,10 +240,6 @@ def fill_disk(folder: Path) -> Callable[[], None]:
         io.open = builtins.open = plain
 
     return undo
-
-
-def _below(file: str | os.PathLike[Any], inside: str) -> bool:
-    return os.path.abspath(os.fsdecode(file)).startswith(inside)
 
 
 def take_down(interface: str) -> None:

@@ -83,7 +83,7 @@ class Meter:
         own = {tensor.untyped_storage()._cdata for tensor in parameters}
         state_tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         state_tensors += [
-            one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)
+            value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
         ]
         state_tensors = [tensor for tensor in state_tensors if tensor.untyped_storage()._cdata not in own]
         before = max(step["before"] for step in steps)

@@ -12,9 +12,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from runner.config.schema import Config
@@ -35,7 +34,7 @@ def require_tensorboard() -> None:
         )
 
 
-class Metrics:
+class Metrics(ExitStack):
     """The record of one run, used as a context manager by rank 0.
 
     Args:
@@ -60,27 +59,26 @@ class Metrics:
         progress: Literal["auto"] | bool = "auto",
         tensorboard: bool = False,
     ) -> None:
+        super().__init__()
         path = run_dir / FILE
         _drop_from(path, first_step)
-        self._log_every = log_every
-        self._total = total_steps
+        self._log_every, self._total = log_every, total_steps
         self._bar: Any = None
         self._board: Any = None
-        self._seconds = 0.0
-        self._samples = 0
-        self._steps = 0
+        self._seconds, self._samples, self._steps = 0.0, 0, 0  # since the last line
         if tensorboard:
             require_tensorboard()
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+            self._board = self.enter_context(SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step))
         screen = console()
         if progress is True or (progress == "auto" and screen.isatty()):
             from tqdm import tqdm
 
             done = max(0, first_step - 1)
-            self._bar = tqdm(total=total_steps, initial=done, file=screen, unit="step", dynamic_ncols=True)
-        self._file = path.open("a", encoding="utf-8")
+            bar = tqdm(total=total_steps, initial=done, file=screen, unit="step", dynamic_ncols=True)
+            self._bar = self.enter_context(bar)
+        self._file = self.enter_context(path.open("a", encoding="utf-8"))
 
     def step(
         self,
@@ -127,8 +125,8 @@ class Metrics:
         """Record and print the results of an evaluation after `step`."""
         self._write(step, {"evaluation": dict(results)})
         self._plot(step, results, "evaluation")
-        found = "  ".join(f"{key} {value:.6g}" for key, value in results.items())
-        self.say(f"{self._label(step)}  evaluation  {found}")
+        scores = "  ".join(f"{key} {value:.6g}" for key, value in results.items())
+        self.say(f"{self._label(step)}  evaluation  {scores}")
 
     def say(self, text: str) -> None:
         """Print a line without tearing the progress bar."""
@@ -137,22 +135,6 @@ class Metrics:
         print(text, flush=True)
         if self._bar is not None:
             self._bar.refresh()
-
-    def close(self) -> None:
-        """Finish the bar, the event files and `metrics.jsonl`."""
-        self._file.close()
-        if self._bar is not None:
-            self._bar.close()
-        if self._board is not None:
-            self._board.close()
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
@@ -177,13 +159,10 @@ class Metrics:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    finite: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            finite[key] = _finite(value)
-        else:
-            finite[key] = value if math.isfinite(value) else None
-    return finite
+    return {
+        key: _finite(value) if isinstance(value, Mapping) else value if math.isfinite(value) else None
+        for key, value in values.items()
+    }
 
 
 def metrics_of(
@@ -212,12 +191,12 @@ def _drop_from(path: Path, step: int) -> None:
     damaged = False
     for line in bounded.lines(path):
         position += len(line)
-        record = record_of(line)
-        if record is not None and record["step"] >= step:
+        if (record := record_of(line)) is None:
+            continue
+        if record["step"] >= step:
             break
-        if record is not None:
-            damaged = damaged or end != position - len(line)
-            end = position
+        damaged = damaged or end != position - len(line)
+        end = position
     os.truncate(path, end)
     if damaged:
         hidden = path.with_name(f".{path.name}")

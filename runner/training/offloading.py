@@ -17,27 +17,26 @@ def activations(module: nn.Module, offload: Offload, device: str) -> Activations
     if offload.activations == "none":
         return None
     disk = Disk(offload.place) if offload.activations == "disk" else None
-    found = Activations(torch.device(device), offload.larger_than, disk)
+    hooks = Activations(torch.device(device), offload.larger_than, disk)
     staying: list[Tensor] = [*module.parameters(), *module.buffers()]
-    found.attach(matching_modules(module, offload.modules), staying)
-    return found
+    hooks.attach(matching_modules(module, offload.modules), staying)
+    return hooks
 
 
 def change(before: Mapping[str, OffloadTraffic], after: Mapping[str, OffloadTraffic]) -> dict[str, int]:
     """Bytes of one step, under the names that metrics.jsonl uses; `held` is a state, not a change."""
-    found: dict[str, int] = {}
+    changes: dict[str, int] = {}
     for kind, now in after.items():
         then = before.get(kind, OffloadTraffic())
-        found |= {f"{kind}_out": now.out - then.out, f"{kind}_back": now.back - then.back, f"{kind}_held": now.held}
-    return found
+        changes |= {f"{kind}_out": now.out - then.out, f"{kind}_back": now.back - then.back, f"{kind}_held": now.held}
+    return changes
 
 
 def summary(moved: Mapping[str, OffloadTraffic], offload: Offload) -> str:
     """One line for the end of a run: rank 0's offload traffic."""
     parts = []
-    for kind, one in moved.items():
+    for kind, traffic in moved.items():
         what = "placed operators, host" if kind == "place" else f"{kind} to {getattr(offload, kind)}"
-        parts.append(f"{what}: {one.out:,} bytes out, {one.back:,} back")
-        if one.held:
-            parts[-1] += f", at most {one.held:,} there"
+        most = f", at most {traffic.held:,} there" if traffic.held else ""
+        parts.append(f"{what}: {traffic.out:,} bytes out, {traffic.back:,} back{most}")
     return "offload (rank 0): " + "; ".join(parts)

@@ -101,8 +101,8 @@ class ExactRandom(TorchFunctionMode):
 
     def _seeded(self, func: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.single and any(map(_is_double, tree_leaves((args, kwargs)))):
-            found = self._seeded(func, name, *rewrite((tuple(args), kwargs), _as_single))
-            return args[0].copy_(found) if name.endswith("_") else rewrite(found, _as_double)
+            single = self._seeded(func, name, *rewrite((tuple(args), kwargs), _as_single))
+            return args[0].copy_(single) if name.endswith("_") else rewrite(single, _as_double)
         with seeding(self.key, self._next()):
             if name.endswith("_") and traits(name[:-1]).fills and not args[0].is_contiguous():
                 filled: Tensor = args[0]
@@ -124,8 +124,8 @@ class ExactRandom(TorchFunctionMode):
         if not name.startswith("rrelu"):
             return self._seeded(func, name, args, kwargs)
         x: Tensor = given["input"] if "input" in given else given["self"]
-        found = rrelu_block(x, given["lower"], given["upper"], self.key, self._next(), x.shape, (0,) * x.dim())
-        return x.copy_(found) if given.get("inplace") or name == "rrelu_" else found
+        result = rrelu_block(x, given["lower"], given["upper"], self.key, self._next(), x.shape, (0,) * x.dim())
+        return x.copy_(result) if given.get("inplace") or name == "rrelu_" else result
 
     def _attention(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = named("aten.scaled_dot_product_attention.default", args, kwargs)

@@ -6,7 +6,7 @@ uninterrupted one does.
 
 from __future__ import annotations
 
-import random as python_random
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
@@ -25,6 +24,7 @@ from runner.build import optimizers
 from runner.build.offload import offload_of
 from runner.build.precision import DTYPES, cast
 from runner.data.loader import Block, LocalBatches, MapDataset
+from runner.data.row_seeds import seed_generators
 from runner.errors import ConfigError
 from runner.launch import logs
 from runner.launch.orders import RankContext
@@ -37,8 +37,8 @@ from runner.run_folder import lineage
 from runner.run_folder.lineage import Lineage
 from runner.training.agreement import agree, agree_on_code, agree_on_data, agree_on_program, gather
 from runner.training.checkpointing import Keeper
-from runner.training.evaluate import Evaluator, evaluator
-from runner.training.execution import Execution, execution, full_tensor, gather_axes
+from runner.training.evaluate import Evaluator
+from runner.training.execution import Execution, execution, gather_axes
 from runner.training.fault_injection import Faults
 from runner.training.metering import Meter
 from runner.training.metrics import metrics_of
@@ -83,7 +83,7 @@ class Trainer:
         self.lineage = Lineage() if run is None else run.lineage
         self.marks = marked(job.marks, "ranks")
         agree_on_program(self.prepared, job.folder)
-        self._seed()
+        seed_generators(self.config.train.seed)
         training, evaluating, self.collate = datasets(self.config)
         agree_on_data(self.prepared, training, evaluating, self.collate)
         self.order = order_of(self.config, len(training))
@@ -98,25 +98,19 @@ class Trainer:
         self.updates: Updates = self._updates()
         self.evaluator: Evaluator | None = None
         if evaluating is not None:
-            self.evaluator = evaluator(
+            self.evaluator = Evaluator(
                 self.prepared, self.execution, rank, evaluating, self.collate, self.updates.weight
             )
         self.faults = Faults(self.config, rank, self.execution.module, self.execution.communicator)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
         self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
-        self.keeper = Keeper(self.config, rank, self.order, self._saving)
+        self.keeper = Keeper(self.config, rank, self.order, self._content, self._saving)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
 
     def _batches(self, training: MapDataset, blocks: Sequence[Block]) -> LocalBatches:
         names, shapes, seed = self.prepared.names, self.prepared.shapes, self.config.train.seed
         return LocalBatches(training, self.collate, blocks, names=names, shapes=shapes, seed=seed)
-
-    def _seed(self) -> None:
-        seed = self.config.train.seed
-        python_random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
 
     def _updates(self) -> Updates:
         config, program = self.config, self.execution.program
@@ -147,14 +141,15 @@ class Trainer:
 
     def _moved(self) -> dict[str, OffloadTraffic]:
         """The offload traffic since the start, by kind."""
-        kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
-        copied, module = OffloadTraffic(), self.execution.module
-        for part in (module, *module.children()):  # the stages of a pipeline, if it is one
-            one: OffloadTraffic = (
-                part.meta.get(COPIED, OffloadTraffic()) if isinstance(part, fx.GraphModule) else OffloadTraffic()
-            )
-            copied.out, copied.back = copied.out + one.out, copied.back + one.back
-        return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
+        moved = dict(self.updates.moved)
+        if self.activations is not None:
+            moved["activations"] = replace(self.activations.moved)
+        module = self.execution.module
+        parts = (module, *module.children())  # the stages of a pipeline, if it is one
+        copied = [part.meta[COPIED] for part in parts if isinstance(part, fx.GraphModule) and COPIED in part.meta]
+        if out := sum(traffic.out for traffic in copied):
+            moved["place"] = OffloadTraffic(out, sum(traffic.back for traffic in copied))
+        return moved
 
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
@@ -163,20 +158,20 @@ class Trainer:
         self.marks = marked(self.marks, "program and data")
         loss, results, stopped = float("nan"), {}, None
         record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
-        with record as metrics, _found_in_training(), self.keeper.rescuing(self._content):
+        with record as metrics, _found_in_training(), self.keeper.rescuing():
             for step in range(first, self.prepared.steps + 1):
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
                     break
                 recorder.begin(step)
-                self.keeper.intact(step - 1)
+                self.keeper.intact.after(step - 1)
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
                     self.meter.begin(self.updates.hosted())
                 lr = self.updates.optimizer.param_groups[0]["lr"]
                 loss, samples = self._micro_batches(step)
-                if not numpy.isfinite(loss):
+                if not math.isfinite(loss):
                     raise FloatingPointError(
                         f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
                     )
@@ -195,7 +190,7 @@ class Trainer:
                         measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
                     )
                 self._schedule(step)
-                self.keeper.intact(step)
+                self.keeper.intact.after(step)
                 if step % self.config.train.log_every == 0 or step == self.prepared.steps:
                     logs.note(f"epoch {self.order.epoch(self._number(step)) + 1}  step {step}  loss {loss:.6g}")
                 if metrics is not None:
@@ -218,9 +213,9 @@ class Trainer:
                     results = self.evaluator.run()
                     if metrics is not None:
                         metrics.evaluation(step, results)
-                self.keeper.after(step, self.prepared.steps, results if evaluated else None, self._content)
+                self.keeper.after(step, self.prepared.steps, results if evaluated else None)
             if stopped is not None:
-                self.keeper.stop(stopped, self._content)
+                self.keeper.stop(stopped)
             self.keeper.finish()
             self.faults.end()
             if metrics is not None and (moved := self._moved()):
@@ -280,7 +275,7 @@ class Trainer:
                 ]
             recorder.at(FORWARD)
             if self.writes:
-                self.keeper.changing()
+                self.keeper.intact.changes()
             return entries, mix(self.config.train.seed, step, micro)
 
         axes, divisor = self.execution.program.loss_axes, self.execution.loss_divisor
@@ -337,7 +332,7 @@ class Trainer:
 
     def _over_ranks(self, totals: Mapping[tuple[str, ...], Tensor]) -> float:
         """The sum of the ranks' losses, each total over its axes, from the last stage of a pipeline."""
-        communicator, runner, found = self.execution.communicator, self.execution.runner, self._zero()
+        communicator, runner, loss = self.execution.communicator, self.execution.runner, self._zero()
         self.faults.at("collective")  # where the program itself has none
         for axes, total in totals.items():
             if axes:
@@ -345,10 +340,10 @@ class Trainer:
                 communicator.sum(total, communicator.group(axes))
                 ranks = communicator.mesh.product(axes)
                 communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
-            found += total
+            loss += total
         if runner is not None:
-            runner.peers.share_loss(found)
-        return float(found)
+            runner.peers.share_loss(loss)
+        return float(loss)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         recorder.at(PHASES.index(name))
@@ -388,7 +383,7 @@ class Trainer:
         """The first step to run, after loading the checkpoint that the job names."""
         if self.job.resume is None:
             return 1
-        done = self.keeper.restore(self.job.resume, self._content())
+        done = self.keeper.restore(self.job.resume)
         if self.config.train.epochs is not None:
             self.prepared = replace(self.prepared, steps=self.prepared.steps - self.keeper.ahead)
         return done + 1
@@ -399,25 +394,23 @@ class Trainer:
 
     def _weights(self) -> dict[str, Tensor]:
         """Every unsharded parameter and buffer of the model (collective)."""
-        found = {}
-        for source in self.execution.program.sources:
-            if source.kind in ("parameter", "buffer"):
-                piece = (
-                    self.updates.weight(source.name)
-                    if source.kind == "parameter"
-                    else self.execution.tensors[source.name]
-                )
-                found[source.name] = full_tensor(
-                    source, piece, self.execution.program, self.execution.communicator
+        execution = self.execution
+        return self._of_all_stages(
+            {
+                source.name: execution.full_tensor(
+                    source,
+                    self.updates.weight(source.name) if source.kind == "parameter" else execution.tensors[source.name],
                 ).cpu()
-        return self._of_all_stages(found)
+                for source in execution.program.sources
+                if source.kind in ("parameter", "buffer")
+            }
+        )
 
-    def _of_all_stages(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _of_all_stages(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0: unsharded tensors by name, from all pipeline stages (collective)."""
         if self.execution.runner is None:
-            return found
-        first = self.execution.communicator.rank == 0
-        own = found if first else {}
+            return tensors
+        own = tensors if self.execution.communicator.rank == 0 else {}
         parts = gather([(name, tensor.shape, str(tensor.dtype).rpartition(".")[2]) for name, tensor in own.items()])
         if self.rank.rank:
             for tensor in own.values():
@@ -432,18 +425,17 @@ class Trainer:
 
     def _publish(self) -> None:
         """Write the unsharded initial weights of a hybrid module, from which its reference starts."""
-        found = self._weights()
+        values = self._weights()
         if self.rank.rank == 0:
-            weights.write(self.job.folder / WEIGHTS, found)
+            weights.write(self.job.folder / WEIGHTS, values)
 
     def _record(self, step: int, loss: float) -> None:
         """Record the unsharded gradients of this step, written by rank 0 for the comparison."""
         sources = {source.name: source for source in self.execution.program.sources}
-        found = {
-            name: full_tensor(sources[name], piece, self.execution.program, self.execution.communicator).cpu()
-            for name, piece in self.updates.gradients()
+        gradients = {
+            name: self.execution.full_tensor(sources[name], shard).cpu() for name, shard in self.updates.gradients()
         }
-        self._write({"loss": loss, "gradients": self._of_all_stages(found)}, f"step-{step}.pt")
+        self._write({"loss": loss, "gradients": self._of_all_stages(gradients)}, f"step-{step}.pt")
 
     def _write(self, content: Any, name: str) -> None:
         if self.rank.rank == 0:

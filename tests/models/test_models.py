@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from models.ffn import FFN, MatMulNet
 from models.matmul import OneMatMul, ReduceMeanMatMul, TwoMatMul
 from models.quickstart import Net
-from runner.data.loader import whole_batch
+from runner.data.loader import global_batch
 from runner.data.order import Order
 from runner.data.synthetic import Quickstart
 
@@ -83,7 +83,7 @@ def test_the_quickstart_learns_its_data() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.1)
     order, losses = Order(len(dataset), 16, seed=0), []
     for step in range(40):
-        x, y = whole_batch(dataset, None, order.rows(step))
+        x, y = global_batch(dataset, None, order.rows(step))
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -16,7 +16,7 @@ from runner.build.precision import cast
 from runner.cli import recipes
 from runner.config import load as config
 from runner.config.origins import Origins
-from runner.data.loader import flatten_batch, whole_batch
+from runner.data.loader import flatten_batch, global_batch
 from runner.planning.datasets import datasets
 from runner.planning.sources import request_of
 from strategies.capture import capture, loss_in
@@ -48,7 +48,7 @@ class Simulated:
         with hydra.initialize_config_module("conf", version_base="1.3"):
             made = config.load(hydra.compose("config", changes), Origins(changes))
         dataset, _, collate = datasets(made)
-        names, tensors = flatten_batch(whole_batch(dataset, collate, range(made.data.batch_size)))
+        names, tensors = flatten_batch(global_batch(dataset, collate, range(made.data.batch_size)))
         self.batch = cast(tensors, torch.float64)
         self.step = objective(made, names)
         captured = capture(self.step, self.batch, training=True)

@@ -8,7 +8,7 @@ from composing import compose_config
 
 from runner.build.modules import captured_from_shapes, objective
 from runner.build.precision import cast
-from runner.data.loader import flatten_batch, whole_batch
+from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError
 from runner.planning.datasets import datasets
 from strategies.capture import capture
@@ -19,7 +19,7 @@ RECIPES = ["quickstart", "gpt", "llama", "moe", "resnet", "vit", "gpt_padded", "
 
 def entries(config):
     training, _, collate = datasets(config)
-    names, tensors = flatten_batch(whole_batch(training, collate, range(config.data.batch_size)))
+    names, tensors = flatten_batch(global_batch(training, collate, range(config.data.batch_size)))
     return names, cast(tensors, torch.float32)
 
 

@@ -85,7 +85,7 @@ def test_a_failed_save_ends_the_run(tmp_path, monkeypatch):
     saver._thread.join()
     pattern = r"rank 1 could not write its part of step-00000001: .*No space left"
     with pytest.raises(checkpoints.SaveFailed, match=pattern):
-        keeper.after(2, 9, None, lambda: content(1))
+        keeper.after(2, 9, None)
     saver.save(tmp_path, 3, content(1))
     with pytest.raises(checkpoints.SaveFailed, match="step-00000003"):
         keeper.finish()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.data.loader import Block, LocalBatches, build_dataset, flatten_batch, whole_batch
+from runner.data.loader import Block, LocalBatches, build_dataset, flatten_batch, global_batch
 from runner.data.mnist import Mnist
 from runner.data.synthetic import LargeImages
 from runner.errors import ConfigError
@@ -45,7 +45,7 @@ class WatchedSlices(Watched):
     values_read = 0
 
     def __getitem__(self, index: int) -> Any:
-        raise AssertionError("a whole row is read although read() is offered")
+        raise AssertionError("a complete row is read although read() is offered")
 
     def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> Any:
         image, row, number = Watched.__getitem__(self, index)
@@ -78,7 +78,7 @@ ROWS = st.lists(st.integers(0, 29), min_size=6, max_size=6)
 def check(
     dataset: Watched, collate: Callable[[list[Any]], Any] | None, blocks: tuple[Block, ...], rows: list[int]
 ) -> None:
-    names, full_batch = flatten_batch(whole_batch(Watched(dataset.as_dict), collate, rows))
+    names, full_batch = flatten_batch(global_batch(Watched(dataset.as_dict), collate, rows))
     batches = LocalBatches(dataset, collate, blocks, names=names, shapes=[tensor.shape for tensor in full_batch])
     for part, tensor, block in zip(batches.load(rows), full_batch, blocks, strict=True):
         expected = tensor[tuple(slice(*one) for one in block)]
@@ -118,7 +118,7 @@ def test_a_large_image_is_never_read_in_full() -> None:
 
 def test_the_shards_of_a_batch_make_up_the_full_batch() -> None:
     rows = [5, 17, 3, 99]
-    images, labels = whole_batch(Mnist(), None, rows)
+    images, labels = global_batch(Mnist(), None, rows)
     grid = [((a, a + 2), (b, b + 196)) for a in (0, 2) for b in range(0, 784, 196)]
     parts = [LocalBatches(Mnist(), None, (block, ((0, 4),))).load(rows) for block in grid]
     assert torch.equal(torch.cat([torch.cat([p for p, _ in parts[i : i + 4]], 1) for i in (0, 4)]), images)
@@ -166,17 +166,17 @@ def test_a_string_is_refused_with_a_cure() -> None:
 
 
 def test_a_wrong_read_is_refused() -> None:
-    class Whole(Rows):
+    class Uncut(Rows):
         def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> Any:
             return self[index]
 
     with pytest.raises(ConfigError, match=r"row 0: read\(\) returns '0' of shape \(4,\) where \(2,\) was requested"):
-        LocalBatches(Whole([(torch.ones(4),)] * 2), None, (((0, 2), (0, 2)),)).load([0, 1])
+        LocalBatches(Uncut([(torch.ones(4),)] * 2), None, (((0, 2), (0, 2)),)).load([0, 1])
 
 
 def test_dict_samples_have_their_keys_in_any_order() -> None:
     samples = [{"x": torch.ones(2), "y": torch.zeros(1)}, {"y": torch.zeros(1), "x": torch.ones(2)}]
-    batch = whole_batch(samples, None, [0, 1])
+    batch = global_batch(samples, None, [0, 1])
     assert flatten_batch(batch, ("y", "x"))[0] == ("y", "x")
     assert [tensor.shape for tensor in flatten_batch(batch, ("y", "x"))[1]] == [(2, 1), (2, 2)]
     blocks = (((0, 2), (0, 1)), ((0, 2), (0, 2)))
@@ -185,12 +185,12 @@ def test_dict_samples_have_their_keys_in_any_order() -> None:
         assert y.shape == (2, 1) and x.shape == (2, 2)
     for other in ({"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(1), "z": torch.ones(1)}):
         with pytest.raises(ConfigError, match=r"row 1 has the values .*(lacks 'y'|has 'z' beside them)"):
-            whole_batch([samples[0], other], None, [0, 1])
+            global_batch([samples[0], other], None, [0, 1])
 
 
 def test_a_collate_returns_a_row_per_sample() -> None:
     with pytest.raises(ConfigError, match="makes '0' with 5 rows from 2 samples"):
-        whole_batch(Rows([1, 2]), lambda samples: torch.ones(5, 2), [0, 1])
+        global_batch(Rows([1, 2]), lambda samples: torch.ones(5, 2), [0, 1])
 
 
 def test_flatten_batch_takes_dicts_tuples_and_single_tensors_in_their_order() -> None:
@@ -219,11 +219,11 @@ def test_flatten_batch_names_what_it_found_instead(batch: Any, expected: str) ->
 
 def test_errors_in_user_code_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"data: row 9 cannot be read: IndexError"):
-        whole_batch(Rows([1]), None, [9])
+        global_batch(Rows([1]), None, [9])
     with pytest.raises(ConfigError, match=r"data: stacking fails on 2 samples: RuntimeError"):
-        whole_batch(Rows([torch.ones(1), torch.ones(2)]), None, [0, 1])
+        global_batch(Rows([torch.ones(1), torch.ones(2)]), None, [0, 1])
     with pytest.raises(ConfigError, match=r"data: data\.collate fails on 1 samples: ZeroDivisionError"):
-        whole_batch(Rows([1]), lambda samples: 1 / 0, [0])
+        global_batch(Rows([1]), lambda samples: 1 / 0, [0])
 
 
 DATASETS = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.data.loader import LocalBatches, whole_batch
+from runner.data.loader import LocalBatches, global_batch
 from runner.data.padding import pad
 from runner.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_a_rank_collates_its_own_rows() -> None:
     collate = partial(pad, length=6, values={**VALUES, "features": 0.0})
-    full_batch = whole_batch(Ragged(), collate, [5, 1, 7, 3])
+    full_batch = global_batch(Ragged(), collate, [5, 1, 7, 3])
     blocks = (((2, 4), (0, 3)), ((2, 4), (0, 6)), ((2, 4), (0, 6), (1, 2)), ((2, 4),))
     parts = LocalBatches(Ragged(), collate, blocks).load([5, 1, 7, 3])
     expected = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runner.data.description import check_read, described
-from runner.data.loader import LocalBatches, whole_batch
+from runner.data.loader import LocalBatches, global_batch
 from runner.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ class Noisy:
 
 def test_ranks_with_different_slices_read_the_same_numbers() -> None:
     rows = [5, 2, 7, 0]
-    full_batch = whole_batch(Noisy(), None, rows, 3, 1)
+    full_batch = global_batch(Noisy(), None, rows, 3, 1)
     assert len({float(value) for value in full_batch[1]}) == 4
     for span in ((0, 2), (1, 4), (3, 4)):
         found = LocalBatches(Noisy(), None, ((span, (1, 3)), (span,), ((0, 4),)), seed=3).load(rows, 1)
@@ -34,25 +34,25 @@ def test_ranks_with_different_slices_read_the_same_numbers() -> None:
             found[1], full_batch[1][slice(*span)]
         )
         assert torch.equal(found[2], full_batch[2])
-    assert not torch.equal(whole_batch(Noisy(), None, rows, 3, 2)[0], full_batch[0])
-    assert not torch.equal(whole_batch(Noisy(), None, rows, 4, 1)[0], full_batch[0])
+    assert not torch.equal(global_batch(Noisy(), None, rows, 3, 2)[0], full_batch[0])
+    assert not torch.equal(global_batch(Noisy(), None, rows, 4, 1)[0], full_batch[0])
 
 
 def test_the_own_random_states_are_untouched() -> None:
-    def drawn() -> list[float]:
+    def random_numbers() -> list[float]:
         return [float(torch.rand(())), random.random(), np.random.rand()]
 
     def begin() -> None:
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
 
     begin()
-    expected = drawn()
+    expected = random_numbers()
     begin()
-    whole_batch(Noisy(), None, [1, 2])
+    global_batch(Noisy(), None, [1, 2])
     LocalBatches(Noisy(), None, (((0, 2), (0, 4)), ((0, 2),), ((0, 2),))).load([1, 2])
     with pytest.raises(ConfigError):
-        whole_batch([1], None, [3])
-    assert drawn() == expected
+        global_batch([1], None, [3])
+    assert random_numbers() == expected
 
 
 class Seldom(Noisy):
@@ -63,7 +63,7 @@ class Seldom(Noisy):
 
 
 def test_a_row_with_late_random_numbers_is_seeded_too() -> None:
-    full_batch = whole_batch(Seldom(), None, [1, 7], 3, 1)[0]
+    full_batch = global_batch(Seldom(), None, [1, 7], 3, 1)[0]
     batches = LocalBatches(Seldom(), None, (((1, 2), (0, 4)),), seed=3)
     for rows in ([7, 1], [1, 7], [1, 7]):
         assert torch.equal(batches.load(rows, 1)[0][0], full_batch[1] if rows[1] == 7 else torch.ones(4))
@@ -89,7 +89,7 @@ def mixed(samples: list[Any]) -> torch.Tensor:
 
 def test_a_random_collate_sees_all_rows_on_every_rank() -> None:
     rows = [5, 2, 7, 0]
-    full_batch = whole_batch(Noisy(), mixed, rows, 3, 1)
+    full_batch = global_batch(Noisy(), mixed, rows, 3, 1)
     for span in ((0, 2), (2, 4)):
         batches = LocalBatches(Noisy(), mixed, ((span, (0, 4)),), seed=3)
         for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.data.functions import Functions
-from runner.data.loader import LocalBatches, whole_batch
+from runner.data.loader import LocalBatches, global_batch
 from runner.data.text import Windows, corpus, kept
 from runner.errors import ConfigError
 
@@ -166,7 +166,7 @@ def test_labels_can_be_the_input_itself(folder: str, cache: str) -> None:
 
 def test_a_rank_reads_its_positions_alone(folder: str, cache: str) -> None:
     windows = Windows(16, train=None, cache=cache, path=folder)
-    full_batch = whole_batch(windows, None, [3, 1, 4, 5])
+    full_batch = global_batch(windows, None, [3, 1, 4, 5])
     blocks = (((2, 4), (8, 16)), ((0, 4), (0, 8)))
     ids, labels = LocalBatches(windows, None, blocks).load([3, 1, 4, 5])
     assert torch.equal(ids, full_batch["input_ids"][2:4, 8:16])

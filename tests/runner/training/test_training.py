@@ -125,7 +125,7 @@ def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):
         "optimizer.scheduler={target: torch.optim.lr_scheduler.StepLR, args: {step_size: 1, gamma: 0.1}, per: epoch}",
         "optimizer.args.lr=0.1",
     )
-    assert "data: 6 of 70 samples fill no whole batch of 16; every epoch drops as many." in capfd.readouterr().out
+    assert "data: 6 of 70 samples fill no complete batch of 16; every epoch drops as many." in capfd.readouterr().out
     assert list(ended.evaluations) == [4, 8, 12]
     rates = [record["lr"] for record in ended.records if "lr" in record]
     assert rates == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 4)
