@@ -12,7 +12,6 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from runner.build import huggingface
 from runner.config.schema import Model
 from runner.errors import ConfigError
 from strategies.core.errors import StrategyError
-from strategies.runtime.tensor_files import Reader, StoredTensor, index
+from strategies.runtime.tensor_files import Reader, StoredTensor
 
 SHOWN = 3
 Rename = tuple[str, str]
@@ -49,11 +48,9 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
     where = f"model.weights = {model.weights!r}"
     path = home.expanded(model.weights)
     try:
-        files = checkpoints.weights(path) if checkpoints.is_one(path) else index(path)
+        files = checkpoints.weights(path)
     except StrategyError as error:
         raise ConfigError("MW308", f"{where}: {error}") from error
-    for file in {one.file for one in files.values() if not one.parts}:
-        checkpoints.check_file(Path(file))
     stored_tensors = _renamed(files, model.rename, where)
     wanted = list(_wanted(module))
     missing, unexpected = _unmatched(wanted, stored_tensors, module)
@@ -134,7 +131,7 @@ def _check(one: Wanted, stored: Sequence[StoredTensor], where: str) -> None:
     first, *others = stored
     reader = Reader()
     for other in others:
-        if not reader.whole(first).equal(reader.whole(other)):
+        if not reader.block(first).equal(reader.block(other)):
             raise ConfigError(
                 "MW307",
                 f"{where}: the model has one tensor for {' and '.join(one.names)} (tied weights), but {first.key} and "

@@ -18,9 +18,10 @@ from typing import Any
 
 from runner.checkpoint import branch, folder, index, merged, writing
 from runner.checkpoint.folder import HEADER, INDEX
-from runner.checkpoint.index import Entry, Index
+from runner.checkpoint.index import Index
 from runner.checkpoint.manifest import Header, Stamp, to_text
 from runner.checkpoint.reading import Checkpoint
+from strategies.runtime.tensor_files import StoredTensor
 
 PAUSE = 0.02
 LONG = 0.25
@@ -203,9 +204,9 @@ def better_of(best: str | None) -> Callable[[float, float], bool] | None:
     return (lambda one, other: one < other) if best == "min" else (lambda one, other: one > other)
 
 
-def _joined(marks: list[Mark]) -> dict[str, Entry]:
+def _joined(marks: list[Mark]) -> dict[str, StoredTensor]:
     """The entries stored by all ranks. For a tensor stored by several pipeline groups, that of the first group."""
-    found: dict[str, Entry] = {}
+    found: dict[str, StoredTensor] = {}
     for stage in sorted({mark.stage for mark in marks}):
         group = index.joined(mark.tensors for mark in marks if mark.stage == stage)
         found |= {key: entry for key, entry in group.items() if key not in found}

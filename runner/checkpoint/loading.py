@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from runner.checkpoint.content import Content, name_of
 from runner.checkpoint.continuation import Continuation, compare
 from runner.checkpoint.folder import HEADER
 from runner.checkpoint.manifest import READING, faults, mark, read_header, unmark
-from runner.checkpoint.reading import Checkpoint, read
+from runner.checkpoint.reading import Checkpoint, is_one, read
 from runner.errors import ConfigError
 from runner.run_folder.lineage import Run
 from strategies.core.errors import StrategyError
@@ -30,7 +30,7 @@ from strategies.core.graph import Source
 from strategies.optimizer import state as optimizer_state
 from strategies.optimizer.state import OptimizerScalars, States
 from strategies.runtime.shards import MODEL, OPTIMIZER
-from strategies.runtime.tensor_files import StoredTensor
+from strategies.runtime.tensor_files import StoredTensor, index
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 """Entries of the states of torch's schedulers that have one element per group."""
@@ -99,7 +99,7 @@ def load(path: Path, content: Content) -> Restored:
         checkpoint.step,
         checkpoint.header.position,
         continuation,
-        sum(checkpoint.bytes_read.values()),
+        checkpoint.bytes_read,
         checkpoint.lost,
         content.program.random or not content.program.instructions,
     )
@@ -282,14 +282,21 @@ def check_file(file: Path) -> None:
 
 
 def weights(path: Path) -> dict[str, StoredTensor]:
-    """The model's parameters and buffers in a checkpoint, by name, without those of a loss.
+    """The tensors in files of weights, or in a checkpoint those of the model without its loss, by name.
 
     Args:
-        path: a checkpoint, or a run whose newest one is meant. Every file is read, to compare checksums.
+        path: weights as in `tensor_files.index`, a checkpoint, or a run whose newest one is meant. The checksums of a
+            checkpoint's files are compared.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: a checkpoint is damaged.
+        StrategyError: there is nothing that can be read.
     """
+    if not is_one(path):
+        stored = index(path)
+        for file in {part.file for one in stored.values() for part in one.parts}:
+            check_file(Path(file))
+        return stored
     place = locate(path.absolute(), "model.weights")
     verify(place)
     opened = read(place)
@@ -297,8 +304,8 @@ def weights(path: Path) -> dict[str, StoredTensor]:
     for name in opened.names:
         if not name.startswith("loss."):
             entry = opened.tensors[MODEL + name]
-            parts = tuple((str(opened.path / part.file), part.offset, part.block) for part in entry.parts)
-            found[name] = StoredTensor(str(opened.path), name, entry.shape, entry.dtype, None, parts)
+            parts = tuple(replace(part, file=str(opened.path / part.file)) for part in entry.parts)
+            found[name] = replace(entry, parts=parts, key=name)
     return found
 
 

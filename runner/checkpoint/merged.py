@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from runner.checkpoint import writing
-from runner.checkpoint.index import Entry
 from runner.checkpoint.manifest import Stamp
 from runner.checkpoint.reading import TensorSource
 from runner.checkpoint.writing import Unwritten
 from strategies.core.layout import Block
 from strategies.runtime.shards import MODEL
+from strategies.runtime.tensor_files import StoredTensor
 
 WEIGHTS, STATES, DESCRIPTION = "model.safetensors", "optimizer.safetensors", "config.json"
 CHUNK = 2**26
@@ -28,7 +28,7 @@ CHUNK = 2**26
 
 def write(
     source: TensorSource, target: Path, outside: frozenset[str] = frozenset(), described: str | None = None
-) -> tuple[dict[str, Stamp], dict[str, Entry]]:
+) -> tuple[dict[str, Stamp], dict[str, StoredTensor]]:
     """Write all tensors of `source` in the merged form.
 
     Args:
@@ -44,7 +44,7 @@ def write(
     weights = {key: key.removeprefix(MODEL) for key in source.tensors if key.startswith(MODEL) and key not in outside}
     others = {key: key for key in source.tensors if key not in weights}
     files: dict[str, Stamp] = {}
-    index: dict[str, Entry] = {}
+    index: dict[str, StoredTensor] = {}
     for file, names in ((WEIGHTS, weights), (STATES, others)):
         if names:
             blocks = [_whole(source, key, name) for key, name in names.items()]

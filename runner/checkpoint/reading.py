@@ -20,11 +20,12 @@ from torch import Tensor
 from runner.checkpoint import index as indices
 from runner.checkpoint.branch import newest
 from runner.checkpoint.folder import HEADER, INDEX
-from runner.checkpoint.index import Entry, Index, chosen
+from runner.checkpoint.index import Index, chosen
 from runner.checkpoint.manifest import Header, damaged, marked, missing, read_header, stamp
 from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shards
+from strategies.runtime.tensor_files import Reader, StoredTensor
 
 MOST_INDEX = 2**28
 """Bytes of an index: it has a line per tensor and rank."""
@@ -34,7 +35,7 @@ class TensorSource(Protocol):
     """Tensors by the keys of a checkpoint (`model/NAME`, `optimizer/STATE/NAME`), read block by block."""
 
     @property
-    def tensors(self) -> Mapping[str, Entry]: ...
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     def read(self, key: str, block: Block | None = None) -> Tensor:
         """The part `block` of a tensor, by default all of it, on the CPU in the stored dtype."""
@@ -44,14 +45,21 @@ class TensorSource(Protocol):
 @dataclass(frozen=True)
 class Checkpoint:
     """An open checkpoint. `tensors` has shape, dtype and parts by key (`model/NAME`, `optimizer/STATE/NAME`);
-    `lost` names files that are missing but not needed, because other files store the same; `bytes_read` counts the
-    bytes of tensors that were read, by file."""
+    `lost` names files that are missing but not needed, because other files store the same."""
 
     path: Path
     header: Header
-    tensors: dict[str, Entry]
+    tensors: dict[str, StoredTensor]
     lost: dict[str, str] = field(default_factory=dict)
-    bytes_read: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.path)
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of tensors that were read so far."""
+        return self._reader.bytes_read.total()
 
     @property
     def step(self) -> int:
@@ -78,25 +86,18 @@ class Checkpoint:
 
         Raises KeyError for a key that is not there, ConfigError where a file is damaged.
         """
-        entry = self.tensors[key]
-        block = tuple((0, size) for size in entry.shape) if block is None else block
-        found = torch.empty([stop - start for start, stop in block], dtype=getattr(torch, entry.dtype))
-        self.fill({key: [Shard(entry.shape, block, found)]})
-        return found
+        with damaged(self.path):
+            return self._reader.block(self.tensors[key], block)
 
     def fill(self, wanted: Shards) -> None:
         """Copy the stored values into the views of `wanted`, cast to their dtypes; views may be on any device.
 
         Raises KeyError for a key that is not there, ConfigError where a file is damaged. No collective is called.
         """
-        from runner.checkpoint import dcp  # imports much that is not needed to look at a header
-
-        if unknown := [key for key in wanted if key not in self.tensors]:
-            raise KeyError(unknown[0])
-        entries = {key: self.tensors[key] for key in wanted}
-        some = {key: [one for one in pieces if all(a < b for a, b in one.block)] for key, pieces in wanted.items()}
+        stored = [(self.tensors[key], shard) for key, shards in wanted.items() for shard in shards]
         with damaged(self.path), torch.no_grad():
-            dcp.fill(self.path, entries, some, self.bytes_read)
+            for tensor, shard in stored:
+                self._reader.fill(tensor, shard.block, shard.view)
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The non-tensor state of each pipeline group."""
@@ -143,7 +144,7 @@ def forms(path: Path, header: Header) -> list[Index]:
     return found
 
 
-def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, Entry]:
+def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, StoredTensor]:
     """The first form of a checkpoint that is complete without the files `lost`. Raises ValueError if there is none."""
     for form in forms[:-1]:
         with suppress(ValueError):

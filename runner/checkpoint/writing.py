@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runner.checkpoint.index import Entry, Part, place
+from runner.checkpoint.index import place
 from runner.checkpoint.manifest import BLOCK, Stamp
 from strategies.core.layout import Block
 from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.shards import Shards
-from strategies.runtime.tensor_files import DTYPES
+from strategies.runtime.tensor_files import DTYPES, Part, StoredTensor
 
 NAMES = {name: short for short, name in DTYPES.items()}
 """What safetensors calls torch's dtypes."""
@@ -52,7 +52,7 @@ class Unwritten:
         return size
 
 
-def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Entry]]:
+def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, StoredTensor]]:
     """Write a safetensors file.
 
     Args:
@@ -80,11 +80,11 @@ def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Ent
         for one in ordered:
             for chunk in one.chunks():
                 file.write(memoryview(raw(chunk)))
-    index: dict[str, Entry] = {}
+    index: dict[str, StoredTensor] = {}
     for one in blocks:
         part = Part(path.name, 8 + len(text) + offsets[one.name], one.block)
         before = index[one.key].parts if one.key in index else ()
-        index[one.key] = Entry(one.shape, one.dtype, (*before, part))
+        index[one.key] = StoredTensor(one.shape, one.dtype, (*before, part))
     return file.stamp, index
 
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from runner.build import huggingface
-from runner.checkpoint import Checkpoint, check_file, folder, is_one, locate, merged, read, verify, writing
+from runner.checkpoint import Checkpoint, folder, is_one, locate, merged, read, verify, weights, writing
 from runner.checkpoint.committing import MERGED, SHARDED
 from runner.checkpoint.content import name_of
 from runner.checkpoint.folder import HEADER, INDEX
-from runner.checkpoint.index import Entry, Index, joined, place, to_json
+from runner.checkpoint.index import Index, joined, place, to_json
 from runner.checkpoint.manifest import Header, Stamp, read_header, to_text
 from runner.checkpoint.merged import DESCRIPTION, STATES
 from runner.checkpoint.reading import TensorSource
@@ -35,28 +34,20 @@ from strategies.core.errors import StrategyError
 from strategies.core.layout import Block, Layout
 from strategies.core.plan import Plan
 from strategies.runtime.shards import MODEL
-from strategies.runtime.tensor_files import Reader, StoredTensor, index
+from strategies.runtime.tensor_files import Reader, StoredTensor
 
 MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
 class Files:
-    """Unsharded tensors in files, by name; all of them are weights."""
+    """Unsharded weights in files."""
 
-    stored: Mapping[str, StoredTensor]
-
-    @cached_property
-    def tensors(self) -> dict[str, Entry]:
-        return {MODEL + name: Entry(one.shape, one.dtype, ()) for name, one in self.stored.items()}
-
-    @cached_property
-    def _reader(self) -> Reader:
-        return Reader()
+    tensors: Mapping[str, StoredTensor]
+    reader: Reader = field(default_factory=Reader)
 
     def read(self, key: str, block: Block | None = None) -> Tensor:
-        one = self.stored[key.removeprefix(MODEL)]
-        return self._reader.block(one, tuple((0, size) for size in one.shape) if block is None else block)
+        return self.reader.block(self.tensors[key], block)
 
 
 def opened(path: Path) -> tuple[TensorSource, str]:
@@ -71,10 +62,7 @@ def opened(path: Path) -> tuple[TensorSource, str]:
         taken = deepspeed_files.read(folder)
         return taken, f"the DeepSpeed checkpoint {folder} (its weights; optimizer states are left out)"
     try:
-        files = index(path)
-        for file in {one.file for one in files.values()}:
-            check_file(Path(file))
-        return Files(files), f"the weights in {path}"
+        return Files({MODEL + name: one for name, one in weights(path).items()}), f"the weights in {path}"
     except StrategyError as error:
         raise ConfigError("MW604", f"convert: {error} A checkpoint, or what DeepSpeed saves, would do too.") from error
 
@@ -100,7 +88,7 @@ class Cut:
     def ranks(self) -> int:
         return self.plan.mesh.size * self.groups
 
-    def blocks(self, rank: int, tensors: Mapping[str, Entry]) -> Iterator[tuple[str, Block]]:
+    def blocks(self, rank: int, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Block]]:
         """The block of each tensor that `rank` stores, by key."""
         mesh = self.plan.mesh
         group, local = divmod(rank, mesh.size)
@@ -118,7 +106,7 @@ class Cut:
                 yield key, block
 
 
-def cut_of(path: Path, tensors: Mapping[str, Entry]) -> Cut:
+def cut_of(path: Path, tensors: Mapping[str, StoredTensor]) -> Cut:
     """How the plan in `path` (a plan.json, a run folder or a checkpoint) cuts `tensors`.
 
     Raises ConfigError if `path` holds no plan, or the plan of another model.
@@ -190,7 +178,7 @@ def _outside(source: TensorSource, published: frozenset[str] | None) -> frozense
     return frozenset(key for key in apart if key.startswith(MODEL))
 
 
-def _sharded(source: TensorSource, target: Path, cut: Cut) -> tuple[dict[str, Stamp], dict[str, Entry]]:
+def _sharded(source: TensorSource, target: Path, cut: Cut) -> tuple[dict[str, Stamp], dict[str, StoredTensor]]:
     files: dict[str, Stamp] = {}
     indices: list[Index] = []
     for rank in range(cut.ranks):

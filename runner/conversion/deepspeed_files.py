@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runner.checkpoint.index import Entry
 from runner.errors import ConfigError
 from strategies.core.layout import Block
-from strategies.runtime.shards import MODEL
+from strategies.runtime.shards import MODEL, Shard, full, of_range, overlaps, replicated, slices
+from strategies.runtime.tensor_files import StoredTensor
 
 LATEST = "latest"
 MODELS, STATES = "*_model_states.pt", "*_optim_states.pt"
@@ -45,59 +44,23 @@ class StandIn:
         self.state = state
 
 
-@dataclass(frozen=True)
-class FlatRun:
-    """`count` elements of a parameter, counted row by row, from `first` of a flat tensor on."""
-
-    flat: Tensor
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A parameter in runs of elements, in their order."""
-
-    shape: tuple[int, ...]
-    runs: tuple[FlatRun, ...]
-
-    def elements(self, first: int, count: int) -> Tensor:
-        """`count` elements from `first` on."""
-        found, at = [], 0
-        for run in self.runs:
-            start, stop = max(first, at), min(first + count, at + run.count)
-            if start < stop:
-                found.append(run.flat[run.first + start - at : run.first + stop - at])
-            at += run.count
-        return torch.cat(found) if found else self.runs[0].flat[:0]
-
-
 class DeepSpeed:
-    """The weights of a DeepSpeed checkpoint."""
+    """The weights of a DeepSpeed checkpoint, by key; each in disjoint shards, which are views of mapped files."""
 
-    def __init__(self, weights: Mapping[str, Flat]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Iterable[tuple[str, list[Shard]]]) -> None:
+        self._shards = {MODEL + name: shards for name, shards in weights}
         self.tensors = {
-            MODEL + name: Entry(one.shape, str(one.runs[0].flat.dtype).removeprefix("torch."), ())
-            for name, one in weights.items()
+            key: StoredTensor(one.shape, str(one.view.dtype).removeprefix("torch."))
+            for key, (one, *_) in self._shards.items()
         }
 
     def read(self, key: str, block: Block | None = None) -> Tensor:
-        one = self._weights[key.removeprefix(MODEL)]
-        block = tuple((0, size) for size in one.shape) if block is None else block
-        sizes = [stop - start for start, stop in block]
-        inner = len(block)  # the dims from here on are complete, so their elements are contiguous
-        while inner and block[inner - 1] == (0, one.shape[inner - 1]):
-            inner -= 1
-        inner = max(inner - 1, 0)
-        strides = [math.prod(one.shape[dim + 1 :]) for dim in range(len(block))]
-        count = math.prod(sizes[inner:])
-        parts = []
-        for outer in product(*(range(*bounds) for bounds in block[:inner])):
-            offset = block[inner][0] * strides[inner] if block else 0
-            first = sum(at * stride for at, stride in zip(outer, strides, strict=False)) + offset
-            parts.append(one.elements(first, count))
-        return torch.cat(parts).reshape(sizes).clone() if parts else torch.empty(sizes, dtype=one.runs[0].flat.dtype)
+        shards = self._shards[key]
+        block = full(shards[0].shape) if block is None else block
+        found = torch.empty([stop - start for start, stop in block], dtype=shards[0].view.dtype)
+        for number, source, target in overlaps(block, [one.block for one in shards]):
+            found[slices(target)] = shards[number].view[slices(source)]
+        return found
 
 
 def folder_of(path: Path) -> Path | None:
@@ -124,8 +87,8 @@ def read(folder: Path) -> DeepSpeed:
     models, states = list(map(_loaded, files)), list(map(_loaded, sorted(folder.glob(STATES), key=_number)))
     try:
         if not states:
-            return DeepSpeed(dict(_left(models[0]["module"], {})))
-        return DeepSpeed(dict(_of_zero(folder, models, [one["optimizer_state_dict"] for one in states])))
+            return DeepSpeed(_left(models[0]["module"], ()))
+        return DeepSpeed(_of_zero(folder, models, [one["optimizer_state_dict"] for one in states]))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
             "MW611", f"{folder} holds no checkpoint of DeepSpeed that is known here ({type(error).__name__}: {error})."
@@ -134,7 +97,7 @@ def read(folder: Path) -> DeepSpeed:
 
 def _of_zero(
     folder: Path, models: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Flat]]:
+) -> Iterator[tuple[str, list[Shard]]]:
     first, count = models[0], states[0]["partition_count"]
     world = max(count) if isinstance(count, list) else count
     if world != len(states):
@@ -143,16 +106,15 @@ def _of_zero(
         )
     if _stage(states[0]["zero_stage"]) == 3:
         buffers = {name: first["module"][name] for name in first["buffer_names"] if name in first["module"]}
-        yield from _left(buffers, {})
-        fragments = [one.get("frozen_param_fragments") or {} for one in models]
-        yield from _of_stage_3(first, fragments, [one["fp32_flat_groups"] for one in states], world)
+        yield from _left(buffers, ())
+        yield from _of_stage_3(models, [one["fp32_flat_groups"] for one in states])
     else:
         found = dict(_of_stage_1(first, states))
         yield from found.items()
         yield from _left(first["module"], found)  # buffers, and frozen parameters
 
 
-def _of_stage_1(model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Flat]]:
+def _of_stage_1(model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Shard]]]:
     """Stages 1 and 2: a group's parameters one after the other, cut into parts for the ranks."""
     between = states[0].get("param_alignment_paddings")
     for number, shapes in enumerate(model["param_shapes"]):
@@ -161,58 +123,51 @@ def _of_stage_1(model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -
         at = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             size = math.prod(shape)
-            yield name, _flat(shape, list(_runs(parts, at, size)), parts[0])
+            yield name, _shards(shape, _cut(parts, at, size), parts[0])
             at += size + padding
 
 
 def _of_stage_3(
-    model: Mapping[str, Any],
-    frozen: Sequence[Mapping[str, Tensor]],
-    groups: Sequence[Sequence[Tensor]],
-    world: int,
-) -> Iterator[tuple[str, Flat]]:
+    models: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[str, list[Shard]]]:
     """Stage 3: of every parameter an equal part on each rank, the last one padded."""
-    for name, shape in (model.get("frozen_param_shapes") or {}).items():
-        yield name, _divided(tuple(shape), [[one[name]] for one in frozen], 0)
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        yield name, _divided(shape, [[one["frozen_param_fragments"][name]] for one in models], 0)
     at = 0
-    for shapes in model["param_shapes"]:
-        for name, shape in shapes.items():
-            yield name, _divided(tuple(shape), groups, at)
-            at += -(-math.prod(shape) // world)
+    for name, shape in chain.from_iterable(shapes.items() for shapes in models[0]["param_shapes"]):
+        yield name, _divided(shape, groups, at)
+        at += -(-math.prod(shape) // len(groups))
 
 
-def _divided(shape: tuple[int, ...], parts_by_rank: Sequence[Sequence[Tensor]], at: int) -> Flat:
+def _divided(shape: Sequence[int], parts_by_rank: Sequence[Sequence[Tensor]], at: int) -> list[Shard]:
     """The parameter of which each rank holds a part from element `at` of its flat tensors on."""
     size = math.prod(shape)
     share = -(-size // len(parts_by_rank))
-    runs = [
-        run
-        for rank, parts in enumerate(parts_by_rank)
-        for run in _runs(parts, at, max(0, min(share, size - rank * share)))
-    ]
-    return _flat(shape, runs, parts_by_rank[0][0])
+    cuts = (_cut(parts, at, max(0, min(share, size - rank * share))) for rank, parts in enumerate(parts_by_rank))
+    return _shards(shape, chain.from_iterable(cuts), parts_by_rank[0][0])
 
 
-def _flat(shape: Sequence[int], runs: Sequence[FlatRun], like: Tensor) -> Flat:
-    """A parameter; one without elements still has the dtype of `like`."""
-    return Flat(tuple(shape), tuple(runs) or (FlatRun(like, 0, 0),))
-
-
-def _runs(parts: Sequence[Tensor], first: int, count: int) -> Iterator[FlatRun]:
+def _cut(parts: Sequence[Tensor], first: int, count: int) -> Iterator[Tensor]:
     """`count` elements from `first` on of flat tensors that follow each other."""
-    at = 0
     for part in parts:
-        start, stop = max(first, at), min(first + count, at + part.numel())
+        start, stop = max(first, 0), min(first + count, part.numel())
         if start < stop:
-            yield FlatRun(part, start - at, stop - start)
+            yield part[start:stop]
+        first -= part.numel()
+
+
+def _shards(shape: Sequence[int], flat: Iterable[Tensor], like: Tensor) -> list[Shard]:
+    """A parameter whose elements are those of `flat`, one after the other; without any it has the dtype of `like`."""
+    found, at = [], 0
+    for part in flat:
+        found += of_range(shape, full(shape), shape, at, part)
         at += part.numel()
+    if at != math.prod(shape):
+        raise IndexError(f"{at} elements for a parameter of shape {list(shape)}")
+    return found or [replicated(like.new_empty(tuple(shape)))]
 
 
-def _alone(tensor: Tensor) -> Flat:
-    return Flat(tuple(tensor.shape), (FlatRun(tensor.reshape(-1), 0, tensor.numel()),))
-
-
-def _left(module: Mapping[str, Tensor], found: Mapping[str, Flat]) -> Iterator[tuple[str, Flat]]:
+def _left(module: Mapping[str, Tensor], found: Collection[str]) -> Iterator[tuple[str, list[Shard]]]:
     """The tensors of a state dict that are not in `found`, each under the first of its names."""
     names: dict[object, list[str]] = {}
     for name, tensor in module.items():
@@ -220,7 +175,7 @@ def _left(module: Mapping[str, Tensor], found: Mapping[str, Flat]) -> Iterator[t
         names.setdefault(place if tensor.numel() else name, []).append(name)  # tied weights have one place
     for tied in names.values():
         if not any(name in found for name in tied):
-            yield tied[0], _alone(module[tied[0]])
+            yield tied[0], [replicated(module[tied[0]])]
 
 
 def _stage(value: Any) -> int:

@@ -39,7 +39,7 @@ from strategies.runtime.flight_recorder import PLACE, recorder
 from strategies.runtime.naming import parameters_by_name
 from strategies.runtime.offload import OffloadTraffic
 from strategies.runtime.peers import Peers
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shards, of_slice, whole
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shards, of_slice, replicated
 
 
 class BucketedUpdates:
@@ -215,7 +215,7 @@ class BucketedUpdates:
                 if not is_scalar(value, holder):
                     fits = value.shape == holder.shape
                     check_shape(self._optimizer, state, value, name, fits or holder.shape == shape)
-                    found[f"{OPTIMIZER}{state}/{name}"] = [of_slice(shape, block, value) if fits else whole(value)]
+                    found[f"{OPTIMIZER}{state}/{name}"] = [of_slice(shape, block, value) if fits else replicated(value)]
         yield found
 
     def plain(self) -> OptimizerScalars:

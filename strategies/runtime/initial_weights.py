@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strategies.core.program import Program
 from strategies.runtime.slices import cut, filled
-from strategies.runtime.tensor_files import Reader, StoredTensor
+from strategies.runtime.tensor_files import Part, Reader, StoredTensor
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None) -> None:
@@ -31,7 +31,7 @@ def read_whole(path: Path) -> dict[str, Tensor]:
     mapped: nothing is read before it is used."""
     tensors, stored = _read(path)
     reader = Reader()
-    return tensors | {name: reader.whole(one) for name, one in stored.items()}
+    return tensors | {name: reader.block(one) for name, one in stored.items()}
 
 
 def read_slices(
@@ -56,4 +56,8 @@ def read_slices(
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
     content = torch.load(path, mmap=True, weights_only=True)
-    return content["tensors"], {name: StoredTensor(*one) for name, one in content["stored"].items()}
+    stored = {
+        name: StoredTensor(shape, dtype, tuple(Part(*part) for part in parts), key)
+        for name, (shape, dtype, parts, key) in content["stored"].items()
+    }
+    return content["tensors"], stored

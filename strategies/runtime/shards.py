@@ -33,9 +33,36 @@ Shards = Mapping[str, Sequence[Shard]]
 """By key: `model/NAME` (the weights on which the optimizer works) or `optimizer/STATE/NAME`."""
 
 
-def whole(tensor: Tensor) -> Shard:
+def full(shape: Sequence[int]) -> Block:
+    """The block that is all of a tensor of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+def slices(block: Block) -> tuple[slice, ...]:
+    """`block` as an index of a tensor."""
+    return tuple(slice(*bounds) for bounds in block)
+
+
+def overlaps(block: Block, parts: Sequence[Block]) -> Iterator[tuple[int, Block, Block]]:
+    """Where `block` meets disjoint parts of the same tensor.
+
+    Yields:
+        (number of the part, what they share counted from the corner of the part, and from the corner of `block`).
+    """
+    for number, part in enumerate(parts):
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, part, strict=True)]
+        if all(start < stop for start, stop in common):
+            yield number, _from(common, part), _from(common, block)
+
+
+def _from(common: Sequence[tuple[int, int]], origin: Block) -> Block:
+    """`common` counted from the corner of `origin`."""
+    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(common, origin, strict=True))
+
+
+def replicated(tensor: Tensor) -> Shard:
     """All of a tensor that every rank holds."""
-    return Shard(tuple(tensor.shape), tuple((0, size) for size in tensor.shape), tensor.detach())
+    return Shard(tuple(tensor.shape), full(tensor.shape), tensor.detach())
 
 
 def of_slice(shape: Sequence[int], block: Block, local: Tensor) -> Shard:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,7 @@ from torch import Tensor
 from strategies.core.bounded_files import is_count, parse, read_json
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Block
+from strategies.runtime.shards import full, overlaps, slices
 
 SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth", ".bin")
@@ -44,69 +46,80 @@ MOST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """An unsharded tensor: `key` in `file` (absolute path), with its shape and its dtype as stored (torch's name). In a
-    safetensors file it begins at byte `offset`; None in a torch file. A tensor that is stored in `parts` has a file, an
-    offset and a block for each of them."""
+class Part:
+    """The block `block` of a tensor in `file`, row by row from byte `offset` on; None in a torch file."""
 
     file: str
-    key: str
+    offset: int | None
+    block: Block
+
+    @property
+    def elements(self) -> int:
+        return math.prod(stop - start for start, stop in self.block)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in files: global shape, torch's name of the stored dtype, and parts; `key` is its name in the file."""
+
     shape: tuple[int, ...]
     dtype: str
-    offset: int | None = None
-    parts: tuple[tuple[str, int, Block], ...] = ()
+    parts: tuple[Part, ...] = ()
+    key: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 class Reader:
-    """Reads blocks. Torch files stay mapped as long as the reader lives."""
+    """Reads blocks of tensors whose files are in `folder`, or have absolute paths. Torch files stay mapped as long as
+    the reader lives; `bytes_read` counts bytes by file."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path = Path()) -> None:
+        self._folder = folder
         self._open: dict[str, dict[str, Tensor]] = {}
+        self.bytes_read: Counter[str] = Counter()
 
-    def whole(self, stored: StoredTensor) -> Tensor:
-        return self.block(stored, tuple((0, size) for size in stored.shape))
+    def block(self, stored: StoredTensor, block: Block | None = None) -> Tensor:
+        """The part `block` of a tensor (default all of it), [stop - start, ...], in the stored dtype, as a copy.
 
-    def block(self, stored: StoredTensor, block: Block) -> Tensor:
-        """The part `block` of a tensor, [stop - start, ...], in the stored dtype, as a copy.
-
-        Raises StrategyError where the file is missing or damaged.
+        Raises StrategyError where a file is missing or damaged.
         """
-        if stored.parts:
-            return self._joined(stored, block)
-        cut = tuple(slice(*bounds) for bounds in block)
-        with _readable(stored.file):
-            if stored.offset is not None:
-                return _read(stored, stored.offset, cut)
-            if stored.file not in self._open:
-                self._open[stored.file] = _loaded(stored.file)
-            return self._open[stored.file][stored.key][cut].clone(memory_format=torch.contiguous_format)
+        block = full(stored.shape) if block is None else block
+        found = list(overlaps(block, [part.block for part in stored.parts]))
+        if len(found) == 1 and found[0][2] == full([stop - start for start, stop in block]):
+            return self._read(stored, *found[0][:2])
+        tensor = torch.empty([stop - start for start, stop in block], dtype=getattr(torch, stored.dtype))
+        self.fill(stored, block, tensor)
+        return tensor
 
-    def _joined(self, stored: StoredTensor, block: Block) -> Tensor:
-        found = torch.empty([stop - start for start, stop in block], dtype=getattr(torch, stored.dtype))
-        for file, offset, held in stored.parts:
-            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, held, strict=True)]
-            if all(start < stop for start, stop in common):
-                shape = tuple(stop - start for start, stop in held)
-                inside = _from(common, held)
-                part = self.block(StoredTensor(file, stored.key, shape, stored.dtype, offset), inside)
-                found[tuple(slice(*bounds) for bounds in _from(common, block))] = part
+    def fill(self, stored: StoredTensor, block: Block, view: Tensor) -> None:
+        """Copy the part `block` of a tensor to `view`, cast to its dtype, part by part. Raises as `block`."""
+        for number, source, target in overlaps(block, [part.block for part in stored.parts]):
+            view[slices(target)].copy_(self._read(stored, number, source))
+
+    def _read(self, stored: StoredTensor, number: int, source: Block) -> Tensor:
+        part, cut = stored.parts[number], slices(source)
+        file = str(self._folder / part.file)
+        with _readable(file):
+            if part.offset is not None:
+                found = _mapped(file, part.offset, part.block, stored.dtype, cut)
+            else:
+                if file not in self._open:
+                    self._open[file] = _loaded(file)
+                found = self._open[file][stored.key][cut].clone(memory_format=torch.contiguous_format)
+        self.bytes_read[part.file] += found.nbytes
         return found
 
 
-def _from(block: Iterable[tuple[int, int]], origin: Block) -> Block:
-    """`block` counted from the corner of `origin`."""
-    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(block, origin, strict=True))
-
-
-def _read(stored: StoredTensor, offset: int, cut: tuple[slice, ...]) -> Tensor:
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    size = math.prod(stored.shape) * dtype.itemsize
-    if not size:
-        return torch.empty(stored.shape, dtype=dtype)[cut].clone()
-    mapped = np.memmap(stored.file, np.uint8, mode="r", offset=offset, shape=(size,))
+def _mapped(file: str, offset: int, block: Block, name: str, cut: tuple[slice, ...]) -> Tensor:
+    dtype: torch.dtype = getattr(torch, name)
+    shape = [stop - start for start, stop in block]
+    mapped = np.memmap(file, np.uint8, mode="r", offset=offset, shape=(math.prod(shape) * dtype.itemsize,))
     # numpy does not know every dtype of torch; numbers of the same width carry the bits
-    whole = mapped.view(f"<u{dtype.itemsize}").reshape(stored.shape)
-    return torch.from_numpy(np.array(whole[cut], order="C")).view(dtype)
+    numbers = mapped.view(f"<u{dtype.itemsize}").reshape(shape)
+    return torch.from_numpy(np.array(numbers[cut], order="C")).view(dtype)
 
 
 def index(path: Path) -> dict[str, StoredTensor]:
@@ -172,10 +185,11 @@ def _entries(file: str) -> Iterator[tuple[str, StoredTensor]]:
     with _readable(file):
         if not file.endswith(SAFETENSORS):
             for name, tensor in _loaded(file).items():
-                yield name, StoredTensor(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                yield name, StoredTensor(tuple(tensor.shape), dtype, (Part(file, None, full(tensor.shape)),), name)
             return
         header, start = _header(file)
-        held: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         for name, entry in header.items():
             kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if not all(map(is_count, (begin, end, *shape))) or math.prod(max(one, 1) for one in shape) >= 2**63:
@@ -186,11 +200,11 @@ def _entries(file: str) -> Iterator[tuple[str, StoredTensor]]:
                     f"{file}: {name} is stored as {kind}; quantised weights are not read, only {', '.join(DTYPES)}.",
                 )
             size = math.prod(shape) * SIZES[DTYPES[kind]]
-            held.append((begin, end))
+            spans.append((begin, end))
             if end - begin != size or start + end > Path(file).stat().st_size:
                 raise ValueError(f"it is cut off, or {name} is not where its header says")
-            yield name, StoredTensor(file, name, shape, DTYPES[kind], start + begin)
-        if any(end > begin for (_, end), (begin, _) in pairwise(sorted(held))):
+            yield name, StoredTensor(shape, DTYPES[kind], (Part(file, start + begin, full(shape)),), name)
+        if any(end > begin for (_, end), (begin, _) in pairwise(sorted(spans))):
             raise ValueError("tensors overlap in it")
 
 
@@ -216,11 +230,11 @@ def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
     for candidate in (content, *(content[key] for key in NESTED if isinstance(content, dict) and key in content)):
         if isinstance(candidate, dict) and candidate and all(isinstance(one, Tensor) for one in candidate.values()):
             return candidate
-    held = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
+    entries = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
     raise StrategyError(
         "MW308",
-        f"{file}: holds {held}, not a state dict (tensors by name, alone or under {', '.join(NESTED)}); save one with "
-        "torch.save(model.state_dict(), FILE).",
+        f"{file}: holds {entries}, not a state dict (tensors by name, alone or under {', '.join(NESTED)}); save one "
+        "with torch.save(model.state_dict(), FILE).",
     )
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from runner.checkpoint import index
 from runner.checkpoint import manifest as header
 from runner.checkpoint.folder import HEADER, INDEX
-from runner.checkpoint.index import Entry, Part
 from strategies.core.layout import Block
 from strategies.runtime import tensor_files as stored
+from strategies.runtime.tensor_files import Part, StoredTensor
 
 Cut = Callable[[Tensor], list[Block]]
 
@@ -47,10 +47,12 @@ def checkpoint(folder: Path, tensors: Mapping[str, Tensor], cut: Cut = uncut, st
         save_file(content, path / name)
     where = {name: stored.index(path / name) for name in files}
     entries = {
-        key: Entry(
+        key: StoredTensor(
             tuple(tensor.shape),
             str(tensor.dtype).removeprefix("torch."),
-            tuple(Part(name, where[name][index.place(key, block)].offset or 0, block) for name, block in parts[key]),
+            tuple(
+                Part(name, where[name][index.place(key, block)].parts[0].offset, block) for name, block in parts[key]
+            ),
         )
         for key, tensor in tensors.items()
     }

@@ -107,7 +107,7 @@ def test_every_name_is_found_once_whatever_it_is_called(tmp_path):
     assert "angles" not in found(state() | {"angles": torch.ones(9)}, tmp_path)  # made by the constructor
     prefixed = {f"module.{name}": one for name, one in state().items()}
     renamed = found(prefixed, tmp_path, [("^module[.]", "")])
-    assert Reader().whole(renamed["head.bias"]).equal(prefixed["module.head.bias"])
+    assert Reader().block(renamed["head.bias"]).equal(prefixed["module.head.bias"])
 
 
 @pytest.mark.parametrize("before, after", [("module.", ""), ("", "body."), ("model.", "net.body.")])

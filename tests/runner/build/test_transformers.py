@@ -122,7 +122,7 @@ def test_saved_weights_are_read_in_place(tmp_path):
         found = pretrained.locate(description(name, config, str(tmp_path / name)), model)
         assert found.keys() == {one for one, _ in model.named_parameters()}
         reader = pretrained.Reader()
-        assert all(torch.equal(reader.whole(found[one]), value) for one, value in model.named_parameters())
+        assert all(torch.equal(reader.block(found[one]), value) for one, value in model.named_parameters())
 
 
 def test_verified_from_a_saved_model(start, tmp_path):

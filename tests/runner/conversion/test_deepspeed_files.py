@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,10 @@ from runner.errors import ConfigError
 from runner.launch import run_ranks
 
 
-def test_blocks_of_a_parameter_in_runs():
+def test_blocks_of_a_parameter_over_two_ranks(tmp_path):
     tensor = torch.arange(60.0).reshape(3, 4, 5)
-    flat = (
-        torch.cat([torch.full((3,), -1.0), tensor.reshape(-1)[:23]]),
-        torch.cat([tensor.reshape(-1)[23:], torch.ones(2)]),
-    )
-    runs = (deepspeed_files.FlatRun(flat[0], 3, 23), deepspeed_files.FlatRun(flat[1], 0, 37))
-    opened = deepspeed_files.DeepSpeed({"x": deepspeed_files.Flat((3, 4, 5), runs)})
+    parts = [tensor.reshape(-1)[:23], torch.cat([tensor.reshape(-1)[23:], torch.ones(2)])]
+    opened = deepspeed_files.read(saved(tmp_path / "saved", tensor.shape, parts))
     for block in [
         ((0, 3), (0, 4), (0, 5)),
         ((1, 3), (0, 4), (0, 5)),
@@ -30,8 +27,14 @@ def test_blocks_of_a_parameter_in_runs():
         ((2, 3), (3, 4), (4, 5)),
         ((1, 1), (0, 4), (0, 5)),
     ]:
-        assert opened.read("model/x", block).equal(tensor[tuple(slice(*bounds) for bounds in block)])
-    assert opened.read("model/x").equal(tensor)
+        assert opened.read("model/w", block).equal(tensor[tuple(slice(*bounds) for bounds in block)])
+    assert opened.read("model/w").equal(tensor)
+
+
+def test_partitions_with_too_few_elements_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="7 elements for a parameter of shape") as caught:
+        deepspeed_files.read(saved(tmp_path / "saved", (2, 4), [torch.ones(4), torch.ones(3)]))
+    assert caught.value.code == "MW611"
 
 
 @pytest.mark.slow
@@ -55,13 +58,16 @@ def test_weights_are_those_of_deepspeeds_own_tool(tmp_path, stage):
     assert set(opened.names) - set(expected) == ({"frozen"} if stage == 1 else set())
 
 
-def saved(folder: Path, **more: object) -> Path:
+PARTS = [torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])]
+
+
+def saved(folder: Path, shape: Sequence[int] = (4,), parts: Sequence[torch.Tensor] = PARTS, **more: object) -> Path:
+    """What DeepSpeed saves at stage 1 of a parameter `w` whose elements the ranks have in `parts`."""
     folder.mkdir()
-    state = {"module": {"w": torch.ones(4)}, "buffer_names": [], "param_shapes": [{"w": torch.Size([4])}]}
+    state = {"module": {"w": torch.ones(shape)}, "buffer_names": [], "param_shapes": [{"w": torch.Size(shape)}]}
     torch.save(state, folder / "mp_rank_00_model_states.pt")
-    for rank in range(2):
-        parts = [torch.arange(2.0) + 2 * rank]
-        content = {"zero_stage": 1, "partition_count": 2, "single_partition_of_fp32_groups": parts, **more}
+    for rank, part in enumerate(parts):
+        content = {"zero_stage": 1, "partition_count": 2, "single_partition_of_fp32_groups": [part], **more}
         torch.save({"optimizer_state_dict": content}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return folder
 

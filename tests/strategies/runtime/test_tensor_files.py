@@ -65,7 +65,7 @@ def test_every_form_gives_the_same_blocks(path: Path) -> None:
     assert found.keys() == tensors().keys()
     for name, tensor in tensors().items():
         assert found[name].shape == tensor.shape and found[name].dtype == str(tensor.dtype).removeprefix("torch.")
-        assert torch.equal(reader.whole(found[name]), tensor)
+        assert torch.equal(reader.block(found[name]), tensor)
     piece = reader.block(found["enter.weight"], ((2, 4), (5, 10)))
     assert torch.equal(piece, tensors()["enter.weight"][2:4, 5:10])
     assert piece.is_contiguous() and piece.untyped_storage().nbytes() == 2 * 5 * 4
@@ -123,7 +123,7 @@ def test_initial_weights_that_are_stored_elsewhere(form: str, tmp_path: Path, dr
 def message(path: Path) -> str:
     with pytest.raises(StrategyError) as caught:
         found = index(path)
-        Reader().whole(next(iter(found.values())))
+        Reader().block(next(iter(found.values())))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -165,7 +165,7 @@ def test_errors_in_an_index_are_reported(tmp_path: Path) -> None:
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     for form in ("one.safetensors", "one.pt"):
         entry: StoredTensor = index(write(form, tmp_path, tensors()))["half"]
-        Path(entry.file).unlink()
+        Path(entry.parts[0].file).unlink()
         with pytest.raises(StrategyError, match="cannot be read as weights"):
-            Reader().whole(entry)
+            Reader().block(entry)
     assert set(stored.DTYPES.values()) >= {"float32", "bfloat16", "int64", "bool"}
