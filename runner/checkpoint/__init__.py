@@ -22,13 +22,13 @@ safetensors, and torch files of plain data).
 
 from __future__ import annotations
 
-from runner.checkpoint.branch import locate, newest
-from runner.checkpoint.committing import SaveFailed, SaveOptions
+from runner.checkpoint.branch import is_one, locate, newest
 from runner.checkpoint.content import Content
 from runner.checkpoint.folder import HEADER, NAME, clean
-from runner.checkpoint.loading import Restored, check, check_file, check_model, load, to_continue, verify, weights
-from runner.checkpoint.reading import Checkpoint, is_one, read
-from runner.checkpoint.saving import Saver, save
+from runner.checkpoint.loading import Restored, check, check_model, load
+from runner.checkpoint.reading import Checkpoint, read
+from runner.checkpoint.saving import SaveFailed, SaveOptions, Saver, save
+from runner.checkpoint.verification import to_continue, verify, weights
 
 __all__ = [
     "HEADER",
@@ -40,7 +40,6 @@ __all__ = [
     "SaveOptions",
     "Saver",
     "check",
-    "check_file",
     "check_model",
     "clean",
     "is_one",

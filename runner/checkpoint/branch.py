@@ -7,7 +7,7 @@ they are loaded by their own path only. Invariant: nothing here chooses one of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from runner.checkpoint.folder import HEADER, complete, named, number, remove
@@ -23,10 +23,10 @@ def on_branch(path: Path, branch: Lineage | None) -> bool:
     if branch is None:
         return True
     try:
-        found = read_header(path)
+        header = read_header(path)
     except ConfigError:
         return True
-    return branch.includes(found.run, found.step)
+    return branch.includes(header.run, header.step)
 
 
 def candidates(place: Path, branch: Lineage | None) -> Iterator[Path]:
@@ -38,6 +38,11 @@ def newest(place: Path) -> Path | None:
     """The complete checkpoint with the most steps in `place`, of the run whose checkpoints are there."""
     branch = lineage.of_checkpoints(place)
     return next((path for path in reversed(complete(place)) if on_branch(path, branch)), None)
+
+
+def is_one(path: Path) -> bool:
+    """Whether `path` means a checkpoint: itself, or the newest of a run."""
+    return (path / HEADER).is_file() or any(newest(place) for place in (path, path / "checkpoints"))
 
 
 def locate(path: Path, key: str = "train.resume") -> Path:
@@ -52,16 +57,14 @@ def locate(path: Path, key: str = "train.resume") -> Path:
     """
     if (path / HEADER).is_file():
         return path
-    found = newest(path) or newest(path / "checkpoints")
-    if found is None:
-        others = [one.name for one in (*complete(path), *complete(path / "checkpoints"))]
-        why = "holds no complete checkpoint (step-...)" if path.is_dir() else "does not exist"
-        if others:
-            why = f"holds no checkpoint of its own run, but of another one: {', '.join(others)}"
-        raise ConfigError(
-            "MW604", f"{key} = {str(path)!r}: this folder {why}. Give a run folder, its checkpoints, or one of them."
-        )
-    return found
+    if (found := newest(path) or newest(path / "checkpoints")) is not None:
+        return found
+    why = "holds no complete checkpoint (step-...)" if path.is_dir() else "does not exist"
+    if others := [other.name for other in (*complete(path), *complete(path / "checkpoints"))]:
+        why = f"holds no checkpoint of its own run, but of another one: {', '.join(others)}"
+    raise ConfigError(
+        "MW604", f"{key} = {str(path)!r}: this folder {why}. Give a run folder, its checkpoints, or one of them."
+    )
 
 
 def drop(
@@ -71,26 +74,24 @@ def drop(
     there; the best one is kept too if `better` is given."""
     if keep is None:
         return
-    found = [one for one in complete(place) if number(one) <= step]
-    own = [one for one in found if on_branch(one, branch)]
+    passed = [path for path in complete(place) if number(path) <= step]
+    own = [path for path in passed if on_branch(path, branch)]
     best = None if better is None else _best(own, better)
-    kept = {*own[-keep:], *([] if best is None else [best[1]])}
-    for old in found:
-        if old not in kept:
-            remove(old)
+    for path in {*passed} - {*own[-keep:]} - ({best[1]} if best else set()):
+        remove(path)
 
 
 def best_metric(place: Path, better: Callable[[float, float], bool]) -> float | None:
     """The best metric of the run whose checkpoints are in `place`; None where none has one."""
     branch = lineage.of_checkpoints(place)
-    best = _best([one for one in complete(place) if on_branch(one, branch)], better)
-    return None if best is None else best[0]
+    best = _best((path for path in complete(place) if on_branch(path, branch)), better)
+    return best and best[0]
 
 
-def _best(found: list[Path], better: Callable[[float, float], bool]) -> tuple[float, Path] | None:
+def _best(paths: Iterable[Path], better: Callable[[float, float], bool]) -> tuple[float, Path] | None:
     """The best metric and the first checkpoint that has it. Checkpoints with a damaged header are ignored."""
     best: tuple[float, Path] | None = None
-    for path in found:
+    for path in paths:
         try:
             metric = read_header(path).metric
         except ConfigError:

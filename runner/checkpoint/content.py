@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.optimizer.updates import Updates
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_slice
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, of_slice
 
 
 @dataclass(frozen=True)
@@ -64,58 +65,52 @@ class Content:
 
     def buffers(self) -> dict[str, list[Shard]]:
         """This rank's slices of the buffers."""
-        mesh, rank, found = self.program.mesh, self.communicator.rank, {}
-        for source in self.sources:
-            if source.kind == "buffer":
-                block = self.program.layouts[source.id].block(source.spec.shape, mesh, rank)
-                found[MODEL + source.name] = [of_slice(source.spec.shape, block, self.tensors[source.name])]
-        return found
+        mesh, rank, layouts = self.program.mesh, self.communicator.rank, self.program.layouts
+        return {
+            MODEL + one.name: [
+                of_slice(one.spec.shape, layouts[one.id].block(one.spec.shape, mesh, rank), self.tensors[one.name])
+            ]
+            for one in self.sources
+            if one.kind == "buffer"
+        }
 
 
-def pieces(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
-    """The shards that this rank stores. Temporary tensors are copied."""
+def shards(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
+    """The shards that this rank stores, in memory that lasts."""
     first = first_replicas(content)
     layouts = {source.name: content.program.layouts[source.id] for source in content.sources}
     mesh, rank = content.program.mesh, content.communicator.rank
 
-    def stored(key: str, piece: Shard) -> bool:
-        if not all(start < stop for start, stop in piece.block):
+    def stored(key: str, one: Shard) -> bool:
+        if not all(start < stop for start, stop in one.block):
             return False
         name = name_of(key)
         replicas = layouts[name].replica_axes(mesh)
-        count = mesh.product(replicas)
-        return not piece.shared or (mesh.index(rank, replicas) - first[name]) % count < copies
+        turn = (mesh.index(rank, replicas) - first[name]) % mesh.product(replicas)
+        return not one.shared or turn < copies
 
     found: dict[str, list[Shard]] = {}
-    for batch in _batches(content):
-        for key, all_of in batch.items():
-            mine = [one for one in all_of if stored(key, one)]
-            if mine:
-                lasting = [one if one.lasting else replace(one, view=one.view.clone()) for one in mine]
+    for batch in chain(content.updates.pieces(), [content.buffers()]):
+        for key, candidates in batch.items():
+            if own := [one for one in candidates if stored(key, one)]:
+                lasting = [one if one.lasting else replace(one, view=one.view.clone()) for one in own]
                 found.setdefault(key, []).extend(lasting)
     return found
 
 
 def first_replicas(content: Content) -> dict[str, int]:
-    """Which of its replicas stores the slice of a parameter or buffer first: the one that has the fewest elements so
-    far, the largest slices coming first, so that files of replicas are about equally large."""
+    """Which of its replicas stores the slice of a parameter or buffer first: the one that has the smallest number of
+    elements so far, the largest slices coming first, so that files of replicas are about equally large."""
     mesh, layouts = content.program.mesh, content.program.layouts
-    given: dict[tuple[str, ...], list[int]] = {}
+    elements: dict[tuple[str, ...], list[int]] = {}
     found: dict[str, int] = {}
-    size = {
-        source.name: math.prod(layouts[source.id].local_shape(source.spec.shape, mesh)) for source in content.sources
-    }
+    size = {one.name: math.prod(layouts[one.id].local_shape(one.spec.shape, mesh)) for one in content.sources}
     for source in sorted(content.sources, key=lambda source: -size[source.name]):
         replicas = layouts[source.id].replica_axes(mesh)
-        stored = given.setdefault(replicas, [0] * mesh.product(replicas))
+        stored = elements.setdefault(replicas, [0] * mesh.product(replicas))
         found[source.name] = stored.index(min(stored))
         stored[found[source.name]] += size[source.name]
     return found
-
-
-def _batches(content: Content) -> Iterator[Shards]:
-    yield from content.updates.pieces()
-    yield content.buffers()
 
 
 def name_of(key: str) -> str:

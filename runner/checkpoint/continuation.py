@@ -8,7 +8,7 @@ override, is rejected with both values; state that cannot be carried over is rep
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,13 @@ def compare(
     Raises StrategyError, naming the first difference that cannot be carried over.
     """
     before, after, now = saved["config"], _as_json(config), _as_json(plan)
-    refused = [one for key in SAME for one in differences(_at(before, key), _at(after, key), key)]
-    programs = [one for key in PROGRAM for one in differences(_at(before, key), _at(after, key), key)]
-    programs += differences(_deciding(saved["plan"]), _deciding(now), "plan")
-    model = [one for key in MODEL for one in differences(_at(before, key), _at(after, key), key)]
-    if not refused and not programs and not model and saved["fingerprint"] != fingerprint:
+
+    def changed(keys: Iterable[str]) -> list[Difference]:
+        return [one for key in keys for one in differences(_at(before, key), _at(after, key), key)]
+
+    refused, data = changed(SAME), changed(DATA)
+    programs = [*changed(PROGRAM), *differences(_deciding(saved["plan"]), _deciding(now), "plan")]
+    if not refused and not programs and not changed(MODEL) and saved["fingerprint"] != fingerprint:
         refused = [("the captured model (hash of graph and plan)", saved["fingerprint"], fingerprint)]
     if refused:
         key, was, is_now = refused[0]
@@ -90,7 +92,6 @@ def compare(
             f"{_shown(is_now)}. Plan, mode, number of ranks, ZeRO stage and precision may be others; the model's "
             "parameters and the optimizer must be those of the checkpoint.",
         )
-    data = [one for key in DATA for one in differences(_data(before, key), _data(after, key), key)]
     had = saved.get("samples")
     if None not in (had, samples) and had != samples:
         if not any(key.startswith(SOURCE) for key, _, _ in data):
@@ -114,24 +115,18 @@ def differences(before: Any, after: Any, where: str) -> Iterator[Difference]:
 
 
 def _deciding(plan: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: plan.get(key) for key in DECIDES}
-    found["mesh"] = [list(item) for item in plan.get("mesh", {}).items()]  # the order of the axes matters
-    found["assignments"] = {
+    mesh = [list(item) for item in plan.get("mesh", {}).items()]  # the order of the axes matters
+    assignments = {
         name: {key: value for key, value in entry.items() if key != "origin"}
         for name, entry in plan.get("assignments", {}).items()
     }
-    return found
+    return {key: plan.get(key) for key in DECIDES} | {"mesh": mesh, "assignments": assignments}
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for word in key.split("."):
         value = value.get(word) if isinstance(value, Mapping) else None
-    return value
-
-
-def _data(config: Mapping[str, Any], key: str) -> Any:
-    value = _at(config, key)
     return LATER.get(key) if value is None else value
 
 

@@ -21,9 +21,14 @@ def target(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def hidden(path: Path) -> Path:
-    """What a checkpoint is called while it is written."""
-    return path.parent / f".{path.name}.partial"
+def hidden(path: Path, state: str = "partial") -> Path:
+    """What a checkpoint is called while it is written, rescued or replaced."""
+    return path.parent / f".{path.name}.{state}"
+
+
+def shown(hidden: Path) -> str:
+    """The name that a checkpoint with a hidden name will have."""
+    return hidden.name.removeprefix(".").rpartition(".")[0]
 
 
 def complete(folder: Path) -> list[Path]:
@@ -46,7 +51,7 @@ def number(path: Path) -> int:
 def clean(folder: Path) -> None:
     """Remove what interrupted saves left in `folder`. For one process, before training starts."""
     for left in sorted(folder.glob(".step-*.replaced")):
-        place = folder / left.name.removeprefix(".").removesuffix(".replaced")
+        place = folder / shown(left)
         if place.exists():
             erase(left)
         else:  # interrupted between the two renames of `put`
@@ -67,7 +72,7 @@ def erase(path: Path) -> None:
 
 def put(partial: Path, path: Path) -> None:
     """Give a finished checkpoint its name; one with the same step (a run that went back) is replaced."""
-    replaced = path.parent / f".{path.name}.replaced"
+    replaced = hidden(path, "replaced")
     if path.exists():
         path.rename(replaced)
     partial.rename(path)
@@ -81,14 +86,6 @@ def remove(path: Path) -> None:
     gone = hidden(path)
     path.rename(gone)
     erase(gone)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file and flush it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync(folder: Path) -> None:

@@ -9,20 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from runner.checkpoint import folder
 from runner.checkpoint.folder import HEADER
+from runner.checkpoint.index import Count
 from runner.errors import ConfigError
-from runner.run_folder.lineage import Ancestry, Lineage
-from strategies.core.bounded_files import is_count, is_inner_name, parse, read_bytes, read_json
+from runner.run_folder.lineage import Lineage
+from strategies.core.bounded_files import is_inner_name, parse, read_bytes, read_json
 from strategies.core.errors import StrategyError
 from strategies.runtime import tensor_files as stored
 
@@ -33,39 +35,51 @@ READING = (*stored.READING, pickle.UnpicklingError)
 BLOCK = 2**22
 
 
+def _inner(name: str) -> str:
+    if not is_inner_name(name):
+        raise ValueError(f"{name!r} is outside of the checkpoint")
+    return name
+
+
 @dataclass(frozen=True)
 class Stamp:
     """Size and checksum of a file."""
 
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
 class Header:
     """`position` is the epoch and, within it, the row at which the data continues; `plain` names the files of
     non-tensor state: for each pipeline group, all files with equal content. `metric` is the value by which the best
-    checkpoint is chosen, where there is one; `samples` counts the rows of the training data."""
+    checkpoint is chosen, where there is one; `samples` counts the rows of the training data. `run` is empty where that
+    was before runs had ids."""
 
-    step: int
-    position: tuple[int, int]
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Count
+    position: tuple[Count, Count]
     form: str
-    world_size: int
+    world_size: Annotated[Count, Field(ge=1)]
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
     fingerprint: str
-    files: Mapping[str, Stamp]
+    files: Mapping[Annotated[str, AfterValidator(_inner)], Stamp]
     plain: tuple[tuple[str, ...], ...]
     metric: float | None = None
     samples: int | None = None
     run: str = ""
-    history: Ancestry = ()
-    version: int = field(default=VERSION)
+    history: tuple[tuple[str, Count], ...] = ()
+    version: int = VERSION
 
     @property
     def lineage(self) -> Lineage:
-        """The run that saved it; one without an id where that was before runs had any."""
+        """The run that saved it."""
         return Lineage(self.run, self.history)
+
+
+_FORMAT = TypeAdapter(Header)
 
 
 def to_text(header: Header) -> str:
@@ -102,21 +116,9 @@ def from_text(text: str | bytes) -> Header:
     content = parse(text)
     if content.pop("checksum", None) != _sum_of(content):
         raise ValueError(f"the checksum of {HEADER} is another")
-    files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
-    read = {"files": files, "plain": tuple(map(tuple, content["plain"])), "position": tuple(content["position"])}
-    found = Header(**content | read | {"history": tuple(map(tuple, content.get("history", ())))})
-    for name, one in found.files.items():
-        if not is_inner_name(name):
-            raise ValueError(f"{HEADER} names a file outside of the checkpoint: {name!r}")
-        if not is_count(one.bytes) or not re.fullmatch("[0-9a-f]{64}", one.sha256):
-            raise ValueError(f"{HEADER} has no size and checksum of {name}")
-    counts = len(found.position) == 2 and all(map(is_count, (found.step, *found.position)))
-    if not counts or not is_count(found.world_size, 1) or not {*chain(*found.plain)} <= found.files.keys():
-        raise ValueError(f"{HEADER} has no step, position, world_size or files that could be right")
-    if not isinstance(found.run, str) or not all(is_count(last) for _, last in found.history):
-        raise ValueError(f"{HEADER} has no run or history that could be right")
-    if not isinstance(found.plan, dict) or not isinstance(found.config, dict):
-        raise ValueError(f"{HEADER} has no plan or config")
+    found = _FORMAT.validate_python(content)
+    if not found.files.keys() >= {*chain(*found.plain)}:
+        raise ValueError(f"{HEADER} names files of non-tensor state without size and checksum")
     return found
 
 
@@ -158,7 +160,7 @@ def missing(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
 def mark(path: Path, found: Mapping[str, str]) -> None:
     """Note in a checkpoint which of its files are damaged although their sizes are right, for all who read it."""
     unmark(path)
-    folder.write_text(path / DAMAGED, json.dumps(dict(found)))
+    (path / DAMAGED).write_text(json.dumps(dict(found)), encoding="utf-8")
 
 
 def unmark(path: Path) -> None:
@@ -184,16 +186,14 @@ def damaged(path: Path) -> Iterator[None]:
         raise
     except (*READING, StrategyError) as error:
         text = " ".join(str(error).split())[:300]
-        others = ", ".join(other.name for other in folder.complete(path.parent) if other != path)
-        raise ConfigError(
-            "MW606",
-            f"The checkpoint {path} is damaged ({type(error).__name__}: {text}). "
-            + (
-                f"Others beside it: {others}; choose one with train.resume=PATH."
-                if others
-                else "There is no other beside it."
-            ),
-        ) from error
+        names = ", ".join(other.name for other in folder.complete(path.parent) if other != path)
+        others = (
+            f"Others beside it: {names}; choose one with train.resume=PATH."
+            if names
+            else "There is no other beside it."
+        )
+        text = f"The checkpoint {path} is damaged ({type(error).__name__}: {text}). {others}"
+        raise ConfigError("MW606", text) from error
 
 
 def _sum_of(content: Mapping[str, Any]) -> str:

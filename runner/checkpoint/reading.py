@@ -6,7 +6,7 @@ whatever plan it was stored under.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,14 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runner.checkpoint import index as indices
-from runner.checkpoint.branch import newest
 from runner.checkpoint.folder import HEADER, INDEX
-from runner.checkpoint.index import Index, chosen
+from runner.checkpoint.index import Index, check_files, chosen, from_json
 from runner.checkpoint.manifest import Header, damaged, marked, missing, read_header, stamp
 from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shards
+from strategies.runtime.shards import MODEL, Shards
 from strategies.runtime.tensor_files import Reader, StoredTensor
 
 MOST_INDEX = 2**28
@@ -71,23 +69,14 @@ class Checkpoint:
         """Parameters and buffers of the model."""
         return tuple(key.removeprefix(MODEL) for key in self.tensors if key.startswith(MODEL))
 
-    @cached_property
-    def states(self) -> dict[str, tuple[str, ...]]:
-        """Optimizer states, and for each the names of the parameters that have it."""
-        found: dict[str, list[str]] = {}
-        for key in self.tensors:
-            if key.startswith(OPTIMIZER):
-                _, state, name = key.split("/", 2)
-                found.setdefault(state, []).append(name)
-        return {state: tuple(names) for state, names in found.items()}
-
     def read(self, key: str, block: Block | None = None) -> Tensor:
         """The part `block` of a tensor, by default all of it: [stop - start, ...] on the CPU, in the stored dtype.
 
         Raises KeyError for a key that is not there, ConfigError where a file is damaged.
         """
+        stored = self.tensors[key]
         with damaged(self.path):
-            return self._reader.block(self.tensors[key], block)
+            return self._reader.block(stored, block)
 
     def fill(self, wanted: Shards) -> None:
         """Copy the stored values into the views of `wanted`, cast to their dtypes; views may be on any device.
@@ -122,36 +111,31 @@ def read(path: Path, without: Mapping[str, str] = MappingProxyType({})) -> Check
         lost = marked(path) | missing(path, header.files) | dict(without)
         if INDEX in lost:
             raise ValueError(f"{INDEX}: {lost[INDEX]}")
-        tensors = _available(forms(path, header), lost)
-        if gone := [names[0] for names in header.plain if lost.keys() >= set(names)]:
-            raise ValueError(f"{gone[0]}: {lost[gone[0]]}")
-        return Checkpoint(path, header, tensors, lost)
+        return Checkpoint(path, header, available(header, read_forms(path, header), lost), lost)
 
 
-def forms(path: Path, header: Header) -> list[Index]:
-    """The content of `index.json`: the same tensors in each of its forms. Raises what reading a damaged
-    file raises."""
-    if INDEX not in header.files:
-        raise ValueError(f"{HEADER} does not name {INDEX}")
-    if stamp(path / INDEX) != header.files[INDEX]:
-        raise ValueError(f"the checksum of {INDEX} is another")
-    found: list[Index] = [indices.from_json(one) for one in read_json(path / INDEX, MOST_INDEX)]
-    if not found:
-        raise ValueError(f"{INDEX} is empty")
-    sizes = {name: one.bytes for name, one in header.files.items()}
-    for form in found:
-        indices.check_files(form, sizes)
-    return found
-
-
-def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, StoredTensor]:
-    """The first form of a checkpoint that is complete without the files `lost`. Raises ValueError if there is none."""
+def available(header: Header, forms: Sequence[Index], lost: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """The tensors in the first form that is complete without the files `lost` (and why). Raises ValueError where there
+    is none, or where non-tensor state is lost."""
+    if gone := [names[0] for names in header.plain if lost.keys() >= set(names)]:
+        raise ValueError(f"{gone[0]}: {lost[gone[0]]}")
     for form in forms[:-1]:
         with suppress(ValueError):
             return chosen(form, lost)
     return chosen(forms[-1], lost)
 
 
-def is_one(path: Path) -> bool:
-    """Whether `path` means a checkpoint: itself, or the newest of a run."""
-    return (path / HEADER).is_file() or any(newest(place) for place in (path, path / "checkpoints"))
+def read_forms(path: Path, header: Header) -> list[Index]:
+    """The content of `index.json`: the same tensors in each of its forms. Raises what reading a damaged
+    file raises."""
+    if INDEX not in header.files:
+        raise ValueError(f"{HEADER} does not name {INDEX}")
+    if stamp(path / INDEX) != header.files[INDEX]:
+        raise ValueError(f"the checksum of {INDEX} is another")
+    forms: list[Index] = [from_json(one) for one in read_json(path / INDEX, MOST_INDEX)]
+    if not forms:
+        raise ValueError(f"{INDEX} is empty")
+    sizes = {name: one.bytes for name, one in header.files.items()}
+    for form in forms:
+        check_files(form, sizes)
+    return forms

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint import committing, content, folder, rng_state, saving, writing
+from runner.checkpoint import content, folder, rng_state, saving, writing
 from runner.checkpoint import manifest as header
 from runner.checkpoint.branch import on_branch
-from runner.checkpoint.committing import Mark, SaveFailed, SaveOptions
 from runner.checkpoint.content import Content
 from runner.checkpoint.manifest import READING
+from runner.checkpoint.saving import DEFAULT, SHARDED, Mark, RankSave, SaveFailed, SaveOptions
 from runner.run_folder.lineage import Lineage
 from strategies.core.bounded_files import read_json
 
@@ -52,13 +52,13 @@ class Intact:
         rng_state.restore(self._random)
         own = given()
         world, stages = own.communicator.world, own.communicator.stages
-        partial = _folder(place, self.step)
+        partial = folder.hidden(folder.target(place, self.step), "rescue")
         partial.mkdir(parents=True, exist_ok=True)
-        made = saving.header_of(self.step, own, SaveOptions(), position, None)
-        appearing = partial / f".{RESCUED}.{own.rank}"
-        folder.write_text(appearing, json.dumps({"header": header.to_text(made), "stages": stages}))
+        made = saving.header_of(self.step, own, SHARDED, position, None)
+        appearing = partial / f"{RESCUED}.{own.rank}"
+        writing.write_bytes(appearing, json.dumps({"header": header.to_text(made), "stages": stages}).encode())
         os.replace(appearing, partial / RESCUED)
-        saving.write_alone(partial, own, made, content.pieces(own, world))
+        RankSave(partial, own, SaveOptions(copies=world), made).write(content.shards(own, world))
 
 
 def collect(place: Path, branch: Lineage | None) -> Path | None:
@@ -69,7 +69,7 @@ def collect(place: Path, branch: Lineage | None) -> Path | None:
         try:
             made = _complete(partial, branch) or made
         except (SaveFailed, *READING) as error:
-            print(f"rescue: what the other ranks left of {_shown(partial)} is not enough: {error}", flush=True)
+            print(f"rescue: what the other ranks left of {folder.shown(partial)} is not enough: {error}", flush=True)
         with suppress(OSError):
             folder.erase(partial)
     return made
@@ -82,7 +82,7 @@ def _complete(partial: Path, branch: Lineage | None) -> Path | None:
     known = branch is None or branch.includes(found.run, found.step)
     if not known or (target.exists() and on_branch(target, branch)):
         return None
-    marks = committing.marks_in(partial, found.world_size)
+    marks = saving.marks_in(partial, range(found.world_size))
     missing = sorted(set(range(found.world_size)) - {mark.rank for mark in marks})
     if missing and found.config["parallel"]["zero"]["stage"] != 0:
         raise SaveFailed(f"under ZeRO rank {missing[0]} alone has its part of the states")
@@ -90,7 +90,7 @@ def _complete(partial: Path, branch: Lineage | None) -> Path | None:
         raise SaveFailed("no rank of a stage of the pipeline is left")
     marks += [_stand_in(partial, rank, marks[0]) for rank in missing]
     (partial / RESCUED).unlink()
-    committing.commit(partial, marks, found, SaveOptions(), None, None)
+    saving.commit(partial, marks, found, DEFAULT, None, None)
     ranks = f" without rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else ""
     print(f"rescue: {target.name} is made of what the ranks had in memory{ranks}", flush=True)
     return target
@@ -100,14 +100,5 @@ def _stand_in(partial: Path, rank: int, other: Mark) -> Mark:
     """Use another rank's RNG states for a rank that left no files."""
     assert other.plain is not None
     name = f"rank-{rank:05d}.pt"
-    stamp = writing.write_bytes(partial / name, (partial / other.plain).read_bytes())
+    stamp = writing.copy(partial / other.plain, partial / name)
     return replace(other, rank=rank, files={name: stamp}, tensors={}, plain=None)
-
-
-def _folder(place: Path, step: int) -> Path:
-    target = folder.target(place, step)
-    return target.parent / f".{target.name}.rescue"
-
-
-def _shown(partial: Path) -> str:
-    return partial.name.removeprefix(".").removesuffix(".rescue")

@@ -1,45 +1,91 @@
 """Saving checkpoints, blocking or in the background.
 
-A rank writes its own files under a hidden name; rank 0 waits for all of them and puts them together (see `committing`).
-Beside training, a thread copies the rank's pieces to the host's memory until the next update (see `Copies`), and
-writes them with low CPU priority; there is one save at a time, so a rank never holds more than one
-copy. Invariant: a checkpoint is a snapshot of the state at the call of `save`, whatever training does meanwhile.
+A rank writes its files under a hidden name, and then a mark next to them; rank 0, once all marks exist, merges them and
+renames the folder. Marks are files, so saving needs no collective. Beside training, a thread copies the rank's shards
+to the host's memory until the next update (see `Copies`), and writes them with low CPU priority; there is one save at a
+time. Invariants: a checkpoint is a snapshot of the state at the call of `save`, whatever training does meanwhile; a
+folder gets its name when every element of every tensor is in some file that is on the disk, and not before.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from operator import gt, lt
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from runner.checkpoint import committing, content, folder, writing
-from runner.checkpoint.committing import Mark, SaveFailed, SaveOptions
+from runner.checkpoint import branch, content, folder, index, writing
 from runner.checkpoint.content import Content
-from runner.checkpoint.manifest import Header
+from runner.checkpoint.folder import HEADER, INDEX
+from runner.checkpoint.manifest import Header, Stamp, to_text
+from runner.checkpoint.reading import Checkpoint
 from strategies.runtime.flight_recorder import SAVES, recorder
 from strategies.runtime.shards import Shard, Shards
+from strategies.runtime.tensor_files import StoredTensor
 
-SHARDED = SaveOptions()
+SHARDED, MERGED = "sharded", "merged"
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.25
+"""Seconds between two looks at what other ranks have written: at first, and after a while."""
 TIMEOUT = 3600.0
 """Seconds that nothing may be written while a rank waits for others; one that dies or hangs is noticed earlier, by
 whoever started it."""
 LOWEST = 19
 
 
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written. The text says which rank and why."""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save: the `form` (sharded, merged or both), how many copies of what replicas hold, how many checkpoints to
+    `keep`. `best` says which metric is better ("min" or "max"), where the best one is kept too."""
+
+    form: str = SHARDED
+    copies: int = 1
+    keep: int | None = None
+    best: str | None = None
+
+
+DEFAULT = SaveOptions()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The files that a rank has written. `stage` is its pipeline group; `plain` its file of non-tensor state, if other
+    ranks need it; `copies` those of its files that are copies, with the files of which they are; `run` the id of its
+    run."""
+
+    rank: int
+    stage: int
+    files: Mapping[str, Stamp]
+    tensors: Mapping[str, StoredTensor]
+    plain: str | None
+    copies: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+
+
+_MARK = TypeAdapter(Mark)
+
+
 def save(
     path: Path,
     step: int,
     given: Content,
-    wanted: SaveOptions = SHARDED,
+    wanted: SaveOptions = DEFAULT,
     *,
     position: tuple[int, int] = (0, 0),
     metric: float | None = None,
@@ -63,94 +109,17 @@ def save(
         SaveFailed, OSError: a rank could not write its part, such as on a full disk.
         ConfigError: the optimizer's state has something that no checkpoint can store.
     """
-    partial = folder.hidden(folder.target(path, step))
     recorder.cells[SAVES] += 1
+    target = folder.target(path, step)
+    partial = folder.hidden(target)
     if given.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    _Save(partial, given, wanted, header_of(step, given, wanted, position, metric)).run(
-        content.pieces(given, 1 if given.split else wanted.copies)
-    )
+    work = RankSave(partial, given, wanted, header_of(step, given, wanted.form, position, metric))
+    work.run(content.shards(given, work.replicas))
     _barrier()
-    return folder.target(path, step)
-
-
-class Copies:
-    """Copies of a rank's pieces in the host's memory, made while training computes the next gradients.
-
-    Weights and optimizer states change in updates alone, so there is time until the next one: another thread copies (on
-    a GPU on a separate stream, to pinned memory), and `wait_for_copies`, before an update, waits for the remaining
-    copies. What changes earlier, such as the statistics of a batch norm, is copied at once. Buffers are reused; there
-    is one set of copies at a time, a snapshot of the values at `begin`.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, list[Tensor]] = {}
-        self._left: list[tuple[Tensor, Tensor]] = []
-        self._begun: torch.cuda.Event | None = None
-        self._ended: torch.cuda.Event | None = None
-        self._under_way = threading.Event()
-        self._under_way.set()
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of all buffers."""
-        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
-
-    def begin(self, pieces: Shards, at_once: Collection[str]) -> dict[str, list[Shard]]:
-        """Start copying `pieces` and return the destination tensors; those of the keys `at_once` are complete on
-        return."""
-        self._under_way.clear()
-        self._left, self._ended = [], None
-        found: dict[str, list[Shard]] = {}
-        for key, ones in pieces.items():
-            found[key] = [replace(one, view=buffer) for buffer, one in zip(self._fitting(key, ones), ones, strict=True)]
-            pairs = [(copy.view, one.view) for copy, one in zip(found[key], ones, strict=True)]
-            if key in at_once:
-                _copy(pairs, False)
-            else:
-                self._left += pairs
-        device = next((source.device for _, source in self._left if source.is_cuda), None)
-        self._begun = None if device is None else torch.cuda.current_stream(device).record_event()
-        return found
-
-    def carry_out(self) -> None:
-        """Make the remaining copies; runs in a background thread. Returns when everything is copied."""
-        try:
-            if self._begun is None:
-                _copy(self._left, False)
-                return
-            device = next(source.device for _, source in self._left if source.is_cuda)
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                stream.wait_event(self._begun)
-                _copy(self._left, True)
-                self._ended = stream.record_event()
-        finally:
-            self._left = []
-            self._under_way.set()
-        self._ended.synchronize()
-
-    def wait_for_copies(self) -> None:
-        """Return when the copied tensors may change: on a GPU, by kernels launched from now on."""
-        self._under_way.wait()
-        if self._ended is not None:
-            torch.cuda.current_stream().wait_event(self._ended)
-
-    def _fitting(self, key: str, pieces: Sequence[Shard]) -> list[Tensor]:
-        buffers = self._buffers.get(key, [])
-        shapes = [(one.view.shape, one.view.dtype) for one in pieces]
-        if [(buffer.shape, buffer.dtype) for buffer in buffers] != shapes:
-            buffers = [torch.empty(one.view.shape, dtype=one.view.dtype, pin_memory=one.view.is_cuda) for one in pieces]
-            self._buffers[key] = buffers
-        return buffers
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> None:
-    with torch.no_grad():
-        for copy, source in pairs:
-            copy.copy_(source, non_blocking=later)
+    return target
 
 
 class Saver:
@@ -166,7 +135,7 @@ class Saver:
         path: Path,
         step: int,
         given: Content,
-        wanted: SaveOptions = SHARDED,
+        wanted: SaveOptions = DEFAULT,
         *,
         position: tuple[int, int] = (0, 0),
         metric: float | None = None,
@@ -177,9 +146,8 @@ class Saver:
         recorder.cells[SAVES] += 1
         partial = folder.hidden(folder.target(path, step))
         partial.mkdir(parents=True, exist_ok=True)
-        header = header_of(step, given, wanted, position, metric)
-        work = _Save(partial, given, wanted, header)
-        copied = self._copies.begin(content.pieces(given, 1 if given.split else wanted.copies), given.buffers().keys())
+        work = RankSave(partial, given, wanted, header_of(step, given, wanted.form, position, metric))
+        copied = self._copies.begin(content.shards(given, work.replicas), given.buffers().keys())
 
         def run() -> None:
             try:
@@ -223,51 +191,249 @@ class Saver:
         return self._copies.bytes
 
 
-class _Save:
-    """One rank's part of one save: everything but the pieces is taken at once, and `run` calls no collective."""
+class Copies:
+    """Copies of a rank's shards in the host's memory, made while training computes the next gradients.
+
+    Weights and optimizer states change in updates alone, so there is time until the next one: another thread copies (on
+    a GPU on a separate stream, to pinned memory), and `wait_for_copies`, before an update, waits for the remaining
+    copies. What changes earlier, such as the statistics of a batch norm, is copied at once. Buffers are reused; there
+    is one set of copies at a time, a snapshot of the values at `begin`.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, list[Tensor]] = {}
+        self._remaining: list[tuple[Tensor, Tensor]] = []
+        self._start: torch.cuda.Event | None = None
+        self._end: torch.cuda.Event | None = None
+        self._under_way = threading.Event()
+        self._under_way.set()
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+
+    def begin(self, shards: Shards, at_once: Collection[str]) -> dict[str, list[Shard]]:
+        """Start copying `shards` and return the destination tensors; those of the keys `at_once` are complete on
+        return."""
+        self._under_way.clear()
+        self._remaining, self._end = [], None
+        copies: dict[str, list[Shard]] = {}
+        for key, ones in shards.items():
+            buffers = self._fitting(key, [one.view for one in ones])
+            copies[key] = [replace(one, view=buffer) for buffer, one in zip(buffers, ones, strict=True)]
+            pairs = [(buffer, one.view) for buffer, one in zip(buffers, ones, strict=True)]
+            if key in at_once:
+                _copy(pairs, False)
+            else:
+                self._remaining += pairs
+        device = self._device()
+        self._start = None if device is None else torch.cuda.current_stream(device).record_event()
+        return copies
+
+    def carry_out(self) -> None:
+        """Make the remaining copies; runs in a background thread. Returns when everything is copied."""
+        try:
+            if self._start is None:
+                _copy(self._remaining, False)
+                return
+            stream = torch.cuda.Stream(self._device())  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._start)
+                _copy(self._remaining, True)
+                self._end = stream.record_event()
+        finally:
+            self._remaining = []
+            self._under_way.set()
+        self._end.synchronize()
+
+    def wait_for_copies(self) -> None:
+        """Return when the copied tensors may change: on a GPU, by kernels launched from now on."""
+        self._under_way.wait()
+        if self._end is not None:
+            torch.cuda.current_stream().wait_event(self._end)
+
+    def _device(self) -> torch.device | None:
+        return next((source.device for _, source in self._remaining if source.is_cuda), None)
+
+    def _fitting(self, key: str, views: Sequence[Tensor]) -> list[Tensor]:
+        buffers = self._buffers.get(key, [])
+        if [(one.shape, one.dtype) for one in buffers] != [(one.shape, one.dtype) for one in views]:
+            buffers = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in views]
+            self._buffers[key] = buffers
+        return buffers
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> None:
+    with torch.no_grad():
+        for copy, source in pairs:
+            copy.copy_(source, non_blocking=later)
+
+
+class RankSave:
+    """One rank's part of one save into the folder `partial`: everything but the shards is taken at once, and `run`
+    calls no collective."""
 
     def __init__(self, partial: Path, given: Content, wanted: SaveOptions, header: Header) -> None:
-        self._partial, self._wanted, self._header = partial, wanted, header
-        self._rank, self._stage = given.rank, given.communicator.stage
-        self._needed = given.communicator.rank < wanted.copies
-        self._world = given.communicator.world
-        self._backward = wanted.copies if given.split else 1
-        """Of how many ranks this one stores the files, itself and those before it: what ZeRO partitions is in the
-        memory of one rank alone."""
-        self._published, self._described = given.published, given.described
+        self._partial, self._given, self._wanted, self._header = partial, given, wanted, header
+        self._name = f"rank-{given.rank:05d}"
         self._plain = content.plain(given, wanted.copies)
-        self._run = given.lineage.run
 
-    def run(self, pieces: Shards) -> None:
+    @property
+    def replicas(self) -> int:
+        """How many replicas store a shard. What ZeRO partitions is in the memory of one rank alone; others copy its
+        file instead."""
+        return 1 if self._given.split else self._wanted.copies
+
+    def run(self, shards: Shards) -> None:
+        """Write this rank's files; on rank 0, wait for the others and commit. Raises SaveFailed."""
+        shown = folder.shown(self._partial)
         try:
-            self.write(pieces)
+            self.write(shards, copied=self._wanted.copies - self.replicas)
         except BaseException as error:
-            committing.give_up(self._partial, self._rank, error)
+            with suppress(OSError):  # if even that fails, the other ranks notice that this one is down
+                writing.write_bytes(self._partial / f"{self._name}.failed", f"{type(error).__name__}: {error}".encode())
             if isinstance(error, OSError):
-                raise SaveFailed(
-                    f"rank {self._rank} could not write its part of {committing.shown(self._partial)}: {error}"
-                ) from error
+                raise SaveFailed(f"rank {self._given.rank} could not write its part of {shown}: {error}") from error
             raise
         recorder.cells[SAVES] += 1
-        if self._rank == 0:
-            marks = committing.await_marks(self._partial, self._world, TIMEOUT)
+        if self._given.rank == 0:
+            world = range(self._given.communicator.world)
+            _await(self._partial, {rank: _mark(self._partial, rank) for rank in world})
+            marks = marks_in(self._partial, world)
             try:
-                committing.commit(self._partial, marks, self._header, self._wanted, self._published, self._described)
+                commit(self._partial, marks, self._header, self._wanted, self._given.published, self._given.described)
             except OSError as error:
-                raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
+                raise SaveFailed(f"{shown} could not be completed: {error}") from error
 
-    def write(self, pieces: Shards) -> None:
-        """Write this rank's files and its mark."""
-        name = f"rank-{self._rank:05d}"
-        plain = writing.write_bytes(self._partial / f"{name}.pt", self._plain)
-        stamp, index = writing.write(self._partial / f"{name}.safetensors", writing.of_shards(pieces))
-        files = {f"{name}.pt": plain, f"{name}.safetensors": stamp}
-        needed, copies = f"{name}.pt" if self._needed else None, {}
-        for back in range(1, min(self._backward, self._world)):
-            other = (self._rank - back) % self._world
+    def write(self, shards: Shards, copied: int = 0) -> None:
+        """Write this rank's files, copies of the files of as many ranks before it as `copied` says, and its mark.
+        Raises OSError, SaveFailed."""
+        given, name, partial = self._given, self._name, self._partial
+        plain = writing.write_bytes(partial / f"{name}.pt", self._plain)
+        stamp, tensors = writing.write(partial / f"{name}.safetensors", writing.of_shards(shards))
+        files, copies = {f"{name}.pt": plain, f"{name}.safetensors": stamp}, {}
+        world = given.communicator.world
+        for back in range(1, min(copied + 1, world)):
+            other = (given.rank - back) % world
+            source = partial / f"rank-{other:05d}.safetensors"
             copy = f"{name}.copy-of-{other:05d}.safetensors"
-            copies[copy], files[copy] = committing.copy_of(self._partial, other, copy, TIMEOUT)
-        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed, copies, self._run))
+            _await(partial, {other: source})
+            copies[copy], files[copy] = source.name, writing.copy(source, partial / copy)
+        needed = f"{name}.pt" if given.communicator.rank < self._wanted.copies else None
+        mark = Mark(given.rank, given.communicator.stage, files, tensors, needed, copies, given.lineage.run)
+        writing.write_bytes(_mark(partial, given.rank), _MARK.dump_json(mark))
+
+
+def header_of(step: int, given: Content, form: str, position: tuple[int, int], metric: float | None) -> Header:
+    """The header of a checkpoint, still without its files."""
+    identity = given.plan, given.config, given.fingerprint
+    run, history = given.lineage.run, given.lineage.history
+    return Header(
+        step, position, form, given.communicator.world, *identity, {}, (), metric, given.samples, run, history
+    )
+
+
+def _await(partial: Path, files: Mapping[int, Path]) -> None:
+    """Return when every rank has written its file, with increasing intervals between looks. Raises SaveFailed where one
+    of them gave up, or nothing has been written in `TIMEOUT` seconds."""
+    missing = dict(files)
+    began = moved = time.monotonic()
+    size = -1
+    while True:
+        for rank, file in list(missing.items()):
+            if (failed := partial / f"rank-{rank:05d}.failed").is_file():
+                reason = failed.read_text(encoding="utf-8")
+                raise SaveFailed(f"rank {rank} could not write its part of {folder.shown(partial)}: {reason}")
+            if file.is_file():
+                del missing[rank]
+        if not missing:
+            return
+        now = time.monotonic()
+        if (written := _size(partial)) != size:
+            size, moved = written, now
+        if now > moved + TIMEOUT:
+            rank = min(missing)
+            raise SaveFailed(
+                f"rank {rank} has written nothing of its part of {folder.shown(partial)} for {TIMEOUT:g} s"
+            )
+        time.sleep(min(LONGEST_PAUSE, max(SHORTEST_PAUSE, (now - began) / 10)))
+
+
+def _size(partial: Path) -> int:
+    """The bytes of all files at this moment."""
+    with suppress(FileNotFoundError), os.scandir(partial) as files:
+        return sum(file.stat().st_size for file in files)
+    return 0
+
+
+def marks_in(partial: Path, ranks: Collection[int]) -> list[Mark]:
+    """The marks of those of `ranks` that have written their files."""
+    marks = (_mark(partial, rank) for rank in ranks)
+    return [_MARK.validate_json(mark.read_bytes()) for mark in marks if mark.is_file()]
+
+
+def commit(
+    partial: Path,
+    marks: Sequence[Mark],
+    header: Header,
+    wanted: SaveOptions,
+    published: frozenset[str] | None,
+    described: str | None,
+) -> Path:
+    """Put the files together and give the folder its name; drop older checkpoints. Returns its place.
+
+    Raises SaveFailed where an element is in no file, OSError where the disk is full.
+    """
+    shown = folder.shown(partial)
+    if strangers := [mark for mark in marks if mark.run != header.run]:
+        raise SaveFailed(
+            f"{shown}: rank {strangers[0].rank} is of run {strangers[0].run}, and rank 0 of {header.run}; two runs "
+            "save in one folder"
+        )
+    files = {name: stamp for mark in marks for name, stamp in mark.files.items()}
+    copies = {copy: file for mark in marks for copy, file in mark.copies.items()}
+    if different := [copy for copy, file in copies.items() if files[copy] != files[file]]:
+        raise SaveFailed(f"{shown}: {different[0]} is not like the file of which it is a copy")
+    stages = sorted({mark.stage for mark in marks})
+    sharded: dict[str, StoredTensor] = {}
+    for stage in stages:  # of a tensor that several pipeline groups store, the parts in the first one count
+        sharded = sharded | index.joined(mark.tensors for mark in marks if mark.stage == stage) | sharded
+    sharded = index.with_copies(sharded, copies)
+    try:
+        chosen = index.chosen(sharded)
+    except ValueError as error:
+        raise SaveFailed(f"{shown} is not complete: {error}") from error
+    plain = (tuple(mark.plain for mark in marks if mark.stage == stage and mark.plain is not None) for stage in stages)
+    header = replace(header, files=files, plain=tuple(plain))
+    forms = [sharded]
+    if wanted.form != SHARDED:
+        made, merged = writing.merged(Checkpoint(partial, header, chosen), partial, published, described)
+        files |= made
+        forms.append(merged)
+    if wanted.form == MERGED:
+        for name in {part.file for entry in sharded.values() for part in entry.parts}:
+            (partial / name).unlink()
+            del files[name]
+        del forms[0]
+    files[INDEX] = writing.write_bytes(partial / INDEX, json.dumps(list(map(index.to_json, forms))).encode())
+    for mark in marks:
+        _mark(partial, mark.rank).unlink(missing_ok=True)
+    writing.write_bytes(partial / HEADER, to_text(replace(header, files=files)).encode())
+    folder.sync(partial)
+    target = folder.target(partial.parent, header.step)
+    folder.put(partial, target)
+    branch.drop(target.parent, header.step, wanted.keep, better_of(wanted.best), header.lineage)
+    return target
+
+
+def better_of(best: str | None) -> Callable[[float, float], bool] | None:
+    """Whether one value of a metric is better than another, for "min" or "max"."""
+    return {None: None, "min": lt, "max": gt}[best]
+
+
+def _mark(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank:05d}.done"
 
 
 def _step_back() -> None:
@@ -275,19 +441,6 @@ def _step_back() -> None:
     process."""
     if os.uname().sysname == "Linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
-
-
-def write_alone(partial: Path, given: Content, header: Header, pieces: Shards) -> None:
-    """Write this rank's part into the folder `partial`, independently of the others. Raises OSError."""
-    _Save(partial, given, SaveOptions(copies=given.communicator.world), header).write(pieces)
-
-
-def header_of(
-    step: int, given: Content, wanted: SaveOptions, position: tuple[int, int], metric: float | None
-) -> Header:
-    world, form, of = given.communicator.world, wanted.form, given.lineage
-    identity = given.plan, given.config, given.fingerprint
-    return Header(step, position, form, world, *identity, {}, (), metric, given.samples, of.run, of.history)
 
 
 def _barrier() -> None:

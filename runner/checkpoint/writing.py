@@ -1,8 +1,9 @@
-"""Stream tensors to a safetensors file and compute its checksum on the way.
+"""Writing a checkpoint's files: streamed to the disk, with their checksums computed on the way.
 
 A safetensors file is 8 bytes with the length of a JSON header, the header {name: {dtype, shape, data_offsets}}, and the
-tensors, each row by row. Invariant: the file is on the disk when a function returns, and at no time is more of it in
-memory than one chunk.
+tensors, each row by row. `merged` writes one file of unsharded weights under the model's own names, which plain torch
+and transformers can read, and one of optimizer states. Invariant: a file is on the disk when a function returns, and
+of a source of tensors no more than `CHUNK` bytes are in memory.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +22,16 @@ from torch import Tensor
 
 from runner.checkpoint.index import place
 from runner.checkpoint.manifest import BLOCK, Stamp
+from runner.checkpoint.reading import TensorSource
 from strategies.core.layout import Block
 from strategies.runtime.flight_recorder import recorder
-from strategies.runtime.shards import Shards
-from strategies.runtime.tensor_files import DTYPES, Part, StoredTensor
+from strategies.runtime.shards import MODEL, Shards, full
+from strategies.runtime.tensor_files import DTYPES, SIZES, Part, StoredTensor
 
 NAMES = {name: short for short, name in DTYPES.items()}
 """What safetensors calls torch's dtypes."""
+WEIGHTS, STATES, DESCRIPTION = "model.safetensors", "optimizer.safetensors", "config.json"
+CHUNK = 2**26
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,6 @@ class Unwritten:
     dtype: str
     block: Block
     chunks: Callable[[], Iterable[Tensor]]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.block)
-
-    @property
-    def itemsize(self) -> int:
-        size: int = getattr(torch, self.dtype).itemsize
-        return size
 
 
 def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, StoredTensor]]:
@@ -65,13 +60,13 @@ def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Sto
     Raises:
         OSError: the disk is full.
     """
-    header, position = {"__metadata__": {"format": "pt"}}, 0
-    offsets: dict[str, int] = {}
-    ordered = sorted(blocks, key=lambda one: -one.itemsize)  # wide numbers first: each is aligned as its dtype wants it
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, position = {}, 0
+    ordered = sorted(blocks, key=lambda one: -SIZES[one.dtype])  # wide numbers first: each is aligned as its dtype
     for one in ordered:
-        end = position + one.itemsize * math.prod(one.sizes)
-        entry = {"dtype": NAMES[one.dtype], "shape": one.sizes, "data_offsets": (position, end)}
-        header[one.name], offsets[one.name] = entry, position  # type: ignore[assignment]
+        sizes = [stop - start for start, stop in one.block]
+        offsets[one.name], end = position, position + SIZES[one.dtype] * math.prod(sizes)
+        header[one.name] = {"dtype": NAMES[one.dtype], "shape": sizes, "data_offsets": (position, end)}
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -82,24 +77,20 @@ def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Sto
                 file.write(memoryview(raw(chunk)))
     index: dict[str, StoredTensor] = {}
     for one in blocks:
+        entry = index.setdefault(one.key, StoredTensor(one.shape, one.dtype))
         part = Part(path.name, 8 + len(text) + offsets[one.name], one.block)
-        before = index[one.key].parts if one.key in index else ()
-        index[one.key] = StoredTensor(one.shape, one.dtype, (*before, part))
+        index[one.key] = replace(entry, parts=(*entry.parts, part))
     return file.stamp, index
 
 
 def of_shards(shards: Shards) -> list[Unwritten]:
-    """The pieces of a rank, each block once."""
-    found: dict[str, Unwritten] = {}
+    """The shards of a rank, each block once."""
+    found = {}
     for key, several in shards.items():
-        for piece in several:
-            name, dtype = place(key, piece.block), str(piece.view.dtype).removeprefix("torch.")
-            found[name] = Unwritten(name, key, tuple(piece.shape), dtype, piece.block, partial(_alone, piece.view))
+        for one in several:
+            name, dtype = place(key, one.block), str(one.view.dtype).removeprefix("torch.")
+            found[name] = Unwritten(name, key, tuple(one.shape), dtype, one.block, partial(list, [one.view]))
     return list(found.values())
-
-
-def _alone(tensor: Tensor) -> list[Tensor]:
-    return [tensor]
 
 
 def write_bytes(path: Path, content: bytes) -> Stamp:
@@ -154,3 +145,64 @@ def raw(tensor: Tensor) -> bytes | memoryview:
     """The bytes of a tensor on any device, row by row."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def merged(
+    source: TensorSource, target: Path, published: frozenset[str] | None = None, described: str | None = None
+) -> tuple[dict[str, Stamp], dict[str, StoredTensor]]:
+    """Write all tensors of `source` in the merged form.
+
+    Args:
+        source: where the tensors are read.
+        target: the folder to which the files go.
+        published: the names in the model's state dict; None for all of the model, but what `source`, where it is a
+            merged checkpoint, has among the optimizer's states. Others go to the file of the optimizer's states.
+        described: becomes config.json.
+
+    Returns:
+        Stamps by file name, and where every tensor is.
+    """
+
+    def is_weight(key: str, entry: StoredTensor) -> bool:
+        if not key.startswith(MODEL):
+            return False
+        if published is not None:
+            return key.removeprefix(MODEL) in published
+        return not any(part.file == STATES for part in entry.parts)
+
+    names = {key: key.removeprefix(MODEL) for key, entry in source.tensors.items() if is_weight(key, entry)}
+    others = {key: key for key in source.tensors if key not in names}
+    files: dict[str, Stamp] = {}
+    index: dict[str, StoredTensor] = {}
+    for file, stored in ((WEIGHTS, names), (STATES, others)):
+        if stored:
+            blocks = [block_of(source, key, name, full(source.tensors[key].shape)) for key, name in stored.items()]
+            files[file], entries = write(target / file, blocks)
+            index |= entries
+    if described is not None:
+        files[DESCRIPTION] = write_bytes(target / DESCRIPTION, described.encode())
+    return files, index
+
+
+def block_of(source: TensorSource, key: str, name: str, block: Block) -> Unwritten:
+    """A block of a tensor of `source`, to be written under `name` in chunks of at most `CHUNK` bytes."""
+    entry = source.tensors[key]
+    return Unwritten(name, key, entry.shape, entry.dtype, block, partial(_chunks, source, key, block))
+
+
+def _chunks(source: TensorSource, key: str, block: Block) -> Iterator[Tensor]:
+    size = SIZES[source.tensors[key].dtype]
+    return (source.read(key, part) for part in _divided(block, CHUNK // size))
+
+
+def _divided(block: Block, most: int) -> Iterator[Block]:
+    """`block` in blocks of at most `most` elements that follow each other row by row."""
+    if math.prod(stop - start for start, stop in block) <= most:
+        yield block
+        return
+    (start, stop), *inner = block
+    row = math.prod(b - a for a, b in inner)
+    rows = max(most // row, 1)
+    for first in range(start, stop, rows):
+        bounds = (first, min(first + rows, stop))
+        yield from ((bounds, *one) for one in _divided(tuple(inner), most)) if row > most else ((bounds, *inner),)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint import branch, folder, index, reading
+from runner.checkpoint import branch, folder, reading
 from runner.checkpoint import manifest as header
 from runner.checkpoint.index import Index
 from runner.checkpoint.manifest import Header
@@ -42,7 +42,7 @@ def run(path: Path) -> int:
         print(f"{'failed' if name in wrong else 'ok':<6}  {name:<24}  {said}", flush=True)
     if folder.INDEX not in wrong:
         with header.damaged(path):
-            forms = reading.forms(path, found)
+            forms = reading.read_forms(path, found)
         for line in losses(found, forms, wrong):
             print(line, flush=True)
     return 1 if wrong else 0
@@ -62,10 +62,10 @@ def described(found: Header) -> str:
 
 def losses(found: Header, forms: Sequence[Index], wrong: Mapping[str, str]) -> list[str]:
     """The lost state, or else the ranks whose files are redundant."""
-    if not _whole(found, forms, set(wrong)):
+    if not _complete(found, forms, wrong):
         return ["lost: the content of the damaged files is in no other file; the checkpoint cannot be loaded"]
     lines = ["nothing is lost: other files hold the same"] if wrong else []
-    ranks = [rank for rank in range(found.world_size) if _whole(found, forms, {*wrong, *_files(found, rank)})]
+    ranks = [rank for rank in range(found.world_size) if _complete(found, forms, {**wrong, **_files(found, rank)})]
     listed = ", ".join(map(str, ranks)) or "none (checkpoint.copies=2 stores what replicas hold twice)"
     lines.append(f"ranks whose files could be lost, one at a time: {listed}")
     parallel = found.config.get("parallel", {})
@@ -124,18 +124,14 @@ def replicas(plan: Mapping[str, Any], world_size: int, *, split: bool) -> str:
     return " ".join(f"[{', '.join(map(str, group))}]" for group in groups)
 
 
-def _files(found: Header, rank: int) -> set[str]:
-    return {name for name in found.files if name.startswith(f"rank-{rank:05d}.")}
+def _files(found: Header, rank: int) -> dict[str, str]:
+    return {name: "" for name in found.files if name.startswith(f"rank-{rank:05d}.")}
 
 
-def _whole(found: Header, forms: Sequence[Index], lost: set[str]) -> bool:
+def _complete(found: Header, forms: Sequence[Index], lost: Mapping[str, str]) -> bool:
     """Whether the remaining files hold the complete state."""
-    if any(lost.issuperset(names) for names in found.plain):
+    try:
+        reading.available(found, forms, lost)
+    except ValueError:
         return False
-    for form in forms:
-        try:
-            index.chosen(form, lost)
-        except ValueError:
-            continue
-        return True
-    return False
+    return True

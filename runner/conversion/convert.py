@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from runner.build import huggingface
-from runner.checkpoint import Checkpoint, folder, is_one, locate, merged, read, verify, weights, writing
-from runner.checkpoint.committing import MERGED, SHARDED
+from runner.checkpoint import Checkpoint, folder, is_one, locate, read, verify, weights, writing
 from runner.checkpoint.content import name_of
 from runner.checkpoint.folder import HEADER, INDEX
 from runner.checkpoint.index import Index, joined, place, to_json
 from runner.checkpoint.manifest import Header, Stamp, read_header, to_text
-from runner.checkpoint.merged import DESCRIPTION, STATES
 from runner.checkpoint.reading import TensorSource
+from runner.checkpoint.saving import MERGED, SHARDED
+from runner.checkpoint.writing import DESCRIPTION
 from runner.config.schema import Model
 from runner.conversion import deepspeed_files
 from runner.errors import ConfigError
@@ -55,25 +55,18 @@ def opened(path: Path) -> tuple[TensorSource, str]:
 
     Raises ConfigError if `path` is none of these, or damaged.
     """
-    found = _checkpoint(path)
-    if found is not None:
-        return found, f"the {found.header.form} checkpoint {found.path}"
+    if path.is_dir() and is_one(path):
+        place = locate(path, "convert")
+        verify(place)
+        found = read(place)
+        return found, f"the {found.header.form} checkpoint {place}"
     if (folder := deepspeed_files.folder_of(path)) is not None:
-        taken = deepspeed_files.read(folder)
-        return taken, f"the DeepSpeed checkpoint {folder} (its weights; optimizer states are left out)"
+        what = f"the DeepSpeed checkpoint {folder} (its weights; optimizer states are left out)"
+        return deepspeed_files.read(folder), what
     try:
         return Files({MODEL + name: one for name, one in weights(path).items()}), f"the weights in {path}"
     except StrategyError as error:
         raise ConfigError("MW604", f"convert: {error} A checkpoint, or what DeepSpeed saves, would do too.") from error
-
-
-def _checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint, or newest of a run, that a path means."""
-    if not path.is_dir() or not is_one(path):
-        return None
-    place = locate(path, "convert")
-    verify(place)
-    return read(place)
 
 
 @dataclass(frozen=True)
@@ -153,7 +146,7 @@ def write(source: TensorSource, target: Path, cut: Cut | None) -> None:
     try:
         if cut is None:
             description, published = described(header.config)
-            files, index = merged.write(source, hidden, _outside(source, published), description)
+            files, index = writing.merged(source, hidden, published, description)
         else:
             files, index = _sharded(source, hidden, cut)
         if isinstance(source, Checkpoint):
@@ -162,20 +155,11 @@ def write(source: TensorSource, target: Path, cut: Cut | None) -> None:
             header = replace(header, plain=plain)
         files[INDEX] = writing.write_bytes(hidden / INDEX, json.dumps([to_json(index)]).encode())
         form = MERGED if cut is None else SHARDED
-        folder.write_text(hidden / HEADER, to_text(replace(header, form=form, files=files)))
+        writing.write_bytes(hidden / HEADER, to_text(replace(header, form=form, files=files)).encode())
         folder.sync(hidden)
         folder.put(hidden, target)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _outside(source: TensorSource, published: frozenset[str] | None) -> frozenset[str]:
-    """Keys of the model that its state dict, which holds `published`, leaves out; where that is not known, those that
-    the merged form of a checkpoint stores apart."""
-    if published is not None:
-        return merged.unpublished(source, published)
-    apart = (key for key, entry in source.tensors.items() if any(part.file == STATES for part in entry.parts))
-    return frozenset(key for key in apart if key.startswith(MODEL))
 
 
 def _sharded(source: TensorSource, target: Path, cut: Cut) -> tuple[dict[str, Stamp], dict[str, StoredTensor]]:
@@ -184,7 +168,7 @@ def _sharded(source: TensorSource, target: Path, cut: Cut) -> tuple[dict[str, St
     for rank in range(cut.ranks):
         name = f"rank-{rank:05d}.safetensors"
         blocks = [
-            merged.block_of(source, key, place(key, block), block) for key, block in cut.blocks(rank, source.tensors)
+            writing.block_of(source, key, place(key, block), block) for key, block in cut.blocks(rank, source.tensors)
         ]
         if blocks:
             files[name], index = writing.write(target / name, blocks)

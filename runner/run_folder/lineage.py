@@ -1,6 +1,6 @@
 """Which run a folder and its checkpoints belong to. Imports no torch.
 
-A run has an id, drawn at random when it begins. `run.json` in its folder and every checkpoint carry that id and the
+A run has an id, random, given when it begins. `run.json` in its folder and every checkpoint carry that id and the
 run's history: which runs it continues, each up to which step. `train.resume=auto` and restarts continue the run of the
 folder under its id; any other start is a new run. Invariant: a checkpoint is on the branch of a run if that run saved
 it, or if a run of its history did, at a step that the history includes. Nothing else is ever continued implicitly.
@@ -138,7 +138,7 @@ def check_folder(config: Config, run_dir: Path) -> None:
     if not _trained(run_dir):
         return
     run = read(run_dir)
-    whose = "another training run" if run is None else f"the training run {run.began.told}"
+    whose = "another training run" if run is None else f"the training run {run.began}"
     if config.job.name not in TRAINING:
         raise ConfigError(
             "MW601",

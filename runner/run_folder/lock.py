@@ -50,25 +50,24 @@ class Occupant:
         started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
         return cls(run or secrets.token_hex(8), verb, recipe, os.getpid(), socket.gethostname(), started)
 
-    @property
-    def told(self) -> str:
+    def __str__(self) -> str:
         """The id and the known properties of the run, for messages."""
         return f"{self.run} ({'' if self.recipe is None else f'recipe {self.recipe}, '}started {self.started})"
 
 
-_held: dict[Path, tuple[int, Occupant]] = {}
+_locked: dict[Path, tuple[int, Occupant]] = {}
 """Descriptor of the lock and occupant, by folder, of this process."""
 
 
 def occupant_of(folder: Path) -> Occupant | None:
     """The occupant as which this process holds `folder`; None if it does not."""
-    held = _held.get(folder.resolve())
-    return None if held is None else held[1]
+    entry = _locked.get(folder.resolve())
+    return None if entry is None else entry[1]
 
 
 @contextmanager
 def occupied(folder: Path, occupant: Occupant, *, key: str = RUN) -> Iterator[None]:
-    """Hold `folder`, which `key` chooses, while the block runs. Raises as `occupy`."""
+    """Lock `folder`, which `key` chooses, while the block runs. Raises as `occupy`."""
     occupy(folder, occupant, key=key)
     try:
         yield
@@ -109,16 +108,16 @@ def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
         os.close(descriptor)  # the previous holder has just removed it
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(asdict(occupant)).encode() + b"\n", 0)
-    _held[folder.resolve()] = descriptor, occupant
+    _locked[folder.resolve()] = descriptor, occupant
 
 
 def leave(folder: Path) -> None:
     """Release `folder`, if this process holds it."""
-    held = _held.pop(folder.resolve(), None)
-    if held is not None:
+    entry = _locked.pop(folder.resolve(), None)
+    if entry is not None:
         with suppress(OSError):
             (folder / FILE).unlink()  # before the lock is released: a later file belongs to another process
-        os.close(held[0])
+        os.close(entry[0])
 
 
 def _is_still(file: Path, descriptor: int) -> bool:
@@ -147,7 +146,7 @@ def _refusal(folder: Path, other: Occupant | None, key: str) -> str:
         who = "another process"
     else:
         what = "the sweep" if other.verb == "sweep" else f"`run {other.verb}`, run"
-        who = f"{what} {other.told}, pid {other.pid} on {other.host}, still running"
+        who = f"{what} {other}, pid {other.pid} on {other.host}, still running"
     after = (
         "the same command then runs what is missing."
         if key == SWEEP
@@ -158,10 +157,10 @@ def _refusal(folder: Path, other: Occupant | None, key: str) -> str:
 
 def _let_go() -> None:
     """Close the descriptors in a fork, which would otherwise keep holding the locks of this process."""
-    for descriptor, _ in _held.values():
+    for descriptor, _ in _locked.values():
         with suppress(OSError):
             os.close(descriptor)
-    _held.clear()
+    _locked.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)

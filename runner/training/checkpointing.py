@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from runner.checkpoint import branch, loading
-from runner.checkpoint.committing import SaveOptions, better_of
 from runner.checkpoint.content import Content
 from runner.checkpoint.rescue import Intact
-from runner.checkpoint.saving import Saver, save
+from runner.checkpoint.saving import SaveOptions, Saver, better_of, save
 from runner.config.checkpoint import Checkpoint
 from runner.config.schema import Config
 from runner.data.order import Order

@@ -114,6 +114,17 @@ def test_what_another_run_left_in_memory_is_not_rescued(tmp_path):
         (tmp_path / ".step-00000003.rescue" / name).write_bytes(text)
 
 
+def test_a_rescue_under_zero_waits_for_no_other_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "TIMEOUT", 0.2)
+    intact = rescue.Intact()
+    intact.after(3)
+    mine = content(4)
+    zero = {"parallel": {"zero": {"stage": 1}}}
+    intact.leave(tmp_path, lambda: replace(mine, config=mine.config | zero), (0, 0))
+    names = {file.name for file in (tmp_path / ".step-00000003.rescue").iterdir()}
+    assert names == {rescue.RESCUED, *(f"rank-00004.{end}" for end in ("done", "pt", "safetensors"))}
+
+
 def test_checkpoints_from_before_there_were_ids_can_be_continued(tmp_path):
     path = save(tmp_path, 4)
     content = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import committing, folder, index, writing
+from runner.checkpoint import folder, index, saving, writing
 from runner.checkpoint.continuation import compare, differences
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
@@ -136,8 +136,8 @@ def test_an_interrupted_save_harms_nothing(alone, task, tmp_path, monkeypatch):
     checkpoints.save(tmp_path, 1, content)
     expected = weights_of(setup)
     setup.step(task.batches[1])
-    steps = [(writing, "write"), (writing, "write_bytes"), (committing, "leave"), (committing, "commit")]
-    steps += [(folder, name) for name in ("write_text", "sync", "put")]
+    steps = [(writing, "write"), (writing, "write_bytes"), (saving, "commit")]
+    steps += [(folder, name) for name in ("sync", "put")]
     for module, name in steps:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, interrupted)

@@ -11,8 +11,8 @@ from six_ranks import SHAPES, content, cut, equal, expected, flip, largest, save
 from small import MODES, SMALL
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import loading, saving
 from runner.checkpoint import manifest as header
+from runner.checkpoint import saving, verification
 from runner.errors import ConfigError
 
 
@@ -40,11 +40,11 @@ def test_every_byte_counts(tmp_path):
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
             file.write_bytes(bytes(content))
             try:
-                assert loading.verify(path).keys() == {file.name}
+                assert verification.verify(path).keys() == {file.name}
             except ConfigError as error:
                 assert "is damaged" in str(error) or "of version" in str(error)
         file.write_bytes(kept)
-    assert loading.verify(path) == {}
+    assert verification.verify(path) == {}
 
 
 def test_all_damaged_is_an_error_and_so_is_a_damaged_path(tmp_path, capsys):
@@ -176,7 +176,7 @@ def test_no_code_runs_from_a_file(tmp_path):
     files = {**found.files, "rank-00000.pt": header.stamp(path / "rank-00000.pt")}
     (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"is damaged: rank-00000\.pt: it holds more than plain data .Unpickling"):
-        loading.verify(path)
+        verification.verify(path)
     with pytest.raises(ConfigError, match=r"is damaged .UnpicklingError: Weights only load failed"):
         weights(path)
     assert not (tmp_path / "ran").exists()

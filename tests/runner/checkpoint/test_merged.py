@@ -11,7 +11,7 @@ from six_ranks import content
 from small import ALONE, MODES, SMALL
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import merged, saving, writing
+from runner.checkpoint import saving, writing
 
 ADAM = ("optimizer.target=torch.optim.AdamW", "train.random=exact")
 
@@ -32,7 +32,7 @@ def test_the_file_is_the_state_dict(start):
     )
     path = newest(start(*words, "train.steps=2").folder)
     opened = checkpoints.read(path)
-    weights, others = load_file(path / merged.WEIGHTS), load_file(path / merged.STATES)
+    weights, others = load_file(path / writing.WEIGHTS), load_file(path / writing.STATES)
     assert {"inner.weight", "norm.running_mean", "norm.num_batches_tracked"} <= weights.keys()
     assert {f"model/{name}" for name in weights} | set(others) == set(opened.tensors)
     for key, tensor in (*((f"model/{name}", tensor) for name, tensor in weights.items()), *others.items()):
@@ -89,7 +89,7 @@ def test_transformers_reads_it(start, name):
 
 def test_no_more_than_a_chunk_is_in_memory(tmp_path, monkeypatch):
     """With chunks of 40 bytes, a tensor of 8 rows of 20 bytes is read two rows at a time."""
-    monkeypatch.setattr(merged, "CHUNK", 40)
+    monkeypatch.setattr(writing, "CHUNK", 40)
     largest, plain = [0], writing.raw
 
     def noted(tensor):
@@ -103,6 +103,6 @@ def test_no_more_than_a_chunk_is_in_memory(tmp_path, monkeypatch):
     opened = checkpoints.read(tmp_path / "step-00000001")
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(writing, "raw", noted)
-    merged.write(opened, tmp_path / "out")
+    writing.merged(opened, tmp_path / "out")
     assert max(largest) == 40
-    assert torch.equal(load_file(tmp_path / "out" / merged.WEIGHTS)["sliced"], opened.read("model/sliced"))
+    assert torch.equal(load_file(tmp_path / "out" / writing.WEIGHTS)["sliced"], opened.read("model/sliced"))

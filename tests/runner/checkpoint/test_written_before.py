@@ -56,7 +56,7 @@ def test_it_is_complete_and_equals_the_merged_form(kind):
     assert (opened.step, opened.header.world_size, opened.header.position) == (4, 2, (1, 0))
     content = tensors(path)
     assert {key: tuple(content[key].shape) for key in SHAPES} == SHAPES
-    assert sorted(opened.states) == ["exp_avg", "exp_avg_sq"]
+    assert {key.split("/")[1] for key in opened.tensors if key.startswith("optimizer/")} == {"exp_avg", "exp_avg_sq"}
     merged_form = load_file(newest(FOLDER / "plain") / "model.safetensors")
     assert all(content[f"model/{name}"].allclose(tensor, rtol=1e-6, atol=1e-7) for name, tensor in merged_form.items())
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import index, merged
+from runner.checkpoint import index, writing
 from runner.checkpoint.folder import INDEX
 from runner.checkpoint.manifest import Stamp, faults, read_header, stamp, to_text
 from runner.commands.convert import run
@@ -143,7 +143,7 @@ def test_no_more_than_a_chunk_is_read_at_once(stored, plan, tmp_path, monkeypatc
         return found
 
     monkeypatch.setattr(checkpoints.Checkpoint, "read", watched)
-    monkeypatch.setattr(merged, "CHUNK", 16)  # less than a row of a.weight
+    monkeypatch.setattr(writing, "CHUNK", 16)  # less than a row of a.weight
     unsharded = convert(stored, tmp_path / "merged")
     sharded = convert(unsharded, tmp_path / "sharded", f"plan={plan}")
     assert max(largest) == 16
