@@ -35,7 +35,7 @@ Ancestry = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Lineage:
-    """The id of a run, and the runs it continues. The id is empty for checkpoints older than ids."""
+    """The id of a run (empty for checkpoints older than ids), and the runs it continues."""
 
     run: str = ""
     history: Ancestry = ()
@@ -47,13 +47,8 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Run:
-    """The training run of a folder, as recorded in `run.json`.
-
-    Attributes:
-        lineage: its id and history.
-        began: who began it, and when.
-        resumed: the checkpoint that it began with, if that was given by its path.
-    """
+    """The training run of a folder, as recorded in `run.json`: its id and history, who began it and when, and the
+    checkpoint that it began with, if that was given by its path."""
 
     lineage: Lineage
     began: Occupant
@@ -76,8 +71,8 @@ def read(run_dir: Path) -> Run | None:
 
 def of_checkpoints(place: Path) -> Lineage | None:
     """The lineage of the run whose checkpoints are in `place`, if known."""
-    found = read(place.parent)
-    return None if found is None else found.lineage
+    run = read(place.parent)
+    return None if run is None else run.lineage
 
 
 def begin(config: Config, run_dir: Path, resume: str | None, ancestry: Sequence[tuple[str, int]]) -> None:
@@ -90,13 +85,13 @@ def begin(config: Config, run_dir: Path, resume: str | None, ancestry: Sequence[
     """
     if not leads(config):
         return
-    known = read(run_dir) if config.train.resume == "auto" else None
+    auto = config.train.resume == "auto"
+    known = read(run_dir) if auto else None
     mine = occupant_of(run_dir) or occupant(config, run_dir, None)
     if config.run.overwrite and not continues(config, run_dir):
         _remove_traces(run_dir)
-    history = [one for one in ancestry if one[0] != mine.run]
-    resumed = resume if config.train.resume != "auto" else None if known is None else known.resumed
-    content = asdict(mine) | {"history": history, "resumed": resumed}
+    content = asdict(mine) | {"history": [one for one in ancestry if one[0] != mine.run]}
+    content["resumed"] = (known and known.resumed) if auto else resume
     if known is not None:
         content["started"] = known.began.started
     hidden = run_dir / f".{FILE}"
@@ -173,16 +168,16 @@ def _foreign(run_dir: Path) -> str | None:
 
 def _trained(run_dir: Path) -> bool:
     """Whether a training run has left anything in `run_dir` that another one would mix with."""
-    steps = any((run_dir / CHECKPOINTS).glob("step-*")) if (run_dir / CHECKPOINTS).is_dir() else False
     metrics = run_dir / METRICS
-    return steps or ((run_dir / FILE).is_file() and metrics.is_file() and metrics.stat().st_size > 0)
+    measured = (run_dir / FILE).is_file() and metrics.is_file() and metrics.stat().st_size > 0
+    return measured or any((run_dir / CHECKPOINTS).glob("step-*"))
 
 
 def _remove_traces(run_dir: Path) -> None:
     """Remove files of an earlier run that a new one would mix with. Unknown files are kept."""
     place = run_dir / CHECKPOINTS
-    for path in (*place.glob("step-*"), *place.glob(".step-*"), run_dir / FAULTS):
-        if path.is_dir() and not path.is_symlink():
+    for path in filter(Path.is_dir, (*place.glob("step-*"), *place.glob(".step-*"), run_dir / FAULTS)):
+        if not path.is_symlink():
             shutil.rmtree(path)
     for name in (METRICS, RESTARTS):
         (run_dir / name).unlink(missing_ok=True)

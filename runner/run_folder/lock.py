@@ -1,11 +1,11 @@
 """One process at a time in a run folder or a sweep folder.
 
-The file `.lock` in the folder is locked with flock and says who holds it. The kernel releases the lock when the process
-ends, however it ends, so no stale lock remains. The command holds it for the entire run, restarts included; its ranks
-never do: the descriptor is closed on exec, and in forks. On a network file system the lock holds between hosts where
-that supports flock (NFS on Linux since 2.6.12 with a lock manager, Lustre with `-o flock`); where it holds on one host
-only (`local_lock=flock`, Lustre's `localflock`), two hosts do not see each other, and where there are no locks at all,
-a warning says so.
+The file `.lock` in the folder is locked with flock and says who uses it. The kernel releases the lock when the process
+ends, however it ends, so no stale lock remains. The command keeps it for the entire run, restarts included; its ranks
+never have it: the descriptor is closed on exec, and in forks. On a network file system the lock works between hosts
+where that supports flock (NFS on Linux since 2.6.12 with a lock manager, Lustre with `-o flock`); where it works on one
+host only (`local_lock=flock`, Lustre's `localflock`), two hosts do not see each other, and where there are no locks at
+all, a warning says so.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Occupant:
 
 
 _locked: dict[Path, tuple[int, Occupant]] = {}
-"""Descriptor of the lock and occupant, by folder, of this process."""
+"""Descriptor of the lock and occupant, by folder, in this process."""
 
 
 def occupant_of(folder: Path) -> Occupant | None:
-    """The occupant as which this process holds `folder`; None if it does not."""
+    """The occupant as which this process has locked `folder`; None if it has not."""
     entry = _locked.get(folder.resolve())
-    return None if entry is None else entry[1]
+    return entry and entry[1]
 
 
 @contextmanager
@@ -76,9 +76,9 @@ def occupied(folder: Path, occupant: Occupant, *, key: str = RUN) -> Iterator[No
 
 
 def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
-    """Hold `folder` until `leave`, or until this process ends.
+    """Lock `folder` until `leave`, or until this process ends.
 
-    Raises ConfigError where another process holds it, naming that one, and where the folder cannot be written.
+    Raises ConfigError where another process has locked it, naming that one, and where the folder cannot be written.
     """
     file = folder / FILE
     while True:
@@ -93,7 +93,7 @@ def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = _holder(descriptor)
+            other = _occupant(descriptor)
             os.close(descriptor)
             raise ConfigError("MW602", _refusal(folder, other, key)) from None
         except OSError as error:
@@ -103,16 +103,17 @@ def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
             )
             os.close(descriptor)
             return
-        if _is_still(file, descriptor):
-            break
-        os.close(descriptor)  # the previous holder has just removed it
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), file.stat()):
+                break
+        os.close(descriptor)  # its owner has just removed it
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(asdict(occupant)).encode() + b"\n", 0)
     _locked[folder.resolve()] = descriptor, occupant
 
 
 def leave(folder: Path) -> None:
-    """Release `folder`, if this process holds it."""
+    """Release `folder`, if this process has locked it."""
     entry = _locked.pop(folder.resolve(), None)
     if entry is not None:
         with suppress(OSError):
@@ -120,16 +121,8 @@ def leave(folder: Path) -> None:
         os.close(entry[0])
 
 
-def _is_still(file: Path, descriptor: int) -> bool:
-    """Whether `file` is what was opened as `descriptor`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(descriptor: int) -> Occupant | None:
-    """The holder of a lock, if readable."""
+def _occupant(descriptor: int) -> Occupant | None:
+    """Who has locked a file, if readable."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -142,9 +135,8 @@ def _holder(descriptor: int) -> Occupant | None:
 
 
 def _refusal(folder: Path, other: Occupant | None, key: str) -> str:
-    if other is None:
-        who = "another process"
-    else:
+    who = "another process"
+    if other is not None:
         what = "the sweep" if other.verb == "sweep" else f"`run {other.verb}`, run"
         who = f"{what} {other}, pid {other.pid} on {other.host}, still running"
     after = (
@@ -156,7 +148,7 @@ def _refusal(folder: Path, other: Occupant | None, key: str) -> str:
 
 
 def _let_go() -> None:
-    """Close the descriptors in a fork, which would otherwise keep holding the locks of this process."""
+    """Close the descriptors in a fork, which would otherwise keep the locks of this process."""
     for descriptor, _ in _locked.values():
         with suppress(OSError):
             os.close(descriptor)
