@@ -28,11 +28,10 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
 
 import torch  # noqa: E402
-from six_ranks import content, equal, expected, weights  # noqa: E402
+from six_ranks import equal, expected, save, weights  # noqa: E402
 
 from runner import checkpoint as checkpoints  # noqa: E402
 from runner.checkpoint import manifest as header  # noqa: E402
-from runner.checkpoint import saving  # noqa: E402
 from runner.checkpoint.folder import HEADER, INDEX  # noqa: E402
 from runner.commands import doctor_checkpoint as examination  # noqa: E402
 from runner.config import load as config  # noqa: E402
@@ -176,11 +175,7 @@ class Corruptions:
             run = self.origin / f"{form}-{copies}"
             place = run / "checkpoints"
             for step in STEPS:
-                for rank in reversed(range(6)):
-                    saver = saving.Saver()
-                    mine = replace(content(rank, step), lineage=Lineage("a"))
-                    saver.save(place, step, mine, checkpoints.SaveOptions(form=form, copies=copies))
-                    saver.wait()
+                save(place, step, seed=step, lineage=Lineage("a"), form=form, copies=copies)
             self._of_a_run(run)
         plan_cache.store(self.origin / "cache", "key", self.plan, print)
 

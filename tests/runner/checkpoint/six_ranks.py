@@ -1,9 +1,12 @@
 """Six simulated ranks with two parameters, their checkpoints, and functions that damage the files."""
 
+from dataclasses import replace
+
 import torch
 
 from runner import checkpoint as checkpoints
 from runner.checkpoint import saving
+from runner.run_folder.lineage import Lineage
 from strategies.core.graph import Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -39,10 +42,12 @@ def content(rank, seed=0):
     return checkpoints.Content(program, communicator, {}, updates, None, {}, config)
 
 
-def save(folder, step, copies=1, seed=0, **wanted):
+def save(folder, step, seed=0, metric=None, lineage=None, **wanted):
+    """A checkpoint of all ranks, of the run with this `lineage`; `wanted` are `SaveOptions`."""
     for rank in reversed(range(6)):
         saver = saving.Saver()
-        saver.save(folder, step, content(rank, seed), checkpoints.SaveOptions(copies=copies, **wanted))
+        own = replace(content(rank, seed), lineage=lineage or Lineage())
+        saver.save(folder, step, own, checkpoints.SaveOptions(**wanted), metric=metric)
         saver.wait()
     return folder / f"step-{step:08d}"
 

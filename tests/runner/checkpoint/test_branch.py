@@ -21,12 +21,7 @@ def run(name, *history, resumed=None):
 
 def saved(place, name, *steps, history=(), **wanted):
     for step in steps:
-        for rank in reversed(range(6)):
-            saver = saving.Saver()
-            saver.save(
-                place, step, replace(content(rank), lineage=Lineage(name, history)), checkpoints.SaveOptions(**wanted)
-            )
-            saver.wait()
+        save(place, step, lineage=Lineage(name, history), **wanted)
 
 
 def recorded(place, of):
@@ -73,11 +68,8 @@ def test_those_of_others_are_kept_until_they_are_passed(tmp_path):
 
 def test_the_best_is_that_of_the_own_run(tmp_path):
     place = tmp_path / "checkpoints"
-    for name, step, metric in (("a", 2, 0.1), ("b", 3, 0.5)):
-        for rank in reversed(range(6)):
-            saver = saving.Saver()
-            saver.save(place, step, replace(content(rank), lineage=Lineage(name)), metric=metric)
-            saver.wait()
+    saved(place, "a", 2, metric=0.1)
+    saved(place, "b", 3, metric=0.5)
     recorded(place, run("b"))
     assert branch.best_metric(place, lambda one, other: one < other) == 0.5
 

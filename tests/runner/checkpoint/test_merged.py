@@ -7,11 +7,11 @@ import networks
 import pytest
 import torch
 from safetensors.torch import load_file
-from six_ranks import content
+from six_ranks import save
 from small import ALONE, MODES, SMALL
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import saving, writing
+from runner.checkpoint import writing
 
 ADAM = ("optimizer.target=torch.optim.AdamW", "train.random=exact")
 
@@ -96,11 +96,7 @@ def test_no_more_than_a_chunk_is_in_memory(tmp_path, monkeypatch):
         largest.append(tensor.nbytes)
         return plain(tensor)
 
-    for rank in reversed(range(6)):
-        saver = saving.Saver()
-        saver.save(tmp_path, 1, content(rank))
-        saver.wait()
-    opened = checkpoints.read(tmp_path / "step-00000001")
+    opened = checkpoints.read(save(tmp_path, 1))
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(writing, "raw", noted)
     writing.merged(opened, tmp_path / "out")
