@@ -32,6 +32,7 @@ from models.vocabulary import VocabularyFFN
 from runner.planning.clusters import described, shipped
 from strategies.core.graph import OperatorGraph
 from strategies.cost.cluster import Cluster
+from strategies.planner.default_strategies import batch_factors
 from strategies.rules.sharding import Assignment
 from strategies.search.dynamic_programming import search
 from strategies.search.plan_cost import PlanCost
@@ -117,7 +118,7 @@ def configured(made: Problem, names: Sequence[str], way: str) -> dict[str, Assig
     axes, found = made.mesh.names, {}
     for name in names:
         operator = made.graph.by_name[name]
-        sharding, batch = made.shardings[operator.id], made.batch_factors.get(operator.id)
+        sharding, batch = made.shardings[operator.id], batch_factors(made).get(operator.id)
         columns = sharding.results[0][1 if operator.op == "conv2d" else -1]
         if batch is None or columns is None:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -189,20 +189,28 @@ def merged(plan: Plan, explicit: Iterable[Axes] = ()) -> Plan:
         *(o for p in plan.operators.values() for o in p.outputs or ()),
     ]
     sequences |= {dim for layout in layouts for dim in layout.dims}
-    groups: list[list[str]] = []
-    for name in plan.mesh.names:
-        last = groups[-1][-1] if groups else None
-        if (
-            last is not None
-            and last not in ends
-            and all(_together(sequence, last, name) for sequence in sequences)
-            and all((last in layout.partial) == (name in layout.partial) for layout in layouts)
-        ):
-            groups[-1].append(name)
-        else:
-            groups.append([name])
+    sequences |= {tuple(name for name in plan.mesh.names if name in layout.partial) for layout in layouts}
+    groups = grouped(plan.mesh.names, sequences, ends)
     names = _merged_names(groups)
     return _renamed(plan, {axis: names[i] for i, group in enumerate(groups) for axis in group[:1]}, groups, names)
+
+
+def grouped(names: Iterable[str], sequences: Iterable[Axes], ends: Container[str] = ()) -> list[Axes]:
+    """Runs of neighbouring axes that always occur side by side.
+
+    Args:
+        names: The axes, outermost first.
+        sequences: Axes in the order in which they occur.
+        ends: Axes behind which a run ends.
+    """
+    groups: list[Axes] = []
+    for name in names:
+        last = groups[-1][-1] if groups else name
+        if groups and last not in ends and all(_together(sequence, last, name) for sequence in sequences):
+            groups[-1] += (name,)
+        else:
+            groups.append((name,))
+    return groups
 
 
 def _together(sequence: Axes, first: str, second: str) -> bool:

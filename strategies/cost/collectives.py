@@ -19,9 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, ReshardingPath, Step
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Cluster, Link
+from strategies.resharding.path import resharding_path
 
 Crossed = tuple[tuple[int, Link], ...]
 """Per level that a group crosses: among how many units, and their link; outermost first."""
@@ -30,6 +32,13 @@ Crossed = tuple[tuple[int, Link], ...]
 def path_seconds(path: ReshardingPath, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of resharding a tensor with elements of `item_bytes` along a path."""
     return sum(step_seconds(step, item_bytes, mesh, cluster) for step in path)
+
+
+def resharding_seconds(
+    before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int, mesh: Mesh, cluster: Cluster
+) -> float:
+    """Seconds of the path from one layout to another that the engine runs."""
+    return path_seconds(resharding_path(before, after, shape, mesh), item_bytes, mesh, cluster)
 
 
 def joined_seconds(steps: Sequence[tuple[Step, int]], mesh: Mesh, cluster: Cluster) -> float:

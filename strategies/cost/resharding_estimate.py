@@ -166,12 +166,12 @@ def shares(before: Layout, after: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[
     """Of every step of that path: kind, axes, and the shares of the tensor that a rank sends and copies, whatever its
     shape is."""
     shape = (mesh.size,) * len(before.dims)
-    whole = math.prod(shape)
+    elements = math.prod(shape)
     found = []
     for step in direct_path(before, after, shape, mesh):
         if step.kind == EXCHANGE:
             sent = math.prod(step.after.local_shape(shape, mesh))
         else:
             sent = step.elements(mesh)
-        found.append((step.kind, step.axes, sent / whole, copied_elements(step, mesh) / whole))
+        found.append((step.kind, step.axes, sent / elements, copied_elements(step, mesh) / elements))
     return tuple(found)

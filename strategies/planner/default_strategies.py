@@ -3,7 +3,7 @@ as many as fit. A view takes the layout of its base where that sends less."""
 
 from __future__ import annotations
 
-from strategies.core.graph import Operator
+from strategies.core.graph import Operator, Ref
 from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Meshing
 from strategies.resharding.path import path_elements, resharding_path
@@ -21,9 +21,42 @@ def largest_fit(size: int, world_size: int) -> int:
     return max(n for n in divisors(world_size) if size % n == 0)
 
 
+def batch_factors(problem: Problem) -> dict[str, str]:
+    """Per operator, by id, the factor of the dim that carries the batch, where there is one: dim 0 of every input.
+
+    Where an operator replicates that dim (or has no rule), a result with the same size in the same place carries the
+    batch on.
+    """
+    return problem.once("batch factors", lambda: _batch_factors(problem))
+
+
+def _batch_factors(problem: Problem) -> dict[str, str]:
+    graph = problem.graph
+    dims = {Ref(source.id): 0 for source in graph.of_kind("input") if source.spec.shape}
+    found: dict[str, str] = {}
+    for operator in graph.operators:
+        sharding = problem.shardings[operator.id]
+        carried = [
+            (position, dims[ref], graph.specs[ref].shape)
+            for position, ref in enumerate(operator.operands)
+            if ref in dims
+        ]
+        factors = [factor for position, dim, _ in carried if (factor := sharding.operands[position][dim]) is not None]
+        if factors:
+            found[operator.id] = factors[0]
+        for index, (result, spec) in enumerate(zip(sharding.results, operator.results, strict=True)):
+            if factors:
+                same = [dim for dim, factor in enumerate(result) if factor == factors[0]]
+            else:
+                same = [dim for _, dim, shape in carried if spec.shape[dim : dim + 1] == shape[dim : dim + 1]]
+            if same:
+                dims[Ref(operator.id, index)] = same[0]
+    return found
+
+
 def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> Assignment:
     """The default of one operator; without a batch dim it runs on replicated tensors."""
-    factor = problem.batch_factors.get(operator.id)
+    factor = batch_factors(problem).get(operator.id)
     if factor is None:
         return {}
     count = largest_fit(problem.shardings[operator.id].sizes[factor], problem.mesh.size)

@@ -29,6 +29,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.mesh_refinement import Axes
 from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.exposed_communication import main_calls
 from strategies.cost.roofline import operator_work
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.mesh_choice import measured, mesh_of
@@ -274,7 +275,7 @@ def isolation(problem: Problem, cluster: Cluster) -> Isolation:
         positions = tuple([at for at, other in enumerate(user.operands) if other == ref])
         key = graph.looks[user.id], positions
         if key not in known:
-            known[key] = node_cost.waits(user, ref)
+            known[key] = waits_for(node_cost, user, ref)
         return known[key]
 
     for ref, users in graph.users.items():
@@ -297,3 +298,25 @@ def isolation(problem: Problem, cluster: Cluster) -> Isolation:
         resharded, free, producers = [*resharded, ref], free | window, producers | producer
     ids = [operator.id for operator in graph.operators if free >> place[operator.id] & 1]
     return Isolation(frozenset(resharded), frozenset(ids), sum(works[place[id]].backward for id in ids))
+
+
+def waits_for(node_cost: NodeCost, operator: Operator, ref: Ref) -> bool:
+    """Whether the call that stands for all that an operator computes needs this operand, whatever is sliced."""
+    sharding, mesh = node_cost.problem.shardings[operator.id], node_cost.problem.mesh
+    if sharding.local is None:
+        return True
+    single = [
+        {factor: (axis,)}
+        for axis in mesh.names[:1]
+        for factor, size in sharding.sizes.items()
+        if size % mesh.sizes[axis] == 0
+    ]
+    for assignment in ({}, *single):
+        instructions, needing = node_cost.local_instructions(operator, sharding, assignment), set[str]()
+        main = next(iter(main_calls(instructions).values()), None)
+        for one in instructions:
+            if any(operand == ref or operand.id in needing for operand in one.operands):
+                needing.add(one.id)
+        if main is not None and main.id not in needing:
+            return False
+    return True

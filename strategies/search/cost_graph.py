@@ -14,8 +14,10 @@ layers look the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import LayoutTable, ReshardingCosts
 from strategies.rules.sharding import Assignment
-from strategies.search.elimination import Factor, FactorGraph, Integers, Part, Seconds, Table, constant
+from strategies.search.elimination import Factor, FactorGraph, Integers, Part, Seconds, Table, constant, expanded
 from strategies.search.problem import Problem
 from strategies.search.strategy_space import Candidates, Layouts, SharedParameter, StrategySpace, Use
 
@@ -109,14 +111,6 @@ def shared_resharding(given: Layouts, costs: Sequence[UseCost]) -> SharedReshard
         paid = [with_target[one][0].seconds[:, with_target[one][0].targets.index(one)] for one in shared]
         return np.asarray(np.stack([np.zeros(len(given.table)), *paid], 1)[given.of_candidate])
 
-    def left(cost: UseCost) -> Seconds:
-        seconds = cost.seconds[given.of_candidate][:, None, cost.of_candidate]
-        seconds = np.repeat(seconds, len(shared) + 1, axis=1)
-        for number, target in enumerate(shared):
-            if target in cost.targets:
-                seconds[:, number + 1, cost.of_candidate == cost.targets.index(target)] = 0.0
-        return seconds
-
     def parts(cost: UseCost) -> tuple[Part, ...]:
         """A use pays for itself, or nothing where what it wants is shared."""
         wanted = [cost.targets.index(target) if target in cost.targets else -1 for target in shared]
@@ -124,10 +118,7 @@ def shared_resharding(given: Layouts, costs: Sequence[UseCost]) -> SharedReshard
         own = cost.seconds[np.ix_(given.of_candidate, cost.of_candidate)]
         return ((0, 2), own), ((1, 2), np.where(free, 0.0, np.inf))
 
-    def table(cost: UseCost) -> Table:
-        return Table(lambda: left(cost), lambda: parts(cost))
-
-    return SharedResharding(Table(first), tuple(table(cost) for cost in costs))
+    return SharedResharding(Table(first), tuple(Table(make_parts=partial(parts, cost)) for cost in costs))
 
 
 class _Group:
@@ -160,15 +151,11 @@ class JointUses(Table):
     """
 
     def __init__(self, make_costs: Callable[[], Seconds], given: Integers | None, wanted: Sequence[Integers]) -> None:
-        super().__init__(lambda: self.restricted(self._all()))
+        sizes = [len(one) for one in (given, *wanted) if one is not None]
+        super().__init__(lambda: self.restricted([np.arange(size) for size in sizes]))
         self.make_costs, self.costs = make_costs, make_costs()
         self.given = None if given is None else _Group(given, len(self.costs))
         self.wanted = [_Group(one, self.costs.shape[1]) for one in wanted]
-
-    def _all(self) -> list[Integers]:
-        """All candidates of every variable."""
-        groups = [*([] if self.given is None else [self.given]), *self.wanted]
-        return [np.arange(len(one.of_candidate)) for one in groups]
 
     def refresh(self) -> None:
         super().refresh()
@@ -212,19 +199,11 @@ class JointUses(Table):
         targets = [one.of_candidate[few] for one, few in zip(self.wanted, users, strict=True)]
         total = np.zeros((len(rows), *map(len, targets)))
         for use, one in enumerate(targets):
-            pays = _over(rows[:, one], (0, use + 1), total.ndim)
+            pays = expanded(rows[:, one], (0, use + 1), total.ndim)
             for before in range(use):
-                pays = pays * _over(targets[before][:, None] != one, (before + 1, use + 1), total.ndim)
+                pays = pays * expanded(targets[before][:, None] != one, (before + 1, use + 1), total.ndim)
             total += pays
         return np.asarray(total[0] if self.given is None else total)
-
-
-def _over(table: Seconds, dims: tuple[int, int], count: int) -> Seconds:
-    """A table as an array of `count` dims, of which its own go to `dims`."""
-    shape = [1] * count
-    for dim, size in zip(dims, table.shape, strict=True):
-        shape[dim] = size
-    return np.asarray(table.reshape(shape))
 
 
 def _subsets(uses: frozenset[int]) -> list[frozenset[int]]:
@@ -479,8 +458,8 @@ class CostGraph:
     def _add(self, variables: tuple[int | None, ...], table: Table) -> None:
         """A factor; a value that no operator produces has one layout and no variable."""
         if variables[0] is None:
-            whole = table
-            table = self._once(("first", id(whole)), lambda: Table(lambda: whole.seconds[0]))
+            of_source = table
+            table = self._once(("first", id(of_source)), lambda: Table(lambda: of_source.seconds[0]))
         self.factors.factors.append(Factor(tuple([one for one in variables if one is not None]), table))
 
     def _add_leaving(self, ref: Ref, gradient: bool) -> None:
@@ -553,93 +532,56 @@ class CostGraph:
 
 
 class _Reader:
-    """Solutions read with a few gathers from flat arrays: what uses of values pay, what operators take and keep."""
+    """Solutions read with a few gathers per kind of operator and use: what operators take and keep, what uses pay."""
 
     def __init__(self, graph: CostGraph) -> None:
-        every = {id(one): one for one in graph.candidates.values()}
-        starts = dict(zip(every, np.cumsum([0, *map(len, every.values())]).tolist(), strict=False))
-        self.starts = np.array([starts[id(graph.candidates[id_])] for id_ in graph.variables], dtype=np.int64)
-        self.variables = np.array(list(graph.variables.values()), dtype=np.int64)
-        self.seconds = np.concatenate([np.zeros(0), *(one.seconds for one in every.values())])
-        self.bytes = np.concatenate([np.zeros(0), *(one.bytes for one in every.values())])
+        operators: dict[int, list[int]] = {}
+        for id_, variable in graph.variables.items():
+            operators.setdefault(id(graph.candidates[id_]), []).append(variable)
+        kinds = {id(one): one for one in graph.candidates.values()}
+        self.operators = [(kinds[number], np.array(variables)) for number, variables in operators.items()]
         sources = len(graph.factors.sizes)  # one more variable, with one candidate
-        targets, candidates, names = dict[tuple[bytes, bytes], int](), _Flat(), _Flat()
-        numbers: dict[int, int] = {}
-        kinds: list[tuple[int, int, int, int]] = []
-        self.costs: list[UseCost] = []
-        uses: list[tuple[int, int, int, int, int]] = []
-        first = 0
+        uses: dict[int, tuple[UseCost, Integers, list[tuple[int, int, int]]]] = {}
         for place, value in enumerate(graph.values):
             producer = sources if value.producer is None else value.producer
-            given = candidates.start(value.given.of_candidate)
             for user, cost in value.uses:
-                if id(cost) not in numbers:
-                    numbers[id(cost)] = len(numbers)
-                    of_target = np.array([targets.setdefault(target, len(targets)) for target in cost.targets])
-                    kind = first, len(cost.targets), candidates.start(cost.of_candidate), names.start(of_target)
-                    kinds.append(kind)
-                    self.costs.append(cost)
-                    first += len(cost.given) * len(cost.targets)
-                uses.append((place, producer, given, user, numbers[id(cost)]))
-        columns = np.array(uses, dtype=np.int64).reshape(len(uses), 5).T
-        self.value, self.producer, self.given, self.user, kind_of_use = columns
-        by_kind = np.array(kinds, dtype=np.int64).reshape(len(kinds), 4)
-        self.firsts = by_kind[:, 0]
-        """The number of the first entry of every use cost."""
-        self.first, self.width, self.of_candidate, self.name = by_kind[kind_of_use].T
-        self.candidates, self.names, self.targets = candidates.all(), names.all(), len(targets)
+                uses.setdefault(id(cost), (cost, value.given.of_candidate, []))[2].append((place, producer, user))
+        targets: dict[tuple[bytes, bytes], int] = {}
+        self.uses = [
+            (cost, given, np.array([targets.setdefault(one, len(targets)) for one in cost.targets]), np.array(places).T)
+            for cost, given, places in uses.values()
+        ]
+        """Per use cost: the layout of every candidate of the producer, the names of its targets, and for every use the
+        value and the variables of producer and user."""
+        self.targets = max(len(targets), 1)
 
     def owned(self, indices: Sequence[int]) -> tuple[float, float]:
         """Seconds and bytes of the operators by themselves."""
-        places = self.starts + np.array([*indices, 0])[self.variables]
-        return float(self.seconds[places].sum()), float(self.bytes[places].sum())
+        chosen, seconds, size = np.array(indices), 0.0, 0.0
+        for one, variables in self.operators:
+            seconds += float(one.seconds[chosen[variables]].sum())
+            size += float(one.bytes[chosen[variables]].sum())
+        return seconds, size
 
     def entries(self, indices: Sequence[int], *, once: bool = False) -> Iterator[tuple[Entry, int]]:
         """What a solution pays, and how often; `once`: a target that several uses of a value want counts once."""
-        numbers, targets = self._taken(indices)
+        taken = self._taken(indices)
         if once:
-            numbers = numbers[np.unique(self._wanted(targets), return_index=True)[1]]
-        numbers, counts = np.unique(numbers, return_counts=True)
-        kinds = np.searchsorted(self.firsts, numbers, side="right") - 1
-        places = numbers - self.firsts[kinds]
-        for kind, place, count in zip(kinds.tolist(), places.tolist(), counts.tolist(), strict=True):
-            cost = self.costs[kind]
-            yield (cost, *divmod(place, len(cost.targets))), count
+            taken = taken[:, np.unique(taken[3], return_index=True)[1]]
+        for (kind, row, target), count in Counter(zip(*taken[:3].tolist(), strict=True)).items():
+            yield (self.uses[kind][0], row, target), count
 
     def disagreeing(self, indices: Sequence[int]) -> list[int]:
         """The values whose uses want different targets in a solution."""
-        wanted = np.unique(self._wanted(self._taken(indices)[1]))
-        values, counts = np.unique(wanted // max(self.targets, 1), return_counts=True)
+        values, counts = np.unique(np.unique(self._taken(indices)[3]) // self.targets, return_counts=True)
         return [int(value) for value in values[counts > 1]]
 
-    def _wanted(self, targets: Integers) -> Integers:
-        """A number per use for its value and what it wants of it."""
-        return np.asarray(self.value * self.targets + self.names[self.name + targets])
-
-    def _taken(self, indices: Sequence[int]) -> tuple[Integers, Integers]:
-        """Per use, the number of its entry and its target."""
-        chosen = np.array([*indices, 0])
-        rows = self.candidates[self.given + chosen[self.producer]]
-        targets = self.candidates[self.of_candidate + chosen[self.user]]
-        return self.first + rows * self.width + targets, targets
-
-
-class _Flat:
-    """Arrays behind one another, each once."""
-
-    def __init__(self) -> None:
-        self.starts: dict[int, int] = {}
-        self.parts: list[Integers] = []
-        self.length = 0
-
-    def start(self, part: Integers) -> int:
-        """The offset of an array; a new one is appended."""
-        name = id(part)
-        if name not in self.starts:
-            self.starts[name] = self.length
-            self.parts.append(part)
-            self.length += len(part)
-        return self.starts[name]
-
-    def all(self) -> Integers:
-        return np.concatenate([np.zeros(0, dtype=np.int64), *self.parts])
+    def _taken(self, indices: Sequence[int]) -> Integers:
+        """Per use the number of its use cost, row and target, and a number for its value and what it wants of it."""
+        chosen, parts = np.array([*indices, 0]), [np.zeros((4, 0), dtype=np.int64)]
+        for number, (cost, given, names, (values, producers, users)) in enumerate(self.uses):
+            targets = cost.of_candidate[chosen[users]]
+            rows = given[chosen[producers]]
+            wanted = values * self.targets + names[targets]
+            parts.append(np.stack([np.full(len(values), number), rows, targets, wanted]))
+        return np.concatenate(parts, 1)

@@ -15,14 +15,22 @@ candidates; else more are included. Source: G. Dantzig, R. Fulkerson, S. Johnson
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from strategies.search.elimination import Factor, FactorGraph, Integers, Seconds, Table, constant, eliminate
+from strategies.search.elimination import (
+    Factor,
+    FactorGraph,
+    Integers,
+    Seconds,
+    Table,
+    constant,
+    eliminate,
+    elimination_effort,
+)
 
 SWEEPS, MOST_SWEEPS = 4, 60
 """Between two evaluations of the bound, and in all."""
@@ -155,7 +163,7 @@ class ReducedCostFixing:
 
     def _effort(self, sizes: Sequence[int], most: float) -> float:
         scopes = {tuple(v for v in one.variables if sizes[v] > 1) for one in self.graph.factors}
-        return elimination_effort(dict(enumerate(sizes)), scopes, most)
+        return elimination_effort({v: size for v, size in enumerate(sizes) if size > 1}, scopes, most)
 
     def _best(self, candidates: Sequence[Integers]) -> tuple[list[int], float]:
         """The best solution of these candidates alone, and its seconds."""
@@ -172,32 +180,3 @@ class ReducedCostFixing:
         rest.complete(indices)
         found = [int(one[indices[v]]) for v, one in enumerate(candidates)]
         return found, float(rest.factor.seconds) + offset
-
-
-def elimination_effort(sizes: Mapping[int, int], scopes: set[tuple[int, ...]], most: float) -> float:
-    """Entries of all tables that an elimination over `scopes` makes; not counted beyond `most`."""
-    near: dict[int, set[int]] = {}
-    for scope in scopes:
-        for v in scope:
-            near.setdefault(v, set()).update(scope)
-
-    def entries(v: int) -> int:
-        return math.prod(sizes[other] for other in near[v])
-
-    heap = [(entries(v), v) for v in near]
-    heapq.heapify(heap)
-    total = 0.0
-    while heap and total <= most:
-        size, v = heapq.heappop(heap)
-        if v not in near:
-            continue
-        now = entries(v)
-        if now != size:
-            heapq.heappush(heap, (now, v))
-            continue
-        total += size
-        around = near.pop(v) - {v}
-        for other in around:
-            near[other] = (near[other] | around) - {v}
-            heapq.heappush(heap, (entries(other), other))
-    return total

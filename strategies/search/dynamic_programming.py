@@ -56,16 +56,23 @@ class PlanSearch:
         cluster: whose seconds are minimised.
         tolerance: gap at which the search ends; None for that of `TOLERANCE`.
         wide: whether the cost graph is too wide to be eliminated; else that is found out.
+        shared: values to share from the beginning in a wide graph.
     """
 
     def __init__(
-        self, problem: Problem, cluster: Cluster, tolerance: float | None = None, *, wide: bool = False
+        self,
+        problem: Problem,
+        cluster: Cluster,
+        tolerance: float | None = None,
+        *,
+        wide: bool = False,
+        shared: frozenset[Ref] = frozenset(),
     ) -> None:
-        self.problem, self.wide = problem, wide
+        self.problem, self.wide, self.shared = problem, wide, shared
         self.space = StrategySpace(problem, ReshardingCosts(problem.mesh, cluster))
         self.axes = len(self.space.axes)
         self.tolerance = TOLERANCE[max(self.axes, 1)] if tolerance is None else tolerance
-        self.graph = self._build(frozenset())
+        self.graph = self._build(shared if wide else frozenset())
 
     def _build(self, shared: frozenset[Ref], like: CostGraph | None = None) -> CostGraph:
         with gc_paused():
@@ -85,7 +92,7 @@ class PlanSearch:
             return self.solver.solve()
         except TooWide:
             self.wide = True
-            self.graph = self._build(frozenset(), self.graph)
+            self.graph = self._build(self.shared, self.graph)
             return self.solver.solve()
 
     def cheapest(self, multiplier: float, tolerance: float, enough: float = math.inf) -> Point:
@@ -159,11 +166,13 @@ class DynamicProgramming:
     def __init__(self, problem: Problem, cluster: Cluster, meshes: Sequence[Coarsened]) -> None:
         self.problem, self.cluster = problem, cluster
         self.meshes = {one.runs: one for one in meshes}
-        self.budgets: dict[Factorisation, MemoryBudget] = {}
+        self.budgets: dict[Factorisation, tuple[PlanSearch, MemoryBudget]] = {}
+        self.shared = frozenset[Ref]()
+        """Values that wide graphs had to share: a proof without them takes as long as one with them."""
         self.bounds = dict.fromkeys(self.meshes, 0.0)
         if len(meshes) > 1:
-            whole = finest(problem.mesh)
-            self.bounds |= {runs: least_work(problem, cluster, runs) for runs in self.meshes if runs != whole}
+            prime = finest(problem.mesh)
+            self.bounds |= {runs: least_work(problem, cluster, runs) for runs in self.meshes if runs != prime}
 
     def within(self, memory: float | None) -> Chosen:
         """The best plan over all meshes within a memory limit in bytes per rank.
@@ -175,8 +184,12 @@ class DynamicProgramming:
         def on_mesh(runs: Factorisation, enough: float) -> Solution | None:
             mesh = self.meshes[runs]
             if runs not in self.budgets:
-                self.budgets[runs] = MemoryBudget(PlanSearch(mesh.problem, self.cluster))
-            found = self.budgets[runs].within(memory, enough)
+                search = PlanSearch(mesh.problem, self.cluster, shared=self.shared)
+                self.budgets[runs] = search, MemoryBudget(search)
+            search, budget = self.budgets[runs]
+            found = budget.within(memory, enough)
+            if search.wide:
+                self.shared |= search.graph.shared
             return None if found is None else mesh.refined(found)
 
         return choose(self.problem.within(memory), self.bounds, on_mesh)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -48,10 +48,10 @@ class TooWide(Exception):
 class Table:
     """Seconds of a factor, one array dim per variable; made when they are first needed, and again after `refresh`.
 
-    Where they are the least of several tables over fewer variables, `make_parts` makes these.
+    Where they are the least of several tables over fewer variables, `make_parts` makes these instead.
     """
 
-    make: Callable[[], Seconds]
+    make: Callable[[], Seconds] | None = None
     make_parts: Callable[[], tuple[Part, ...]] | None = None
     _seconds: Seconds | None = field(default=None, init=False)
     _parts: tuple[Part, ...] | None = field(default=None, init=False)
@@ -59,8 +59,12 @@ class Table:
     @property
     def seconds(self) -> Seconds:
         if self._seconds is None:
-            self._seconds = self.make()
+            self._seconds = self._least_part() if self.make is None else self.make()
         return self._seconds
+
+    def _least_part(self) -> Seconds:
+        count = 1 + max(dim for dims, _ in self.parts for dim in dims)
+        return reduce(np.minimum, [expanded(seconds, dims, count) for dims, seconds in self.parts])
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -177,7 +181,10 @@ class Elimination:
         for number, scope in enumerate(self.scopes):
             for variable in scope:
                 self.of_variable[variable].add(number)
-        self.steps: list[_Step] = []
+        self.order: list[tuple[int, Variables, set[int]]] = []
+        """The variables with those around each, and the factors that its elimination adds up."""
+        self.entries = 0.0
+        """Of all tables that the elimination makes."""
         self.left = set(range(len(self.scopes)))
         """The factors that were not added up yet."""
         self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest)
@@ -194,10 +201,17 @@ class Elimination:
         left = [self.factors[n].seconds if n < count else made[n - count] for n in numbers]
         if self.rest is None or not _same(left, self.rest_seconds):
             dims = [tuple([self.kept.index(v) for v in self.scopes[n]]) for n in numbers]
-            parts = [_expanded(one, at, len(self.kept)) for one, at in zip(left, dims, strict=True)]
+            parts = [expanded(one, at, len(self.kept)) for one, at in zip(left, dims, strict=True)]
             total = np.broadcast_to(_added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.kept])
             self.rest_seconds, self.rest = left, Rest(constant(self.kept, total), tuple(self.steps))
         return self.rest
+
+    @cached_property
+    def steps(self) -> list[_Step]:
+        return [
+            _Step(one, around, {n: self.scopes[n] for n in sorted(used)}, used & self.divided)
+            for one, around, used in self.order
+        ]
 
     def _plan(self, alive: set[int], largest: float) -> None:
         heap = [(self._entries(variable), variable) for variable in alive]
@@ -214,9 +228,8 @@ class Elimination:
                 raise TooWide(max(alive, key=lambda v: (len(self.of_variable[v]), -v)))
             used = self.of_variable.pop(variable)
             around = tuple(sorted({v for number in used for v in self.scopes[number]} - {variable}))
-            divided = used & self.divided
-            scopes = {number: self.scopes[number] for number in sorted(used)}
-            self.steps.append(_Step(variable, around, scopes, *(divided if len(divided) == 1 else ())))
+            self.order.append((variable, around, used))
+            self.entries += size
             self.left = (self.left - used) | {len(self.scopes)}
             alive.discard(variable)
             for v in around:
@@ -240,16 +253,16 @@ class Elimination:
 
 
 class _Step:
-    """A variable with the factors that it was in: `scopes` by number, of which `divided` is taken in parts."""
+    """A variable with the factors that it was in: `scopes` by number, of which a single `divided` one is taken in
+    parts."""
 
-    def __init__(
-        self, variable: int, around: Variables, scopes: Mapping[int, Variables], divided: int | None = None
-    ) -> None:
-        self.variable, self.around, self.divided = variable, around, divided
+    def __init__(self, variable: int, around: Variables, scopes: Mapping[int, Variables], divided: set[int]) -> None:
+        self.variable, self.around = variable, around
+        self.divided = next(iter(divided)) if len(divided) == 1 else None
         order = {v: dim for dim, v in enumerate((variable, *around))}
         dims = {number: tuple([order[v] for v in scope]) for number, scope in scopes.items()}
         """Per factor, where its dims are among the variable itself and those around."""
-        self.divided_dims = dims.pop(divided) if divided is not None else ()
+        self.divided_dims = () if self.divided is None else dims.pop(self.divided)
         self.numbers, self.dims = list(dims), list(dims.values())
         self.used: list[Seconds] = []
         """The arrays of the most recent sum."""
@@ -276,7 +289,7 @@ class _Step:
 
     def _least(self) -> Seconds:
         count = 1 + len(self.around)
-        expanded = [[_expanded(seconds, dims, count) for dims, seconds in parts] for parts in self.parts]
+        expanded = [[expanded(seconds, dims, count) for dims, seconds in parts] for parts in self.parts]
         single = [one[0] for one in expanded if len(one) == 1]
         several = [one for parts in expanded if len(parts) > 1 for one in parts]
         return reduce(np.minimum, [minimised([*single, x]) for x in several]) if several else minimised(single)
@@ -310,6 +323,14 @@ def eliminate(
 ) -> Rest:
     """Eliminates all variables of `sizes` but `kept`, which the resulting factor has in order; see `Elimination`."""
     return Elimination(sizes, factors, kept, largest).solve()
+
+
+def elimination_effort(sizes: Mapping[int, int], scopes: Iterable[Variables], most: float) -> float:
+    """Entries of all tables that an elimination over `scopes` makes; infinite where one has more than `most`."""
+    try:
+        return Elimination(sizes, [constant(scope, np.zeros(())) for scope in scopes], largest=most).entries
+    except TooWide:
+        return math.inf
 
 
 def minimum(sizes: Sequence[int], tables: Mapping[Variables, Seconds], largest: int) -> list[int]:
@@ -377,7 +398,7 @@ def _added(parts: Sequence[Seconds]) -> Seconds:
     return reduce(np.add, others, first)
 
 
-def _expanded(seconds: Seconds, dims: Variables, count: int) -> Seconds:
+def expanded(seconds: Seconds, dims: Variables, count: int) -> Seconds:
     """Seconds as an array of `count` dims, of which its own go to `dims`; the others have size 1."""
     shape = [1] * count
     for dim, size in zip(dims, seconds.shape, strict=True):

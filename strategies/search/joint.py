@@ -92,85 +92,57 @@ def _shown(choice: Choice, priced: Priced) -> dict[str, Any]:
     return asdict(choice) | {"modules": modules, "seconds": priced.seconds}
 
 
-@dataclass(frozen=True, order=True)
-class _Next:
-    """A queue entry of a choice: it takes at least `seconds`; of equal ones those with a plan come first."""
-
-    seconds: float
-    unseen: bool
-    choice: Choice
-
-
 def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]) -> Decision:
-    """The best of the choices in `bounds`. `look` yields successive evaluations of one: non-decreasing seconds, and
-    plans first without, then with their bytes; it stops at one within `limit`. Raises StrategyError where no choice is
-    within `limit`, and the first error of `look` where it rejects all that could be."""
-    looking = _Looking(bounds, limit, look)
-    first = looking.next()
-    if first is None:
-        if not looking.too_large:
-            raise next(iter(looking.refused.values()))
-        raise StrategyError("MW502", _nothing_fits(looking.too_large, limit))
-    over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
-    tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
-    second = looking.fitting(first) or looking.open()
-    behind = None if second is None else (second, looking.last[second])
-    return Decision(first, found, behind, tried, len(bounds) - tried, over, refused)
+    """The best choice within a memory limit.
 
+    Args:
+        bounds: Of every choice.
+        limit: Bytes of a rank.
+        look: Yields successive evaluations of a choice: non-decreasing seconds, and plans first without, then with
+            their bytes; it stops at one within `limit`.
 
-class _Looking:
-    """The state of the search: the evaluations of the choices in progress, and the `last` result of each."""
+    Raises:
+        StrategyError: No choice is within `limit`; the first error of `look` where it rejects all that could be.
+    """
+    too_large = {choice: one.bytes for choice, one in bounds.items() if one.bytes > limit}
+    # what a choice takes at least, and whether it has no plan yet: of equal ones those with a plan come first
+    waiting = [(bounds[choice].seconds, True, choice) for choice in bounds.keys() - too_large.keys()]
+    heapq.heapify(waiting)
+    steps: dict[Choice, Iterator[Priced]] = {}
+    last: dict[Choice, Priced] = {}
+    refused: dict[Choice, StrategyError] = {}
 
-    def __init__(
-        self, bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]
-    ) -> None:
-        self.limit, self.look = limit, look
-        self.steps: dict[Choice, Iterator[Priced]] = {}
-        self.last: dict[Choice, Priced] = {}
-        self.refused: dict[Choice, StrategyError] = {}
-        self.too_large = {choice: one.bytes for choice, one in bounds.items() if one.bytes > limit}
-        self.waiting = [_Next(bounds[choice].seconds, True, choice) for choice in bounds.keys() - self.too_large.keys()]
-        heapq.heapify(self.waiting)
+    def fits(choice: Choice) -> bool:
+        size = last[choice].bytes if choice in last else None
+        return size is not None and size <= limit
 
-    def next(self) -> Choice | None:
-        """The fastest choice within the limit."""
-        while self.waiting:
-            one = heapq.heappop(self.waiting)
-            size = None if one.unseen else self.last[one.choice].bytes
-            if size is not None and size <= self.limit:
-                return one.choice
-            self._step(one.choice)
-        return None
-
-    def fitting(self, other: Choice) -> Choice | None:
-        """The fastest choice other than `other` that is known to be within the limit."""
-        found = [
-            (priced.seconds, choice)
-            for choice, priced in self.last.items()
-            if choice != other and priced.bytes is not None and priced.bytes <= self.limit
-        ]
-        return min(found)[1] if found else None
-
-    def open(self) -> Choice | None:
-        """Of the evaluated choices that are not known to be too large, the one with the lowest estimate."""
-        found = (one for one in self.waiting if not one.unseen and one.choice not in self.too_large)
-        first = min(found, default=None)
-        return None if first is None else first.choice
-
-    def _step(self, choice: Choice) -> None:
-        if choice not in self.steps:
-            self.steps[choice] = self.look(choice)
+    while waiting and (waiting[0][1] or not fits(waiting[0][2])):
+        _, _, choice = heapq.heappop(waiting)
+        if choice not in steps:
+            steps[choice] = look(choice)
         try:
-            one = next(self.steps[choice], None)
+            one = next(steps[choice], None)
         except StrategyError as error:
-            self.refused[choice] = error
-            return
+            refused[choice] = error
+            continue
         if one is None:
-            return
-        if one.bytes is not None and one.bytes > self.limit:
-            self.too_large[choice] = min(one.bytes, self.too_large.get(choice, one.bytes))
-        self.last[choice] = one
-        heapq.heappush(self.waiting, _Next(one.seconds, False, choice))
+            continue
+        if one.bytes is not None and one.bytes > limit:
+            too_large[choice] = min(one.bytes, too_large.get(choice, one.bytes))
+        last[choice] = one
+        heapq.heappush(waiting, (one.seconds, False, choice))
+    if not waiting:
+        if not too_large:
+            raise next(iter(refused.values()))
+        raise StrategyError("MW502", _nothing_fits(too_large, limit))
+    _, _, first = heapq.heappop(waiting)
+    others = [(one.seconds, choice) for choice, one in last.items() if choice != first and fits(choice)]
+    if not others:
+        others = [(seconds, choice) for seconds, unseen, choice in waiting if not unseen and choice not in too_large]
+    second = min(others)[1] if others else None
+    runner_up = None if second is None else (second, last[second])
+    over = len([one for one in too_large if bounds[one].bytes <= limit and one != first])
+    return Decision(first, last[first], runner_up, len(steps), len(bounds) - len(steps), over, len(refused))
 
 
 def _nothing_fits(needs: Mapping[Choice, float], limit: float) -> str:

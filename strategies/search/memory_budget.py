@@ -121,7 +121,7 @@ class MemoryBudget:
         if best is None:
             unit, tried = self.points[0].solution.cost / limit, max(self.bounds)
             multiplier = max(FIRST * unit, 2 * tried)
-            if tried and not self.solver.wide and self._fewest_bytes() > limit:
+            if tried and not self.solver.wide and self._smallest_bytes() > limit:
                 return None
             return multiplier if multiplier <= HIGH * unit else HIGHEST * unit if tried < HIGHEST * unit else None
         large, small = (one.solution for one in self._around(limit))
@@ -133,7 +133,7 @@ class MemoryBudget:
             return multiplier
         return tried if self.gaps[tried] > self.solver.tolerance else None
 
-    def _fewest_bytes(self) -> float:
+    def _smallest_bytes(self) -> float:
         """Bytes of the plan that needs least: where that is too large, no multiplier finds one."""
         if not self.smallest:
             free = self.points[0].solution

@@ -21,7 +21,7 @@ from typing import Any
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.core.mesh_refinement import Axes
+from strategies.core.mesh_refinement import Axes, grouped
 from strategies.cost.cluster import Cluster
 from strategies.rules.sharding import Assignment
 from strategies.search.plan_cost import approximate_cost
@@ -85,16 +85,7 @@ def least_work(problem: Problem, cluster: Cluster, factorisation: Factorisation)
 def mesh_of(mesh: Mesh, assignments: Mapping[str, Assignment]) -> Factorisation:
     """The coarsest factorisation on which a plan exists: neighbours that always slice together are one axis."""
     runs = {axes for assignment in assignments.values() for axes in assignment.values()}
-    found: list[Axes] = [()]
-    for axis, after in pairwise((*mesh.sorted(mesh.names), "")):
-        found[-1] += (axis,)
-        if after and not all((axis in run) == (after in run) and _follows(run, axis, after) for run in runs):
-            found.append(())
-    return tuple(run for run in found if run)
-
-
-def _follows(run: Axes, axis: str, after: str) -> bool:
-    return axis not in run or run[run.index(axis) + 1 :][:1] == (after,)
+    return tuple(grouped(mesh.sorted(mesh.names), runs))
 
 
 def refines(fine: Sequence[Axes], coarse: Sequence[Axes]) -> bool:

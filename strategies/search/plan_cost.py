@@ -2,24 +2,23 @@
 
 A plan costs the work of every operator, every resharding forward and backward (once per value and target, but of a
 parameter once per use that returns a gradient, as the engine does it), the replication of what leaves the graph, and
-the update of every parameter. Invariant: with the engine's resharding paths (`exact_seconds`) the total is what the
+the update of every parameter. Invariant: with the engine's paths (`resharding_seconds`) the total is what the
 lowered program costs, and what the factors of the cost graph add up to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import path_seconds
+from strategies.cost.collectives import resharding_seconds
 from strategies.cost.resharding_estimate import estimated_seconds
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import left_axes
-from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import NodeCost, Problem
 
@@ -27,21 +26,13 @@ ReshardingSeconds = Callable[[Layout, Layout, tuple[int, ...], int, Mesh, Cluste
 """Layouts before and after, shape, bytes per element, mesh, cluster -> seconds."""
 
 
-def exact_seconds(
-    before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int, mesh: Mesh, cluster: Cluster
-) -> float:
-    """Seconds of the resharding path that the engine runs."""
-    return path_seconds(resharding_path(before, after, shape, mesh), item_bytes, mesh, cluster)
-
-
 class PlanCost:
     """Costs of one problem on one cluster; `resharding` estimates the seconds of a resharding."""
 
-    def __init__(self, problem: Problem, cluster: Cluster, resharding: ReshardingSeconds = exact_seconds) -> None:
+    def __init__(self, problem: Problem, cluster: Cluster, resharding: ReshardingSeconds = resharding_seconds) -> None:
         self.problem, self.cluster, self.mesh, self.resharding = problem, cluster, problem.mesh, resharding
         self._resharded: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
         self._rates: dict[tuple[frozenset[str], frozenset[str], int], float] = {}
-        self._communicates: dict[Hashable, bool] = {}
         self.node_cost = NodeCost(problem, cluster)
         self._leaving: dict[str, list[tuple[int, bool]]] = {}
         for ref in problem.graph.outputs:
@@ -75,12 +66,7 @@ class PlanCost:
             seconds += self.resharded(have, handed, spec)
             if trained and Ref(operator.id, index) in problem.graph.trained:
                 seconds += self.resharded(handed.whole, have.whole, spec)
-        if sharding.local is None or not assignment:
-            return seconds
-        key = operator.target, sharding.operands, tuple(sharding.sizes.items())
-        if key not in self._communicates:
-            self._communicates[key] = self.node_cost.communicates(operator, sharding)
-        if self._communicates[key]:
+        if assignment and self.node_cost.communicates(operator, sharding):
             seconds += self.node_cost.local_communication(operator, sharding, assignment)
         return seconds
 

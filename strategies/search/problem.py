@@ -23,7 +23,6 @@ from strategies.core.program import DEFAULT_OPTIONS, Instruction, LoweringOption
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, path_seconds
-from strategies.cost.exposed_communication import main_calls
 from strategies.cost.step import MASTER, ZERO_COPIES
 from strategies.lowering.emitter import Emitter
 from strategies.memory.estimate import saved
@@ -106,46 +105,24 @@ class Problem:
         """Whether resharding a value has a cost."""
         return self.relaxation is None or self.relaxation.resharded is None or ref in self.relaxation.resharded
 
-    @property
-    def trained(self) -> frozenset[Ref]:
-        """The values that have a gradient."""
-        return self.graph.trained
-
     @cached_property
     def stored(self) -> frozenset[Ref]:
         """The results that stay for backward."""
         return saved(self.graph)
 
     @cached_property
-    def batch_factors(self) -> dict[str, str]:
-        """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every
-        input.
-
-        Where an operator replicates that dim (or has no rule), a result with the same size in the same place carries
-        the batch on.
-        """
-        dims = {Ref(source.id): 0 for source in self.graph.of_kind("input") if source.spec.shape}
-        batch_factors: dict[str, str] = {}
-        for operator in self.graph.operators:
-            sharding = self.shardings[operator.id]
-            carried = [
-                (position, dims[ref], self.graph.specs[ref].shape)
-                for position, ref in enumerate(operator.operands)
-                if ref in dims
-            ]
-            factors = [
-                factor for position, dim, _ in carried if (factor := sharding.operands[position][dim]) is not None
-            ]
-            if factors:
-                batch_factors[operator.id] = factors[0]
-            for index, (result, spec) in enumerate(zip(sharding.results, operator.results, strict=True)):
-                if factors:
-                    same = [dim for dim, factor in enumerate(result) if factor == factors[0]]
-                else:
-                    same = [dim for _, dim, shape in carried if spec.shape[dim : dim + 1] == shape[dim : dim + 1]]
-                if same:
-                    dims[Ref(operator.id, index)] = same[0]
-        return batch_factors
+    def kinds(self) -> dict[str, Hashable]:
+        """Per operator, by id, all that its candidates and their costs depend on."""
+        return {
+            one.id: (
+                self.graph.looks[one.id],
+                tuple(Ref(one.id, index) in self.stored for index in range(len(one.results))),
+                None if (fixed := self.fixed.get(one.id)) is None else tuple(fixed.items()),
+                self.outputs.get(one.id),
+                self.relaxation and (self.resharding_counts(Ref(one.id)), one.id in self.relaxation.free),
+            )
+            for one in self.graph.operators
+        }
 
     def result_layout(self, ref: Ref, assignment: Assignment) -> Layout:
         """The layout in which an operator with this assignment hands on result `ref`."""
@@ -235,6 +212,7 @@ class NodeCost:
 
     problem: Problem
     cluster: Cluster
+    _communicates: dict[Hashable, bool] = field(default_factory=dict, init=False)
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -295,12 +273,17 @@ class NodeCost:
 
     def communicates(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""
-        mesh = self.problem.mesh
-        for factor, size in sharding.sizes.items():
-            axes = tuple(axis for axis in mesh.names if size % mesh.sizes[axis] == 0)[:1]
-            if axes and self._redistributions(operator, sharding, {factor: axes}):
-                return True
-        return False
+        key = operator.target, sharding.operands, tuple(sharding.sizes.items())
+        if sharding.local is not None and key not in self._communicates:
+            sizes = self.problem.mesh.sizes
+            sliced = [
+                {factor: (axis,)}
+                for factor, size in sharding.sizes.items()
+                for axis in [next((axis for axis in sizes if size % sizes[axis] == 0), None)]
+                if axis is not None
+            ]
+            self._communicates[key] = any(self._redistributions(operator, sharding, one) for one in sliced)
+        return self._communicates.get(key, False)
 
     def local_communication(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> float:
         """Seconds of the collectives of the local program."""
@@ -314,33 +297,12 @@ class NodeCost:
                 total += path_seconds(one.backward, one.spec.item_bytes, mesh, cluster)
         return total
 
-    def waits(self, operator: Operator, ref: Ref) -> bool:
-        """Whether the call that stands for all that an operator computes needs this operand, whatever is sliced."""
-        sharding = self.problem.shardings[operator.id]
-        if sharding.local is None:
-            return True
-        mesh = self.problem.mesh
-        single = [
-            {factor: (axis,)}
-            for axis in mesh.names[:1]
-            for factor, size in sharding.sizes.items()
-            if size % mesh.sizes[axis] == 0
-        ]
-        for assignment in ({}, *single):
-            instructions, needing = self._instructions(operator, sharding, assignment), set[str]()
-            main = next(iter(main_calls(instructions).values()), None)
-            for one in instructions:
-                if any(operand == ref or operand.id in needing for operand in one.operands):
-                    needing.add(one.id)
-            if main is not None and main.id not in needing:
-                return False
-        return True
-
     def _redistributions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Redistribute]:
-        every = self._instructions(operator, sharding, assignment)
+        every = self.local_instructions(operator, sharding, assignment)
         return [one for one in every if isinstance(one, Redistribute)]
 
-    def _instructions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Instruction]:
+    def local_instructions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Instruction]:
+        """The local program of an operator, empty where its rule has none."""
         if sharding.local is None:
             return []
         lowering = _SingleLowering(self.problem.graph, self.problem.mesh)

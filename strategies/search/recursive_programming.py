@@ -358,10 +358,10 @@ def recursive_search(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = 
 
 def recursive_choice(problem: Problem, cluster: Cluster) -> Chosen:
     """The best plan of recursive partitioning over the factorisations of an open mesh."""
-    whole = finest(problem.mesh)
-    coarser = [runs for runs in factorisations(problem.mesh, cluster) if runs != whole]
-    every = [whole, *(coarser if len(whole) <= MOST_AXES else coarser[:1])]
-    bounds = {runs: 0.0 if runs == whole else least_work(problem, cluster, runs) for runs in every}
+    prime = finest(problem.mesh)
+    coarser = [runs for runs in factorisations(problem.mesh, cluster) if runs != prime]
+    every = [prime, *(coarser if len(prime) <= MOST_AXES else coarser[:1])]
+    bounds = {runs: 0.0 if runs == prime else least_work(problem, cluster, runs) for runs in every}
 
     def search(runs: Factorisation, enough: float) -> Solution:
         return partitioned(problem, cluster, runs)

@@ -24,7 +24,7 @@ import numpy as np
 
 from strategies.core.graph import Operator, Ref, Source
 from strategies.rules.sharding import Assignment
-from strategies.search.elimination import Elimination, Factor, FactorGraph, Integers, Memo, Seconds, Table
+from strategies.search.elimination import Elimination, Factor, FactorGraph, Memo, Seconds, Table
 from strategies.search.problem import Problem
 
 SHORTEST = 3
@@ -185,7 +185,6 @@ class _Power:
         self.order = [self.block.kept.index(v) for v in (*run.outside, *self.entering, *self.leaving)]
         self.shape = [sizes[start + place] for place in run.inward]
         self.before = [sizes[v] for v in run.outside]
-        self.levels = [level for level in range(self.blocks.bit_length()) if self.blocks >> level & 1]
         self.rest = self.block.solve(graph.memo)
         self.factor = Factor((*run.outside, *self.entering, *self.ending), Table(self._raised))
 
@@ -198,15 +197,8 @@ class _Power:
 
     def _raised(self) -> Seconds:
         width = math.prod(self.shape)
-        matrix = self.rest.factor.seconds.transpose(self.order).reshape(math.prod(self.before), width, width)
-        self.doubled: list[tuple[Seconds, Integers | None]] = [(matrix, None)]
-        while len(self.doubled) <= self.levels[-1]:
-            self.doubled.append(product(self.doubled[-1][0], self.doubled[-1][0]))
-        total, self.middles = self.doubled[self.levels[0]][0], []
-        for level in self.levels[1:]:
-            total, middle = product(total, self.doubled[level][0])
-            self.middles.append(middle)
-        return np.asarray(total.reshape((*self.before, *self.shape, *self.shape)))
+        self.matrix = self.rest.factor.seconds.transpose(self.order).reshape(math.prod(self.before), width, width)
+        return power(self.matrix, self.blocks).reshape((*self.before, *self.shape, *self.shape))
 
     def complete(self, indices: dict[int, int]) -> None:
         """Adds the candidates of all blocks' variables, from those of the factor's."""
@@ -215,7 +207,14 @@ class _Power:
             int(np.ravel_multi_index([indices[v] for v in variables], self.shape)) if self.shape else 0
             for variables in (self.entering, self.ending)
         )
-        states = [first, *self._between(outside, first, last), last]
+        matrix = self.matrix[outside]
+        left = [matrix[:, last]]  # seconds from every state to the last one, by the blocks between, less one
+        for _ in range(self.blocks - 1):
+            left.append((matrix + left[-1]).min(1))
+        states = [first]
+        for seconds in reversed(left[:-1]):
+            states.append(int((matrix[states[-1]] + seconds).argmin()))
+        states.append(last)
         own = range(self.run.start, self.run.start + self.run.period)
         blocks: dict[tuple[int, int], dict[int, int]] = {}
         for block, ends in enumerate(pairwise(states)):
@@ -227,34 +226,22 @@ class _Power:
             shift = block * self.run.period
             indices |= {v + shift: blocks[ends][v] for v in own}
 
-    def _between(self, outside: int, first: int, last: int) -> list[int]:
-        """The states between the first and the last block."""
-        ends = [last]
-        for middle in reversed(self.middles):
-            ends.insert(0, int(middle[outside, first, ends[0]]))
-        found, state = [], first
-        for level, end in zip(self.levels, ends, strict=True):
-            found += [*self._inside(level, outside, state, end), end]
-            state = end
-        return found[:-1]
 
-    def _inside(self, level: int, outside: int, first: int, last: int) -> list[int]:
-        middle = self.doubled[level][1]
-        if middle is None:
-            return []
-        state = int(middle[outside, first, last])
-        left = self._inside(level - 1, outside, first, state)
-        return [*left, state, *self._inside(level - 1, outside, state, last)]
+def power(matrix: Seconds, exponent: int) -> Seconds:
+    """The min-plus power of matrices [batch, n, n], by doubling."""
+    if exponent == 1:
+        return matrix
+    half = power(matrix, exponent // 2)
+    square = product(half, half)
+    return product(square, matrix) if exponent % 2 else square
 
 
-def product(left: Seconds, right: Seconds) -> tuple[Seconds, Integers]:
-    """The min-plus product of matrices [batch, n, n], and the middle index that makes each entry."""
-    best, middle = np.empty_like(left), np.empty(left.shape, dtype=np.int64)
+def product(left: Seconds, right: Seconds) -> Seconds:
+    """The min-plus product of matrices [batch, n, n]."""
+    best = np.empty_like(left)
     for row in range(left.shape[1]):
-        sums = left[:, row, :, None] + right
-        middle[:, row] = sums.argmin(1)
-        best[:, row] = sums.min(1)
-    return best, middle
+        best[:, row] = (left[:, row, :, None] + right).min(1)
+    return best
 
 
 @dataclass(frozen=True)
@@ -308,8 +295,8 @@ def _classes(problem: Problem, chosen: Mapping[str, Assignment] | None, single: 
     for ref, why in (*((ref, "output") for ref in graph.outputs), *((ref, "update") for _, ref in graph.updates)):
         leaving.setdefault(ref.id, []).append((ref.index, why))
     colour = {
-        operator.id: number((_signature(problem, operator, leaving), chosen and tuple(chosen[operator.id].items())))
-        for operator in graph.operators
+        id: number((kind, tuple(leaving.get(id, ())), chosen and tuple(chosen[id].items())))
+        for id, kind in problem.kinds.items()
     }
     sources = {source.id: number(_source(problem, source)) for source in graph.sources}
     uses = {
@@ -347,28 +334,6 @@ def repeats(problem: Problem) -> bool:
     """Whether the model has repeated layers: some product of tensors has an equivalent one."""
     members = equivalence_classes(problem).members
     return any(len(group) > 1 and problem.shardings[group[0].id].sums for group in members)
-
-
-def _signature(problem: Problem, operator: Operator, leaving: Mapping[str, Sequence[Hashable]]) -> Hashable:
-    """All that an operator's own cost and candidates depend on; `leaving` has the results that leave the graph."""
-    sharding = problem.shardings[operator.id]
-    fixed = problem.fixed.get(operator.id)
-    return (
-        operator.op,
-        operator.id in problem.graph.returning,
-        tuple(Ref(operator.id, index) in problem.stored for index in range(len(operator.results))),
-        sharding.operands,
-        sharding.results,
-        tuple(sharding.sizes.items()),
-        sharding.sums,
-        sharding.padded,
-        sharding.flops,
-        operator.results,
-        tuple(map(problem.graph.specs.__getitem__, operator.operands)),
-        None if fixed is None else tuple(fixed.items()),
-        problem.outputs.get(operator.id),
-        tuple(leaving.get(operator.id, ())),
-    )
 
 
 def _source(problem: Problem, source: Source) -> Hashable:

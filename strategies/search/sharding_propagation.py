@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -149,7 +149,8 @@ class Propagation:
         self.chosen: dict[str, Assignment] = dict(problem.fixed)
         self.queue = deque(operator for operator in self.graph.operators if operator.id in self.chosen)
         self.waiting: dict[str, Operator] = {}
-        self.decided: dict[Situation, Assignment] = {}
+        self.decided: dict[Hashable, Assignment] = {}
+        """By what a decision depends on: repeated layers meet the same situations."""
 
     def run(self) -> dict[str, Assignment]:
         """An assignment for every operator that propagation reaches, by id."""
@@ -179,20 +180,21 @@ class Propagation:
 
     def _decide(self, operator: Operator) -> None:
         self.waiting.pop(operator.id, None)
-        situation = self._situation(operator)
+        edges = self._edges(operator)
+        situation = self.problem.kinds[operator.id], edges
         if situation not in self.decided:
-            self.decided[situation] = self._cheapest(situation)
+            self.decided[situation] = self._cheapest(operator, edges)
         self.chosen[operator.id] = self.decided[situation]
         self.queue.append(operator)
 
-    def _situation(self, operator: Operator) -> Situation:
-        """What the decision depends on: the operator's rule and the decided values next to it."""
-        sharding, edges = self.problem.shardings[operator.id], []
+    def _edges(self, operator: Operator) -> tuple[Edge, ...]:
+        """The decided values next to an operator."""
+        edges = []
         for position, ref in enumerate(operator.operands):
             have = self._have(ref, operator)
             if have is not None:
                 shared = isinstance(self.graph.by_id[ref.id], Source)  # its gradients are added in its own layout
-                trained = ref in self.problem.trained and not shared
+                trained = ref in self.graph.trained and not shared
                 edges.append(Edge(False, position, self.graph.specs[ref], have, trained, None))
         for index in range(len(operator.results)):
             ref = Ref(operator.id, index)
@@ -201,20 +203,14 @@ class Propagation:
                     there, chosen = self.problem.shardings[user.id], self.chosen[user.id]
                     wanted = there.operand_layouts(chosen)[position]
                     returned = there.gradient_layouts(chosen)[position]
-                    trained = ref in self.problem.trained
+                    trained = ref in self.graph.trained
                     edges.append(Edge(True, index, self.graph.specs[ref], wanted, trained, returned))
-        reduced = tuple(
-            (position, node.spec)
-            for position, ref in enumerate(operator.operands)
-            if isinstance(node := self.graph.by_id[ref.id], Source) and node.trainable
-        )
-        rule = sharding.operands, sharding.results, tuple(sharding.sizes.items()), sharding.sums, sharding.padded
-        return Situation(sharding, (*rule, sharding.flops), tuple(edges), reduced, operator.results)
+        return tuple(edges)
 
-    def _cheapest(self, situation: Situation) -> Assignment:
+    def _cheapest(self, operator: Operator, edges: Sequence[Edge]) -> Assignment:
         """The best candidate: one criterion after the other, each only among those that are equal so far."""
-        sharding, mesh = situation.sharding, self.problem.mesh
-        near = [((sharding.results if e.result else sharding.operands)[e.position], e.layout) for e in situation.edges]
+        sharding, mesh = self.problem.shardings[operator.id], self.problem.mesh
+        near = [((sharding.results if e.result else sharding.operands)[e.position], e.layout) for e in edges]
         options = candidates(sharding, self.problem, near)
 
         def order(assignment: Assignment) -> tuple[float, ...]:
@@ -223,9 +219,9 @@ class Propagation:
             return (sharding.flops / mesh.product(sharding.used(assignment)), *counts, *places)
 
         criteria: tuple[Callable[[Assignment], Any], ...] = (
-            lambda assignment: sum(edge.forward(sharding, assignment, self.link_seconds) for edge in situation.edges),
-            lambda assignment: sum(edge.backward(sharding, assignment, self.link_seconds) for edge in situation.edges),
-            lambda assignment: self.link_seconds.own(sharding, assignment, situation.reduced, situation.results),
+            lambda assignment: sum(edge.forward(sharding, assignment, self.link_seconds) for edge in edges),
+            lambda assignment: sum(edge.backward(sharding, assignment, self.link_seconds) for edge in edges),
+            lambda assignment: self._own_seconds(operator, assignment),
             order,
         )
         for criterion in criteria:
@@ -236,6 +232,17 @@ class Propagation:
                     least *= 1 + EQUAL
                 options = [option for option, value in zip(options, seconds, strict=True) if value <= least]
         return options[0]
+
+    def _own_seconds(self, operator: Operator, assignment: Assignment) -> float:
+        """Seconds for what an operator sends by itself: sums of its results, and of the gradients of its trained
+        parameters."""
+        sharding = self.problem.shardings[operator.id]
+        summed = list(zip(sharding.result_layouts(assignment), operator.results, strict=True))
+        for layout, ref in zip(sharding.gradient_layouts(assignment), operator.operands, strict=True):
+            node = self.graph.by_id[ref.id]
+            if isinstance(node, Source) and node.trainable:
+                summed.append((layout, node.spec))
+        return sum(self.link_seconds.seconds(layout, layout.whole, spec) for layout, spec in summed if layout.partial)
 
     def _have(self, ref: Ref, operator: Operator) -> Layout | None:
         """The layout of an operand, if that is decided: of a parameter the one that another user wants, a configured
@@ -294,51 +301,23 @@ class LinkSeconds:
         self._known: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
 
     def seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        """Seconds of resharding a value."""
         key = before, after, spec.shape, spec.item_bytes
         if key not in self._known:
-            if self.searched or after.partial:
-                sent = self._searched(before, after, spec)
+            if before == after:
+                sent = []
+            elif self.searched or after.partial:
+                path = resharding_path(before, after, spec.shape, self.mesh)
+                sent = [
+                    (step.axes, step.busiest(self.mesh) * spec.item_bytes) for step in path if step.kind not in LOCAL
+                ]
             else:
-                sent = self._estimated(before, after, spec)
+                path = shares(before, after, self.mesh)
+                sent = [
+                    (axes, part * spec.elements * spec.item_bytes) for kind, axes, part, _ in path if kind not in LOCAL
+                ]
             self._known[key] = sum(size / self.cluster.link(self.mesh, axes).bandwidth for axes, size in sent)
         return self._known[key]
-
-    def _searched(self, before: Layout, after: Layout, spec: TensorSpec) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Axes and bytes of every collective."""
-        for step in resharding_path(before, after, spec.shape, self.mesh):
-            if step.kind not in LOCAL:
-                yield step.axes, step.busiest(self.mesh) * spec.item_bytes
-
-    def _estimated(self, before: Layout, after: Layout, spec: TensorSpec) -> Iterator[tuple[tuple[str, ...], float]]:
-        for kind, axes, sent, _ in shares(before, after, self.mesh) if before != after else ():
-            if kind not in LOCAL:
-                yield axes, sent * spec.elements * spec.item_bytes
-
-    def own(
-        self,
-        sharding: Sharding,
-        assignment: Assignment,
-        reduced: Sequence[tuple[int, TensorSpec]],
-        results: Sequence[TensorSpec],
-    ) -> float:
-        """Seconds for what an operator sends by itself: sums of its results, and of the gradients of its trained
-        parameters (`reduced`: operand and spec)."""
-        gradients = sharding.gradient_layouts(assignment)
-        summed = list(zip(sharding.result_layouts(assignment), results, strict=True))
-        summed += [(gradients[position], spec) for position, spec in reduced]
-        return sum(self.seconds(layout, layout.whole, spec) for layout, spec in summed if layout.partial)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """All that a decision depends on: repeated layers meet the same ones. `rule` is the content of the sharding;
-    `reduced` are the operands that are trained parameters."""
-
-    sharding: Sharding = field(compare=False)
-    rule: tuple[Any, ...]
-    edges: tuple[Edge, ...]
-    reduced: tuple[tuple[int, TensorSpec], ...]
-    results: tuple[TensorSpec, ...]
 
 
 def candidates(
@@ -353,8 +332,8 @@ def candidates(
         start: Assignment = {f: axes for f, axes in zip(dims, layout.dims, strict=True) if f is not None and axes}
         if sharding.legal(start, mesh):
             starts.append(start)
-    for begun in starts:
-        for assignment in _extensions(sharding, problem, begun):
+    for start in starts:
+        for assignment in _extensions(sharding, problem, start):
             found.setdefault(tuple(assignment.items()), assignment)
     most = max(mesh.product(sharding.used(assignment)) for assignment in found.values())
     return [assignment for assignment in found.values() if mesh.product(sharding.used(assignment)) == most]

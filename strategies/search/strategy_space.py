@@ -7,18 +7,17 @@ layout, each use reshards it and returns its own gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.cost.collectives import path_seconds
+from strategies.cost.collectives import resharding_seconds
 from strategies.cost.resharding_matrix import (
     PARTIAL,
     REPLICATED,
@@ -29,7 +28,6 @@ from strategies.cost.resharding_matrix import (
 )
 from strategies.cost.roofline import operator_work, roofline
 from strategies.lowering.lowering import left_axes
-from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment, Dims, Sharding
 from strategies.search.elimination import Table
 from strategies.search.problem import NodeCost, Problem, parameter_bytes
@@ -41,16 +39,6 @@ class Layouts:
 
     table: LayoutTable
     of_candidate: Integers
-
-
-class Assignments(Protocol):
-    """One per candidate."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, candidate: int, /) -> Assignment: ...
-
-    def __iter__(self) -> Iterator[Assignment]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +54,7 @@ class Candidates:
         given: the layouts of the results.
     """
 
-    assignments: Assignments
+    assignments: Sequence[Assignment]
     seconds: Seconds
     bytes: Seconds
     wanted: tuple[Layouts, ...]
@@ -77,30 +65,22 @@ class Candidates:
         return len(self.assignments)
 
 
-@dataclass(frozen=True, eq=False)
-class _SlicedAssignments:
+class _SlicedAssignments(Sequence[Assignment]):
     """Assignments from the factor that every one of `axes` slices (`sliced` [candidates, axes]), made when needed."""
 
-    axes: tuple[str, ...]
-    factors: tuple[str, ...]
-    sliced: Integers
-    made: dict[int, Assignment] = field(default_factory=dict)
+    def __init__(self, axes: Sequence[str], factors: Sequence[str], sliced: Integers) -> None:
+        self.axes, self.factors, self.sliced = axes, factors, sliced
 
     def __len__(self) -> int:
         return len(self.sliced)
 
-    def __getitem__(self, candidate: int, /) -> Assignment:
-        if candidate not in self.made:
-            row = self.sliced[candidate].tolist()
-            self.made[candidate] = {
-                factor: tuple([axis for axis, place in zip(self.axes, row, strict=True) if place == number])
-                for number, factor in enumerate(self.factors)
-                if number in row
-            }
-        return self.made[candidate]
-
-    def __iter__(self) -> Iterator[Assignment]:
-        return map(self.__getitem__, range(len(self)))
+    def __getitem__(self, candidate: Any) -> Any:
+        row = self.sliced[candidate].tolist()
+        return {
+            factor: tuple([axis for axis, place in zip(self.axes, row, strict=True) if place == number])
+            for number, factor in enumerate(self.factors)
+            if number in row
+        }
 
 
 class StrategySpace:
@@ -119,32 +99,16 @@ class StrategySpace:
         """Parameters with one use: they have the layout that it wants."""
         self.multiplier = 0.0
         """Seconds that a byte of memory costs at the moment."""
-        self._known: dict[tuple[Any, ...], Candidates] = {}
+        self._known: dict[Hashable, Candidates] = {}
         self._layouts: dict[tuple[int, bytes], Layouts] = {}
 
     def of(self, operator: Operator) -> Candidates:
         """The candidates of one operator."""
-        fixed, relaxation = self.problem.fixed.get(operator.id), self.problem.relaxation
-        key = (
-            self.problem.graph.looks[operator.id],
-            self._stored.get(operator.id),
-            None if fixed is None else tuple(fixed.items()),
-            self.problem.outputs.get(operator.id),
-            None
-            if relaxation is None
-            else (self.problem.resharding_counts(Ref(operator.id)), operator.id in relaxation.free),
-        )
+        key = self.problem.kinds[operator.id]
         if key not in self._known:
+            fixed = self.problem.fixed.get(operator.id)
             self._known[key] = self._free(operator) if fixed is None else self._fixed(operator, fixed)
         return self._known[key]
-
-    @cached_property
-    def _stored(self) -> dict[str, frozenset[int]]:
-        """The results of operators that are stored for backward, by id."""
-        indices: dict[str, set[int]] = {}
-        for ref in self.problem.stored:
-            indices.setdefault(ref.id, set()).add(ref.index)
-        return {id: frozenset(one) for id, one in indices.items()}
 
     def _counted(self, operator: Operator) -> tuple[float, float]:
         """Shares of forward and backward that cost time."""
@@ -230,13 +194,13 @@ class StrategySpace:
         return self._layouts[key]
 
     def _seconds(
-        self, operator: Operator, work: Seconds, assignments: Assignments, returned: Sequence[Layouts]
+        self, operator: Operator, work: Seconds, assignments: Sequence[Assignment], returned: Sequence[Layouts]
     ) -> Seconds:
         """Seconds of an operator whatever its neighbours do: its `work`, what its local program sends, the update of
         parameters that it alone uses, and results that it hands on in another layout."""
         problem, graph, sharding, total = self.problem, self.problem.graph, self.problem.shardings[operator.id], work
         trained = operator.id in graph.returning
-        if sharding.local is not None and self.node_cost.communicates(operator, sharding):
+        if self.node_cost.communicates(operator, sharding):
             total = total + [self.node_cost.local_communication(operator, sharding, one) for one in assignments]
         for side, ref in zip(returned, operator.operands, strict=True):
             if trained and ref in self.single_use and ref in graph.trained:
@@ -251,9 +215,10 @@ class StrategySpace:
         if after is not None and problem.resharding_counts(Ref(operator.id)):
             natural = sharding.result_layouts(assignments[0])
             for index, (have, then, spec) in enumerate(zip(natural, after, operator.results, strict=True)):
-                total = total + self._path_seconds(have, then, spec)
+                tensor = spec.shape, spec.item_bytes, problem.mesh, self.resharding.cluster
+                total = total + resharding_seconds(have, then, *tensor)
                 if trained and Ref(operator.id, index) in graph.trained:
-                    total = total + self._path_seconds(then.whole, have.whole, spec)
+                    total = total + resharding_seconds(then.whole, have.whole, *tensor)
         return total
 
     def _bytes(self, operator: Operator, wanted: Sequence[Layouts], given: Sequence[Layouts]) -> Seconds:
@@ -275,12 +240,6 @@ class StrategySpace:
         """Elements of a rank's shard, per layout."""
         counts = self.resharding.counts[table.dims]
         return np.asarray(np.ceil(np.array(spec.shape, dtype=np.float64) / counts).prod(1))
-
-    def _path_seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
-        mesh = self.problem.mesh
-        return path_seconds(
-            resharding_path(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.resharding.cluster
-        )
 
 
 Use = tuple[Operator, int, bool]

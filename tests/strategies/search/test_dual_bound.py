@@ -14,9 +14,9 @@ from models.losses import NextTokenLoss
 from strategies.core.graph import Ref
 from strategies.core.mesh import Mesh
 from strategies.search.cost_graph import JointUses
-from strategies.search.dual_bound import DualBound, ReducedCostFixing, elimination_effort
+from strategies.search.dual_bound import DualBound, ReducedCostFixing
 from strategies.search.dynamic_programming import PlanSearch, search
-from strategies.search.elimination import Factor, FactorGraph, constant, eliminate
+from strategies.search.elimination import Factor, FactorGraph, constant, eliminate, elimination_effort
 from strategies.search.plan_cost import PlanCost
 from tests.strategies.search.problems import nodes, problem, shaped, tokens
 from tests.strategies.search.test_dynamic_programming import CLUSTER, MESHES, problem_of

@@ -18,6 +18,7 @@ from models.resnet import resnet_digits
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.planner.default_strategies import batch_factors
 from strategies.rules.sharding import Assignment
 from strategies.search.dynamic_programming import search
 from strategies.search.plan_cost import PlanCost
@@ -112,7 +113,7 @@ def test_small_models_on_fast_links_are_data_parallel(found: Search) -> None:
     made = problem(graph, Mesh((("dp", 8),)))
     chosen = found(made, node(8))
     for operator in graph.operators:
-        factor = made.batch_factors.get(operator.id)
+        factor = batch_factors(made).get(operator.id)
         if factor is not None and made.shardings[operator.id].sizes[factor] % 8 == 0:
             assert chosen[operator.id] == {factor: ("dp",)}, operator.name
 

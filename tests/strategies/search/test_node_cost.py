@@ -34,7 +34,7 @@ def seconds(problem: Problem, stage: int, micro_batches: int, sliced: bool = Fal
     axes = problem.mesh.names
     unsharded = Layout.replicated(2) if stage else Layout(((), ()), frozenset(axes))
     layout = Layout((axes, ())) if sliced else unsharded
-    assert Ref(source.id) in problem.trained
+    assert Ref(source.id) in problem.graph.trained
     node_cost = NodeCost(replace(problem, stage=stage, micro_batches=micro_batches), NODES)
     return node_cost.parameter_seconds(layout, source.spec)
 

@@ -65,7 +65,7 @@ def test_configured_strategies_are_kept_and_cost_no_less(models: dict[str, Model
     plan = make_plan(graph, replace(EXACT, strategies=wanted), cluster(1e9))
     assert plan.operators[name].origin == "configured"
     assert plan.operators[name].assignment == {"k": ("a", "b")}
-    assert plan.search["cost"] >= free.search["cost"]
+    assert plan.search["cost"] >= free.search["cost"] * (1 - 1e-12)
     assert models["llama"].difference(plan) < TOLERANCE
 
 

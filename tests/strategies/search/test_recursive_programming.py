@@ -22,6 +22,7 @@ from strategies.core.mesh import accumulate
 from strategies.core.plan import Plan
 from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.planner.default_strategies import batch_factors
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of, sharding
 from strategies.search.plan_cost import PlanCost
@@ -112,7 +113,7 @@ def test_it_costs_no_more_than_data_parallelism() -> None:
         found = recursive_search(made, machine)
         data_parallel = {
             o.id: {factor: mesh.names}
-            if (factor := made.batch_factors.get(o.id)) and made.shardings[o.id].sizes[factor] % 16 == 0
+            if (factor := batch_factors(made).get(o.id)) and made.shardings[o.id].sizes[factor] % 16 == 0
             else {}
             for o in graph.operators
         }
