@@ -19,7 +19,7 @@ plans that these searches find, for which overlap counts in full, are candidates
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.exposed_communication import main_calls
 from strategies.cost.roofline import operator_work
 from strategies.search.dynamic_programming import exact_search
-from strategies.search.mesh_choice import measured, mesh_of
+from strategies.search.mesh_choice import mesh_of, mesh_to_json
 from strategies.search.plan_cost import PlanCost, few_axes
 from strategies.search.problem import NodeCost, Problem, Relaxation, Solution
 
@@ -186,7 +186,7 @@ def compared_meshes(problem: Problem, evaluated: list[Evaluated]) -> dict[str, A
     other = next((one for mesh, one in zip(meshes, evaluated, strict=True) if mesh != meshes[0]), None)
 
     def shown(one: Evaluated) -> Mapping[str, Any]:
-        return asdict(measured(problem.mesh, one.solution.assignments, one.seconds))
+        return mesh_to_json(problem.mesh, one.solution.assignments, one.seconds)
 
     return {"mesh": shown(evaluated[0]), "runner_up": None if other is None else shown(other)}
 

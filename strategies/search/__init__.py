@@ -2,12 +2,12 @@
 
                    problem             elimination                        1  search problem; factor graphs
                       |                     |
-       +--------------+--------+------------+-----+---------------+
-   plan_cost   strategy_space  |     repeated_blocks   dual_bound         2  costs, candidates, contraction, bounds
-       |              |  memory_budget            |         |             2  seconds per byte
-   mesh_choice    cost_graph   |                  |         |             3  factorisations; variables and factors
-       |              |        |                  |         |
-       +------+-------+--------+----------+-------+---------+
+       +--------------+---------------------+-----+---------+
+   plan_cost   strategy_space        repeated_blocks   dual_bound         2  costs, candidates, contraction, bounds
+       |              |                           |         |
+   mesh_choice    cost_graph                      |         |             3  factorisations; variables and factors
+       |              |                           |         |
+       +------+-------+-------------------+-------+---------+
               |                           |
     recursive_programming        dynamic_programming                      4  one axis per round; exact on three axes
               |                           |

@@ -13,9 +13,10 @@ from typing import Any
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
 from strategies.search.dynamic_programming import exact_search
+from strategies.search.mesh_choice import finest
 from strategies.search.plan_cost import PlanCost, few_axes
 from strategies.search.problem import Problem, Solution, plan_bytes
-from strategies.search.recursive_programming import recursive_choice, recursive_search, refined
+from strategies.search.recursive_programming import SWEPT_AXES, partitioned, recursive_choice, recursive_search, refined
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,19 @@ def dynamic_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ..
 
 
 def _on_all_axes(problem: Problem, cluster: Cluster, found: Solution) -> Solution:
-    """The best plan on at most three axes, or a cheaper one around it: single prime axes are decided again."""
+    """The best plan on at most three axes, or a cheaper one on all prime axes: around it, with single axes decided
+    again, or, on few enough axes, of recursive programming."""
     if few_axes(problem.mesh):
         return found
-    assignments = refined(problem, cluster, found.assignments).assignments
-    cost, size = PlanCost(problem, cluster).total(assignments), plan_bytes(problem, assignments)
-    fits = problem.memory is None or size <= problem.memory
-    return Solution(assignments, cost, size, found.lower_bound) if fits and cost < found.cost else found
+    others = [refined(problem, cluster, found.assignments)]
+    if len(finest(problem.mesh)) <= SWEPT_AXES:
+        others.append(partitioned(problem, cluster))
+    cost, every = PlanCost(problem, cluster), [found]
+    for other in others:
+        size = plan_bytes(problem, other.assignments)
+        if problem.memory is None or size <= problem.memory:
+            every.append(Solution(other.assignments, cost.total(other.assignments), size, found.lower_bound))
+    return min(every, key=lambda one: one.cost)
 
 
 def recursive_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solve:

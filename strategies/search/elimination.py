@@ -289,9 +289,9 @@ class _Step:
 
     def _least(self) -> Seconds:
         count = 1 + len(self.around)
-        expanded = [[expanded(seconds, dims, count) for dims, seconds in parts] for parts in self.parts]
-        single = [one[0] for one in expanded if len(one) == 1]
-        several = [one for parts in expanded if len(parts) > 1 for one in parts]
+        every = [[expanded(seconds, dims, count) for dims, seconds in parts] for parts in self.parts]
+        single = [one[0] for one in every if len(one) == 1]
+        several = [one for parts in every if len(parts) > 1 for one in parts]
         return reduce(np.minimum, [minimised([*single, x]) for x in several]) if several else minimised(single)
 
     def best(self, indices: Mapping[int, int]) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
@@ -24,14 +24,12 @@ from strategies.core.mesh import Mesh
 from strategies.core.mesh_refinement import Axes, grouped
 from strategies.cost.cluster import Cluster
 from strategies.rules.sharding import Assignment
-from strategies.search.plan_cost import approximate_cost
+from strategies.search.plan_cost import MOST_AXES, approximate_cost
 from strategies.search.problem import Problem, Solution, too_large
 from strategies.search.repeated_blocks import equivalence_classes
 
 Factorisation = tuple[Axes, ...]
 """Runs of prime axes, outermost first; each run is one axis."""
-MOST_AXES = 3
-"""Axes of a mesh on which a search is exact."""
 ENOUGH = 2
 """Factorisations with the same best plan after which no runner-up is searched for."""
 
@@ -168,24 +166,14 @@ class Chosen:
 
     def to_json(self, mesh: Mesh) -> dict[str, Any]:
         """The keys `mesh`, `runner_up`, `meshes` and `left_out` of a plan's `search`."""
-        shown = [
-            None if one is None else asdict(measured(mesh, one.assignments, one.cost))
-            for one in (self.best, self.second)
-        ]
-        return {"mesh": shown[0], "runner_up": shown[1], "meshes": self.searched, "left_out": self.pruned}
+        best = mesh_to_json(mesh, self.best.assignments, self.best.cost)
+        second = self.second and mesh_to_json(mesh, self.second.assignments, self.second.cost)
+        return {"mesh": best, "runner_up": second, "meshes": self.searched, "left_out": self.pruned}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A mesh by the sizes of its axes, and the seconds of the best plan on it."""
-
-    mesh: tuple[int, ...]
-    seconds: float
-
-
-def measured(mesh: Mesh, assignments: Mapping[str, Assignment], seconds: float) -> Measured:
-    """The coarsest mesh of a plan with its seconds."""
-    return Measured(tuple(mesh.product(run) for run in mesh_of(mesh, assignments)), seconds)
+def mesh_to_json(mesh: Mesh, assignments: Mapping[str, Assignment], seconds: float) -> dict[str, Any]:
+    """The coarsest mesh of a plan, by the sizes of its axes, with its seconds."""
+    return {"mesh": tuple(mesh.product(run) for run in mesh_of(mesh, assignments)), "seconds": seconds}
 
 
 Search = Callable[[Factorisation, float], Solution | None]

@@ -150,13 +150,13 @@ class PlanCost:
         return seconds + (self.update(stored, left, spec) if trained else 0.0)
 
 
-FEW_AXES = 3
-"""Axes of a mesh up to which resharding paths are searched for; on more they are estimated."""
+MOST_AXES = 3
+"""Axes of a mesh up to which a search is exact and resharding paths are searched for; on more they are estimated."""
 
 
 def few_axes(mesh: Mesh) -> bool:
     """Whether a mesh has so few axes of more than one rank."""
-    return len(mesh.sorted(mesh.names)) <= FEW_AXES
+    return len(mesh.sorted(mesh.names)) <= MOST_AXES
 
 
 def approximate_cost(problem: Problem, cluster: Cluster) -> PlanCost:

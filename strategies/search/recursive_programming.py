@@ -44,7 +44,7 @@ SWEEPS = 2
 """The maximum number of sweeps over all axes."""
 GAIN = 1e-3
 """Relative gain of a sweep below which it is the last one."""
-MOST_AXES = 6
+SWEPT_AXES = 6
 """Axes up to which everything is decided again, and up to which all factorisations of an open mesh are tried."""
 MULTIPLIERS = 12
 """Seconds per byte that are tried at most."""
@@ -360,7 +360,7 @@ def recursive_choice(problem: Problem, cluster: Cluster) -> Chosen:
     """The best plan of recursive partitioning over the factorisations of an open mesh."""
     prime = finest(problem.mesh)
     coarser = [runs for runs in factorisations(problem.mesh, cluster) if runs != prime]
-    every = [prime, *(coarser if len(prime) <= MOST_AXES else coarser[:1])]
+    every = [prime, *(coarser if len(prime) <= SWEPT_AXES else coarser[:1])]
     bounds = {runs: 0.0 if runs == prime else least_work(problem, cluster, runs) for runs in every}
 
     def search(runs: Factorisation, enough: float) -> Solution:
@@ -399,7 +399,7 @@ def _at(problem: Problem, cluster: Cluster, axes: Sequence[Axes], multiplier: fl
     first = _partitioning(problem, cluster, equivalence_classes(problem), multiplier)
     best = first.restarted()
     total = [best.decide(run, staying=False) for run in runs][-1]
-    if len(runs) <= MOST_AXES:
+    if len(runs) <= SWEPT_AXES:
         total = _decide_again(best, runs)
     others = {tuple(runs[::-1]), (*runs[1:], runs[0])} if few_axes(problem.mesh) and len(runs) > 1 else set()
     for order in sorted(others):

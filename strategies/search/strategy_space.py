@@ -70,17 +70,20 @@ class _SlicedAssignments(Sequence[Assignment]):
 
     def __init__(self, axes: Sequence[str], factors: Sequence[str], sliced: Integers) -> None:
         self.axes, self.factors, self.sliced = axes, factors, sliced
+        self.made: dict[int, Assignment] = {}
 
     def __len__(self) -> int:
         return len(self.sliced)
 
     def __getitem__(self, candidate: Any) -> Any:
-        row = self.sliced[candidate].tolist()
-        return {
-            factor: tuple([axis for axis, place in zip(self.axes, row, strict=True) if place == number])
-            for number, factor in enumerate(self.factors)
-            if number in row
-        }
+        if candidate not in self.made:
+            row = self.sliced[candidate].tolist()
+            self.made[candidate] = {
+                factor: tuple([axis for axis, place in zip(self.axes, row, strict=True) if place == number])
+                for number, factor in enumerate(self.factors)
+                if number in row
+            }
+        return self.made[candidate]
 
 
 class StrategySpace:
@@ -285,23 +288,22 @@ class SharedParameter:
         self.bytes: Seconds = space.elements(resharding.table_of(self.layouts), spec) * per_element
         self.own = Table(lambda: self.seconds + space.multiplier * self.bytes)
         share = max(sum(not gradient for _, _, gradient in uses), 1)
-        self._uses = [
+        self.uses = [
             _ParameterUse(resharding, spec, mesh, every, candidates[user.id], place, gradient, share)
             for user, place, gradient in uses
             if space.problem.resharding_counts(ref)
         ]
-        self.uses = [Table(use.seconds) for use in self._uses]
 
     def evaluate(self, index: int, users: Sequence[int]) -> None:
         """Makes exact what a solution uses: the candidate of the parameter, and those of its users."""
-        for use, user in zip(self._uses, users, strict=False):
+        for use, user in zip(self.uses, users, strict=False):
             use.evaluate(index, user)
 
     def cost(self, index: int, users: Sequence[int]) -> float:
         """Seconds of a solution whose entries are exact: uses without a gradient pay once for what they share."""
         total, shared = float(self.seconds[index]), {}
-        for use, table, user in zip(self._uses, self.uses, users, strict=False):
-            seconds = float(table.seconds[index, user])
+        for use, user in zip(self.uses, users, strict=False):
+            seconds = float(use.seconds[index, user])
             if use.returned is None:
                 wanted = use.wanted.table
                 shared[wanted.dims[use.wanted.of_candidate[user]].tobytes()] = seconds * use.share
@@ -314,8 +316,9 @@ class SharedParameter:
             table.refresh()
 
 
-class _ParameterUse:
-    """One use of a parameter. Those without a gradient share what they want in common: each pays a part."""
+class _ParameterUse(Table):
+    """One use of a parameter [candidates of the parameter, candidates of the user]. Those without a gradient share what
+    they want in common: each pays a part."""
 
     def __init__(
         self,
@@ -328,6 +331,7 @@ class _ParameterUse:
         gradient: bool,
         share: int,
     ) -> None:
+        super().__init__(self._total)
         self.resharding, self.spec, self.share = resharding, spec, share
         self.wanted, self.returned = candidates.wanted[place], candidates.returned[place] if gradient else None
         layouts = list(dict.fromkeys(layout for layout, _ in every))
@@ -343,8 +347,7 @@ class _ParameterUse:
             self.back.append((resharding.table_of([layout]), after))
             self.illegal.append([not left[have] <= added for have, added in every])
 
-    def seconds(self) -> Seconds:
-        """[candidates of the parameter, candidates of the user]."""
+    def _total(self) -> Seconds:
         total = self.resharding.seconds(self.stored, self.wanted.table, self.spec)
         total = total[np.array(self.of_candidate)[:, None], self.wanted.of_candidate]
         if self.returned is None:

@@ -8,8 +8,7 @@ from functools import cache
 import pytest
 
 from strategies.core.errors import StrategyError
-from strategies.search.dynamic_programming import PlanSearch, search
-from strategies.search.memory_budget import MemoryBudget
+from strategies.search.dynamic_programming import MemoryBudget, PlanSearch, search
 from strategies.search.plan_cost import PlanCost
 from strategies.search.problem import Problem, plan_bytes
 from tests.strategies.search.test_factor_graph import NODES, llama, problem_of
