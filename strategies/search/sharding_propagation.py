@@ -304,19 +304,17 @@ class LinkSeconds:
         """Seconds of resharding a value."""
         key = before, after, spec.shape, spec.item_bytes
         if key not in self._known:
-            if before == after:
-                sent = []
-            elif self.searched or after.partial:
+            sent: list[tuple[str, tuple[str, ...], float]] = []
+            if self.searched or after.partial:
                 path = resharding_path(before, after, spec.shape, self.mesh)
-                sent = [
-                    (step.axes, step.busiest(self.mesh) * spec.item_bytes) for step in path if step.kind not in LOCAL
-                ]
-            else:
-                path = shares(before, after, self.mesh)
-                sent = [
-                    (axes, part * spec.elements * spec.item_bytes) for kind, axes, part, _ in path if kind not in LOCAL
-                ]
-            self._known[key] = sum(size / self.cluster.link(self.mesh, axes).bandwidth for axes, size in sent)
+                sent = [(step.kind, step.axes, step.busiest(self.mesh)) for step in path]
+            elif before != after:
+                sent = [(kind, axes, part * spec.elements) for kind, axes, part, _ in shares(before, after, self.mesh)]
+            self._known[key] = sum(
+                elements * spec.item_bytes / self.cluster.link(self.mesh, axes).bandwidth
+                for kind, axes, elements in sent
+                if kind not in LOCAL
+            )
         return self._known[key]
 
 
