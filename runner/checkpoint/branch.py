@@ -57,8 +57,8 @@ def locate(path: Path, key: str = "train.resume") -> Path:
     """
     if (path / HEADER).is_file():
         return path
-    if (found := newest(path) or newest(path / "checkpoints")) is not None:
-        return found
+    if (latest := newest(path) or newest(path / "checkpoints")) is not None:
+        return latest
     why = "holds no complete checkpoint (step-...)" if path.is_dir() else "does not exist"
     if others := [other.name for other in (*complete(path), *complete(path / "checkpoints"))]:
         why = f"holds no checkpoint of its own run, but of another one: {', '.join(others)}"

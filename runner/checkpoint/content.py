@@ -89,13 +89,13 @@ def shards(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
         turn = (mesh.index(rank, replicas) - first[name]) % mesh.product(replicas)
         return not one.shared or turn < copies
 
-    found: dict[str, list[Shard]] = {}
+    kept: dict[str, list[Shard]] = {}
     for batch in chain(content.updates.pieces(), [content.buffers()]):
         for key, candidates in batch.items():
             if own := [one for one in candidates if stored(key, one)]:
                 lasting = [one if one.lasting else replace(one, view=one.view.clone()) for one in own]
-                found.setdefault(key, []).extend(lasting)
-    return found
+                kept.setdefault(key, []).extend(lasting)
+    return kept
 
 
 def first_replicas(content: Content) -> dict[str, int]:
@@ -103,14 +103,14 @@ def first_replicas(content: Content) -> dict[str, int]:
     elements so far, the largest slices coming first, so that files of replicas are about equally large."""
     mesh, layouts = content.program.mesh, content.program.layouts
     elements: dict[tuple[str, ...], list[int]] = {}
-    found: dict[str, int] = {}
+    first: dict[str, int] = {}
     size = {one.name: math.prod(layouts[one.id].local_shape(one.spec.shape, mesh)) for one in content.sources}
     for source in sorted(content.sources, key=lambda source: -size[source.name]):
         replicas = layouts[source.id].replica_axes(mesh)
         stored = elements.setdefault(replicas, [0] * mesh.product(replicas))
-        found[source.name] = stored.index(min(stored))
-        stored[found[source.name]] += size[source.name]
-    return found
+        first[source.name] = stored.index(min(stored))
+        stored[first[source.name]] += size[source.name]
+    return first
 
 
 def name_of(key: str) -> str:

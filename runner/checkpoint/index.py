@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain, product
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from strategies.core.layout import Block
 from strategies.runtime.shards import full
 from strategies.runtime.tensor_files import SIZES, Part, StoredTensor
 
+Kind = TypeVar("Kind")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A size or an offset of a tensor in a file."""
 Counts = tuple[Count, ...]
@@ -37,6 +38,15 @@ MOST_CUT = 10
 """Dims along which a tensor may be cut."""
 
 
+def validated(kind: TypeAdapter[Kind], content: Any) -> Kind:
+    """`content` as `kind`. Raises ValueError with the first entry that is wrong."""
+    try:
+        return kind.validate_python(content)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+
+
 def place(key: str, block: Block) -> str:
     """The name of a part: `model/dense1.weight[0:256,0:784]`."""
     return f"{key}[{','.join(f'{start}:{stop}' for start, stop in block)}]"
@@ -44,14 +54,14 @@ def place(key: str, block: Block) -> str:
 
 def joined(indices: Iterable[Index]) -> dict[str, StoredTensor]:
     """The parts that several ranks stored. Raises ValueError where they disagree about a tensor."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for index in indices:
         for key, entry in index.items():
-            before = found.setdefault(key, replace(entry, parts=()))
+            before = tensors.setdefault(key, replace(entry, parts=()))
             if (before.shape, before.dtype) != (entry.shape, entry.dtype):
                 raise ValueError(f"{key} is stored as {before.dtype}{before.shape} and as {entry.dtype}{entry.shape}")
-            found[key] = replace(before, parts=before.parts + entry.parts)
-    return found
+            tensors[key] = replace(before, parts=before.parts + entry.parts)
+    return tensors
 
 
 def chosen(index: Index, lost: Collection[str] = ()) -> dict[str, StoredTensor]:
@@ -59,7 +69,7 @@ def chosen(index: Index, lost: Collection[str] = ()) -> dict[str, StoredTensor]:
 
     Raises ValueError, naming a tensor, where an element is in no other file, or where blocks overlap.
     """
-    found = {}
+    tensors = {}
     for key, entry in index.items():
         kept: dict[Block, Part] = {}
         for part in entry.parts:
@@ -71,8 +81,8 @@ def chosen(index: Index, lost: Collection[str] = ()) -> dict[str, StoredTensor]:
             gone = sorted({part.file for part in entry.parts if part.file in lost})
             where = f"was in {', '.join(gone)}, which is lost or damaged" if gone else "was never stored"
             raise ValueError(f"a part of {key} {where}, and is in no other file")
-        found[key] = replace(entry, parts=tuple(kept.values()))
-    return found
+        tensors[key] = replace(entry, parts=tuple(kept.values()))
+    return tensors
 
 
 def partitions(blocks: Collection[Block], shape: tuple[int, ...]) -> bool:
@@ -124,7 +134,7 @@ def to_json(index: Index) -> dict[str, Any]:
 
 def from_json(content: Any) -> dict[str, StoredTensor]:
     """The inverse of `to_json`. Raises IndexError and ValueError for anything else."""
-    form, found = _Form.model_validate(content), {}
+    form, tensors = validated(TypeAdapter(_Form), content), {}
     for key, (shape, dtype, stored) in form.tensors.items():
         if dtype not in SIZES or math.prod(max(size, 1) for size in shape) >= 2**63:
             raise ValueError(f"{key} cannot have the shape {shape} and the dtype {dtype!r}")
@@ -135,8 +145,8 @@ def from_json(content: Any) -> dict[str, StoredTensor]:
         bounds = (zip(part.block, shape, strict=True) for part in parts)
         if not all(start <= stop <= size for (start, stop), size in chain.from_iterable(bounds)):
             raise ValueError(f"a part of {key} is outside of its shape {shape}")
-        found[key] = StoredTensor(shape, dtype, parts)
-    return found
+        tensors[key] = StoredTensor(shape, dtype, parts)
+    return tensors
 
 
 def check_files(index: Index, sizes: Mapping[str, int]) -> None:

@@ -134,13 +134,13 @@ def check(path: Path, **identity: Any) -> Continuation:
 
 
 def _states(checkpoint: Checkpoint) -> States:
-    found: dict[str, dict[str, StoredState]] = {}
+    states: dict[str, dict[str, StoredState]] = {}
     for key, entry in checkpoint.tensors.items():
         if key.startswith(OPTIMIZER):
             state, name = key.split("/", 2)[1], name_of(key)
             like = entry.dtype == checkpoint.tensors[MODEL + name].dtype
-            found.setdefault(state, {})[name] = StoredState(entry.shape, getattr(torch, entry.dtype), like)
-    return found
+            states.setdefault(state, {})[name] = StoredState(entry.shape, getattr(torch, entry.dtype), like)
+    return states
 
 
 def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: frozenset[str] | None) -> None:

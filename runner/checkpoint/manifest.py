@@ -21,7 +21,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from runner.checkpoint import folder
 from runner.checkpoint.folder import HEADER
-from runner.checkpoint.index import Count
+from runner.checkpoint.index import Count, validated
 from runner.errors import ConfigError
 from runner.run_folder.lineage import Lineage
 from strategies.core.bounded_files import is_inner_name, parse, read_bytes, read_json
@@ -101,14 +101,14 @@ def read_header(path: Path) -> Header:
                 f"The checkpoint {path} is of version {version}; this program reads version "
                 f"{VERSION}. Load it with the program that wrote it.",
             )
-        found = from_text(text)
-        if folder.NAME.fullmatch(path.name) and folder.number(path) != found.step:
+        header = from_text(text)
+        if folder.NAME.fullmatch(path.name) and folder.number(path) != header.step:
             raise ConfigError(
                 "MW605",
-                f"The checkpoint {path} was saved after step {found.step}, so this is not its name; rename the folder "
-                f"to {folder.target(path.parent, found.step).name}.",
+                f"The checkpoint {path} was saved after step {header.step}, so this is not its name; rename the folder "
+                f"to {folder.target(path.parent, header.step).name}.",
             )
-        return found
+        return header
 
 
 def from_text(text: str | bytes) -> Header:
@@ -116,51 +116,51 @@ def from_text(text: str | bytes) -> Header:
     content = parse(text)
     if content.pop("checksum", None) != _sum_of(content):
         raise ValueError(f"the checksum of {HEADER} is another")
-    found = _FORMAT.validate_python(content)
-    if not found.files.keys() >= {*chain(*found.plain)}:
+    header = validated(_FORMAT, content)
+    if not header.files.keys() >= {*chain(*header.plain)}:
         raise ValueError(f"{HEADER} names files of non-tensor state without size and checksum")
-    return found
+    return header
 
 
 def stamp(file: Path) -> Stamp:
     """Current size and checksum of a file."""
-    found, size = hashlib.sha256(), 0
+    digest, size = hashlib.sha256(), 0
     with file.open("rb") as content:
         while block := content.read(BLOCK):
-            found.update(block)
+            digest.update(block)
             size += len(block)
-    return Stamp(size, found.hexdigest())
+    return Stamp(size, digest.hexdigest())
 
 
 def faults(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
     """The errors in `files` of a checkpoint, by name; empty if all match their checksums. Reads every file."""
-    found = missing(path, files)
+    errors = missing(path, files)
     for name, wanted in files.items():
-        if name not in found and (now := stamp(path / name)) != wanted:
-            found[name] = f"its checksum is {now.sha256[:12]}... and was {wanted.sha256[:12]}... when it was written"
-    return found
+        if name not in errors and (now := stamp(path / name)) != wanted:
+            errors[name] = f"its checksum is {now.sha256[:12]}... and was {wanted.sha256[:12]}... when it was written"
+    return errors
 
 
 def missing(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
     """Like `faults`, but compares only file sizes."""
-    found = {}
+    errors = {}
     for name, wanted in files.items():
         try:
             file = (path / name).lstat()
         except FileNotFoundError:
-            found[name] = "it is missing"
+            errors[name] = "it is missing"
             continue
         if not stat.S_ISREG(file.st_mode):  # a link would lead outside of the checkpoint
-            found[name] = "it is not a regular file"
+            errors[name] = "it is not a regular file"
         elif file.st_size != wanted.bytes:
-            found[name] = f"it has {file.st_size:,} bytes and had {wanted.bytes:,} when it was written"
-    return found
+            errors[name] = f"it has {file.st_size:,} bytes and had {wanted.bytes:,} when it was written"
+    return errors
 
 
-def mark(path: Path, found: Mapping[str, str]) -> None:
+def mark(path: Path, errors: Mapping[str, str]) -> None:
     """Note in a checkpoint which of its files are damaged although their sizes are right, for all who read it."""
     unmark(path)
-    (path / DAMAGED).write_text(json.dumps(dict(found)), encoding="utf-8")
+    (path / DAMAGED).write_text(json.dumps(dict(errors)), encoding="utf-8")
 
 
 def unmark(path: Path) -> None:
@@ -171,10 +171,10 @@ def unmark(path: Path) -> None:
 def marked(path: Path) -> dict[str, str]:
     """The record of `mark`; empty if it cannot be read."""
     try:
-        found = read_json(path / DAMAGED)
+        record = read_json(path / DAMAGED)
     except (OSError, ValueError):
         return {}
-    return {name: str(what) for name, what in found.items()} if isinstance(found, dict) else {}
+    return {name: str(what) for name, what in record.items()} if isinstance(record, dict) else {}
 
 
 @contextmanager

@@ -77,20 +77,20 @@ def collect(place: Path, branch: Lineage | None) -> Path | None:
 
 def _complete(partial: Path, branch: Lineage | None) -> Path | None:
     rescued = read_json(partial / RESCUED)
-    found = header.from_text(rescued["header"])
-    target = folder.target(partial.parent, found.step)
-    known = branch is None or branch.includes(found.run, found.step)
+    saved = header.from_text(rescued["header"])
+    target = folder.target(partial.parent, saved.step)
+    known = branch is None or branch.includes(saved.run, saved.step)
     if not known or (target.exists() and on_branch(target, branch)):
         return None
-    marks = saving.marks_in(partial, range(found.world_size))
-    missing = sorted(set(range(found.world_size)) - {mark.rank for mark in marks})
-    if missing and found.config["parallel"]["zero"]["stage"] != 0:
+    marks = saving.marks_in(partial, range(saved.world_size))
+    missing = sorted(set(range(saved.world_size)) - {mark.rank for mark in marks})
+    if missing and saved.config["parallel"]["zero"]["stage"] != 0:
         raise SaveFailed(f"under ZeRO rank {missing[0]} alone has its part of the states")
     if len({mark.stage for mark in marks}) < rescued["stages"]:
         raise SaveFailed("no rank of a stage of the pipeline is left")
     marks += [_stand_in(partial, rank, marks[0]) for rank in missing]
     (partial / RESCUED).unlink()
-    saving.commit(partial, marks, found, DEFAULT, None, None)
+    saving.commit(partial, marks, saved, DEFAULT, None, None)
     ranks = f" without rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else ""
     print(f"rescue: {target.name} is made of what the ranks had in memory{ranks}", flush=True)
     return target

@@ -137,7 +137,7 @@ def _fault_of_plain(file: Path, run: str) -> str | None:
 
 def _without_random_states(lost: Collection[str]) -> str:
     """The ranks whose RNG states are in one of the `lost` files, as text."""
-    ranks = sorted(int(found[1]) for name in lost if (found := re.fullmatch(r"rank-(\d+)\.pt", name)))
+    ranks = sorted(int(match[1]) for name in lost if (match := re.fullmatch(r"rank-(\d+)\.pt", name)))
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
 
@@ -163,12 +163,12 @@ def weights(path: Path) -> dict[str, StoredTensor]:
         return stored
     place = locate(path.absolute(), "model.weights")
     verify(place)
-    found = {}
+    tensors = {}
     for key, entry in read(place).tensors.items():
         if key.startswith(MODEL) and not key.startswith(f"{MODEL}loss."):
             parts = tuple(replace(part, file=str(place / part.file)) for part in entry.parts)
-            found[key.removeprefix(MODEL)] = replace(entry, parts=parts, key=key.removeprefix(MODEL))
-    return found
+            tensors[key.removeprefix(MODEL)] = replace(entry, parts=parts, key=key.removeprefix(MODEL))
+    return tensors
 
 
 def _check_file(file: Path) -> None:

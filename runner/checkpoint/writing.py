@@ -85,12 +85,12 @@ def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Sto
 
 def of_shards(shards: Shards) -> list[Unwritten]:
     """The shards of a rank, each block once."""
-    found = {}
+    blocks = {}
     for key, several in shards.items():
         for one in several:
             name, dtype = place(key, one.block), str(one.view.dtype).removeprefix("torch.")
-            found[name] = Unwritten(name, key, tuple(one.shape), dtype, one.block, partial(list, [one.view]))
-    return list(found.values())
+            blocks[name] = Unwritten(name, key, tuple(one.shape), dtype, one.block, partial(list, [one.view]))
+    return list(blocks.values())
 
 
 def write_bytes(path: Path, content: bytes) -> Stamp:

@@ -58,8 +58,8 @@ def opened(path: Path) -> tuple[TensorSource, str]:
     if path.is_dir() and is_one(path):
         place = locate(path, "convert")
         verify(place)
-        found = read(place)
-        return found, f"the {found.header.form} checkpoint {place}"
+        checkpoint = read(place)
+        return checkpoint, f"the {checkpoint.header.form} checkpoint {place}"
     if (folder := deepspeed_files.folder_of(path)) is not None:
         what = f"the DeepSpeed checkpoint {folder} (its weights; optimizer states are left out)"
         return deepspeed_files.read(folder), what

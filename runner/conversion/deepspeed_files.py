@@ -57,10 +57,10 @@ class DeepSpeed:
     def read(self, key: str, block: Block | None = None) -> Tensor:
         shards = self._shards[key]
         block = full(shards[0].shape) if block is None else block
-        found = torch.empty([stop - start for start, stop in block], dtype=shards[0].view.dtype)
+        tensor = torch.empty([stop - start for start, stop in block], dtype=shards[0].view.dtype)
         for number, source, target in overlaps(block, [one.block for one in shards]):
-            found[slices(target)] = shards[number].view[slices(source)]
-        return found
+            tensor[slices(target)] = shards[number].view[slices(source)]
+        return tensor
 
 
 def folder_of(path: Path) -> Path | None:
@@ -109,9 +109,9 @@ def _of_zero(
         yield from _left(buffers, ())
         yield from _of_stage_3(models, [one["fp32_flat_groups"] for one in states])
     else:
-        found = dict(_of_stage_1(first, states))
-        yield from found.items()
-        yield from _left(first["module"], found)  # buffers, and frozen parameters
+        partitioned = dict(_of_stage_1(first, states))
+        yield from partitioned.items()
+        yield from _left(first["module"], partitioned)  # buffers, and frozen parameters
 
 
 def _of_stage_1(model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Shard]]]:
@@ -158,23 +158,23 @@ def _cut(parts: Sequence[Tensor], first: int, count: int) -> Iterator[Tensor]:
 
 def _shards(shape: Sequence[int], flat: Iterable[Tensor], like: Tensor) -> list[Shard]:
     """A parameter whose elements are those of `flat`, one after the other; without any it has the dtype of `like`."""
-    found, at = [], 0
+    shards, at = [], 0
     for part in flat:
-        found += of_range(shape, full(shape), shape, at, part)
+        shards += of_range(shape, full(shape), shape, at, part)
         at += part.numel()
     if at != math.prod(shape):
         raise IndexError(f"{at} elements for a parameter of shape {list(shape)}")
-    return found or [replicated(like.new_empty(tuple(shape)))]
+    return shards or [replicated(like.new_empty(tuple(shape)))]
 
 
-def _left(module: Mapping[str, Tensor], found: Collection[str]) -> Iterator[tuple[str, list[Shard]]]:
-    """The tensors of a state dict that are not in `found`, each under the first of its names."""
+def _left(module: Mapping[str, Tensor], known: Collection[str]) -> Iterator[tuple[str, list[Shard]]]:
+    """The tensors of a state dict that are not in `known`, each under the first of its names."""
     names: dict[object, list[str]] = {}
     for name, tensor in module.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
         names.setdefault(place if tensor.numel() else name, []).append(name)  # tied weights have one place
     for tied in names.values():
-        if not any(name in found for name in tied):
+        if not any(name in known for name in tied):
             yield tied[0], [replicated(module[tied[0]])]
 
 
