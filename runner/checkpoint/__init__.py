@@ -27,7 +27,7 @@ from runner.checkpoint.content import Content
 from runner.checkpoint.folder import HEADER, NAME, clean
 from runner.checkpoint.loading import Restored, check, check_model, load
 from runner.checkpoint.reading import Checkpoint, read
-from runner.checkpoint.saving import SaveFailed, SaveOptions, Saver, save
+from runner.checkpoint.saving import SaveFailed, SaveOptions, Saver
 from runner.checkpoint.verification import to_continue, verify, weights
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "locate",
     "newest",
     "read",
-    "save",
     "to_continue",
     "verify",
     "weights",

@@ -81,51 +81,12 @@ class Mark:
 _MARK = TypeAdapter(Mark)
 
 
-def save(
-    path: Path,
-    step: int,
-    given: Content,
-    wanted: SaveOptions = DEFAULT,
-    *,
-    position: tuple[int, int] = (0, 0),
-    metric: float | None = None,
-) -> Path:
-    """Save a checkpoint while the ranks wait (collective).
-
-    An interrupted save leaves a hidden folder, which `folder.clean` removes; checkpoints before it are not touched.
-
-    Args:
-        path: the folder of the run's checkpoints.
-        step: the optimizer step after which this is.
-        given: the state of this rank.
-        wanted: form, copies and retention.
-        position: epoch and row at which the data continues.
-        metric: the value by which the best checkpoint is chosen.
-
-    Returns:
-        The checkpoint, `path/step-...`.
-
-    Raises:
-        SaveFailed, OSError: a rank could not write its part, such as on a full disk.
-        ConfigError: the optimizer's state has something that no checkpoint can store.
-    """
-    recorder.cells[SAVES] += 1
-    target = folder.target(path, step)
-    partial = folder.hidden(target)
-    if given.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier()
-    work = RankSave(partial, given, wanted, header_of(step, given, wanted.form, position, metric))
-    work.run(content.shards(given, work.replicas))
-    _barrier()
-    return target
-
-
 class Saver:
-    """Saves in the background. Every rank has one; all ranks call `save` in the same order."""
+    """Saves checkpoints while the ranks wait, or in the `background`. Every rank has one; all ranks call `save` in the
+    same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, background: bool = True) -> None:
+        self._background = background
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._copies = Copies()
@@ -139,15 +100,45 @@ class Saver:
         *,
         position: tuple[int, int] = (0, 0),
         metric: float | None = None,
-    ) -> None:
-        """As the function `save`, but return at once, or when the save before is done; call `wait_for_copies` before
-        weights change. No collective but a barrier where the save before is not done. Raises the error of that save."""
+    ) -> Path:
+        """Save a checkpoint (collective).
+
+        In the background, return at once, or when the save before is done, and call no collective but a barrier where
+        that is not done; call `wait_for_copies` before weights change. An interrupted save leaves a hidden folder,
+        which `folder.clean` removes; checkpoints before it are not touched.
+
+        Args:
+            path: the folder of the run's checkpoints.
+            step: the optimizer step after which this is.
+            given: the state of this rank.
+            wanted: form, copies and retention.
+            position: epoch and row at which the data continues.
+            metric: the value by which the best checkpoint is chosen.
+
+        Returns:
+            The checkpoint, `path/step-...`.
+
+        Raises:
+            SaveFailed, OSError: a rank could not write its part, such as on a full disk; in the background that of the
+                save before.
+            ConfigError: the optimizer's state has something that no checkpoint can store.
+        """
         self.wait()
         recorder.cells[SAVES] += 1
-        partial = folder.hidden(folder.target(path, step))
+        target = folder.target(path, step)
+        partial = folder.hidden(target)
+        if not self._background:
+            if given.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            _barrier()
         partial.mkdir(parents=True, exist_ok=True)
         work = RankSave(partial, given, wanted, header_of(step, given, wanted.form, position, metric))
-        copied = self._copies.begin(content.shards(given, work.replicas), given.buffers().keys())
+        shards = content.shards(given, work.replicas)
+        if not self._background:
+            work.run(shards)
+            _barrier()
+            return target
+        copied = self._copies.begin(shards, given.buffers().keys())
 
         def run() -> None:
             try:
@@ -159,6 +150,7 @@ class Saver:
 
         self._thread = threading.Thread(target=run, name=f"save-{step}", daemon=True)
         self._thread.start()
+        return target
 
     def wait_for_copies(self) -> None:
         """Before every update: return when weights and states may change."""

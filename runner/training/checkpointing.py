@@ -20,7 +20,7 @@ import torch.distributed as dist
 from runner.checkpoint import branch, loading
 from runner.checkpoint.content import Content
 from runner.checkpoint.rescue import Intact
-from runner.checkpoint.saving import SaveOptions, Saver, better_of, save
+from runner.checkpoint.saving import SaveOptions, Saver, better_of
 from runner.config.checkpoint import Checkpoint
 from runner.config.schema import Config
 from runner.data.order import Order
@@ -98,7 +98,7 @@ class Keeper:
         self._config, self._order, self._rank, self._content, self._begin = config, order, rank.rank, content, begin
         self._place = rank.run_dir / "checkpoints"
         self._calendar = Calendar(config.checkpoint, self._place, rank.rank, rank.world_size, rank.device)
-        self._saver = Saver() if config.checkpoint.background else None
+        self._saver = Saver(config.checkpoint.background)
         self.ahead = 0
         self._saved = 0
         self.intact = Intact(config.launch.rescue and config.job.name == "train")
@@ -126,8 +126,7 @@ class Keeper:
         """Save after `step` if it is due; `evaluation` holds its evaluation results. Collective. Raises the error of a
         background save, if any."""
         due, metric = self._calendar.due(step, last, evaluation)
-        if self._saver is not None:
-            self._saver.check()
+        self._saver.check()
         if due:
             self._save(step, metric)
 
@@ -153,18 +152,15 @@ class Keeper:
 
     def _save(self, step: int, metric: float | None) -> None:
         self._begin()
-        store = save if self._saver is None else self._saver.save
         section, position = wanted(self._config.checkpoint), self._position(step)
-        store(self._place, step, self._content(), section, position=position, metric=metric)
+        self._saver.save(self._place, step, self._content(), section, position=position, metric=metric)
         self._saved = step
 
     def before_update(self) -> None:
         """Called before every update: wait for pending copies."""
         self.intact.changes()
-        if self._saver is not None:
-            self._saver.wait_for_copies()
+        self._saver.wait_for_copies()
 
     def finish(self) -> None:
         """Return when everything is on the disk."""
-        if self._saver is not None:
-            self._saver.wait()
+        self._saver.wait()

@@ -51,7 +51,7 @@ def throughout(rank: Any, payload: tuple[Task, list[Case], Path]) -> list[dict[s
             setup.step(micro_batches)
             torch.rand(2)
             if step == HALF:
-                checkpoints.save(folder / str(number), step, content(setup, case))
+                checkpoints.Saver(background=False).save(folder / str(number), step, content(setup, case))
         found.append(finished(setup))
     return found
 
@@ -113,7 +113,7 @@ def killed(rank: Any, payload: tuple[Task, Case, Path, float]) -> None:
     step = 1
     while True:
         setup.step(task.batches[0])
-        checkpoints.save(folder, step, content(setup, case), checkpoints.SaveOptions(keep=2))
+        checkpoints.Saver(background=False).save(folder, step, content(setup, case), checkpoints.SaveOptions(keep=2))
         if step == 1 and rank.rank == rank.world_size - 1:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         step += 1

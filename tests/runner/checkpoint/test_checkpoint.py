@@ -121,6 +121,10 @@ def alone(entries, task):
     return make
 
 
+def save(*args):
+    return checkpoints.Saver(background=False).save(*args)
+
+
 def weights_of(setup):
     return {name: tensor.clone() for name, tensor in setup.weights().items()}
 
@@ -133,7 +137,7 @@ def test_an_interrupted_save_harms_nothing(alone, task, tmp_path, monkeypatch):
     """Interrupted before every change of a file or name."""
     setup, content = alone()
     setup.step(task.batches[0])
-    checkpoints.save(tmp_path, 1, content)
+    save(tmp_path, 1, content)
     expected = weights_of(setup)
     setup.step(task.batches[1])
     steps = [(writing, "write"), (writing, "write_bytes"), (saving, "commit")]
@@ -142,7 +146,7 @@ def test_an_interrupted_save_harms_nothing(alone, task, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, interrupted)
             with pytest.raises((InterruptedError, checkpoints.SaveFailed)):
-                checkpoints.save(tmp_path, 2, content)
+                save(tmp_path, 2, content)
         assert checkpoints.newest(tmp_path) == tmp_path / "step-00000001"
         checkpoints.clean(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -158,7 +162,7 @@ def interrupted(*_, **__):
 def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(alone, task, tmp_path, monkeypatch):
     setup, content = alone()
     setup.step(task.batches[0])
-    path = checkpoints.save(tmp_path, 1, content)
+    path = save(tmp_path, 1, content)
     renames = []
 
     def rename(self, target, original=Path.rename):
@@ -171,28 +175,28 @@ def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(alone, task,
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
         with pytest.raises(checkpoints.SaveFailed):
-            checkpoints.save(tmp_path, 1, content)
+            save(tmp_path, 1, content)
     assert checkpoints.newest(tmp_path) is None
     checkpoints.clean(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
     assert checkpoints.load(path, alone()[1]).step == 1
-    assert checkpoints.save(tmp_path, 1, content) == path
+    assert save(tmp_path, 1, content) == path
     assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_the_last_ones_are_kept(alone, tmp_path):
     _, content = alone()
     for step in (2, 10, 9):
-        checkpoints.save(tmp_path, step, content)
-    checkpoints.save(tmp_path, 11, content, checkpoints.SaveOptions(keep=2))
+        save(tmp_path, step, content)
+    save(tmp_path, 11, content, checkpoints.SaveOptions(keep=2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
-    checkpoints.save(tmp_path, 3, content, checkpoints.SaveOptions(keep=1))
+    save(tmp_path, 3, content, checkpoints.SaveOptions(keep=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010", "step-00000011"]
 
 
 def test_random_states_go_on(alone, tmp_path):
     _, content = alone()
-    path = checkpoints.save(tmp_path, 1, content)
+    path = save(tmp_path, 1, content)
     expected = (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random())
     random.seed(5)
     checkpoints.load(path, content)
@@ -212,7 +216,7 @@ def test_schedulers_with_counters_are_restored(alone, tmp_path):
     for _ in range(4):
         setup.updates.optimizer.step()
         one.step()
-    path = checkpoints.save(tmp_path, 1, replace(content, scheduler=one))
+    path = save(tmp_path, 1, replace(content, scheduler=one))
     fresh, target = alone()
     other = scheduler(fresh.updates.optimizer)
     checkpoints.load(path, replace(target, scheduler=other))
@@ -227,7 +231,7 @@ def test_a_state_that_cannot_be_stored_is_refused(alone, tmp_path):
     setup, content = alone()
     setup.updates.optimizer.param_groups[0]["odd"] = interrupted
     with pytest.raises(ConfigError, match="keeps something in its state that a checkpoint cannot hold"):
-        checkpoints.save(tmp_path, 1, content)
+        save(tmp_path, 1, content)
     assert checkpoints.newest(tmp_path) is None
 
 
@@ -268,8 +272,8 @@ def remove_plain(path):
 )
 def test_a_damaged_checkpoint_is_named_with_the_others(alone, tmp_path, damage):
     setup, content = alone()
-    path = checkpoints.save(tmp_path, 2, content)
-    checkpoints.save(tmp_path, 1, content)
+    path = save(tmp_path, 2, content)
+    save(tmp_path, 1, content)
     before = weights_of(setup)
     damage(path)
     with pytest.raises(ConfigError, match=r"step-00000002 is damaged .* Others beside it: step-00000001") as caught:
@@ -292,7 +296,7 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(alone, tmp_path):
     _, content = alone()
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        checkpoints.save(folder, step, content)
+        save(folder, step, content)
     shutil.rmtree(folder / "step-00000002" / checkpoints.HEADER, ignore_errors=True)
     for path in (tmp_path, folder, folder / "step-00000002"):
         assert checkpoints.locate(path) == folder / "step-00000002"
