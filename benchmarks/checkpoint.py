@@ -76,14 +76,14 @@ def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """Medians over the repetitions, and checkpoint bytes, of this rank."""
     run = Run(rank, payload["width"], payload["layers"], payload["rows"], payload["clock"])
     saver, wanted = run.saver, checkpoints.SaveOptions(keep=2)
-    blocking = checkpoints.Saver(background=False)
+    waiting = checkpoints.Saver(background=False)
     folder, number = Path(payload["folder"]), 0
     found: dict[str, list[float]] = {"step": [], "blocking": [], "extra": [], "call": [], "under way": [], "ratio": []}
     for repetition in range(payload["repetitions"] + 1):
         plain = statistics.median(run.step() for _ in range(PLAIN))
         number += 1
         started = run.clock()
-        blocking.save(folder, number, run.content, wanted)
+        waiting.save(folder, number, run.content, wanted)
         blocking = run.clock() - started
         run.step()
         number += 1
@@ -131,7 +131,7 @@ def main() -> None:
         f"{options.clock} clock: "
         f"step {shown['step']}; blocking save {shown['blocking']}; in the background {shown['under way']}, the "
         f"call {shown['call']}; steps longer by {shown['extra']} together; ratio {measured['ratio']:.3f}; "
-        f"{measured['held']:,} bytes more in the host's memory"
+        f"{measured['resident']:,} bytes more in the host's memory"
     )
 
 
