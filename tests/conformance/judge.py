@@ -46,7 +46,7 @@ MESSAGES: Mapping[str, str] = {
 BY_DESIGN: Mapping[str, str] = {
     "out_layout_rule": "a result that leaves a choice may be handed on in any layout",
     "gather_param_and_index_split_rule": "rows and indices are two loops of a lookup; both may be sliced",
-    "sliced_dim_split_rule": "dims that are taken whole may be sliced, however the range is written",
+    "sliced_dim_split_rule": "dims that are taken entirely may be sliced, however the range is written",
     "axis_split_forbidden": "the rule computes this operator over slices of the dim",
     "norm_axis_split_forbidden": "the rule adds the statistics over the slices",
     "pool_spatial_split_rule": "the rule computes windows over the ends of slices",

@@ -101,5 +101,5 @@ def depths(rank: Any, cases: list[Case]) -> list[dict[str, int]]:
 
 def _depth(case: Case, rank: int) -> dict[str, int]:
     torch._dynamo.reset()
-    ran, communicator = _ran(case, rank, "whole")
+    ran, communicator = _ran(case, rank, "units")
     return {"graphs": ran.graphs, "breaks": len(ran.breaks), "groups": len(communicator._groups)}

@@ -171,9 +171,9 @@ def test_compiled_programs_do_the_same(model: Model, draw: Any, tmp_path: Any) -
     )
     entry = "tests.strategies.compiled_entries:compare"
     found = run_ranks(
-        entry, ([case], ["plain", "whole"]), world_size=2, run_dir=tmp_path, device="cpu", timeout=120.0, threads=1
+        entry, ([case], ["plain", "units"]), world_size=2, run_dir=tmp_path, device="cpu", timeout=120.0, threads=1
     )
     for (ran,) in found:
-        assert ran["whole"].losses == ran["plain"].losses and ran["whole"].breaks == []
+        assert ran["units"].losses == ran["plain"].losses and ran["units"].breaks == []
         for name, gradient in ran["plain"].gradients[0].items():
-            assert torch.equal(ran["whole"].gradients[0][name], gradient)
+            assert torch.equal(ran["units"].gradients[0][name], gradient)

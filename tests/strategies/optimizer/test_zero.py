@@ -22,7 +22,7 @@ def conventions(training):
     found = {}
     for stage in (1, 3):
         # clip=None: DeepSpeed clips at 1.0 unless clipping is disabled, and the norms here are above 5
-        found[f"whole parameters are the dense group, stage {stage}"] = case(data_parallel, stage)
+        found[f"unsliced parameters are the dense group, stage {stage}"] = case(data_parallel, stage)
         found[f"no dense group and replica groups of one rank, stage {stage}"] = case(sliced, stage, clip=0.3)
     found["a replica group for every parameter, stage 2"] = case(0, 2, clip=0.3)
     found["options of torch groups across replica groups, stage 2"] = case(1, 2, "adamw", clip=0.3)
@@ -37,7 +37,7 @@ def conventions(training):
 def more_conventions(training):
     case, cpu = training.Case, {"device": "cpu"}
     found = {
-        "whole parameters are the dense group, stage 2": case(training.DATA_PARALLEL, 2),
+        "unsliced parameters are the dense group, stage 2": case(training.DATA_PARALLEL, 2),
         "no dense group and replica groups of one rank, stage 2": case(training.FULLY_SLICED, 2, clip=0.3),
         "a replica group for every parameter, stage 1": case(0, 1, clip=0.3),
         "a replica group for every parameter, stage 3": case(0, 3, clip=0.3),
@@ -157,7 +157,7 @@ def test_stage_3_holds_one_layer_at_a_time(training, ranks):
     layer = 16 * 16 + 16
     assert 0 < trained <= 2 * layer
     assert 0 < evaluated <= 2 * layer
-    assert untouched, "DeepSpeed replaced functions of torch for the whole process"
+    assert untouched, "DeepSpeed replaced functions of torch for the entire process"
 
 
 def test_predicted_bytes_against_manual_calculation(training):

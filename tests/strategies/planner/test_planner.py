@@ -492,7 +492,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dense1": wanted(named("cub", "dp", None), cube(None, None))},
         "layout 'cub' is not in parallel.layouts. .* Did you mean 'cube'",
     ),
-    "no such layout, whole": (
+    "no such layout, replicated": (
         {"norm": wanted(named("cub", None, None), (1,), (1,))},
         "layout 'cub' is not in parallel.layouts",
     ),
@@ -518,7 +518,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dense1": wanted(cube("dp"), cube(None, None))},
         FIRST + "operand 0 has 2 dims .* the strategy gives 1",
     ),
-    "layout of a whole dim": ({"norm": wanted(cube(None, "dp"))}, "must stay whole"),
+    "layout of an unsliced dim": ({"norm": wanted(cube(None, "dp"))}, "must stay whole"),
     "layout loops disagree": (
         {"dense1": wanted(cube("dp", "sp"), cube(None, "mp"))},
         FIRST + "dim 1 of operand 1 .* is the same loop",

@@ -93,18 +93,18 @@ def check(ranks: list[dict[str, Any]], once: bool = False) -> None:
             assert all(
                 ran.sent[kind] <= count if once else ran.sent[kind] == count for kind, count in plain.sent.items()
             )
-            assert ran.graphs == 1 if way == "whole" else ran.graphs >= 8
+            assert ran.graphs == 1 if way == "units" else ran.graphs >= 8
 
 
 def test_compiled_ranks_compute_and_send_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
-    for ranks in on_ranks([case_of(model, draw, 0, tmp_path, Mesh((("a", 2),)))], ["plain", "whole"], tmp_path):
+    for ranks in on_ranks([case_of(model, draw, 0, tmp_path, Mesh((("a", 2),)))], ["plain", "units"], tmp_path):
         check(ranks)
 
 
 @pytest.mark.slow
 def test_compiled_ranks_under_many_plans(model: Model, draw: Any, tmp_path: Any) -> None:
     cases = [case_of(model, draw, seed, tmp_path) for seed in (1, 2, 3, 5)]
-    for ranks in on_ranks(cases, ["plain", "whole", "leaves"], tmp_path):
+    for ranks in on_ranks(cases, ["plain", "units", "leaves"], tmp_path):
         check(ranks)
 
 
@@ -114,10 +114,10 @@ def test_compiled_ranks_send_the_same_value_once(model: Model, draw: Any, tmp_pa
     case = case_of(model, draw, 4, tmp_path)
     tied = [one.forward for one in lower(case.graph, case.plan).redistributions if one.value.id == "p_model_emb_weight"]
     assert len(tied) == 2 and tied[0] == tied[1]
-    for ranks in on_ranks([case], ["plain", "whole"], tmp_path):
+    for ranks in on_ranks([case], ["plain", "units"], tmp_path):
         check(ranks, once=True)
         for one in ranks:
-            assert one["whole"].sent["exchange"] < one["plain"].sent["exchange"]
+            assert one["units"].sent["exchange"] < one["plain"].sent["exchange"]
 
 
 def alone(model: Model, draw: Any, exact: bool = False, compiling: bool = True) -> tuple[fx.GraphModule, list[Tensor]]:
