@@ -9,11 +9,11 @@ names it. Plain files are memory-mapped: only the rows that are looked at are re
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import struct
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +77,7 @@ def find(folder: Path, name: str) -> Path:
 _UNSIGNED_BYTE = 8
 
 
-def _shape(file: BinaryIO | gzip.GzipFile, path: Path, dims: int) -> tuple[int, ...]:
+def _shape(file: io.BufferedIOBase, path: Path, dims: int) -> tuple[int, ...]:
     """Read the header; the file position is then behind it."""
     expected = struct.pack(">HBB", 0, _UNSIGNED_BYTE, dims)
     magic = file.read(4)

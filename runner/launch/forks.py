@@ -10,19 +10,19 @@ import atexit
 import io
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from runner.errors import RunFailed
 from runner.launch import failure
 from runner.launch.liveness import Signs
-from runner.launch.server import NUMBER, OF_THE_COMMAND, Pickler, send
+from runner.launch.server import OF_THE_COMMAND, Pickler, send
 from runner.packages import ROOT
 
 PRELOAD: tuple[str, ...] = (
@@ -148,7 +148,7 @@ def warm(preload: Sequence[str] = PRELOAD) -> ForkServer:
 class Fork:
     """A process that `server` has made. `sentinel` becomes readable when it ends."""
 
-    def __init__(self, pid: int, sentinel: int, server: ForkServer) -> None:
+    def __init__(self, pid: int, sentinel: Connection, server: ForkServer) -> None:
         self.pid, self.sentinel, self._server = pid, sentinel, server
         self._code: int | None = None
 
@@ -160,13 +160,13 @@ class Fork:
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until it has ended, `seconds` at most."""
-        if self._code is None and _readable(self.sentinel, seconds):
+        if self._code is None and self.sentinel.poll(seconds):
             code = _number(self.sentinel)
             if code is None:  # the files of a process are closed before its end can be seen
                 with suppress(subprocess.TimeoutExpired):
                     self._server.process.wait(END)
             self._code = LOST if code is None else code
-            os.close(self.sentinel)
+            self.sentinel.close()
 
 
 def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str, timeout: float) -> Fork:
@@ -179,15 +179,15 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str,
     pickler = Pickler(content)
     pickler.dump((function, arguments))
     call = pickle.dumps((sys.argv, sys.path, os.getcwd(), content.getvalue()))
-    sentinel, status = os.pipe()
+    sentinel, status = Pipe(duplex=False)
     running, hung, pid = warm(), False, None
     with suppress(OSError):
         try:
-            send(running.control, call, [status, *pickler.descriptors])
+            send(running.control, call, [status.fileno(), *pickler.descriptors])
         finally:
-            os.close(status)
+            status.close()
         signs = Signs(running.pid, children=False)
-        while not _readable(sentinel, LOOK):  # it may still import
+        while not sentinel.poll(LOOK):  # it may still import
             signs.look()
             if signs.lost(timeout):
                 hung = True
@@ -196,7 +196,7 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str,
     if pid is not None and pid > 0:
         running.used = True
         return Fork(pid, sentinel, running)
-    os.close(sentinel)
+    sentinel.close()
     if pid is not None:
         raise RunFailed(
             "MW715", f"{name} could not be started: the system makes no more processes ({os.strerror(-pid)})."
@@ -219,13 +219,10 @@ def server_ending() -> str:
     return "" if server is None else server.ending
 
 
-def _number(pipe: int) -> int | None:
+def _number(pipe: Connection) -> int | None:
     """The next number from the server, None where it has ended."""
-    content = os.read(pipe, NUMBER)
-    return int.from_bytes(content, "little", signed=True) if len(content) == NUMBER else None
-
-
-def _readable(pipe: int, seconds: float | None) -> bool:
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
+    try:
+        number: int = pipe.recv()
+    except (EOFError, OSError):
+        return None
+    return number

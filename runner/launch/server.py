@@ -32,8 +32,6 @@ from typing import Any, NoReturn
 
 GRACE = 0.3
 """Seconds for what a rank has started to end by itself, such as a process that removes semaphores."""
-NUMBER = 8
-"""Bytes of a number on its way to the command."""
 OF_THE_COMMAND = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 """Signals that a terminal or a scheduler sends to a command and all around it, and that are for the command."""
 _CHILD_SUBREAPER, _PARENT_DEATH = 36, 1  # of prctl, on Linux
@@ -112,7 +110,7 @@ class Server:
 
     def __init__(self, control: Connection, parent: int) -> None:
         self._control, self._parent = control, parent
-        self._forks: dict[int, int] = {}
+        self._forks: dict[int, Connection] = {}
         self._woken, self._wakes = socket.socketpair()
         for end in (self._woken, self._wakes):
             end.setblocking(False)
@@ -140,7 +138,7 @@ class Server:
 
     def _fork(self, content: bytes, descriptors: list[int]) -> None:
         """The first of the descriptors is the pipe to the command."""
-        status, *others = descriptors
+        status, others = Connection(descriptors[0], readable=False), descriptors[1:]
         server = os.getpid()
         try:
             pid = os.fork()
@@ -149,25 +147,23 @@ class Server:
         if pid == 0:
             tie_to_parent(signal.SIGKILL, server)
             self._become(content, status, others)
-        _put(status, pid)
+        _report(status, pid)
         for number in others:
             os.close(number)
         if pid > 0:
             self._forks[pid] = status
         else:
-            os.close(status)
+            status.close()
 
-    def _become(self, content: bytes, status: int, descriptors: list[int]) -> NoReturn:
+    def _become(self, content: bytes, status: Connection, descriptors: list[int]) -> NoReturn:
         """Run the fork in this process, to its end."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             for number in (*OF_THE_COMMAND, signal.SIGCHLD, signal.SIGCONT):
                 signal.signal(number, signal.SIG_DFL)
-            for end in (self._control, self._woken, self._wakes):
+            for end in (self._control, self._woken, self._wakes, status, *self._forks.values()):
                 end.close()
-            for pipe in (status, *self._forks.values()):
-                os.close(pipe)
             sys.argv, sys.path[:], folder, inner = pickle.loads(content)
             os.chdir(folder)
             function, arguments = Unpickler(io.BytesIO(inner), descriptors).load()
@@ -188,8 +184,8 @@ class Server:
                 pipe = self._forks.pop(pid)
                 if not self._forks:
                     _end_descendants()
-                _put(pipe, os.waitstatus_to_exitcode(status))
-                os.close(pipe)
+                _report(pipe, os.waitstatus_to_exitcode(status))
+                pipe.close()
 
 
 def receive(control: Connection) -> tuple[bytes, list[int]]:
@@ -208,9 +204,9 @@ def send(control: Connection, call: bytes, descriptors: Sequence[int]) -> None:
         send_handle(control, number, None)
 
 
-def _put(pipe: int, number: int) -> None:
+def _report(pipe: Connection, number: int) -> None:
     with suppress(OSError):  # the receiver has ended
-        os.write(pipe, number.to_bytes(NUMBER, "little", signed=True))
+        pipe.send(number)
 
 
 def _ended() -> Iterator[tuple[int, int]]:

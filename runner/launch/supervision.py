@@ -230,8 +230,10 @@ class Supervision:
         for number in suspects:
             on = f" on {here[number].host}" if number in here and here[number].host else ""
             sentence += f". Rank {number}{on} was in {'the start' if (spot := at[number]) is None else spot.text}"
-            if number in places:
-                sentence += f", {places[number]}" if places[number] else " and did not say where" * (number in silent)
+            if places.get(number):
+                sentence += f", {places[number]}"
+            elif number in places and number in silent:
+                sentence += " and did not say where"
         named = [*[number for number in suspects if number in here][-1:], *([] if cause is None else [cause.rank])]
         return f"{sentence}.", [*named, *here][0], () if diagnosis is None else diagnosis.hung
 

@@ -58,8 +58,8 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                         print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
                 ready = replace(ready, resume=newest)
                 payload = payload | {"marks": ()}  # the time to the first step is reported once
-                _note(run_dir, count, failed, newest, ready.world_size)
-                _say(count, most, failed, _going_on(ready, fewer, time.monotonic() - began))
+                how = _going_on(ready, fewer, time.monotonic() - began)
+                _report(run_dir, count, most, failed, newest, ready.world_size, how)
             return start("runner.commands.entries:train_prepared", ready, config, run_dir, payload)
         except (ConfigError, StrategyError) as refused:
             if not count or ready is None:
@@ -75,8 +75,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                 ) from caught
             failed, count = caught, count + 1
             if ready is None:
-                _note(run_dir, count, failed, None, config.world_size)
-                _say(count, most, failed, "It is prepared again.")
+                _report(run_dir, count, most, failed, None, config.world_size, "It is prepared again.")
 
 
 def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
@@ -85,21 +84,18 @@ def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
     return ready.world_size - max(lost, 1)
 
 
-def _cause(failed: RunFailed) -> str:
-    return str(failed).partition("\n")[0].rstrip(".")
-
-
-def _say(count: int, most: int, failed: RunFailed, going_on: str) -> None:
-    print(f"restart {count} of {most}: {_cause(failed)}. {going_on}", flush=True)
-
-
-def _note(run_dir: Path, count: int, failed: RunFailed, resume: str | None, ranks: int | None) -> None:
-    restart = {"restart": count, "cause": _cause(failed), "resume": resume, "ranks": ranks}
+def _report(
+    run_dir: Path, count: int, most: int, failed: RunFailed, resume: str | None, ranks: int | None, how: str
+) -> None:
+    """Record and print a restart."""
+    cause = str(failed).partition("\n")[0].rstrip(".")
+    restart = {"restart": count, "cause": cause, "resume": resume, "ranks": ranks}
     try:
         with (run_dir / RESTARTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(restart) + "\n")
     except OSError as error:  # the disk may be full: that is why it is started again
         print(f"{RESTARTS} cannot be written: {error.strerror}", flush=True)
+    print(f"restart {count} of {most}: {cause}. {how}", flush=True)
 
 
 def _newest(config: Config, run_dir: Path) -> str | None:
