@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runner.data.text import Bytes, corpus, kept
+from runner.data.text import Bytes, cached, corpus
 from runner.errors import ConfigError
 
 FUNCTION = re.compile(rb"^([ ]*)(?:async )?def .*\n(?:(?:\1[ \t)].*)?\n)*", re.MULTILINE)
@@ -46,7 +46,7 @@ class Functions:
                 stop = match.start() + len(match[0].rstrip())
                 yield np.array([start, stop], np.int64).tobytes()
 
-        places = kept(f"{text.stem}-functions.int64", spans_in_bytes, cache)
+        places = cached(f"{text.stem}-functions.int64", spans_in_bytes, cache)
         spans: NDArray[np.int64] = np.fromfile(places, np.int64).reshape(-1, 2)
         self._spans = spans[spans[:, 1] - spans[:, 0] <= longest + 1]
         if not len(self._spans):

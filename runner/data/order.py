@@ -27,7 +27,7 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
 
 
 # A step needs one epoch, or two at an epoch boundary: two cached permutations suffice.
-_kept_order = lru_cache(maxsize=2)(epoch_order)
+_cached_order = lru_cache(maxsize=2)(epoch_order)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Order:
 
     def rows(self, step: int) -> list[int]:
         """The row numbers of the optimizer step `step`, counted from 0 across epochs."""
-        order = _kept_order(self.length, self.seed, self.epoch(step), self.shuffle)
+        order = _cached_order(self.length, self.seed, self.epoch(step), self.shuffle)
         first = step % self.steps_per_epoch * self.batch_size
         rows: list[int] = order[first : first + self.batch_size].tolist()
         return rows

@@ -128,10 +128,10 @@ def corpus(
             if left <= 0:
                 return
 
-    return kept(f"text-{digest}.bytes", joined, cache)
+    return cached(f"text-{digest}.bytes", joined, cache)
 
 
-def kept(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = None) -> Path:
+def cached(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = None) -> Path:
     """The file `name` of the cache folder, with the bytes that `make` yields if it was not there before.
 
     Processes that make it at the same time each write a separate file; the last one stays, and all are equal.

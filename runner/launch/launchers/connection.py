@@ -38,7 +38,7 @@ MOST = 512 if _FILES == resource.RLIM_INFINITY else min(512, _FILES // 4)
 HASTE, PAUSE = 2.0, 0.02
 """Seconds that a caller may take to say who it is where many are unknown, and between two looks where all may be."""
 FLUSH = 2.0  # seconds for the last output of rank 0 to reach the console
-LINE_FILE, SECRET_FILE, PAYLOAD_FILE, STORE_FILE = "line.json", "secret", "payload.pickle", "store"
+TASK_FILE, SECRET_FILE, PAYLOAD_FILE, STORE_FILE = "line.json", "secret", "payload.pickle", "store"
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Task:
 
     def write(self, folder: Path) -> None:
         """Write it into `folder`."""
-        (folder / LINE_FILE).write_bytes(TypeAdapter(Task).dump_json(self))
+        (folder / TASK_FILE).write_bytes(TypeAdapter(Task).dump_json(self))
 
     @classmethod
     def read(cls, folder: Path) -> Task:
         """Raises OSError or ValueError if there is none in `folder`."""
-        return TypeAdapter(Task).validate_json((folder / LINE_FILE).read_bytes())
+        return TypeAdapter(Task).validate_json((folder / TASK_FILE).read_bytes())
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def own_address(connection: Connection) -> str:
     return address
 
 
-class Front:
+class Acceptor:
     """Takes calls at `listener` until it is closed. `arrived` yields the ranks that have called since."""
 
     def __init__(self, listener: socket.socket, secret: bytes, silence: float) -> None:

@@ -20,7 +20,7 @@ from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch import network
 from runner.launch.launchers.commands import LAUNCHERS, LaunchSite, Started, exported
-from runner.launch.launchers.connection import PAYLOAD_FILE, Front, Task, new_secret
+from runner.launch.launchers.connection import PAYLOAD_FILE, Acceptor, Task, new_secret
 from runner.launch.launchers.host_assignment import address_of, meeting, part_by_hand, seats_of
 from runner.launch.launchers.supervisor import supervise
 from runner.launch.messages import silence_of
@@ -97,14 +97,14 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
     with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
         with (folder / PAYLOAD_FILE).open("wb") as file:
             pickle.dump(content, file, protocol=pickle.HIGHEST_PROTOCOL)
-        front = Front(listener, new_secret(folder), silence_of(launch.timeout))
+        acceptor = Acceptor(listener, new_secret(folder), silence_of(launch.timeout))
         seats = seats_of(launch) if launch.launcher == "rank_table" else ()
         task = Task(group, address, listener.getsockname()[1], launch.launcher, seats)
         task.write(folder)
         plan = described(launch, group.world_size, folder, meeting(launch))
         for name, text in plan.files.items():
             (folder / name).write_text(text, encoding="utf-8")
-        return supervise(plan, front, task, launch, stoppable=stoppable)
+        return supervise(plan, acceptor, task, launch, stoppable=stoppable)
 
 
 def check(launch: Launch) -> None:

@@ -23,7 +23,7 @@ from runner.launch import failure, network
 from runner.launch.failure import Done, Failure
 from runner.launch.interrupts import Interrupts
 from runner.launch.launchers.commands import Command, Started
-from runner.launch.launchers.connection import Front, Task
+from runner.launch.launchers.connection import Acceptor, Task
 from runner.launch.logs import read_since
 from runner.launch.messages import silence_of
 from runner.launch.supervision import CAUSE, ECHO, SupervisedRank, Supervision, by_host
@@ -35,17 +35,17 @@ LOG = "launch.log"
 
 
 class LaunchedSupervision(Supervision):
-    """Supervises the ranks of a task, which call at `front`, and the launchers that start them."""
+    """Supervises the ranks of a task, which call at `acceptor`, and the launchers that start them."""
 
     poll_interval = 0.2
 
-    def __init__(self, front: Front, task: Task, launch: Launch) -> None:
+    def __init__(self, acceptor: Acceptor, task: Task, launch: Launch) -> None:
         run_dir = task.group.run_dir
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         hosts = [seat[0] for seat in task.seats] or [""] * task.group.world_size
         super().__init__([SupervisedRank(number, run_dir, host) for number, host in enumerate(hosts)], task.group)
         self.names = {network.resolve(host.name): host.name for host in launch.hosts}
-        self.front, self.launcher = front, task.launcher
+        self.acceptor, self.launcher = acceptor, task.launcher
         self.log = run_dir / LOG
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
@@ -78,14 +78,14 @@ class LaunchedSupervision(Supervision):
     def receive(self, seconds: float) -> None:
         sources = [source for rank in self.ranks for source in rank.sources]
         if self.absent:
-            sources.append(self.front.listener)
+            sources.append(self.acceptor.listener)
         else:
-            self.front.listener.close()  # all ranks have joined: accept no more connections
-        if self.front.listener in connection.wait(sources, seconds):
-            self.front.take()
-        for hello, line in self.front.arrived():
+            self.acceptor.listener.close()  # all ranks have joined: accept no more connections
+        if self.acceptor.listener in connection.wait(sources, seconds):
+            self.acceptor.take()
+        for hello, accepted in self.acceptor.arrived():
             rank = self.ranks[hello.rank]
-            rank.connection = line
+            rank.connection = accepted
             rank.host = rank.host or self.names.get(hello.address, hello.host)
 
     def check(self, now: float) -> None:
@@ -103,7 +103,7 @@ class LaunchedSupervision(Supervision):
     def stop(self, patience: float) -> None:
         """Give launchers `patience` seconds to exit; close all connections; kill the remaining local processes."""
         self._wait_for_launchers(patience)
-        self.front.close()
+        self.acceptor.close()
         for rank in self.ranks:
             rank.close()
         for number, seconds in ((None, END), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
@@ -132,12 +132,12 @@ class LaunchedSupervision(Supervision):
         return failure.end_of_log(None, self.log, read_since(self.log, self.log_start))
 
 
-def supervise(started: Started, front: Front, task: Task, launch: Launch, *, stoppable: bool) -> Any:
+def supervise(started: Started, acceptor: Acceptor, task: Task, launch: Launch, *, stoppable: bool) -> Any:
     """Start the commands, supervise the ranks until the last one is done, and return the result of rank 0.
 
     Args:
         started: commands of the launcher.
-        front: accepts the connections of the ranks.
+        acceptor: accepts the connections of the ranks.
         task: the description of the run for the ranks.
         launch: the hosts; commands for others of them go through `launch.remote`, or are printed for the user.
         stoppable: the ranks can stop after the current step, and return; the first signal requests it.
@@ -148,7 +148,7 @@ def supervise(started: Started, front: Front, task: Task, launch: Launch, *, sto
     """
     here = {host.name for host in launch.hosts if network.is_here(network.resolve(host.name))}
     directory = Path.cwd()
-    supervision = LaunchedSupervision(front, task, launch)
+    supervision = LaunchedSupervision(acceptor, task, launch)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts(supervision.stop_ranks if stoppable else None) as interrupts:

@@ -13,7 +13,7 @@ import torch
 
 from runner.data.functions import Functions
 from runner.data.loader import LocalBatches, global_batch
-from runner.data.text import Windows, corpus, kept
+from runner.data.text import Windows, cached, corpus
 from runner.errors import ConfigError
 
 SOURCE = """\
@@ -103,7 +103,7 @@ def test_several_that_start_at_once_all_see_the_complete_file(cache: str) -> Non
         yield b"second half"
 
     with ThreadPoolExecutor(4) as pool:
-        files = [one.result() for one in [pool.submit(kept, "text", content, cache) for _ in range(4)]]
+        files = [one.result() for one in [pool.submit(cached, "text", content, cache) for _ in range(4)]]
     assert set(files) == {Path(cache, "text")} and files[0].read_bytes() == b"first half, second half"
     assert os.listdir(cache) == ["text"]
 
@@ -114,7 +114,7 @@ def test_what_breaks_off_leaves_nothing(cache: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kept("text", content, cache)
+        cached("text", content, cache)
     assert os.listdir(cache) == []
 
 

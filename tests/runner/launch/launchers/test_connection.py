@@ -18,40 +18,40 @@ import pytest
 from runner.errors import ConfigError
 from runner.launch import messages, network, run_ranks
 from runner.launch.failure import CauseOrder, Done, Failure
-from runner.launch.launchers.connection import GREETING, Front, Hello, Task, call, new_secret, own_address
+from runner.launch.launchers.connection import GREETING, Acceptor, Hello, Task, call, new_secret, own_address
 from runner.launch.orders import GroupOrders
 
 SECRET = b"s" * 32
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
+def acceptor() -> Iterator[Acceptor]:
     with network.listener(network.LOOPBACK) as listener:
-        made = Front(listener, SECRET, 5.0)
+        made = Acceptor(listener, SECRET, 5.0)
         yield made
         made.close()
 
 
-def answering(front: Front, seconds: float = 3.0) -> list[tuple[Hello, object]]:
+def answering(acceptor: Acceptor, seconds: float = 3.0) -> list[tuple[Hello, object]]:
     """The ranks that have connected: waits some seconds, or until the first one does."""
     found: list[tuple[Hello, object]] = []
     until = time.monotonic() + seconds
     while not found and time.monotonic() < until:
-        if wait([front.listener], 0.02):
-            front.take()
-        found += front.arrived()
+        if wait([acceptor.listener], 0.02):
+            acceptor.take()
+        found += acceptor.arrived()
     return found
 
 
 def calling(
-    front: Front, hello: Hello, secret: bytes = SECRET, seconds: float = 5.0
+    acceptor: Acceptor, hello: Hello, secret: bytes = SECRET, seconds: float = 5.0
 ) -> tuple[threading.Thread, list[object]]:
     """A rank that connects, in a background thread. Returns the thread and a list for its message or its error."""
     received: list[object] = []
 
     def rank() -> None:
         try:
-            connection = call(network.LOOPBACK, front.listener.getsockname()[1], secret, seconds)
+            connection = call(network.LOOPBACK, acceptor.listener.getsockname()[1], secret, seconds)
             assert own_address(connection) == network.LOOPBACK
             messages.send(connection, asdict(hello))
             received.append(messages.receive(connection))
@@ -63,37 +63,37 @@ def calling(
     return thread, received
 
 
-def test_ranks_receive_the_address_of_the_store(front: Front) -> None:
-    second, received_by_second = calling(front, Hello(1, "b", "10.0.0.2"))
-    assert [hello.rank for hello, _ in answering(front)] == [1]
+def test_ranks_receive_the_address_of_the_store(acceptor: Acceptor) -> None:
+    second, received_by_second = calling(acceptor, Hello(1, "b", "10.0.0.2"))
+    assert [hello.rank for hello, _ in answering(acceptor)] == [1]
     assert received_by_second == []
-    first, received_by_first = calling(front, Hello(0, "a", "10.0.0.1", store=("10.0.0.1", 77)))
-    assert [hello.rank for hello, _ in answering(front)] == [0]
+    first, received_by_first = calling(acceptor, Hello(0, "a", "10.0.0.1", store=("10.0.0.1", 77)))
+    assert [hello.rank for hello, _ in answering(acceptor)] == [0]
     first.join(3)
     second.join(3)
     assert received_by_first == received_by_second == [["10.0.0.1", 77]]
 
 
-def test_strangers_are_not_heard(front: Front) -> None:
-    thread, received = calling(front, Hello(0, "a", "a", store=("a", 1)), secret=b"another")
-    assert answering(front, 1.0) == []
+def test_strangers_are_not_heard(acceptor: Acceptor) -> None:
+    thread, received = calling(acceptor, Hello(0, "a", "a", store=("a", 1)), secret=b"another")
+    assert answering(acceptor, 1.0) == []
     thread.join(3)
     assert received in ([AuthenticationError], [EOFError], [ConnectionResetError])
 
 
-def test_a_silent_stranger_holds_nobody_up(front: Front) -> None:
-    with socket.create_connection(front.listener.getsockname()):
+def test_a_silent_stranger_holds_nobody_up(acceptor: Acceptor) -> None:
+    with socket.create_connection(acceptor.listener.getsockname()):
         began = time.monotonic()
-        assert answering(front, 0.3) == []
+        assert answering(acceptor, 0.3) == []
         assert time.monotonic() - began < GREETING / 2
-        thread, _ = calling(front, Hello(0, "a", "a", store=("a", 1)))
-        assert [hello.rank for hello, _ in answering(front)] == [0]
+        thread, _ = calling(acceptor, Hello(0, "a", "a", store=("a", 1)))
+        assert [hello.rank for hello, _ in answering(acceptor)] == [0]
         thread.join(3)
 
 
-def test_the_console(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console(acceptor: Acceptor, capsys: pytest.CaptureFixture[str]) -> None:
     def rank() -> None:
-        connection = call(network.LOOPBACK, front.listener.getsockname()[1], SECRET, 5.0)
+        connection = call(network.LOOPBACK, acceptor.listener.getsockname()[1], SECRET, 5.0)
         messages.send(connection, asdict(Hello(0, "a", "a", console=True)))
         with open(connection.fileno(), "w", closefd=False, encoding="utf-8") as console:
             console.write("step 1\nstep 2\n")
@@ -101,9 +101,9 @@ def test_the_console(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
 
     thread = threading.Thread(target=rank)
     thread.start()
-    assert answering(front, 1.0) == []  # a console is not a rank
+    assert answering(acceptor, 1.0) == []  # a console is not a rank
     thread.join(3)
-    front.close()
+    acceptor.close()
     assert capsys.readouterr().out == "step 1\nstep 2\n"
 
 
@@ -134,16 +134,16 @@ def test_addresses() -> None:
         network.resolve("no.such.host.invalid")
 
 
-def test_a_crowd_of_silent_strangers_keeps_nobody_out(front: Front) -> None:
+def test_a_crowd_of_silent_strangers_keeps_nobody_out(acceptor: Acceptor) -> None:
     """More connections than this process may open files; each is served only briefly."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     crowd = 600
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard == -1 else min(hard, 4096), hard))
-    strangers = [socket.create_connection(front.listener.getsockname()) for _ in range(crowd)]
+    strangers = [socket.create_connection(acceptor.listener.getsockname()) for _ in range(crowd)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (crowd + 200, hard))  # too few descriptors to accept all connections
     try:
-        thread, received = calling(front, Hello(0, "a", "a", store=("a", 1)), seconds=60.0)
-        assert [hello.rank for hello, _ in answering(front, 60.0)] == [0]
+        thread, received = calling(acceptor, Hello(0, "a", "a", store=("a", 1)), seconds=60.0)
+        assert [hello.rank for hello, _ in answering(acceptor, 60.0)] == [0]
         thread.join(60)
         assert received == [["a", 1]]
     finally:
@@ -162,7 +162,7 @@ class Evil:
         return Path.touch, (self.file,)
 
 
-def test_nothing_that_arrives_is_unpickled(front: Front, tmp_path: Path) -> None:
+def test_nothing_that_arrives_is_unpickled(acceptor: Acceptor, tmp_path: Path) -> None:
     near, far = Pipe()
     for content in (pickle.dumps(Evil(tmp_path / "ran")), b"[" * 100_000, b'{"kind": "Failure"}', b"[]\nx", b""):
         far.send_bytes(content)
