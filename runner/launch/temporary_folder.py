@@ -27,36 +27,34 @@ def offload_folder(config: Config, run_dir: Path) -> Iterator[Path | None]:
     if not wanted.on_disk:
         yield None
         return
-    place = run_dir if wanted.folder is None else Path(wanted.folder)
-    if not place.is_dir():
+    parent = run_dir if wanted.folder is None else Path(wanted.folder)
+    if not parent.is_dir():
         raise ConfigError(
             "MW505", f"parallel.offload.folder = {wanted.folder!r}: there is no such folder; make it first."
         )
-    with own_folder(place, "offload") as folder:
+    with own_folder(parent, "offload") as folder:
         yield folder
 
 
 @contextmanager
-def own_folder(place: Path, what: str) -> Iterator[Path]:
-    """A fresh folder in `place`, for `what`. Folders of processes that no longer exist are removed."""
-    for left in place.glob(f".{what}-*-*"):
+def own_folder(parent: Path, what: str) -> Iterator[Path]:
+    """A fresh folder in `parent`, for `what`. Folders of processes that no longer exist are removed."""
+    for left in parent.glob(f".{what}-*-*"):
         owner, *rest = left.name.split("-")[1:]
         if owner.isdigit() and rest[0] == _machine() and not _alive(int(owner)):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f".{what}-{os.getpid()}-{_machine()}-", dir=place) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".{what}-{os.getpid()}-{_machine()}-", dir=parent) as folder:
         yield Path(folder).absolute()
 
 
 def _machine() -> str:
-    """A short name of this machine: others may share the place, and number their processes anew."""
+    """A short name of this machine: others may share the folder, and number their processes anew."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 
 
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # it may be another user's
     return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import re
 import secrets
 from collections import Counter
@@ -25,7 +24,7 @@ from runner.config.schema import Config
 from runner.data.description import described
 from runner.data.loader import Collate, MapDataset
 from runner.errors import ConfigError
-from runner.planning.prepare import WEIGHTS, Prepared
+from runner.planning.prepare import WEIGHTS, Prepared, digest
 
 TOKEN = ".shared"
 
@@ -37,12 +36,12 @@ def agree_on_program(prepared: Prepared, folder: Path) -> None:
     config = prepared.config.model_dump_json(exclude={"launch": {"host", "rank"}})
     facts = {
         "torch": torch.__version__,
-        "the config": _hash(config),
+        "the config": digest(config),
         "the captured model and its plan": prepared.digest,
     }
     if prepared.config.launch.by_hand:
-        with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            facts["the initial weights"] = hashlib.sha256(content).hexdigest()[:12]
+        with (folder / WEIGHTS).open("rb") as file:
+            facts["the initial weights"] = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     agree(facts, "The ranks were not given the same; start them from one run folder, with one installation.")
 
 
@@ -65,7 +64,7 @@ def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> 
     RuntimeError. Numbers are left out: offsets differ from rank to rank."""
     units = {type(unit): unit for unit in module.modules() if isinstance(unit, GraphModule)}
     text = "\n".join(re.sub(r"\d+", "#", unit.code) for unit in units.values())
-    agree({"the generated code": _hash(text)}, "The ranks were started with different versions of the program.", group)
+    agree({"the generated code": digest(text)}, "The ranks were started with different versions of the program.", group)
 
 
 def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | None = None) -> None:
@@ -125,7 +124,3 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded, group=group)
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
