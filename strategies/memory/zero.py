@@ -20,9 +20,8 @@ from strategies.optimizer.bytes_per_element import Need
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import Groups, layout_of, local_elements, parameters, trainable_groups
 from strategies.optimizer.zero.deepspeed_config import LARGEST_BUCKET, SMALLEST_ON_DISK, SWAP_BUFFERS, SWAPPED_TOGETHER
+from strategies.optimizer.zero.partition import elements_of_part
 
-ALIGNED = 2
-"""The multiple to which DeepSpeed pads a rank's part of a group at stages 1 and 2, in elements."""
 FP32 = 4
 
 
@@ -62,11 +61,7 @@ def flat_groups(program: Program, groups: Groups, stage: int) -> list[FlatGroup]
             by_axes.setdefault(axes, {})[name] = local_elements(program, sources[name])
         for axes, elements in by_axes.items():
             n = program.mesh.product(axes)
-            if stage == 3:
-                part = sum(-(-size // n) for size in elements.values())
-            else:
-                part = -(-sum(elements.values()) // (n * ALIGNED)) * ALIGNED
-            flat.append(FlatGroup(elements, n, part))
+            flat.append(FlatGroup(elements, n, elements_of_part(list(elements.values()), n, stage)))
     return flat
 
 

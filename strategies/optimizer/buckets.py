@@ -1,21 +1,30 @@
-"""Which gradients are added by one call: buckets, in the order in which backward completes them.
+"""Which gradients are added by one call: buckets, in the order in which backward completes them; and their reduction,
+bucket by bucket, while backward still computes others.
 
 A gradient is complete when backward has passed the first use of its parameter, so the order follows from the program
-alone and is the same on all ranks. Invariant: every open gradient is in exactly one bucket, and the bytes sent do not
-depend on how the buckets are cut.
+alone and is the same on all ranks. A bucket leaves as soon as its last gradient is there and all buckets before it have
+left, so all ranks call in one order whatever happens between. Overlapped calls have process groups of their own: calls
+of the program, which may use the same ranks, neither wait behind them nor get mixed up with them. Invariant: every open
+gradient is in exactly one bucket, the bytes sent do not depend on how the buckets are cut, and the sums are, bit for
+bit, those of the same buckets after backward.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 
 from strategies.core.errors import StrategyError
 from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, local_elements, parameters
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
 
 SMALLEST, LARGEST = 2**20, 25 * 2**20
 """Bytes between which a bucket is chosen: below the first a call costs the same however little it carries."""
@@ -56,29 +65,22 @@ def buckets(program: Program, cut: BucketLimits = DEFAULT_BUCKETS) -> tuple[Buck
         )
     elements = {source.name: local_elements(program, source) for source in parameters(program)}
     dtypes = {source.name: _summed_in(source.spec.dtype) for source in parameters(program)}
-    if cut.size is None:
-        total = sum(elements[name] * ITEM_BYTES[dtypes[name]] for name in order)
-        size = min(max(total // PARTS, SMALLEST), LARGEST)
-    else:
-        size = cut.size
-    open_: dict[tuple[tuple[str, ...], str, int], list[str]] = {}
-    closed: list[tuple[int, Bucket]] = []
-
-    def close(key: tuple[tuple[str, ...], str, int]) -> None:
-        names = open_.pop(key)
-        whole = Bucket(key[0], key[1], tuple(names), sum(elements[name] for name in names))
-        closed.append((order.index(names[-1]), whole))
-
+    total = sum(elements[name] * ITEM_BYTES[dtypes[name]] for name in order)
+    size = min(max(total // PARTS, SMALLEST), LARGEST) if cut.size is None else cut.size
+    latest: dict[tuple[tuple[str, ...], str, int], list[str]] = {}
+    found: list[tuple[tuple[str, ...], str, list[str]]] = []
     for position, name in enumerate(order):
-        segment = 0 if cut.at is None else bisect_right(cut.at, position)
-        key = (program.reductions[name], dtypes[name], segment)
-        elements_so_far = sum(elements[other] for other in open_.get(key, ()))
-        if key in open_ and cut.at is None and (elements_so_far + elements[name]) * ITEM_BYTES[key[1]] > size:
-            close(key)
-        open_.setdefault(key, []).append(name)
-    for key in list(open_):
-        close(key)
-    return tuple(bucket for _, bucket in sorted(closed, key=lambda one: one[0]))
+        key = (program.reductions[name], dtypes[name], 0 if cut.at is None else bisect_right(cut.at, position))
+        names = latest.get(key)
+        full = names and sum(elements[other] for other in [*names, name]) * ITEM_BYTES[dtypes[name]] > size
+        if names is None or (full and cut.at is None):
+            names = latest[key] = []
+            found.append((*key[:2], names))
+        names.append(name)
+    found.sort(key=lambda one: order.index(one[2][-1]))
+    return tuple(
+        Bucket(axes, dtype, tuple(names), sum(elements[name] for name in names)) for axes, dtype, names in found
+    )
 
 
 def _summed_in(dtype: str) -> str:
@@ -100,3 +102,59 @@ def predicted(program: Program, *, measure: bool = True) -> dict[str, int]:
 def all_reduce_elements(elements: Iterable[int], ranks: int) -> int:
     """Elements that a rank sends in an all-reduce of tensors with `elements` elements each, however they are joined."""
     return sum(-(-2 * (ranks - 1) * count // ranks) for count in elements)
+
+
+class Reduction:
+    """Adds the gradients of `holders`. Constructing it with `apart` (own process groups) is collective."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], holders: Mapping[str, nn.Parameter], communicator: Communicator, *, apart: bool
+    ) -> None:
+        self._buckets, self._holders, self._communicator = buckets, holders, communicator
+        group = communicator.own_group if apart else communicator.group
+        self._groups = {axes: group(axes) for axes in dict.fromkeys(bucket.axes for bucket in buckets)}
+        self._places = [recorder.place(f"the gradients of {', '.join(bucket.names)}") for bucket in buckets]
+        self._number = {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = [set(bucket.names) for bucket in self._buckets]
+        self._running: list[tuple[Awaited | None, list[nn.Parameter], Tensor | None]] = []
+
+    def ready(self, name: str) -> None:
+        """The gradient of `name` is complete: launch what can be launched."""
+        if name not in self._number:
+            return
+        self._missing[self._number[name]].remove(name)
+        while len(self._running) < len(self._buckets) and not self._missing[len(self._running)]:
+            self._launch()
+
+    def finish(self) -> None:
+        """Launch the rest, wait for all and hand the sums back."""
+        while len(self._running) < len(self._buckets):
+            self._launch()
+        running = self._running
+        self._begin()
+        for work, holders, flat in running:
+            if flat is None:
+                continue
+            if work is not None:  # torch types it so; a rank is always in its own groups
+                work.wait()
+            for holder, piece in zip(holders, torch.split(flat, [one.numel() for one in holders]), strict=True):
+                holder.grad = piece.view_as(holder)
+
+    def _launch(self) -> None:
+        bucket = self._buckets[len(self._running)]
+        holders = [self._holders[name] for name in bucket.names if self._holders[name].grad is not None]
+        pieces = [holder.grad.contiguous().view(-1) for holder in holders if holder.grad is not None]
+        if not pieces:
+            self._running.append((None, [], None))
+            return
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        for holder in holders:
+            holder.grad = None  # the bucket has it now
+        recorder.cells[PLACE] = self._places[len(self._running)]
+        work = self._communicator.sum(flat, self._groups[bucket.axes], later=True)
+        ranks = self._communicator.mesh.product(bucket.axes)
+        self._communicator.count(ALL_REDUCE, all_reduce_elements([piece.numel() for piece in pieces], ranks), flat)
+        self._running.append((work, holders, flat))

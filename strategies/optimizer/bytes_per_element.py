@@ -6,7 +6,7 @@ of elements. What the last few factories made is remembered: a decision asks for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,10 +51,18 @@ def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dt
     one, four = (_tried(factory, dtype, count, at_once) for count in (1, 4))
     elements = SIDE * SIDE
     per_tensor = (four.calls - one.calls) / 3
-    rest = one.moved / elements, one.calls - per_tensor, per_tensor
+    alone, before, together = one.temporary, four.temporary - one.temporary, 0.0
     if four.temporary > 3 * one.temporary:
-        return Need(one.kept / elements, 0.0, 0.0, four.temporary / 4 / elements, *rest)
-    return Need(one.kept / elements, one.temporary / elements, (four.temporary - one.temporary) / elements, 0.0, *rest)
+        alone, before, together = 0, 0, four.temporary / 4
+    return Need(
+        one.kept / elements,
+        alone / elements,
+        before / elements,
+        together / elements,
+        one.moved / elements,
+        one.calls - per_tensor,
+        per_tensor,
+    )
 
 
 @dataclass(frozen=True)
@@ -79,14 +87,14 @@ def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at
     optimizer.step()  # makes the states
     with _Counting() as counting:
         optimizer.step()
-    states = list(_states(optimizer))
+    entries = (value for state in optimizer.state.values() for value in state.values())
+    states = [value for value in entries if isinstance(value, Tensor)]
     with Live("cpu") as live:
         live.see([*parameters, *(one.grad for one in parameters if one.grad is not None), *states])
         before = live.now
         live.restart()
         optimizer.step()
-    kept = bytes_of(tensor for tensor in states if tensor.numel() >= SIDE)  # the rest are counters
-    return _Tried(kept, live.peak - before, counting.moved, counting.calls)
+    return _Tried(_large(states), live.peak - before, counting.moved, counting.calls)
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,19 +106,14 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        results = func(*args, **kwargs)
         given = zip(func._schema.arguments, args, strict=False)
         changed = [one for argument, one in given if argument.alias_info is not None and argument.alias_info.is_write]
         self.calls += 1
-        self.moved += _large((args, kwargs)) + _large((changed, found))
-        return found
+        self.moved += _large((args, kwargs)) + _large((changed, results))
+        return results
 
 
 def _large(some: object) -> int:
     """Bytes of the distinct tensors in it, without counters."""
     return bytes_of(one for one in tree_leaves(some) if isinstance(one, Tensor) and one.numel() >= SIDE)
-
-
-def _states(optimizer: Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))

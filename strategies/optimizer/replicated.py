@@ -4,15 +4,16 @@ Every gradient is added over the axes that lowering left open (`Program.reductio
 bucket, all of them in flight at once, with `overlap` while backward of the last micro-batch still runs. Weights of less
 than 32 bits get fp32 masters, on which the optimizer works, and their gradients are accumulated and added in fp32. The
 norm counts every slice once, so clipping is exact. In fp16 the loss is scaled, and gradients are divided by the scale
-once they are added (see `scaling`).
+once they are added (see `loss_scale`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +21,33 @@ from torch.optim import Optimizer
 
 from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
-from strategies.optimizer.buckets import all_reduce_elements, buckets
+from strategies.optimizer.buckets import Reduction, all_reduce_elements, buckets
 from strategies.optimizer.loss_scale import LossScale
-from strategies.optimizer.reduction import Reduction
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.optimizer.updates import (
     DEFAULT_BUCKETS,
     BucketLimits,
     Groups,
     OptimizerFactory,
+    Updates,
     check_optimizer,
     layout_of,
     parameters,
-    trainable_groups,
 )
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, recorder
-from strategies.runtime.naming import parameters_by_name
-from strategies.runtime.offload import OffloadTraffic
-from strategies.runtime.peers import Peers
 from strategies.runtime.shards import MODEL, OPTIMIZER, Shards, of_slice, replicated
 
 
-class BucketedUpdates:
-    """See `Updates`. The communicator must have the groups of `axes_needed`. In a stage of a pipeline, `peers` add what
-    other groups of ranks hold."""
+class BucketedUpdates(Updates):
+    """Replicated updates; see `Updates` for the `shared` arguments.
+
+    Args:
+        optimizer_factory: makes a torch optimizer from torch's parameter groups.
+        cut: limits of gradient buckets.
+        overlap: reduce gradients during backward.
+        scale: the loss scale in fp16.
+    """
 
     def __init__(
         self,
@@ -54,32 +57,22 @@ class BucketedUpdates:
         optimizer_factory: OptimizerFactory,
         groups: Groups,
         *,
-        clip: float | None = None,
-        accumulate: int = 1,
-        evaluation: nn.Module | None = None,
-        short: nn.Module | None = None,
         cut: BucketLimits = DEFAULT_BUCKETS,
         overlap: bool = False,
-        peers: Peers | None = None,
         scale: LossScale | None = None,
+        **shared: Any,
     ) -> None:
-        self.loss_scale = scale
-        self.module, self.evaluation, self._peers = module, evaluation, peers
-        self.short = module if short is None else short
-        self._program, self._communicator = program, communicator
-        self._clip, self._accumulate = clip, accumulate
-        named = parameters_by_name(module)
-        self._parameters = {source.name: named[source.name] for source in parameters(program)}
+        super().__init__(module, program, communicator, groups, **shared)
+        self._scale = scale
         self._masters = {
             name: nn.Parameter(self._parameters[name].detach().float())
             for name in program.trainable_names
             if self._parameters[name].element_size() < 4
         }
         self._owned = {name: self._masters.get(name, self._parameters[name]) for name in program.trainable_names}
-        grouped = trainable_groups(program, groups)
-        self._members = [names for names, _ in grouped]
+        self._members = [names for names, _ in self._groups]
         self._optimizer = optimizer_factory(
-            [{"params": [self._owned[name] for name in names], **options} for names, options in grouped]
+            [{"params": [self._owned[name] for name in names], **options} for names, options in self._groups]
         )
         check_optimizer(self._optimizer, program, 0)
         self._reduction = Reduction(buckets(program, cut), self._owned, communicator, apart=overlap)
@@ -88,8 +81,7 @@ class BucketedUpdates:
             self._parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
             for name in (self._owned if overlap else ())
         ]
-        mesh = program.mesh
-        copies = {} if peers is None else peers.copies
+        mesh, copies = program.mesh, {} if self._peers is None else self._peers.copies
         self._replicas = {
             name: mesh.product(layout_of(program, name).replica_axes(mesh)) * copies.get(name, 1)
             for name in self._owned
@@ -99,11 +91,15 @@ class BucketedUpdates:
     def optimizer(self) -> Optimizer:
         return self._optimizer
 
+    @property
+    def loss_scale(self) -> LossScale | None:
+        return self._scale
+
     def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
         self._micro_batches += 1
         self._last = self._micro_batches == self._accumulate if left is None else not left
-        if self.loss_scale is not None:
-            loss = loss.float() * self.loss_scale.value  # autograd casts what flows back to the loss's own dtype
+        if self._scale is not None:
+            loss = loss.float() * self._scale.value  # autograd casts what flows back to the loss's own dtype
         if share is not None:
             loss = loss * share
         elif self._accumulate > 1:
@@ -136,8 +132,8 @@ class BucketedUpdates:
         self._reduction.finish()
         if self._peers is not None:
             self._peers.add_shared({name: self._gradient(name) for name in self._peers.copies})
-        if self.loss_scale is not None and (found := self._present()):
-            torch._foreach_div_(found, self.loss_scale.value)
+        if self._scale is not None and (found := self._present()):
+            torch._foreach_div_(found, self._scale.value)
 
     def _present(self) -> list[Tensor]:
         """The gradients that the optimizer will use, where something came back."""
@@ -152,18 +148,16 @@ class BucketedUpdates:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._program.reductions:
-            gradient = self._owned[name].grad if name in self._owned else None
-            if gradient is not None:
-                yield name, gradient
-            else:
-                parameter = self._parameters[name]
-                yield name, torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            parameter, gradient = self._parameters[name], self._owned[name].grad if name in self._owned else None
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            yield name, gradient
 
     def update(self, measure: bool = True) -> float | None:
         self._micro_batches, self._last = 0, False
-        norm = self._norm() if measure or self._clip is not None or self.loss_scale is not None else None
-        if self.loss_scale is not None and norm is not None:
-            self.loss_scale.note(finite=math.isfinite(norm))  # the same on all ranks, as the norm is
+        norm = self._norm() if measure or self._clip is not None or self._scale is not None else None
+        if self._scale is not None and norm is not None:
+            self._scale.note(finite=math.isfinite(norm))  # the same on all ranks, as the norm is
             if not math.isfinite(norm):
                 self._optimizer.zero_grad(set_to_none=True)
                 return norm
@@ -173,23 +167,17 @@ class BucketedUpdates:
                 torch._foreach_mul_(self._present(), scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._refresh()
+        self.loaded()
         return norm
-
-    def step(self, measure: bool = True) -> float | None:
-        self.reduce()
-        return self.update(measure)
 
     def _norm(self) -> float:
         """The 2-norm of the global gradient, the same number on every rank."""
-        names = [name for name, holder in self._owned.items() if holder.grad is not None]
-        gradients = [gradient for name in names if (gradient := self._owned[name].grad) is not None]
         device = next(iter(self._owned.values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if gradients:
+        if gradients := self._present():
+            replicas = [float(self._replicas[name]) for name, holder in self._owned.items() if holder.grad is not None]
             squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
-            counts = torch.tensor([float(self._replicas[name]) for name in names], dtype=torch.float64, device=device)
-            total = (squares / counts).sum()
+            total = (squares / torch.tensor(replicas, dtype=torch.float64, device=device)).sum()
         mesh = self._program.mesh
         if self._peers is not None:
             self._peers.add_over_all(total)
@@ -206,8 +194,8 @@ class BucketedUpdates:
         found, mesh = {}, self._program.mesh
         for source in parameters(self._program):
             shape, name = source.spec.shape, source.name
-            if not write and self._peers is not None and name in self._peers.copies.keys() - self._peers.leads:
-                continue  # an earlier group of the pipeline saves it
+            if not write and name in self._follows:
+                continue
             block = self._program.layouts[source.id].block(shape, mesh, self._communicator.rank)
             holder = self._owned.get(name, self._parameters[name])
             found[MODEL + name] = [of_slice(shape, block, holder)]
@@ -223,14 +211,14 @@ class BucketedUpdates:
         for name, holder in self._owned.items():
             state = self._optimizer.state.get(holder, {})
             plain.scalars[name] = {key: value for key, value in state.items() if is_scalar(value, holder)}
-        if self.loss_scale is not None:
-            plain.loss_scale = asdict(self.loss_scale)
+        if self._scale is not None:
+            plain.loss_scale = asdict(self._scale)
         return plain
 
     def begin(self, states: States, plain: OptimizerScalars) -> None:
         set_groups(self._optimizer, self._members, plain)
-        if self.loss_scale is not None and self.loss_scale.adapts and plain.loss_scale is not None:
-            self.loss_scale = LossScale(**plain.loss_scale | {"adapts": True})
+        if self._scale is not None and self._scale.adapts and plain.loss_scale is not None:
+            self._scale = LossScale(**plain.loss_scale | {"adapts": True})
         shapes = {source.name: source.spec.shape for source in parameters(self._program)}
         for name, holder in self._owned.items():
             found = {key: placed(key, value, holder) for key, value in plain.scalars.get(name, {}).items()}
@@ -242,21 +230,10 @@ class BucketedUpdates:
                     found[key] = torch.zeros(size, dtype=dtype, device=holder.device)
             self._optimizer.state[holder] = found
 
-    def loaded(self) -> None:
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Weights below 32 bits follow from their masters."""
+    def loaded(self) -> None:  # weights below 32 bits follow from their masters
         with torch.no_grad():
             for name, master in self._masters.items():
                 self._parameters[name].copy_(master)
-
-    @property
-    def moved(self) -> Mapping[str, OffloadTraffic]:
-        return {}
-
-    def hosted(self) -> list[Tensor]:
-        return []
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -46,38 +46,24 @@ def make_updates(
         program: lowered with `sharded_optimizer=stage > 0`.
         communicator: with the groups of `axes_needed(program)`.
         optimizer_factory: makes a torch optimizer from torch's parameter groups.
-        groups: parameter groups by name; every trainable parameter is in exactly one.
-        clip: largest norm of the global gradient; None: no clipping.
-        accumulate: micro-batches per step.
+        groups, clip, accumulate, evaluation, short, peers: see `Updates`.
         precision: dtype of the parameters in the program.
-        evaluation: the evaluation program on the same parameters.
-        short: the program of a short last micro-batch, on the same parameters.
         zero_options: options of DeepSpeed's ZeRO config.
         cut: limits of gradient buckets, at stage 0.
         overlap: reduce gradients during backward, at stage 0.
         offload: what DeepSpeed keeps on the host or on a disk.
-        peers: the other stages of a pipeline.
         loss_scale: constant factor on the loss in fp16; None: one that adapts.
 
     Raises:
         StrategyError: the stage cannot do it (precision, optimizer, options, shapes).
     """
+    shared: dict[str, Any] = {
+        "clip": clip, "accumulate": accumulate, "evaluation": evaluation, "short": short, "peers": peers
+    }  # fmt: skip
+    given = module, program, communicator, optimizer_factory, groups
     if stage == 0:
-        return BucketedUpdates(
-            module,
-            program,
-            communicator,
-            optimizer_factory,
-            groups,
-            clip=clip,
-            accumulate=accumulate,
-            evaluation=evaluation,
-            short=short,
-            cut=cut,
-            overlap=overlap,
-            peers=peers,
-            scale=scale_of(loss_scale) if precision == "fp16" else None,
-        )
+        scale = scale_of(loss_scale) if precision == "fp16" else None
+        return BucketedUpdates(*given, cut=cut, overlap=overlap, scale=scale, **shared)
     if peers is not None and stage > 1:
         raise StrategyError(
             "MW451",
@@ -85,19 +71,11 @@ def make_updates(
             "way; use parallel.zero.stage=1 or 0.",
         )
     return ZeroUpdates(
-        module,
-        program,
-        communicator,
-        optimizer_factory,
-        groups,
+        *given,
         stage=stage,
-        clip=clip,
-        accumulate=accumulate,
         precision=precision,
-        evaluation=evaluation,
-        short=short,
         options=zero_options or {},
         offload=offload,
         loss_scale=loss_scale,
-        peers=peers,
+        **shared,
     )

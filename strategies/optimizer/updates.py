@@ -1,4 +1,4 @@
-"""What happens between a loss and the next weights, as one protocol for every optimizer parallel.
+"""What happens between a loss and the next weights, as one interface for every optimizer parallel.
 
 Stage 0 (`replicated`) reduces gradients itself and replicates optimizer states; stages 1-3 (`zero`) are DeepSpeed.
 Invariant: after `reduce`, `gradients` are the true gradients of the global loss, each rank holding its own slices;
@@ -8,9 +8,11 @@ after `update`, all ranks that hold the same slice hold the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +23,10 @@ from strategies.core.layout import Layout
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.state import OptimizerScalars, States
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.naming import parameters_by_name
 from strategies.runtime.offload import OffloadTraffic
+from strategies.runtime.peers import Peers
 from strategies.runtime.shards import Shards
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -48,75 +53,125 @@ class BucketLimits:
 DEFAULT_BUCKETS = BucketLimits()
 
 
-class Updates(Protocol):
+class Updates(ABC):
     """One optimizer step: forward and `backward` per micro-batch, then `reduce`, then `update`. All ranks call it
-    all."""
+    all. The communicator must have the groups of `axes_needed`.
+
+    Args:
+        module: built from `program`.
+        program: the training program.
+        communicator: between the ranks of the program.
+        groups: parameter groups by name; every trainable parameter is in exactly one.
+        clip: largest norm of the global gradient; None: no clipping.
+        accumulate: micro-batches per step.
+        evaluation: the evaluation program on the same parameters, or a ModuleDict of several; call it under
+            torch.no_grad().
+        short: the program of a short last micro-batch of an epoch, on the same parameters.
+        peers: the other stages of a pipeline.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        program: Program,
+        communicator: Communicator,
+        groups: Groups,
+        *,
+        clip: float | None = None,
+        accumulate: int = 1,
+        evaluation: nn.Module | None = None,
+        short: nn.Module | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self._root, self._program, self._communicator = module, program, communicator
+        self._clip, self._accumulate, self._short, self._peers = clip, accumulate, short, peers
+        self.evaluation = evaluation
+        named = parameters_by_name(module)
+        self._parameters = {source.name: named[source.name] for source in parameters(program)}
+        self._groups = trainable_groups(program, groups)
+        copies = {} if peers is None else peers.copies
+        self._follows = frozenset() if peers is None else frozenset(copies.keys() - peers.leads)
+        """Parameters that an earlier group of ranks of a pipeline saves and counts."""
 
     @property
     def module(self) -> Callable[..., Any]:
         """The training program; call this one."""
+        return self._root
+
+    def short(self, *args: Any) -> Any:
+        """The training program of a short last micro-batch, or that of all others where there is none."""
+        return (self._short or self._root)(*args)
 
     @property
-    def evaluation(self) -> nn.Module | None:
-        """The evaluation program on the same parameters, or a ModuleDict of several; call it under torch.no_grad()."""
-
-    @property
+    @abstractmethod
     def optimizer(self) -> Optimizer:
         """The torch optimizer that does the updates: schedulers work on it."""
 
-    @property
-    def short(self) -> Callable[..., Any]:
-        """The training program of a short last micro-batch of an epoch, where there is one."""
-
+    @abstractmethod
     def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
         """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here. Of a
         step with fewer rows, `share` is the part of them that this micro-batch has, and `left` more are to come."""
 
+    @abstractmethod
     def collect(self) -> None:
         """In a pipeline, in place of `backward`: an input-gradient, weight-gradient or backward pass of a stage has
         added its gradients, divided by the number of micro-batches, to `grad` of the parameters."""
 
+    @abstractmethod
     def reduce(self) -> None:
         """Make the gradients complete; after the last micro-batch."""
 
+    @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """After `reduce`, before `update`: the gradient of this rank's slice of every trainable parameter, at least in
         fp32; zeros where there is none. Collective: every rank must go through all of it."""
 
+    @abstractmethod
     def update(self, measure: bool = True) -> float | None:
         """Clip, step, forget the gradients. Returns the norm of the global gradient before clipping; None if it was not
         needed for clipping and `measure` is false."""
 
     def step(self, measure: bool = True) -> float | None:
         """`reduce` and `update`."""
+        self.reduce()
+        return self.update(measure)
 
+    @abstractmethod
     def weight(self, name: str) -> Tensor:
         """This rank's slice of a parameter, not to be written. Collective over its replicas."""
 
+    @abstractmethod
     def pieces(self, write: bool = False) -> Iterator[Shards]:
         """Everything of parameters and optimizer states that this rank holds, in batches: each is valid until the next
         one. With `write` the views may be overwritten, after `begin` and before `loaded`."""
 
+    @abstractmethod
     def plain(self) -> OptimizerScalars:
         """The optimizer state that is not a tensor, for all parameters of which this rank holds a slice."""
 
+    @abstractmethod
     def begin(self, states: States, plain: OptimizerScalars) -> None:
         """Give the optimizer the states of a checkpoint, made of zeros, and its options and scalars."""
 
+    @abstractmethod
     def loaded(self) -> None:
         """Recompute the derived values once all views are overwritten. Collective."""
 
     @property
+    @abstractmethod
     def loss_scale(self) -> LossScale | None:
         """The loss scale in fp16; None in other precisions."""
 
     @property
     def moved(self) -> Mapping[str, OffloadTraffic]:
         """What was offloaded so far: `optimizer` and `parameters`, where they are."""
+        return {}
 
     def hosted(self) -> list[Tensor]:
         """The tensors kept in host memory between updates, and the host buffers that gradients are copied to."""
+        return []
 
+    @abstractmethod
     def close(self) -> None:
         """Release hooks and buffers; the object cannot be used afterwards."""
 
@@ -153,33 +208,28 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
     Raises:
         StrategyError: a trainable parameter is in no group or in two, or no parameter is trainable.
     """
-    names = program.trainable_names
-    given = [name for group in groups for name in group["names"]]
-    odd = [name for name in names if given.count(name) != 1]
-    if odd:
-        raise StrategyError(
-            "MW323",
-            f"Parameter {odd[0]} is in {given.count(odd[0])} groups of the optimizer; it must be in exactly one.",
-        )
-    kept = [
-        (
-            [name for name in group["names"] if name in names],
-            {key: value for key, value in group.items() if key != "names"},
-        )
-        for group in groups
-    ]
-    if not names:
+    trainable = program.trainable_names
+    given = Counter(name for group in groups for name in group["names"])
+    for name in trainable:
+        if given[name] != 1:
+            raise StrategyError(
+                "MW323",
+                f"Parameter {name} is in {given[name]} groups of the optimizer; it must be in exactly one.",
+            )
+    if not trainable:
         raise StrategyError(
             "MW321",
             "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train.",
         )
-    return [(members, options) for members, options in kept if members]
+    named = [([name for name in group["names"] if name in trainable], dict(group)) for group in groups]
+    return [
+        (names, {key: value for key, value in options.items() if key != "names"}) for names, options in named if names
+    ]
 
 
 def check_kind(optimizer: Optimizer) -> None:
     """Raises StrategyError for an optimizer that no plan can use."""
-    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in UNFIT), "")
-    if kind:
+    if kind := _kind(optimizer, UNFIT):
         raise StrategyError(
             "MW323",
             f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices.",
@@ -189,14 +239,16 @@ def check_kind(optimizer: Optimizer) -> None:
 def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
     """Raises StrategyError if the optimizer cannot do the same on shards as on global parameters."""
     check_kind(optimizer)
-    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in BY_SHAPE), "")
-    if kind:
-        what = f"ZeRO stage {stage} flattens" if stage else "this plan slices"
-        sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
-        if stage or sliced:
-            raise StrategyError(
-                "MW323",
-                f"Optimizer {kind} treats every parameter as a whole matrix, but {what} "
-                f"{'them' if stage else sliced[0]}: the updates would differ from training on one device. "
-                "Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with parallel.zero.stage=0.",
-            )
+    sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
+    if (kind := _kind(optimizer, BY_SHAPE)) and (stage or sliced):
+        what = f"ZeRO stage {stage} flattens them" if stage else f"this plan slices {sliced[0]}"
+        raise StrategyError(
+            "MW323",
+            f"Optimizer {kind} treats every parameter as a whole matrix, but {what}: the updates would differ from "
+            "training on one device. Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with "
+            "parallel.zero.stage=0.",
+        )
+
+
+def _kind(optimizer: Optimizer, known: Container[str]) -> str:
+    return next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in known), "")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from runner.launch.orders import RankContext
-from strategies.optimizer.zero.deepspeed_start import deepspeed_for
+from strategies.optimizer.zero.engine import deepspeed_for
 
 
 class Tied(nn.Module):

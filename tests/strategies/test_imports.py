@@ -17,7 +17,7 @@ ALLOWED = {
     },
 }
 SPECIAL = {
-    "strategies/optimizer/zero/deepspeed_start.py": {"deepspeed"},
+    "strategies/optimizer/zero/engine.py": {"deepspeed"},
     "runner/build/huggingface.py": {"transformers"},
 }
 

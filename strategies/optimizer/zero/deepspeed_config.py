@@ -17,7 +17,7 @@ from strategies.core.errors import StrategyError, closest
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import POWER, SMALLEST, WINDOW
 from strategies.optimizer.updates import Precision, parameters
-from strategies.runtime.offload import Offload
+from strategies.runtime.offload import Offload, Where
 
 LARGEST_BUCKET = 50_000_000
 """Elements; DeepSpeed's own default makes it allocate 2 GB per rank however small the model is."""
@@ -62,23 +62,17 @@ SWAP_BUFFERS = 6
 def offload_section(offload: Offload, largest: int, in_flight: int) -> dict[str, Any]:
     """The part of `zero_optimization` that moves states and parameters. `largest` is the number of elements of the
     largest piece of a parameter that one rank holds, `in_flight` the most parameters that one module holds."""
-    section: dict[str, Any] = {}
-    if offload.optimizer == "host":
-        section["offload_optimizer"] = {"device": "cpu"}
-    if offload.optimizer == "disk":
-        path = str(offload.place)
-        section["offload_optimizer"] = {"device": "nvme", "nvme_path": path, "buffer_count": SWAP_BUFFERS}
-        section["sub_group_size"] = SWAPPED_TOGETHER
-    if offload.parameters == "host":
-        section["offload_param"] = {"device": "cpu"}
-    if offload.parameters == "disk":
-        section["offload_param"] = {
-            "device": "nvme",
-            "nvme_path": str(offload.place),
-            "buffer_size": largest,
-            "buffer_count": in_flight + 1,
-            "max_in_cpu": 0,
-        }
+    parameter_buffers = {"buffer_size": largest, "buffer_count": in_flight + 1, "max_in_cpu": 0}
+    kinds: dict[str, tuple[Where, dict[str, int]]] = {
+        "offload_optimizer": (offload.optimizer, {"buffer_count": SWAP_BUFFERS}),
+        "offload_param": (offload.parameters, parameter_buffers),
+    }
+    section: dict[str, Any] = {"sub_group_size": SWAPPED_TOGETHER} if offload.optimizer == "disk" else {}
+    for name, (where, buffers) in kinds.items():
+        if where == "host":
+            section[name] = {"device": "cpu"}
+        elif where == "disk":
+            section[name] = {"device": "nvme", "nvme_path": str(offload.place), **buffers}
     return section
 
 
@@ -94,7 +88,15 @@ def zero_section(
         name: info.alias or field for field, info in model.model_fields.items() for name in (field, info.alias) if name
     }
     for name, value in options.items():
-        _check_option(name, value, stage, known)
+        if objection := _objection(name, value, stage, known):
+            raise StrategyError("MW452", f"parallel.zero.options.{name} = {value!r}: {objection}")
+        if name.startswith("offload_") and isinstance(value, Mapping) and value.get("device") == "nvme":
+            raise StrategyError(
+                "MW452",
+                f"parallel.zero.options.{name}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a "
+                "disk, so that training goes wrong without a sign. Use device: cpu, or parallel.offload, which keeps "
+                "them in memory.",
+            )
     bucket = min(elements + elements % 2, LARGEST_BUCKET)  # DeepSpeed wants an even number
     section = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     section |= GATHER_LATE if stage == 3 else {}
@@ -143,32 +145,22 @@ def engine_config(
     return config
 
 
-def _check_option(name: str, value: Any, stage: int, known: Mapping[str, str]) -> None:
-    """`known` gives every name of an option and the one that DeepSpeed's documents use."""
-    where = f"parallel.zero.options.{name}"
+def _objection(name: str, value: Any, stage: int, known: Mapping[str, str]) -> str:
+    """Why an option cannot be passed on, or nothing. `known` gives every name of an option and the one that DeepSpeed's
+    documents use."""
     if name in REFUSED:
-        raise StrategyError("MW452", f"{where} = {value!r}: {name} {REFUSED[name]}.")
+        return f"{name} {REFUSED[name]}."
     if name not in known:
-        options = closest(name, sorted(known.keys() - REFUSED.keys()))
-        raise StrategyError("MW452", f"{where} = {value!r}: DeepSpeed has no such option of ZeRO.{options}")
+        return f"DeepSpeed has no such option of ZeRO.{closest(name, sorted(known.keys() - REFUSED.keys()))}"
     if stage < 3 and (known[name].startswith("stage3_") or name == "offload_param"):
-        raise StrategyError(
-            "MW452", f"{where} = {value!r}: DeepSpeed knows it at stage 3 only; parallel.zero.stage is {stage}."
-        )
+        return f"DeepSpeed knows it at stage 3 only; parallel.zero.stage is {stage}."
     if name == "reduce_scatter" and value is not True:
-        raise StrategyError(
-            "MW452", f"{where} = {value!r}: it must stay true, or sliced parameters would get wrong gradients."
-        )
-    if name.startswith("offload_") and isinstance(value, Mapping) and value.get("device") == "nvme":
-        raise StrategyError(
-            "MW452",
-            f"{where}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a disk, so that training goes "
-            "wrong without a sign. Use device: cpu, or parallel.offload, which keeps them in memory.",
-        )
+        return "it must stay true, or sliced parameters would get wrong gradients."
+    return ""
 
 
 def check_parameters(
-    found: Mapping[str, nn.Parameter], learns: frozenset[str], stage: int, precision: Precision
+    found: Mapping[str, nn.Parameter], trainable: frozenset[str], stage: int, precision: Precision
 ) -> None:
     """Raises StrategyError for parameters that DeepSpeed cannot hold, or would not train as one device does."""
     if precision == "fp64" or any(parameter.dtype == torch.float64 for parameter in found.values()):
@@ -177,7 +169,7 @@ def check_parameters(
             f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the "
             "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32.",
         )
-    dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(learns)}
+    dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(trainable)}
     if len(dtypes) > 1:
         shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
         raise StrategyError(

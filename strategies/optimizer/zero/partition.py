@@ -11,6 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from torch import Tensor
+
+from strategies.core.program import Program
+from strategies.optimizer.updates import local_elements, parameters
+
 ALIGNMENT = 2
 """Parts of stages 1 and 2 are multiples of as many elements."""
 
@@ -23,6 +28,10 @@ class Range:
     first: int
     position: int
     count: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This range of the rank's part."""
+        return flat[self.position : self.position + self.count]
 
 
 def part_of_flat(sizes: Sequence[int], replicas: int) -> int:
@@ -41,17 +50,28 @@ def ranges_of_flat(sizes: Sequence[int], replicas: int, index: int) -> Iterator[
             yield Range(member, first - (end - size), first - start, last - first)
 
 
-def part_of_one(size: int, replicas: int) -> int:
-    """Elements of a rank's part of one parameter at stage 3, padding included."""
-    return -(-size // replicas)
+def elements_of_part(sizes: Sequence[int], replicas: int, stage: int) -> int:
+    """Elements of a rank's part of a flat tensor, padding included."""
+    return sum(-(-size // replicas) for size in sizes) if stage == 3 else part_of_flat(sizes, replicas)
 
 
 def ranges_of_each(sizes: Sequence[int], replicas: int, index: int) -> Iterator[Range]:
     """The ranges of parameters in the parts of the `index`-th replica at stage 3, concatenated."""
     position = 0
     for member, size in enumerate(sizes):
-        part = part_of_one(size, replicas)
+        part = -(-size // replicas)
         first = index * part
         if (count := min(part, size - first)) > 0:
             yield Range(member, first, position, count)
         position += part
+
+
+def parts(program: Program, rank: int, stage: int, names: Sequence[str]) -> tuple[list[tuple[str, Range]], int]:
+    """What `rank` keeps in fp32 of the slices of parameters that have one replica group, and the size of the flat
+    tensor for it, padding included."""
+    mesh, by_name = program.mesh, {source.name: source for source in parameters(program)}
+    replicas = program.layouts[by_name[names[0]].id].replica_axes(mesh)
+    count, index = mesh.product(replicas), mesh.index(rank, replicas)
+    sizes = [local_elements(program, by_name[name]) for name in names]
+    ranges = (ranges_of_each if stage == 3 else ranges_of_flat)(sizes, count, index)
+    return [(names[one.member], one) for one in ranges], elements_of_part(sizes, count, stage)

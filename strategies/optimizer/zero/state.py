@@ -1,6 +1,6 @@
 """The fp32 weights and optimizer states under ZeRO, which DeepSpeed keeps in flat tensors, as pieces of parameters.
 
-Invariant: of every parameter that learns a rank's pieces are the ranges of `zero_parts`, found in its flat tensors
+Invariant: of every parameter that learns a rank's pieces are the ranges of `parts`, found in its flat tensors
 without communication; replicas never hold the same element. Flat tensors on a disk are fetched one after the other.
 """
 
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
-from strategies.optimizer.updates import local_elements, parameters
-from strategies.optimizer.zero.partition import Range, part_of_flat, part_of_one, ranges_of_each, ranges_of_flat
+from strategies.optimizer.updates import parameters
+from strategies.optimizer.zero.partition import Range, parts
 from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_range, of_slice
 
 
@@ -42,8 +42,6 @@ class ZeroState:
         self._zero, self._stage, self._program, self._rank = zero, stage, program, rank
         self._found, self._members, self._follows, self._on_disk = found, members, follows, on_disk
         self._sources = {source.name: source for source in parameters(program)}
-        self._shapes = {name: program.layouts[one.id].local_shape(one.spec.shape, program.mesh)
-                        for name, one in self._sources.items()}  # fmt: skip
         self._learning = {name for names in members for name in names}
 
     @property
@@ -99,12 +97,11 @@ class ZeroState:
         for index, flat in enumerate(self.masters()):
             with self.fetched(index, write=write):
                 found: dict[str, list[Shard]] = {}
-                held = {MODEL: flat} | {f"{OPTIMIZER}{state}/": value for state, value in self._states(flat)}
+                stored = {MODEL: flat} | {f"{OPTIMIZER}{state}/": value for state, value in self._states(flat)}
                 for name, part in self.ranges(index):
                     if write or name not in self._follows:
-                        for prefix, value in held.items():
-                            piece = value[part.position : part.position + part.count]
-                            made = of_range(*self._place(name), part.first, piece)
+                        for prefix, value in stored.items():
+                            made = of_range(*self._place(name), part.first, part.of(value))
                             found[prefix + name] = [replace(one, lasting=not self.swapped(index)) for one in made]
                 yield found
         for name in self._found:
@@ -130,6 +127,21 @@ class ZeroState:
         with _located(parameter, write):
             made = of_range(shape, block, local, first, part.data.view(-1)[:count])
             yield {MODEL + name: [replace(one, lasting=part.final_location != "nvme") for one in made]}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of the gradient of every parameter at stage 1, without padding: on the host in one piece
+        where the optimizer is, else in pieces that DeepSpeed joins later, of which not all padding is marked."""
+        for index, master in enumerate(self.masters()):
+            ranges = self.ranges(index)
+            if self._zero.cpu_offload:
+                assert master.grad is not None
+                yield from ((name, part.of(master.grad)) for name, part in ranges)
+                continue
+            names, position = {part.position: name for name, part in ranges}, 0
+            for piece in self._zero.averaged_gradients[index]:
+                if position in names:
+                    yield names[position], piece
+                position += piece.numel()
 
     def plain(self) -> OptimizerScalars:
         """See `Updates.plain`."""
@@ -167,8 +179,7 @@ class ZeroState:
                 for name, part in self.ranges(index):
                     parameter: Any = self._found[name]
                     with _located(parameter, True):
-                        held = flat.detach()[part.position : part.position + part.count]
-                        parameter.ds_tensor.data.view(-1)[: part.count].copy_(held)
+                        parameter.ds_tensor.data.view(-1)[: part.count].copy_(part.of(flat.detach()))
         gathered: list[Any] = [one for one in self._found.values() if one.numel() == one.ds_numel]  # type: ignore[attr-defined]
         if gathered:  # kept so by the user's option, or after an evaluation
             gathered[0].partition(param_list=gathered, has_been_updated=False)
@@ -181,21 +192,9 @@ class ZeroState:
 
     def _place(self, name: str) -> tuple[tuple[int, ...], Any, tuple[int, ...]]:
         """The global shape, this rank's block, and the shape of its slice with padding."""
-        source = self._sources[name]
-        block = self._program.layouts[source.id].block(source.spec.shape, self._program.mesh, self._rank)
-        return source.spec.shape, block, self._shapes[name]
-
-
-def parts(program: Program, rank: int, stage: int, names: Sequence[str]) -> tuple[list[tuple[str, Range]], int]:
-    """What `rank` keeps in fp32 of the slices of parameters that have one replica group, and the size of the flat
-    tensor for it, padding included. Pure."""
-    mesh, by_name = program.mesh, {source.name: source for source in parameters(program)}
-    replicas = program.layouts[by_name[names[0]].id].replica_axes(mesh)
-    count, index = mesh.product(replicas), mesh.index(rank, replicas)
-    sizes = [local_elements(program, by_name[name]) for name in names]
-    ranges = ranges_of_each(sizes, count, index) if stage == 3 else ranges_of_flat(sizes, count, index)
-    total = sum(part_of_one(size, count) for size in sizes) if stage == 3 else part_of_flat(sizes, count)
-    return [(names[one.member], one) for one in ranges], total
+        source, mesh = self._sources[name], self._program.mesh
+        shape, layout = source.spec.shape, self._program.layouts[source.id]
+        return shape, layout.block(shape, mesh, self._rank), layout.local_shape(shape, mesh)
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """Bytes that ZeRO sends, as plans predict them. Knows nothing of DeepSpeed but what it sends at each stage.
 
-Invariant: with the buckets that this package chooses (all of a rank's parameters, see `zero_options`), the bytes are
-those that DeepSpeed sends, padding included, but for the norm of the gradients.
+Invariant: with the buckets that `deepspeed_config` chooses (all of a rank's parameters), the bytes are those that
+DeepSpeed sends, padding included, but for the norm of the gradients.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,12 +14,11 @@ from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.updates import Groups, local_elements, parameters
+from strategies.optimizer.zero.partition import elements_of_part
 from strategies.runtime.units import units
 
 REDUCED = 4
 """Bytes of an element of a gradient when it is added: always fp32."""
-ALIGNED = 2
-"""At stages 1 and 2 every rank's part of a flat tensor has a multiple of this many elements."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Calls:
 
 def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None) -> tuple[Calls, ...]:
     """What one rank calls per optimizer step. `groups` are the optimizer's parameter groups; None is one group of
-    all that learn.
+    all trainable parameters.
 
     Stages 1 and 2, per replica group: an all-reduce of all gradients (after every micro-batch at stage 2) and, per
     parameter group, an all-gather of the new weights, which are padded to equal parts. Stage 3, per micro-batch: a
@@ -44,49 +42,45 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
     """
     if stage == 0:
         return ()
-    learns = set(program.trainable_names)
-    named = (
-        [[name for name in one["names"] if name in learns] for one in groups] if groups is not None else [list(learns)]
-    )
+    trainable = set(program.trainable_names)
+    given = [list(trainable)] if groups is None else [one["names"] for one in groups]
     by_replicas: dict[tuple[str, ...], list[Source]] = {}
     for source in parameters(program):
         axes = program.layouts[source.id].replica_axes(program.mesh)
         if program.mesh.product(axes) > 1:
             by_replicas.setdefault(axes, []).append(source)
-    gathered = _gathered(program, learns) if stage == 3 else []
+    gathered = _gathered(program, trainable) if stage == 3 else []
     found: list[Calls] = []
     for axes, sources in by_replicas.items():
         ranks = program.mesh.product(axes)
-        taught = {source.name: local_elements(program, source) for source in sources if source.name in learns}
+        sizes = {source.name: local_elements(program, source) for source in sources}
+        trained = {name: size for name, size in sizes.items() if name in trainable}
         if stage == 3:
-            sizes = {one.name: -(-local_elements(program, one) // ranks) * one.spec.item_bytes for one in sources}
-            gathers = [[name for name in names if name in sizes] for names in gathered]
-            whole = sum(sizes[name] for names in gathers for name in names)
-            found.append(
-                Calls(ALL_GATHER, axes, accumulate * (ranks - 1) * whole, accumulate * sum(map(bool, gathers)))
-            )
-            parts = sum(-(-elements // ranks) for elements in taught.values())
-            found.append(Calls(REDUCE_SCATTER, axes, accumulate * (ranks - 1) * parts * REDUCED, accumulate))
+            item_bytes = {source.name: source.spec.item_bytes for source in sources}
+            part = {name: elements_of_part([size], ranks, stage) * item_bytes[name] for name, size in sizes.items()}
+            gathers = [[part[name] for name in names if name in part] for names in gathered]
+            sent = accumulate * (ranks - 1) * sum(map(sum, gathers))
+            found.append(Calls(ALL_GATHER, axes, sent, accumulate * sum(map(bool, gathers))))
+            reduced = elements_of_part(list(trained.values()), ranks, stage) * REDUCED
+            found.append(Calls(REDUCE_SCATTER, axes, accumulate * (ranks - 1) * reduced, accumulate))
             continue
         times = accumulate if stage == 2 else 1
-        found.append(
-            Calls(ALL_REDUCE, axes, times * all_reduce_elements([sum(taught.values())], ranks) * REDUCED, times)
-        )
-        item_bytes = max((source.spec.item_bytes for source in sources if source.name in learns), default=0)
-        for names in named:
-            flat = sum(taught.get(name, 0) for name in names)
-            part = math.ceil(flat / (ALIGNED * ranks)) * ALIGNED
-            found.append(Calls(ALL_GATHER, axes, (ranks - 1) * part * item_bytes, 1))
+        reduced = all_reduce_elements([sum(trained.values())], ranks) * REDUCED
+        found.append(Calls(ALL_REDUCE, axes, times * reduced, times))
+        widest = max((source.spec.item_bytes for source in sources if source.name in trained), default=0)
+        for names in given:
+            elements = elements_of_part([trained[name] for name in names if name in trained], ranks, stage)
+            found.append(Calls(ALL_GATHER, axes, (ranks - 1) * elements * widest, 1))
     return tuple(one for one in found if one.bytes)
 
 
-def _gathered(program: Program, learns: set[str]) -> list[tuple[str, ...]]:
+def _gathered(program: Program, trainable: set[str]) -> list[tuple[str, ...]]:
     """The parameters of every all-gather of stage 3, forward and backward of one micro-batch. Those gathered for the
     backward of a unit without input gradient (an embedding, a use of another module's weight) are kept to the end."""
     entered = units(program)
     found, kept = [one.parameters for one in entered], set[str]()
     for one in reversed(entered):
-        if learns.isdisjoint(one.parameters) and not one.inward:
+        if trainable.isdisjoint(one.parameters) and not one.inward:
             continue
         found.append(tuple(name for name in one.parameters if name not in kept))
         if not one.inward:

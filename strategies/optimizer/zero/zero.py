@@ -3,13 +3,13 @@
 DeepSpeed averages over the world but adds only over the ranks that hold the same slice, which it knows as an expert's
 data-parallel group; lowering with `sharded_optimizer` multiplies what flows into each parameter by the factor that this
 needs. The program must be a tree of modules: stage 3 gathers parameters module by module. Uses of DeepSpeed's private
-interface are confined to this file and `deepspeed_start`, and each convention has a regression test.
+interface are confined to this file, `state` and `engine`, and each convention has a regression test.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -22,15 +22,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.state import OptimizerScalars, States
-from strategies.optimizer.updates import (
-    Groups,
-    OptimizerFactory,
-    Precision,
-    check_optimizer,
-    parameters,
-    trainable_groups,
-)
-from strategies.optimizer.zero.counters import count_on
+from strategies.optimizer.updates import Groups, OptimizerFactory, Precision, Updates, check_optimizer
 from strategies.optimizer.zero.deepspeed_config import (
     SMALLEST_ON_DISK,
     check_parameters,
@@ -39,8 +31,10 @@ from strategies.optimizer.zero.deepspeed_config import (
     sizes_of,
     zero_section,
 )
-from strategies.optimizer.zero.deepspeed_start import (
+from strategies.optimizer.zero.engine import (
     backend,
+    count_on,
+    data_parallel_group,
     deepspeed_for,
     initialize,
     known_options,
@@ -49,28 +43,31 @@ from strategies.optimizer.zero.deepspeed_start import (
     swapping_to,
     unrecognised,
 )
-from strategies.optimizer.zero.pipeline import Group, norm_over_groups
 from strategies.optimizer.zero.state import ZeroState
 from strategies.optimizer.zero.swap_files import SwapFiles, keep_gradients
 from strategies.runtime.activation_offload import look_up_parameters
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.disk import Disk
-from strategies.runtime.naming import attach, parameters_by_name, private
+from strategies.runtime.naming import attach, private
 from strategies.runtime.offload import NO_OFFLOAD, Offload, OffloadTraffic
 from strategies.runtime.peers import Peers
 from strategies.runtime.shards import Shards
 
-MARKER = "_replica_groups"
-EVALUATION = "_evaluation"
-SHORT = "_short"
 
-
-class ZeroUpdates:
-    """See `Updates`. The communicator must have the groups of `axes_needed`; capture and lower before.
+class ZeroUpdates(Updates):
+    """ZeRO by DeepSpeed; see `Updates` for the `shared` arguments. Capture and lower before.
 
     Weights below fp32 (bf16, fp16) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
     `evaluation` hold their parameters only while they run, by hooks that are placed here. In a pipeline, `peers` add at
     stage 1 what other groups of ranks hold; the module's stages are run without DeepSpeed, which then only updates.
+
+    Args:
+        optimizer_factory: makes a torch optimizer from torch's parameter groups.
+        stage: 1 to 3.
+        precision: dtype of the parameters in the program.
+        options: options of DeepSpeed's ZeRO config.
+        offload: what DeepSpeed keeps on the host or on a disk.
+        loss_scale: constant factor on the loss in fp16; None: one that adapts.
     """
 
     def __init__(
@@ -82,71 +79,61 @@ class ZeroUpdates:
         groups: Groups,
         *,
         stage: int,
-        clip: float | None = None,
-        accumulate: int = 1,
         precision: Precision = "fp32",
-        evaluation: nn.Module | None = None,
-        short: nn.Module | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
         offload: Offload = NO_OFFLOAD,
         loss_scale: float | None = None,
-        peers: Peers | None = None,
+        **shared: Any,
     ) -> None:
-        self._scaled = precision == "fp16"
-        self._adapts = loss_scale is None
-        self.evaluation, self._offload, self._peers = evaluation, offload, peers
-        accumulate = accumulate if peers is None else 1
-        self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
+        super().__init__(module, program, communicator, groups, **shared)
+        self._stage, self._offload, self._scaled, self._adapts = stage, offload, precision == "fp16", loss_scale is None
+        short, evaluation, peers, on_disk = self._short, self.evaluation, self._peers, offload.optimizer == "disk"
+        if peers is not None:
+            self._accumulate = 1
         self._sums: dict[str, Tensor] = {}
         self._attached: list[str] = []
-        named = parameters_by_name(module)
-        self._parameters = {source.name: named[source.name] for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         for parameter in self._parameters.values():
             if not parameter.dim():  # which DeepSpeed cannot hold; see `reuse.scalars`
                 parameter.data = parameter.data.view(1)
-        self._learning, self._waiting = frozenset(program.trainable_names), 0
-        check_parameters(self._parameters, self._learning, stage, precision)
-        torch_groups = trainable_groups(program, groups)
-        device = next(iter(self._parameters.values())).device
-        self._deepspeed = deepspeed_for(device)
+        self._trainable, self._waiting = frozenset(program.trainable_names), 0
+        check_parameters(self._parameters, self._trainable, stage, precision)
+        self._deepspeed = deepspeed_for(next(iter(self._parameters.values())).device)
         elements = sum(parameter.numel() for parameter in self._parameters.values())
-        on_disk = "disk" in (offload.optimizer, offload.parameters)
-        self._files = SwapFiles(Disk(offload.place)) if on_disk else None
-        self._moved = (
-            {"optimizer": OffloadTraffic(), "parameters": OffloadTraffic()}
-            if self._files is None
-            else self._files.moved
-        )
+        self._files = SwapFiles(Disk(offload.place)) if on_disk or offload.parameters == "disk" else None
+        nothing = {"optimizer": OffloadTraffic(), "parameters": OffloadTraffic()}
+        self._moved = nothing if self._files is None else self._files.moved
         moving = offload_section(offload, *sizes_of(module, program, self._parameters))
-        zero = zero_section(stage, elements, options or {}, known_options(), moving)
-        config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision, loss_scale=loss_scale)
-        if stage == 3:
-            look_up_parameters(module)
-            if short is not None:
-                look_up_parameters(short)
+        zero = zero_section(stage, elements, options, known_options(), moving)
+        config = engine_config(
+            zero, clip=self._clip, accumulate=self._accumulate, precision=precision, loss_scale=loss_scale
+        )
         names = replica_groups(self._parameters, program, communicator, stage)
-        cut = [one for members, values in torch_groups for one in self._by_replicas(members, values, names)]
+        cut = [one for members, values in self._groups for one in self._by_replicas(members, values, names)]
         optimizer = optimizer_factory([options for _, options in cut])
         check_optimizer(optimizer, program, stage)
-        if offload.optimizer == "disk" and isinstance(optimizer, torch.optim.Adagrad):
+        adagrad = isinstance(optimizer, torch.optim.Adagrad)
+        if on_disk and adagrad:
             raise StrategyError(
                 "MW505",
                 "parallel.offload.optimizer = 'disk' cannot be used with Adagrad, whose states exist before DeepSpeed "
                 "can write them; use parallel.offload.optimizer=host or another optimizer.",
             )
-        self._short = short
-        if stage == 3 and short is not None:
-            self._attach(SHORT, short)
-        if stage == 3 and evaluation is not None:
-            self._attach(EVALUATION, evaluation)
-        elif stage < 3 and any(names[name] for name in self._learning):
-            self._attach(MARKER, marker())
-        group = None if peers is None else Group(communicator)
+        for other in (module, short) if stage == 3 else ():
+            if other is not None:
+                look_up_parameters(other)
+        if stage == 3:
+            children = {"_short": short, "_evaluation": evaluation}
+        else:
+            children = {"_replica_groups": marker() if any(names[name] for name in self._trainable) else None}
+        for name, child in children.items():  # for DeepSpeed to find, beside the user's
+            if child is not None:
+                self._attached.append(private(name, module._modules))
+                attach(module, self._attached[-1], child)
+        group = None if peers is None else data_parallel_group(communicator)
         with unrecognised(optimizer), swapping_to(self._files):
-            self.module = self._engine = initialize(self._deepspeed, module, optimizer, config, group)
+            self._engine = initialize(self._deepspeed, module, optimizer, config, group)
         self._zero = self._engine.optimizer
-        follows = frozenset() if peers is None else frozenset(peers.copies.keys() - peers.leads)
         self._state = ZeroState(
             self._zero,
             stage,
@@ -154,28 +141,22 @@ class ZeroUpdates:
             communicator.rank,
             self._parameters,
             [members for members, _ in cut],
-            follows=follows,
-            on_disk=offload.optimizer == "disk",
+            follows=self._follows,
+            on_disk=on_disk,
         )
         self._stop_counting = count_on(backend(), communicator)
         if peers is not None:
-            self._zero.scaled_global_norm = partial(norm_over_groups, self._zero, self._state, peers, follows)
+            self._zero.scaled_global_norm = partial(self._norm_over_groups, peers)
         self._check_swapped()
-        if offload.optimizer == "disk":
+        if on_disk:
             swapper = self._zero.optimizer_swapper
             swapper._swap_out_gradients = partial(keep_gradients, swapper)
-        if isinstance(optimizer, torch.optim.Adagrad):
+        if adagrad:
             self._begin_adagrad(optimizer)
-        if stage == 3 and evaluation is not None:
-            for program_module in evaluation.children() if isinstance(evaluation, nn.ModuleDict) else (evaluation,):
-                program_module.register_forward_pre_hook(self._start_of_pass, prepend=True)
-        if stage == 3 and short is not None:
-            short.register_forward_pre_hook(self._start_of_pass, prepend=True)
-
-    def _attach(self, name: str, module: nn.Module) -> None:
-        """Give the root a child for DeepSpeed to find, beside the user's."""
-        self._attached.append(private(name, self._root._modules))
-        attach(self._root, self._attached[-1], module)
+        evaluations = list(evaluation.children()) if isinstance(evaluation, nn.ModuleDict) else [evaluation]
+        for other in [*evaluations, short] if stage == 3 else []:
+            if other is not None:
+                other.register_forward_pre_hook(self._start_of_pass, prepend=True)
 
     def _by_replicas(
         self, members: list[str], options: dict[str, Any], names: dict[str, str]
@@ -186,7 +167,7 @@ class ZeroUpdates:
             found = [self._parameters[name] for name in mine]
             yield mine, {**options, "params": found, **({"name": group, "moe": True} if group else {"name": "dense"})}
 
-    def _begin_adagrad(self, optimizer: torch.optim.Adagrad) -> None:
+    def _begin_adagrad(self, optimizer: Optimizer) -> None:
         """Adagrad makes its states when it is made, for the parameters; make them for the flat tensors instead."""
         optimizer.state.clear()
         for index, flat in enumerate(self._state.masters()):
@@ -196,15 +177,12 @@ class ZeroUpdates:
 
     def _check_swapped(self) -> None:
         """DeepSpeed would keep everything in memory without a word."""
-        located: list[Any] = list(self._parameters.values())
-        found = {
-            "optimizer": any(self._state.swapped(index) for index in range(len(self._state.masters()))),
-            "parameters": any(parameter.ds_tensor.final_location == "nvme" for parameter in located)
-            if self._offload.parameters == "disk"
-            else False,
+        written: dict[str, Callable[[], bool]] = {
+            "optimizer": lambda: any(map(self._state.swapped, range(len(self._state.masters())))),
+            "parameters": lambda: any(part.final_location == "nvme" for part in self._own_parts()),
         }
-        for name, written in found.items():
-            if getattr(self._offload, name) == "disk" and not written:
+        for name, check in written.items():
+            if getattr(self._offload, name) == "disk" and not check():
                 raise StrategyError(
                     "MW505",
                     f"parallel.offload.{name} = 'disk': DeepSpeed never writes pieces below {SMALLEST_ON_DISK // 2**20}"
@@ -212,17 +190,32 @@ class ZeroUpdates:
                     "a larger model, or fewer ranks.",
                 )
 
+    def _norm_over_groups(self, peers: Peers) -> Tensor:
+        """The 2-norm of the global gradient for DeepSpeed, which calls it in place of its own at stage 1 (that one
+        communicates once per parameter group, of which every stage of a pipeline has another number); -1, as there, if
+        it is no number. It counts every slice of every parameter once, and is the same on all ranks."""
+        total = torch.zeros((), dtype=torch.float64, device=self._zero.device)
+        for name, gradient in self._state.gradients():
+            if name not in self._follows:
+                norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+                total += norm.square().to(total.device)
+        peers.add_over_all(total)
+        norm = total.sqrt().float()
+        return norm if torch.isfinite(norm) else torch.full_like(norm, -1.0)
+
     def _start_of_pass(self, *_: Any) -> None:
         """DeepSpeed learns the order of the modules in one pass for the next. Another program is another pass."""
         self._zero.parameter_offload.get_param_coordinator().reset_step()
 
     @property
+    def module(self) -> Any:
+        return self._engine
+
+    @property
     def optimizer(self) -> Optimizer:
-        found: Optimizer = self._zero.optimizer
-        return found
+        return self._state.optimizer
 
     def short(self, *args: Any) -> Any:
-        """DeepSpeed's forward, around another module."""
         self._engine.module = self._short or self._root
         try:
             return self._engine(*args)
@@ -242,7 +235,7 @@ class ZeroUpdates:
 
     def collect(self) -> None:
         """Gradients below fp32 are added up in fp32; torch adds up the others."""
-        for name in self._learning:
+        for name in self._trainable:
             parameter = self._parameters[name]
             if parameter.grad is not None and parameter.element_size() < 4:
                 gradient, parameter.grad = parameter.grad.float(), None
@@ -252,7 +245,7 @@ class ZeroUpdates:
         """In a pipeline only; else DeepSpeed reduces during backward."""
         if self._peers is None:
             return
-        sums = {name: self._sum(name) for name in self._learning}
+        sums = {name: self._sum(name) for name in self._trainable}
         self._peers.add_shared(sums)
         for name, total in sums.items():
             self._parameters[name].grad = total.to(self._parameters[name].dtype)
@@ -268,7 +261,7 @@ class ZeroUpdates:
         scale = self.loss_scale
         for name in self._program.reductions:
             parameter = self._parameters[name]
-            found = self._deepspeed.utils.safe_get_full_grad(parameter) if name in self._learning else None
+            found = self._deepspeed.utils.safe_get_full_grad(parameter) if name in self._trainable else None
             if found is None:
                 found = torch.zeros(self._shapes[name], device=parameter.device)
             yield name, found.detach().view(self._shapes[name]).float() / (1.0 if scale is None else scale.value)
@@ -281,9 +274,6 @@ class ZeroUpdates:
         self._count()
         # the norm is at hand anyway; a step whose norm is not a number is left out by DeepSpeed
         return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.nan
-
-    def step(self, measure: bool = True) -> float | None:
-        return self.update(measure)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -327,7 +317,7 @@ class ZeroUpdates:
             tensors = [*self._state.masters(), *(value for value in states if isinstance(value, Tensor))]
             traffic["optimizer"].held = sum(tensor.nbytes for tensor in tensors)
         if self._offload.parameters == "host":
-            traffic["parameters"].held = sum(self._pieces())
+            traffic["parameters"].held = self._own_bytes()
         return traffic
 
     def hosted(self) -> list[Tensor]:
@@ -341,16 +331,15 @@ class ZeroUpdates:
         if self._offload.optimizer == "disk":
             found += [self._zero.grad_partitions_flat_buffer]
         if self._offload.parameters == "host":
-            found += [
-                parameter.ds_tensor  # type: ignore[attr-defined]
-                for parameter in self._parameters.values()
-            ]
+            found += self._own_parts()
         return [one for tensor in found for one in (tensor, tensor.grad) if one is not None]
 
-    def _pieces(self) -> list[int]:
-        """Bytes of this rank's part of every parameter, at stage 3."""
-        found: list[Any] = [parameter for parameter in self._parameters.values()]
-        return [parameter.ds_tensor.nbytes for parameter in found]
+    def _own_parts(self) -> list[Any]:
+        """This rank's part of every parameter, at stage 3."""
+        return [parameter.ds_tensor for parameter in self._parameters.values()]  # type: ignore[attr-defined]
+
+    def _own_bytes(self) -> int:
+        return sum(part.nbytes for part in self._own_parts())
 
     def _count(self) -> None:
         """What DeepSpeed has carried between host and device for one step: gradients out and weights back; parameters
@@ -361,8 +350,8 @@ class ZeroUpdates:
             moved.back += elements * next(iter(self._parameters.values())).element_size()
         if self._offload.parameters == "host":
             moved = self._moved["parameters"]
-            moved.out += sum(self._pieces())
-            moved.back += 2 * self._accumulate * sum(self._pieces())
+            moved.out += self._own_bytes()
+            moved.back += 2 * self._accumulate * self._own_bytes()
 
     def close(self) -> None:
         self._stop_counting()

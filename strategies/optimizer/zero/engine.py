@@ -1,7 +1,9 @@
-"""Start DeepSpeed, with the settings that only its private attributes take. Only this file imports it.
+"""DeepSpeed's engine: started with the settings that only its private attributes take, and its collectives counted.
+Only this file imports it.
 
-Invariant: patches of the package for a start are undone after it; the package is imported when a rank needs it, never
-before.
+To DeepSpeed a group of ranks of a pipeline is the data-parallel world; it never hears of the others. Invariant: patches
+of the package for a start are undone after it; what it computes is untouched by counting, which `stop` ends; the
+package is imported when a rank needs it, never before.
 """
 
 from __future__ import annotations
@@ -10,21 +12,25 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.updates import parameters
-from strategies.optimizer.zero.pipeline import Group
 from strategies.optimizer.zero.swap_files import SwapFiles
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.flight_recorder import GATHER, PLACE, SCATTER, SUM, recorder
 
 
 def known_options() -> Any:
@@ -40,14 +46,11 @@ def backend() -> Any:
 @contextmanager
 def swapping_to(files: SwapFiles | None) -> Iterator[None]:
     """Let DeepSpeed write to `files` where it would compile its own writer."""
-    if files is None:
-        yield
-        return
-    names = ("partitioned_optimizer_swapper", "partitioned_param_swapper")
+    names = ("partitioned_optimizer_swapper", "partitioned_param_swapper") if files is not None else ()
     modules: list[Any] = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in names]
     builders = [module.AsyncIOBuilder for module in modules]
     for module in modules:
-        module.AsyncIOBuilder = files.builder
+        module.AsyncIOBuilder = files and files.builder
     try:
         yield
     finally:
@@ -58,9 +61,10 @@ def swapping_to(files: SwapFiles | None) -> Iterator[None]:
 def deepspeed_for(device: torch.device) -> Any:
     """The package, quiet, for the kind of device at hand, with what this rank's launcher may not have set."""
     os.environ["DS_ACCELERATOR"] = device.type
-    count, rank, local = str(dist.get_world_size()), str(dist.get_rank()), str(device.index or 0)
-    for name, value in (("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", local), ("LOCAL_SIZE", count)):
-        os.environ.setdefault(name, value)
+    count = dist.get_world_size()
+    ranks = {"RANK": dist.get_rank(), "WORLD_SIZE": count, "LOCAL_RANK": device.index or 0, "LOCAL_SIZE": count}
+    for name, value in ranks.items():
+        os.environ.setdefault(name, str(value))
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -153,7 +157,7 @@ def unrecognised(optimizer: Optimizer) -> Iterator[None]:
 
 
 def initialize(
-    deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], group: Group | None
+    deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], group: SimpleNamespace | None
 ) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -165,3 +169,62 @@ def initialize(
             text = " ".join(str(error).split())
             raise StrategyError("MW452", f"DeepSpeed refuses {config['zero_optimization']}: {text}") from error
     return engine
+
+
+def data_parallel_group(communicator: Communicator) -> SimpleNamespace:
+    """The model-parallel unit that DeepSpeed asks for the ranks over which it averages. Collective in the group."""
+    first, size = communicator.world_rank - communicator.rank, communicator.mesh.size
+    ranks = list(range(first, first + size))
+    group = (
+        communicator.group(communicator.mesh.names)
+        if size > 1
+        else dist.new_group(ranks, use_local_synchronization=True)
+    )
+    answers = {
+        "data_parallel_group": group,
+        "data_parallel_group_ranks": ranks,
+        "data_parallel_world_size": size,
+        "data_parallel_rank": communicator.rank,
+    }
+    for kind in ("model", "tensor_model"):  # there is none: slices are known as those of experts
+        answers |= {f"{kind}_parallel_group": None, f"{kind}_parallel_world_size": 1, f"{kind}_parallel_rank": 0}
+    return SimpleNamespace(
+        **{f"get_{name}": partial(lambda answer: answer, answer) for name, answer in answers.items()}
+    )
+
+
+COUNTED = {
+    "all_reduce": (ALL_REDUCE, SUM),
+    "all_gather_into_tensor": (ALL_GATHER, GATHER),
+    "reduce_scatter_tensor": (REDUCE_SCATTER, SCATTER),
+}
+"""By method of the backend: the collective as plans and as the flight recorder call it."""
+
+
+def count_on(backend: Any, communicator: Communicator) -> Callable[[], None]:
+    """Count the bytes of the collectives of `backend` in `communicator`, as plans predict them, and show the flight
+    recorder in which call this rank is, from now on. Returns `stop`."""
+
+    def counted(name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        kind, noted = COUNTED[name]
+        over = args[2] if len(args) > 2 else named.get("group")
+        group = dist.group.WORLD if over is None else over
+        part = min((one for one in (*args, *named.values()) if isinstance(one, Tensor)), key=Tensor.numel)
+        elements, ranks = part.numel(), dist.get_world_size(group)
+        sent = all_reduce_elements([elements], ranks) if kind == ALL_REDUCE else elements * (ranks - 1)
+        communicator.count(kind, sent, part)
+        recorder.know(group, dist.get_process_group_ranks(group), "the ranks of ZeRO")
+        recorder.cells[PLACE] = 0
+        recorder.enter(group, noted)
+        result = call(*args, **named)
+        recorder.leave()
+        return result
+
+    for name in COUNTED:
+        setattr(backend, name, partial(counted, name, getattr(backend, name)))
+
+    def stop() -> None:
+        for name in COUNTED:
+            delattr(backend, name)
+
+    return stop
