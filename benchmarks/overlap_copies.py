@@ -32,7 +32,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.core.request import OperatorStrategy, Request
     from strategies.core.steps import LOCAL
     from strategies.cost.roofline import flops_of
-    from strategies.lowering.batch_splits import in_copies
+    from strategies.lowering.batch_splits import split_batch
     from strategies.lowering.lowering import lower
     from strategies.lowering.overlap import overlap
     from strategies.planner.planner import make_plan
@@ -63,7 +63,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         graph, own = captured.graph, plan
         if copies > 1:
             part = capture(objective, [entry[: ROWS // copies] for entry in batch], training=True).graph
-            found = in_copies(graph, part, plan, copies, ROWS // copies)
+            found = split_batch(graph, part, plan, copies, ROWS // copies)
             graph, own = found.graph, found.plan
         program = lower(graph, own, LoweringOptions(partial_loss=True))
         program = overlap(program, flops_of(graph, own)) if early else program

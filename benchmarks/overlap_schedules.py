@@ -24,9 +24,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.core.program import LoweringOptions
     from strategies.core.request import Request
     from strategies.lowering.lowering import lower, random_ordinals
-    from strategies.lowering.pipeline.cutting import cut
-    from strategies.lowering.pipeline.schedule import make_schedule
-    from strategies.lowering.pipeline.stage_assignment import in_stages
+    from strategies.lowering.pipeline import cut, in_stages
+    from strategies.lowering.pipeline_schedule import make_schedule
     from strategies.optimizer.stages import make_updates
     from strategies.optimizer.updates import axes_needed
     from strategies.planner.planner import make_plan
@@ -67,7 +66,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         plan = make_plan(captured.graph, Request("data_parallel", 1))
         lowered = LoweringOptions(partial_loss=True)
         placed = in_stages(captured.graph, RANKS, "auto")
-        stages = cut(captured.graph, plan, placed, random_ordinals(captured.graph, plan, lowered))
+        stages = cut(captured.graph, plan, placed, random_ordinals(captured.graph, lowered))
         stage = stages[rank.rank]
         program = lower(stage.graph, stage.plan, lowered, outputs=stage.sends, ordinals=stage.ordinals)
         communicator = Communicator(program.mesh, 0, axes_needed(program), stage=rank.rank, stages=RANKS)

@@ -35,8 +35,8 @@ from strategies.cost.step import (
     works_of,
 )
 from strategies.lowering.lowering import lower
-from strategies.lowering.pipeline.cutting import Stage, recompute_in
-from strategies.lowering.pipeline.schedule import Schedule, peak_activations
+from strategies.lowering.pipeline import Stage, recompute_in
+from strategies.lowering.pipeline_schedule import Schedule, peak_activations
 from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory

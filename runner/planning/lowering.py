@@ -21,15 +21,13 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions, Program
 from strategies.cost.roofline import flops_of
-from strategies.lowering.batch_splits import in_copies
+from strategies.lowering.batch_splits import split_batch
 from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.fusion import KINDS, LARGEST, fuse
 from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
-from strategies.lowering.pipeline.cutting import Stage, cut, cut_evaluation
-from strategies.lowering.pipeline.programs import stage_programs
-from strategies.lowering.pipeline.schedule import Schedule, make_schedule
-from strategies.lowering.pipeline.stage_assignment import as_trained, in_stages
+from strategies.lowering.pipeline import Stage, as_trained, cut, cut_evaluation, in_stages, stage_programs
+from strategies.lowering.pipeline_schedule import Schedule, make_schedule
 from strategies.optimizer.buckets import buckets
 from strategies.optimizer.updates import BucketLimits
 
@@ -194,21 +192,21 @@ def stages_of(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, 
     if section.known is None:
         return ()
     assignment = in_stages(graph, section.known, section.cuts, section.virtual)
-    return cut(graph, plan, assignment, random_ordinals(graph, plan, training_options(config)))
+    return cut(graph, plan, assignment, random_ordinals(graph, training_options(config)))
 
 
 def stages_as(config: Config, stages: Sequence[Stage], graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
     """The training graph of another batch size in the same stages; none without a pipeline."""
     if not stages:
         return ()
-    return cut(graph, plan, as_trained(graph, stages), random_ordinals(graph, plan, training_options(config)))
+    return cut(graph, plan, as_trained(graph, stages), random_ordinals(graph, training_options(config)))
 
 
 def evaluation_stages(config: Config, stages: Sequence[Stage], graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
     """An evaluation graph in the stages of training; none without a pipeline."""
     if not stages:
         return ()
-    ordinals = random_ordinals(graph, plan, evaluation_options(config))
+    ordinals = random_ordinals(graph, evaluation_options(config))
     return cut_evaluation(graph, plan, as_trained(graph, stages), ordinals, len(stages))
 
 
@@ -260,5 +258,5 @@ def training_step(
     part = capture(
         objective, [one[:split] if one.dim() and len(one) == rows else one for one in tensors], training=True
     )
-    made = in_copies(graph, part.graph, plan, count, split, exact=config.train.random == "exact")
+    made = split_batch(graph, part.graph, plan, count, split, exact=config.train.random == "exact")
     return made.graph, made.plan

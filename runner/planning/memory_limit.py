@@ -20,7 +20,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Program
 from strategies.core.request import RecomputeRequest, Request
-from strategies.lowering.pipeline.schedule import Schedule
+from strategies.lowering.pipeline_schedule import Schedule
 from strategies.memory.limit import check_limit
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.recompute_selection import RecomputeSelection

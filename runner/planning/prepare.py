@@ -48,7 +48,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import check
 from strategies.lowering.device_placement import on_host
-from strategies.lowering.pipeline.cutting import Stage
+from strategies.lowering.pipeline import Stage
 from strategies.optimizer.updates import check_kind
 from strategies.planner.planner import follow
 from strategies.runtime import compiled

@@ -30,8 +30,7 @@ from strategies.core.layout import Block, Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
 from strategies.core.steps import LOCAL, ReshardingPath
-from strategies.lowering.pipeline.cutting import Stage
-from strategies.lowering.pipeline.programs import joined
+from strategies.lowering.pipeline import Stage, joined
 from strategies.resharding.path import resharding_path
 from strategies.rules.random import mix
 from strategies.runtime import compiled

@@ -9,7 +9,7 @@ constants).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, TypeVar
@@ -265,15 +265,17 @@ def rewrite(value: Any, change: Callable[[Any], Any]) -> Any:
 Call = TypeVar("Call")
 
 
-def with_leaves(call: Call, change: Callable[[Any], Any], **fields: Any) -> Call:
-    """An operator or instruction with `change` applied to every leaf of its arguments, and with other `fields`."""
+def with_refs(call: Call, change: Callable[[Ref], Ref], **fields: Any) -> Call:
+    """An operator or instruction with `change` applied to every value in its arguments, and with other `fields`."""
+    new = lambda leaf: change(leaf) if isinstance(leaf, Ref) else leaf  # noqa: E731
     given: Any = call
-    changed: Call = replace(given, args=rewrite(given.args, change), kwargs=rewrite(given.kwargs, change), **fields)
+    changed: Call = replace(given, args=rewrite(given.args, new), kwargs=rewrite(given.kwargs, new), **fields)
     return changed
 
 
-def fresh(name: str, taken: Container[str]) -> str:
-    """`name`, with underscores appended until it is not `taken`."""
+def fresh(name: str, taken: set[str]) -> str:
+    """`name`, with underscores appended until it is not `taken`; then it is."""
     while name in taken:
         name += "_"
+    taken.add(name)
     return name

@@ -7,12 +7,12 @@ the lockstep simulator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from strategies.core.graph import Ref, Source, TensorSpec, refs
+from strategies.core.graph import Ref, Source, TensorSpec, refs, with_refs
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Recompute
@@ -174,6 +174,15 @@ class Wait:
 
 
 Instruction = Compute | Redistribute | Fused | Copy | Start | Wait
+
+
+def rewired(instruction: Compute | Redistribute | Copy, change: Callable[[Ref], Ref]) -> Instruction:
+    """An instruction with `change` applied to every value that it takes."""
+    if isinstance(instruction, Compute):
+        return with_refs(instruction, change)
+    return replace(instruction, value=change(instruction.value))
+
+
 CARRYING = (Redistribute, Fused, Start, Wait)
 """Instructions that communicate."""
 
@@ -200,6 +209,12 @@ class Program:
     recompute: Recompute | None = None
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
     batch_splits: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    def with_instructions(self, instructions: Sequence[Instruction], change: Callable[[Ref], Ref]) -> Program:
+        """The same with other instructions, and with `change` applied to the values that leave the program."""
+        updates = tuple((buffer, change(value)) for buffer, value in self.updates)
+        outputs = tuple(map(change, self.outputs))
+        return replace(self, instructions=tuple(instructions), outputs=outputs, updates=updates)
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from strategies.core.addressing import in_module
 from strategies.core.errors import StrategyError, closest
-from strategies.core.graph import Operator, OperatorGraph, Ref, fresh, with_leaves
-from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Program, Start, Wait
+from strategies.core.graph import Operator, OperatorGraph, Ref, fresh
+from strategies.core.program import KEY, Compute, Copy, Instruction, Program, Redistribute, rewired
 
 
 def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True) -> frozenset[str]:
@@ -38,45 +38,30 @@ def _in_model(operator: Operator) -> Operator:
 
 def place_on_host(program: Program, hosted: Collection[str]) -> Program:
     """`program` with the operators of these plan names on the host."""
-    return _Placing(program, hosted).program if hosted else program
+    if not hosted:
+        return program
+    on_host = {source.id: False for source in program.sources}
+    copies: dict[tuple[Ref, bool], Ref] = {}
+    names = {*on_host, *(instruction.id for instruction in program.instructions)}
+    instructions: list[Instruction] = []
 
-
-class _Placing:
-    def __init__(self, program: Program, hosted: Collection[str]) -> None:
-        self.host: dict[str, bool] = {source.id: False for source in program.sources}
-        self.copies: dict[tuple[Ref, bool], Ref] = {}
-        self.names = {*self.host, *(instruction.id for instruction in program.instructions)}
-        self.instructions: list[Instruction] = []
-        for instruction in program.instructions:
-            host = isinstance(instruction, Compute) and instruction.operator in hosted
-            self.host[instruction.id] = host
-            self.instructions.append(self._beside(instruction, host))
-        outputs = tuple(self._on_device(ref) for ref in program.outputs)
-        updates = tuple((buffer, self._on_device(ref)) for buffer, ref in program.updates)
-        self.program = replace(program, instructions=tuple(self.instructions), outputs=outputs, updates=updates)
-
-    def _beside(self, instruction: Instruction, host: bool) -> Instruction:
-        """The instruction on its side, with its operands there."""
-
-        def local(leaf: Any) -> Any:
-            return self._copied(leaf, host, instruction.operator, instruction.path) if isinstance(leaf, Ref) else leaf
-
-        if isinstance(instruction, Compute):
-            return with_leaves(instruction, local, host=host)
-        assert not isinstance(instruction, Fused | Start | Wait), "operators are placed before anything is rearranged"
-        return replace(instruction, value=local(instruction.value))
-
-    def _on_device(self, ref: Ref) -> Ref:
-        return self._copied(ref, False, "", ())
-
-    def _copied(self, ref: Ref, host: bool, operator: str, path: tuple[str, ...]) -> Ref:
-        if ref == KEY or self.host[ref.id] == host:
+    def copied(ref: Ref, host: bool = False, operator: str = "", path: tuple[str, ...] = ()) -> Ref:
+        if ref == KEY or on_host[ref.id] == host:
             return ref
-        if (ref, host) not in self.copies:
+        if (ref, host) not in copies:
             name = f"{ref.id}_{ref.index}" if ref.index else ref.id
-            fresh_id = fresh(f"{name}_on_{'host' if host else 'device'}", self.names)
-            self.names.add(fresh_id)
-            self.host[fresh_id] = host
-            self.instructions.append(Copy(fresh_id, ref, host, operator, path))
-            self.copies[ref, host] = Ref(fresh_id)
-        return self.copies[ref, host]
+            copies[ref, host] = Ref(fresh(f"{name}_on_{'host' if host else 'device'}", names))
+            on_host[copies[ref, host].id] = host
+            instructions.append(Copy(copies[ref, host].id, ref, host, operator, path))
+        return copies[ref, host]
+
+    for instruction in program.instructions:
+        assert isinstance(instruction, Compute | Redistribute | Copy), (
+            "operators are placed before anything is rearranged"
+        )
+        host = isinstance(instruction, Compute) and instruction.operator in hosted
+        on_host[instruction.id] = host
+        there = partial(copied, host=host, operator=instruction.operator, path=instruction.path)
+        moved = rewired(instruction, there)
+        instructions.append(replace(moved, host=True) if host and isinstance(moved, Compute) else moved)
+    return program.with_instructions(instructions, copied)

@@ -8,12 +8,11 @@ place of the first. Invariant: the values and the bytes are those of the program
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from strategies.core.graph import Ref, fresh, with_leaves
-from strategies.core.mesh import Mesh
-from strategies.core.program import Compute, Copy, Fused, Instruction, Program, Redistribute
+from strategies.core.graph import Ref, fresh
+from strategies.core.program import Compute, Copy, Fused, Instruction, Program, Redistribute, rewired
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
@@ -26,11 +25,11 @@ Kind = tuple[object, ...]
 
 @dataclass
 class _Group:
-    """Redistributions that will be one, by the position of the first; `carried` are their bytes by collective call."""
+    """Redistributions that will be one; `first` is the position of the first, `sent` are bytes by collective call."""
 
     first: int
     parts: list[Redistribute]
-    carried: list[int]
+    sent: list[int]
 
 
 def fuse(program: Program, sizes: Mapping[str, int]) -> Program:
@@ -40,37 +39,34 @@ def fuse(program: Program, sizes: Mapping[str, int]) -> Program:
     if program.recompute is not None:
         return program
     groups: list[_Group] = []
-    open_: dict[Kind, _Group] = {}
+    latest: dict[Kind, _Group] = {}
     placed = {source.id: -1 for source in program.sources}
     for position, instruction in enumerate(program.instructions):
         placed[instruction.id] = position
-        if not isinstance(instruction, Redistribute) or not _can_be_joined(instruction, sizes):
+        steps = instruction.collectives if isinstance(instruction, Redistribute) else ()
+        if not isinstance(instruction, Redistribute) or not steps or any(step.kind not in sizes for step in steps):
             continue
-        copy = program.batch_splits.get(instruction.operator, ("", -1))[1]  # one may compute while another communicates
-        group = open_.get(kind := (copy, *_kind(instruction)))
-        carried = _carried(instruction, program.mesh)
+        sent = [
+            math.prod(step.before.local_shape(step.shape, program.mesh)) * instruction.spec.item_bytes for step in steps
+        ]
+        group = latest.get(kind := _kind(instruction, program))
         if group is not None and placed.get(instruction.value.id, -1) < group.first:
-            together = [a + b for a, b in zip(group.carried, carried, strict=True)]
-            limits = [sizes[step.kind] for step in instruction.collectives]
-            if all(total <= limit for total, limit in zip(together, limits, strict=True)):
+            together = [a + b for a, b in zip(group.sent, sent, strict=True)]
+            if all(total <= sizes[step.kind] for total, step in zip(together, steps, strict=True)):
                 group.parts.append(instruction)
-                group.carried = together
+                group.sent = together
                 placed[instruction.id] = group.first
                 continue
-        open_[kind] = _Group(position, [instruction], carried)
-        groups.append(open_[kind])
-    return _rewritten(program, [group for group in groups if len(group.parts) > 1])
+        latest[kind] = _Group(position, [instruction], sent)
+        groups.append(latest[kind])
+    return _rewritten(program, [group.parts for group in groups if len(group.parts) > 1])
 
 
-def _can_be_joined(instruction: Redistribute, sizes: Mapping[str, int]) -> bool:
-    steps = instruction.collectives
-    return bool(steps) and all(step.kind in sizes for step in steps)
-
-
-def _kind(instruction: Redistribute) -> Kind:
+def _kind(instruction: Redistribute, program: Program) -> Kind:
     """The key that redistributions must share to be fused."""
     path = instruction.path
     return (
+        program.batch_splits.get(instruction.operator, ("", -1))[1],  # one may compute while another communicates
         path[:-1] if len(path) > 1 else path,  # siblings, but not all layers of a model
         tuple((step.kind, step.axes) for step in instruction.forward),
         tuple((step.kind, step.axes) for step in instruction.backward),
@@ -79,44 +75,23 @@ def _kind(instruction: Redistribute) -> Kind:
     )
 
 
-def _carried(instruction: Redistribute, mesh: Mesh) -> list[int]:
-    """Bytes that a rank puts into each collective."""
-    return [
-        math.prod(step.before.local_shape(step.shape, mesh)) * instruction.spec.item_bytes
-        for step in instruction.collectives
-    ]
-
-
-def _rewritten(program: Program, groups: list[_Group]) -> Program:
-    begins = {group.parts[0].id: group for group in groups}
-    renamed: dict[Ref, Ref] = {}
+def _rewritten(program: Program, groups: Sequence[Sequence[Redistribute]]) -> Program:
     taken = {instruction.id for instruction in program.instructions} | {source.id for source in program.sources}
-    for group in groups:
-        name = fresh(f"{group.parts[0].id}_and_{len(group.parts) - 1}_more", taken)
-        taken.add(name)
-        renamed |= {Ref(part.id): Ref(name, index) for index, part in enumerate(group.parts)}
+    names = [fresh(f"{parts[0].id}_and_{len(parts) - 1}_more", taken) for parts in groups]
+    fused = {parts[0].id: (name, parts) for name, parts in zip(names, groups, strict=True)}
+    renamed = {Ref(part.id): Ref(name, index) for name, parts in fused.values() for index, part in enumerate(parts)}
 
-    def new(leaf: object) -> object:
-        return renamed.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
-
-    def ref(old: Ref) -> Ref:
-        return renamed.get(old, old)
+    def new(ref: Ref) -> Ref:
+        return renamed.get(ref, ref)
 
     instructions: list[Instruction] = []
     for instruction in program.instructions:
-        if isinstance(instruction, Compute):
-            instructions.append(with_leaves(instruction, new))
-        elif instruction.id in begins:
-            parts = begins[instruction.id].parts
-            same = len({part.path for part in parts}) == 1
-            path = parts[0].path if same else parts[0].path[:-1]
-            moved = tuple(replace(part, value=ref(part.value)) for part in parts)
-            instructions.append(Fused(renamed[Ref(instruction.id)].id, moved, path))
-        elif Ref(instruction.id) not in renamed and isinstance(instruction, Redistribute | Copy):
-            instructions.append(replace(instruction, value=ref(instruction.value)))
-    return replace(
-        program,
-        instructions=tuple(instructions),
-        outputs=tuple(map(ref, program.outputs)),
-        updates=tuple((buffer, ref(value)) for buffer, value in program.updates),
-    )
+        if instruction.id in fused:
+            name, parts = fused[instruction.id]
+            path = parts[0].path if len({part.path for part in parts}) == 1 else parts[0].path[:-1]
+            moved = tuple(replace(part, value=new(part.value)) for part in parts)
+            instructions.append(Fused(name, moved, path))
+        elif Ref(instruction.id) not in renamed:
+            assert isinstance(instruction, Compute | Redistribute | Copy), "nothing overlaps yet"
+            instructions.append(rewired(instruction, new))
+    return program.with_instructions(instructions, new)

@@ -45,21 +45,16 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
         shape = program.layouts[source.id].local_shape(source.spec.shape, mesh)
         lines.append(f"%{source.id} = {source.kind} {source.name} : {_spec(TensorSpec(shape, source.spec.dtype))}")
     for instruction in program.instructions:
-        if isinstance(instruction, Redistribute):
-            lines += _redistribution(instruction, mesh, rank)
-        elif isinstance(instruction, Fused):
-            lines += _fused(instruction, mesh, rank)
+        if isinstance(instruction, Compute):
+            lines += _compute(instruction, graph, plan, mesh, rank)
         elif isinstance(instruction, Start):
             lines.append(f"%{instruction.id} = start({', '.join(map(_word, instruction.operands))})")
-        elif isinstance(instruction, Wait):
-            lines.append(f"# wait for %{instruction.start}")
-            of = instruction.of
-            lines += _fused(of, mesh, rank) if isinstance(of, Fused) else _redistribution(of, mesh, rank)
         elif isinstance(instruction, Copy):
-            way, use = "host" if instruction.host else "device", instruction.operator or "an output"
-            lines.append(f"%{instruction.id} = copy_to_{way}({_word(instruction.value)})  for {use}")
+            side, use = "host" if instruction.host else "device", instruction.operator or "an output"
+            lines.append(f"%{instruction.id} = copy_to_{side}({_word(instruction.value)})  for {use}")
         else:
-            lines += _compute(instruction, graph, plan, mesh, rank)
+            lines += [f"# wait for %{instruction.start}"] if isinstance(instruction, Wait) else []
+            lines += _redistribution(instruction.of if isinstance(instruction, Wait) else instruction, mesh, rank)
     for name, axes in program.reductions.items():
         if axes:
             lines.append(
@@ -72,21 +67,15 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
 
 def _compute(instruction: Compute, graph: OperatorGraph, plan: Plan, mesh: Mesh, rank: int) -> list[str]:
     operator = graph.by_name[instruction.operator]
-    chosen, sharding = plan.operators[operator.name], rule_of(operator, graph)
-    specs = graph.operand_specs(operator)
-    into = [
-        _local(layout, spec, mesh)
-        for layout, spec in zip(sharding.operand_layouts(chosen.assignment), specs, strict=True)
-    ]
-    out = [
-        _local(layout, spec, mesh)
-        for layout, spec in zip(sharding.result_layouts(chosen.assignment), operator.results, strict=True)
-    ]
+    assignment, sharding = plan.operators[operator.name].assignment, rule_of(operator, graph)
+    operands = zip(sharding.operand_layouts(assignment), graph.operand_specs(operator), strict=True)
+    results = zip(sharding.result_layouts(assignment), operator.results, strict=True)
+    into, out = (", ".join(_local(layout, spec, mesh) for layout, spec in pairs) for pairs in (operands, results))
     local = lambda leaf: leaf.of(mesh, rank) if isinstance(leaf, RankValue) else leaf  # noqa: E731
     arguments = _arguments(rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local))
     return [
         f"%{instruction.id} = {instruction.target}({arguments})",
-        f"    of {operator.name}: ({', '.join(into)}) -> {', '.join(out)}{'  on the host' * instruction.host}",
+        f"    of {operator.name}: ({into}) -> {out}{'  on the host' * instruction.host}",
         f"    {_strategies(operator, graph, plan)}  source {operator.source or '-'}",
     ]
 
@@ -99,13 +88,14 @@ def _strategies(operator: Operator, graph: OperatorGraph, plan: Plan) -> str:
     return f"in_strategy {_counts(into)}  out_strategy {_counts(out)}"
 
 
-def _redistribution(instruction: Redistribute, mesh: Mesh, rank: int) -> list[str]:
-    use = (
-        f"operand {instruction.operand} of {instruction.operator}"
-        if instruction.operand >= 0
-        else f"results of {instruction.operator}"
-    )
-    lines = [f"%{instruction.id} = redistribute(%{instruction.value.id})  for {use}"]
+def _redistribution(instruction: Redistribute | Fused, mesh: Mesh, rank: int) -> list[str]:
+    if isinstance(instruction, Fused):
+        names = [_word(Ref(instruction.id, index)).removeprefix("%") for index in range(len(instruction.parts))]
+        parts = [replace(part, id=name) for part, name in zip(instruction.parts, names, strict=True)]
+        head = f"# {len(parts)} redistributions by the same calls, %{instruction.id}"
+        return [head, *(line for part in parts for line in _redistribution(part, mesh, rank))]
+    use = f"operand {instruction.operand}" if instruction.operand >= 0 else "results"
+    lines = [f"%{instruction.id} = redistribute(%{instruction.value.id})  for {use} of {instruction.operator}"]
     lines += _steps("forward", instruction.forward, instruction.spec, mesh, rank)
     if instruction.differentiable:
         lines += _steps("backward", instruction.backward, instruction.spec, mesh, rank)
@@ -114,24 +104,15 @@ def _redistribution(instruction: Redistribute, mesh: Mesh, rank: int) -> list[st
     return lines
 
 
-def _fused(instruction: Fused, mesh: Mesh, rank: int) -> list[str]:
-    lines = [f"# {len(instruction.parts)} redistributions by the same calls, %{instruction.id}"]
-    for index, part in enumerate(instruction.parts):
-        name = _word(Ref(instruction.id, index)).removeprefix("%")
-        lines += _redistribution(replace(part, id=name), mesh, rank)
-    return lines
-
-
-def _steps(way: str, chain: ReshardingPath, spec: TensorSpec, mesh: Mesh, rank: int) -> list[str]:
-    return [
-        f"    {way}: {step}  {_local(step.before, spec, mesh)} -> {_local(step.after, spec, mesh)}"
-        + (
-            f"  group {step.group(mesh, rank)}, {step.elements(mesh, rank) * spec.item_bytes} bytes sent"
-            if len(step.group(mesh, rank)) > 1
-            else ""
+def _steps(direction: str, path: ReshardingPath, spec: TensorSpec, mesh: Mesh, rank: int) -> list[str]:
+    lines = []
+    for step in path:
+        group, sent = step.group(mesh, rank), step.elements(mesh, rank) * spec.item_bytes
+        lines.append(
+            f"    {direction}: {step}  {_local(step.before, spec, mesh)} -> {_local(step.after, spec, mesh)}"
+            + (f"  group {group}, {sent} bytes sent" if len(group) > 1 else "")
         )
-        for step in chain
-    ]
+    return lines
 
 
 def _arguments(args: Any, kwargs: dict[str, Any]) -> str:

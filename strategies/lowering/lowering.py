@@ -4,28 +4,41 @@ Between a value (layout A) and its use (layout B) stands one redistribution: for
 the operator's other axes) -> A. A parameter's gradient may stay partial over its replica axes: that sum is left to the
 optimizer parallel, and each use carries the factor that makes the sum right. Ranks add up results of less than 32 bits
 in fp32: an operator whose contraction is sliced computes in fp32, and its result is rounded when it is complete.
+
+What a rule's local program calls on its `Emitter` becomes instructions of the program.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite, wide
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite, wide
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import DEFAULT_OPTIONS, Compute, Instruction, LoweringOptions, Program, Redistribute
+from strategies.core.program import (
+    DEFAULT_OPTIONS,
+    KEY,
+    Compute,
+    Instruction,
+    LoweringOptions,
+    Ordinal,
+    Program,
+    RankValue,
+    Redistribute,
+)
 from strategies.core.steps import ReshardingPath
-from strategies.lowering.emitter import Emitter
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
-from strategies.rules.random import draws
+from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import traits
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def lower(
@@ -34,8 +47,8 @@ def lower(
     options: LoweringOptions = DEFAULT_OPTIONS,
     *,
     outputs: Sequence[Layout] = (),
-    ordinals: Mapping[str, int] | None = None,
-    open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
+    ordinals: Mapping[str, int] = NOTHING,
+    open_axes: Mapping[str, Iterable[str]] = NOTHING,
 ) -> Program:
     """Lower a graph to the program that all ranks run. Linear in the number of operators.
 
@@ -51,23 +64,22 @@ def lower(
     return _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
 
 
-_ordinals: dict[int, dict[LoweringOptions, dict[str, int]]] = {}
-"""By graph, as long as it lives."""
+def random_ordinals(graph: OperatorGraph, options: LoweringOptions = DEFAULT_OPTIONS) -> dict[str, int]:
+    """The numbers of the random operators, by id. They are the same for every plan."""
+    emission = Emission(graph, Mesh(()), options)
+    for operator in graph.operators:
+        emission.emit(operator, rule_of(operator, graph), {}, operator.args, operator.keywords)
+    return emission.ordinals
 
 
-def random_ordinals(graph: OperatorGraph, plan: Plan, options: LoweringOptions = DEFAULT_OPTIONS) -> dict[str, int]:
-    """The numbers of the random operators, by id. They are the same for every plan, so they are computed once."""
-    if id(graph) not in _ordinals:
-        _ordinals[id(graph)] = {}
-        weakref.finalize(graph, _ordinals.pop, id(graph), None)
-    by_options = _ordinals[id(graph)]
-    if options not in by_options and not any(draws(operator) for operator in graph.operators):
-        by_options[options] = {}
-    if options not in by_options:
-        lowering = _Lowering(graph, plan, options, (), None, {})
-        lowering.program()
-        by_options[options] = lowering.ordinals
-    return by_options[options]
+def local_instructions(
+    operator: Operator, sharding: Sharding, assignment: Assignment, graph: OperatorGraph, mesh: Mesh
+) -> list[Instruction]:
+    """The local program of one operator under an assignment; empty where a slice computes the operator itself."""
+    emission = Emission(graph, mesh)
+    if sharding.local is not None:
+        emission.emit(operator, sharding, assignment, operator.args, operator.keywords)
+    return emission.instructions
 
 
 def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh) -> frozenset[str]:
@@ -86,7 +98,149 @@ def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh
     return frozenset(left)
 
 
-class _Lowering:
+@dataclass
+class Emission:
+    """The instructions that operators have emitted so far."""
+
+    graph: OperatorGraph
+    mesh: Mesh
+    options: LoweringOptions = DEFAULT_OPTIONS
+    instructions: list[Instruction] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    ordinals: dict[str, int] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
+
+    def emit(
+        self, operator: Operator, sharding: Sharding, assignment: Assignment, args: tuple[Any, ...], kwargs: Any
+    ) -> Ref | tuple[Ref, ...]:
+        """The result of an operator on slices."""
+        emitter = Emitter(self, operator, sharding, assignment, args, kwargs)
+        if sharding.local is None:
+            return emitter.call(operator.target, *args, **kwargs)
+        return sharding.local(operator, emitter)
+
+    def ordinal(self, operator: Operator) -> int:
+        """The number of a random operator, the same for every call; exact batch splits of one share it."""
+        if operator.id not in self.ordinals:
+            split = operator.batch_slice if self.options.exact else None
+            key = operator.id if split is None else split.of
+            self.ordinals[operator.id] = self._numbers.setdefault(key, len(self._numbers))
+        return self.ordinals[operator.id]
+
+    def fresh(self, name: str) -> str:
+        """A name that no value of the program has yet."""
+        candidate, number = name, 1
+        while candidate in self.names:
+            candidate, number = f"{name}_{number}", number + 1
+        self.names.add(candidate)
+        return candidate
+
+
+@dataclass
+class Emitter:
+    """The `Local` of one operator."""
+
+    emission: Emission
+    operator: Operator
+    sharding: Sharding
+    assignment: Assignment
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def exact(self) -> bool:
+        return self.emission.options.exact
+
+    @property
+    def key(self) -> Ref:
+        return KEY
+
+    @property
+    def ordinal(self) -> int:
+        return Ordinal(self.emission.ordinal(self.operator))
+
+    def call(self, target: str, *args: Any, **kwargs: Any) -> Ref:
+        multiple = self.operator.multiple and target in (self.operator.target, "local.seeded")
+        return self._compute(target, args, kwargs, multiple)
+
+    def several(self, target: str, *args: Any, **kwargs: Any) -> Ref:
+        return self._compute(target, args, kwargs, True)
+
+    def _compute(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], multiple: bool) -> Ref:
+        own = target == self.operator.target or target.startswith("aten")
+        fresh = self.emission.fresh(self.operator.id if own else f"{self.operator.id}_{target.split('.')[1]}")
+        self.emission.instructions.append(
+            Compute(fresh, target, args, tuple(kwargs.items()), self.operator.name, self.operator.path, multiple)
+        )
+        return Ref(fresh)
+
+    def slices(self, *factors: str) -> int:
+        return self.emission.mesh.product(self._axes(factors))
+
+    def position(self, factors: str | tuple[str, ...], stride: int = 1) -> RankValue:
+        return RankValue(self._axes((factors,) if isinstance(factors, str) else factors), stride)
+
+    def size(self, factor: str) -> int:
+        return self.sharding.sizes[factor]
+
+    def _axes(self, factors: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for factor in factors for axis in self.assignment.get(factor, ()))
+
+    def sum_over(
+        self,
+        value: Ref,
+        *factors: str,
+        shape: Sequence[int] = (),
+        differentiable: bool = False,
+        dtype: str | None = None,
+    ) -> Ref:
+        after = Layout.replicated(len(shape))
+        before = Layout(after.dims, frozenset(self._axes(factors)))
+        return self._carried(value, f"{value.id}_sum", before, after, before, tuple(shape), dtype, differentiable)
+
+    def gather_over(self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None) -> Ref:
+        axes, after = self._axes(factors), Layout.replicated(len(shape) + 1)
+        before, partial = Layout((axes, *after.dims[1:])), Layout(after.dims, frozenset(axes))
+        row = self.call("aten.unsqueeze.default", value, 0)
+        return self._carried(
+            row, f"{value.id}_gathered", before, after, partial, (self.slices(*factors), *shape), dtype
+        )
+
+    def _carried(
+        self,
+        value: Ref,
+        name: str,
+        before: Layout,
+        after: Layout,
+        returned: Layout,
+        shape: tuple[int, ...],
+        dtype: str | None,
+        differentiable: bool | None = None,
+    ) -> Ref:
+        """`value` carried from layout `before` to `after`; its gradient, if it has one, comes back as `returned`."""
+        mesh, operator = self.emission.mesh, self.operator
+        spec = TensorSpec(shape, dtype or operator.results[0].dtype)
+        differentiable = spec.floating if differentiable is None else differentiable
+        forward = resharding_path(before, after, shape, mesh)
+        if not forward:
+            return value
+        backward = resharding_path(returned, before.whole, shape, mesh) if differentiable else ()
+        fresh = self.emission.fresh(name)
+        self.emission.instructions.append(
+            Redistribute(fresh, value, forward, backward, 1.0, differentiable, spec, operator.name, -1, operator.path)
+        )
+        return Ref(fresh)
+
+    def operand_shape(self, index: int = 0) -> tuple[int, ...]:
+        layout = self.sharding.operand_layouts(self.assignment)[index]
+        return layout.local_shape(self.emission.graph.specs[self.operator.operands[index]].shape, self.emission.mesh)
+
+    def result_shape(self, index: int = 0) -> tuple[int, ...]:
+        layout = self.sharding.result_layouts(self.assignment)[index]
+        return layout.local_shape(self.operator.results[index].shape, self.emission.mesh)
+
+
+class _Lowering(Emission):
     """The layouts and gradients of the values emitted so far, while the program grows operator by operator."""
 
     def __init__(
@@ -95,51 +249,49 @@ class _Lowering:
         plan: Plan,
         options: LoweringOptions,
         outputs: Sequence[Layout],
-        ordinals: Mapping[str, int] | None,
+        ordinals: Mapping[str, int],
         open_axes: Mapping[str, Iterable[str]],
     ) -> None:
-        self.graph, self.plan, self.mesh, self.options = graph, plan, plan.mesh, options
+        super().__init__(graph, plan.mesh, options, ordinals=dict(ordinals))
+        self.plan, self.output_layouts, self.open_axes = plan, outputs, open_axes
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-        self.instructions: list[Instruction] = []
         self.layouts: dict[Ref, Layout] = {}  # of every global value, as its users receive it
         self.local: dict[Ref, Ref] = {}  # global value -> its slice in the program
         self.gradient: dict[Ref, bool] = {}
-        self.returning = graph.returning
-        self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
-        self.uses: dict[tuple[Ref, str, int], Ref] = {}  # (parameter, operator, position) -> its slice there
-        self.added_wide: set[Ref] = set()  # partial sums that the ranks hold in fp32
-        self.names: set[str] = set()
-        self.output_layouts, self.given, self.open_axes = outputs, ordinals, open_axes
-        self.ordinals: dict[str, int] = {}
-        self.random_numbers: dict[str, int] = {}
+        self.slices: dict[tuple[Ref, Hashable, Hashable], Ref] = {}  # at uses; see `_edge`
+        self.added_wide: set[Ref] = set()  # partial sums that the ranks have in fp32
         for source in graph.sources:
             ref = Ref(source.id)
             self.layouts[ref] = plan.inputs[source.name] if source.kind == "input" else plan.tensors[source.name]
             self.local[ref], self.gradient[ref] = ref, source.trainable
             self.names.add(source.id)
+        self.reductions = self._reductions()
 
     def program(self) -> Program:
-        self.reductions = self._reductions()
         for operator in self.graph.operators:
             self._operator(operator)
         loss_axes: tuple[str, ...] = ()
-        if self.output_layouts:
-            pairs = zip(self.graph.outputs, self.output_layouts, strict=True)
-            outputs: tuple[Ref, ...] = tuple(self._output(ref, layout) for ref, layout in pairs)
-        elif self.options.partial_loss:
+        if self.options.partial_loss and not self.output_layouts:
             (loss,) = self.graph.outputs
             loss_axes = self.mesh.sorted(self.layouts[loss].partial)
-            outputs = (self.local[loss],)
+            outputs: tuple[Ref, ...] = (self.local[loss],)
         else:
+            wanted = self.output_layouts or [
+                Layout.replicated(len(self.graph.specs[ref].shape)) for ref in self.graph.outputs
+            ]
             outputs = tuple(
-                self._output(ref, Layout.replicated(len(self.graph.specs[ref].shape))) for ref in self.graph.outputs
+                self._handed_on(ref, layout, f"{ref.id}_output", self.gradient[ref])
+                for ref, layout in zip(self.graph.outputs, wanted, strict=True)
             )
-        updates = tuple((buffer, self._update(buffer, ref)) for buffer, ref in self.graph.updates)
-        layouts = {source.id: self.layouts[Ref(source.id)] for source in self.graph.sources}
+        updates = tuple(
+            (buffer, self._handed_on(ref, self.layouts[Ref(buffer)], f"{buffer}_update", False))
+            for buffer, ref in self.graph.updates
+        )
+        splits = {operator.name: operator.batch_slice for operator in self.graph.operators}
         return Program(
             self.mesh,
             self.graph.sources,
-            layouts,
+            {source.id: self.layouts[Ref(source.id)] for source in self.graph.sources},
             tuple(self.instructions),
             outputs,
             self.reductions,
@@ -149,21 +301,18 @@ class _Lowering:
             updates,
             self.plan.recompute,
             self._replicas(),
-            {
-                o.name: (o.batch_slice.name, o.batch_slice.index)
-                for o in self.graph.operators
-                if o.batch_slice is not None
-            },
+            {name: (split.name, split.index) for name, split in splits.items() if split is not None},
         )
 
     def _replicas(self) -> dict[Ref, tuple[str, ...]]:
         """Over which axes ranks hold the same of a value, where the plan slices what recomputed modules store."""
         if self.plan.recompute is None or not self.plan.recompute.slices_inputs:
             return {}
-        found = {self.local[ref]: layout for ref, layout in self.layouts.items()}
-        found |= {self.shared[key]: key[1] for key in self.shared}
+        layouts = {self.local[ref]: layout for ref, layout in self.layouts.items()}
+        layouts |= {ref: layout for (_, layout, _), ref in self.slices.items() if isinstance(layout, Layout)}
         axes = {
-            ref: [a for a in layout.replica_axes(self.mesh) if a not in layout.partial] for ref, layout in found.items()
+            ref: [axis for axis in layout.replica_axes(self.mesh) if axis not in layout.partial]
+            for ref, layout in layouts.items()
         }
         return {ref: self.mesh.sorted(names) for ref, names in axes.items() if names}
 
@@ -176,22 +325,18 @@ class _Lowering:
         returned = sharding.gradient_layouts(planned.assignment)
         edges = [self._edge(operator, i, ref, wanted[i], returned[i]) for i, ref in enumerate(operator.operands)]
         natural = sharding.result_layouts(planned.assignment)
-        wider = self._computes_wide(operator, natural)
-        if wider:
+        widened = self._computes_wide(operator, natural)
+        if widened:
             dtypes = [self.graph.specs[ref].dtype for ref in operator.operands]
             edges = [
-                local if wide(dtype) == dtype else self._cast(operator, local, wide(dtype))
+                local if wide(dtype) == dtype else self._cast(local, wide(dtype), operator.name, operator.path)
                 for local, dtype in zip(edges, dtypes, strict=True)
             ]
         slices = iter(edges)
-        place = lambda leaf: next(slices) if isinstance(leaf, Ref) else leaf  # noqa: E731
-        args = rewrite(operator.args, place)
-        kwargs = {name: rewrite(value, place) for name, value in operator.kwargs}
-        emitter = Emitter(self, operator, sharding, planned, args, kwargs)
-        if sharding.local is not None:
-            result = sharding.local(operator, emitter)
-        else:
-            result = emitter.call(operator.target, *args, **kwargs)
+        args, kwargs = rewrite(
+            (operator.args, operator.keywords), lambda leaf: next(slices) if isinstance(leaf, Ref) else leaf
+        )
+        result = self.emit(operator, sharding, planned.assignment, args, kwargs)
         if isinstance(result, Ref):
             result = tuple(Ref(result.id, index) for index in range(len(operator.results)))
         trains = any(self.gradient[ref] for ref in operator.operands) and operator.op != "detach"
@@ -200,13 +345,14 @@ class _Lowering:
             self.gradient[ref] = trains and spec.floating
             self.local[ref] = result[index]
             self.layouts[ref] = natural[index]
-            if wider:
+            if widened:
                 self.added_wide.add(ref)
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
-                gradient = self.gradient[ref] and operator.id in self.returning
+                gradient = self.gradient[ref] and operator.id in self.graph.returning
                 back = resharding_path(after.whole, natural[index].whole, spec.shape, self.mesh) if gradient else ()
-                self.local[ref] = self._redistribute(operator, -1, ref, after, back, f"{operator.id}_out", gradient)
+                name = f"{operator.id}_out"
+                self.local[ref] = self._redistribute(ref, after, back, name, gradient, operator.name, operator.path)
                 self.layouts[ref] = after
                 self.added_wide.discard(ref)
 
@@ -220,147 +366,82 @@ class _Lowering:
             and not any(isinstance(value, torch.dtype) for value in (*operator.args, *operator.keywords.values()))
         )
 
-    def _cast(self, operator: Operator, value: Ref, dtype: str) -> Ref:
-        """A slice of a value in another dtype."""
-        fresh, target = self.fresh(f"{value.id}_as_{dtype}"), "aten.to.dtype"
-        call = Compute(fresh, target, (value, getattr(torch, dtype)), (), operator.name, operator.path)
-        self.instructions.append(call)
+    def _cast(self, value: Ref, dtype: str, operator: str, path: tuple[str, ...]) -> Ref:
+        fresh = self.fresh(f"{value.id}_as_{dtype}")
+        self.instructions.append(Compute(fresh, "aten.to.dtype", (value, getattr(torch, dtype)), (), operator, path))
         return Ref(fresh)
 
-    def _carried(self, step: Redistribute, ref: Ref, operator: Operator) -> Ref:
-        """The slice of `ref` that `step` makes; what ranks add up in fp32 is rounded after it."""
-        if ref not in self.added_wide:
-            self.instructions.append(step)
-            return Ref(step.id)
-        self.instructions.append(replace(step, spec=replace(step.spec, dtype=wide(step.spec.dtype))))
-        return self._cast(operator, Ref(step.id), step.spec.dtype)
-
     def _edge(self, operator: Operator, position: int, ref: Ref, wanted: Layout, returned: Layout) -> Ref:
-        """The slice of `ref` that operand `position` needs."""
-        source = self.graph.by_id[ref.id]
-        gradient = self.gradient[ref] and operator.id in self.returning
-        have, spec = self.layouts[ref], self.graph.specs[ref]
-        name = f"{ref.id}_for_{operator.id}"
-        if isinstance(source, Source) and source.kind == "parameter":
-            if not gradient:
-                return self._shared(operator, position, ref, wanted, None, (), name)
-            use = (ref, operator.id if operator.batch_slice is None else operator.batch_slice.of, position)
-            if use not in self.uses:  # all copies of the batch share one
+        """The slice of `ref` that operand `position` needs: one redistribution for all uses that need the same slice
+        and return the same kind of gradient. Every use of a trained parameter has its own, which batch splits share."""
+        source, have, spec = self.graph.by_id[ref.id], self.layouts[ref], self.graph.specs[ref]
+        gradient = self.gradient[ref] and operator.id in self.graph.returning
+        parameter = isinstance(source, Source) and source.kind == "parameter"
+        key: tuple[Ref, Hashable, Hashable] = (ref, wanted, returned if gradient else None)
+        if gradient and parameter:
+            key = (ref, operator.id if operator.batch_slice is None else operator.batch_slice.of, position)
+        if key not in self.slices:
+            back, scale = have.whole, 1.0
+            if gradient and parameter:
                 left = left_axes(have, returned, spec.shape, self.mesh)
-                back = resharding_path(returned, Layout(have.dims, left), spec.shape, self.mesh)
-                scale = self._scale(source.name, have, left)
-                self.uses[use] = self._redistribute(operator, position, ref, wanted, back, name, True, scale)
-            return self.uses[use]
-        if not gradient:
-            return self._shared(operator, position, ref, wanted, None, (), name)
-        back = resharding_path(returned, have.whole, spec.shape, self.mesh)
-        return self._shared(operator, position, ref, wanted, returned, back, name)
+                back, scale = Layout(have.dims, left), self._scale(source.name, left)
+            backward = resharding_path(returned, back, spec.shape, self.mesh) if gradient else ()
+            self.slices[key] = self._redistribute(
+                ref, wanted, backward, f"{ref.id}_for_{operator.id}", gradient, operator.name, operator.path, position,
+                scale,
+            )  # fmt: skip
+        return self.slices[key]
 
-    def _shared(
-        self,
-        operator: Operator,
-        position: int,
-        ref: Ref,
-        wanted: Layout,
-        returned: Layout | None,
-        back: ReshardingPath,
-        name: str,
-    ) -> Ref:
-        """One redistribution for all uses that need the same slice and return the same kind of gradient."""
-        key = (ref, wanted, returned)
-        if key not in self.shared:
-            self.shared[key] = self._redistribute(operator, position, ref, wanted, back, name, returned is not None)
-        return self.shared[key]
+    def _handed_on(self, ref: Ref, wanted: Layout, name: str, gradient: bool) -> Ref:
+        """The slice of a value that leaves the program, in the layout `wanted`."""
+        spec, have = self.graph.specs[ref], self.layouts[ref]
+        back = resharding_path(wanted, have.whole, spec.shape, self.mesh) if gradient else ()
+        return self._redistribute(ref, wanted, back, name, gradient, self.graph.by_id[ref.id].name, ())
 
     def _redistribute(
         self,
-        operator: Operator,
-        position: int,
         ref: Ref,
         wanted: Layout,
-        back: ReshardingPath,
+        backward: ReshardingPath,
         name: str,
         gradient: bool,
+        operator: str,
+        path: tuple[str, ...],
+        position: int = -1,
         scale: float = 1.0,
     ) -> Ref:
+        """The slice of `ref` in the layout `wanted`; what ranks add up in fp32 is rounded after it."""
         spec = self.graph.specs[ref]
         forward = resharding_path(self.layouts[ref], wanted, spec.shape, self.mesh)
-        if not forward and not back and scale == 1.0:
+        if not forward and not backward and scale == 1.0:
             return self.local[ref]
-        step = Redistribute(
-            self.fresh(name), self.local[ref], forward, back, scale, gradient, spec, operator.name, position,
-            operator.path,
-        )  # fmt: skip
-        return self._carried(step, ref, operator)
+        id, sent = self.fresh(name), replace(spec, dtype=wide(spec.dtype)) if ref in self.added_wide else spec
+        self.instructions.append(
+            Redistribute(id, self.local[ref], forward, backward, scale, gradient, sent, operator, position, path)
+        )
+        return self._cast(Ref(id), spec.dtype, operator, path) if ref in self.added_wide else Ref(id)
 
     def _reductions(self) -> dict[str, tuple[str, ...]]:
         """Per trainable parameter: the union over its uses of the axes that are left (all replica axes for a
         sharded optimizer)."""
-        found = {}
+        reductions = {}
         for source in self.graph.of_kind("parameter"):
             if not source.trainable:
                 continue
             have = self.layouts[Ref(source.id)]
             if self.options.sharded_optimizer:
-                found[source.name] = have.replica_axes(self.mesh)
+                reductions[source.name] = have.replica_axes(self.mesh)
                 continue
             left = set(self.open_axes.get(source.name, ()))
             for operator, position in self.graph.users[Ref(source.id)]:
-                if operator.id not in self.returning:
-                    continue
-                returned = self.shardings[operator.id].gradient_layouts(self._planned(operator).assignment)[position]
-                left |= left_axes(have, returned, source.spec.shape, self.mesh)
-            found[source.name] = self.mesh.sorted(left)
-        return found
+                if operator.id in self.graph.returning:
+                    gradients = self.shardings[operator.id].gradient_layouts(self._planned(operator).assignment)
+                    left |= left_axes(have, gradients[position], source.spec.shape, self.mesh)
+            reductions[source.name] = self.mesh.sorted(left)
+        return reductions
 
-    def _scale(self, name: str, have: Layout, left: frozenset[str]) -> float:
+    def _scale(self, name: str, left: frozenset[str]) -> float:
         """What makes the later sum right: axes over which this use's gradient is already complete are counted once, and
         a sharded optimizer's division by the world size is undone."""
         complete = self.mesh.product(axis for axis in self.reductions[name] if axis not in left)
         return self.mesh.size / complete if self.options.sharded_optimizer else 1 / complete
-
-    def _output(self, ref: Ref, wanted: Layout) -> Ref:
-        spec, have = self.graph.specs[ref], self.layouts[ref]
-        forward = resharding_path(have, wanted, spec.shape, self.mesh)
-        back = resharding_path(wanted, have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
-        if not forward and not back:
-            return self.local[ref]
-        return self._handed_on(ref, forward, back, f"{ref.id}_output", self.gradient[ref])
-
-    def _update(self, buffer: str, ref: Ref) -> Ref:
-        """The slice of a buffer's new value, laid out like the buffer. No gradient comes back through it."""
-        spec = self.graph.specs[ref]
-        forward = resharding_path(self.layouts[ref], self.layouts[Ref(buffer)], spec.shape, self.mesh)
-        if not forward:
-            return self.local[ref]
-        return self._handed_on(ref, forward, (), f"{buffer}_update", False)
-
-    def _handed_on(self, ref: Ref, forward: ReshardingPath, back: ReshardingPath, name: str, gradient: bool) -> Ref:
-        """The slice of a value that leaves the program."""
-        producer, spec = self.graph.by_id[ref.id], self.graph.specs[ref]
-        step = Redistribute(
-            self.fresh(name), self.local[ref], forward, back, 1.0, gradient, spec, producer.name, -1, ()
-        )
-        if ref not in self.added_wide:
-            self.instructions.append(step)
-            return Ref(step.id)
-        assert isinstance(producer, Operator)
-        return self._carried(step, ref, replace(producer, path=()))
-
-    def ordinal(self, operator: Operator) -> int:
-        """The number of a random operator, the same for every call; exact copies of one share it."""
-        if operator.id not in self.ordinals:
-            random_numbers = (
-                operator.batch_slice.of if operator.batch_slice is not None and self.options.exact else operator.id
-            )
-            number = self.random_numbers.setdefault(random_numbers, len(self.random_numbers))
-            self.ordinals[operator.id] = number if self.given is None else self.given[operator.id]
-        return self.ordinals[operator.id]
-
-    def fresh(self, name: str) -> str:
-        """A name that no value of the program has yet."""
-        candidate, number = name, 1
-        while candidate in self.names:
-            candidate, number = f"{name}_{number}", number + 1
-        self.names.add(candidate)
-        return candidate

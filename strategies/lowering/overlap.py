@@ -41,10 +41,6 @@ def overlap(program: Program, work: Mapping[str, float] | None = None, *, by_uni
     return replace(program, instructions=tuple(_joined(order.emitted)))
 
 
-def _communicates(one: Redistribute | Fused) -> bool:
-    return bool(one.parts[0].collectives)
-
-
 def _sends_forward(instruction: Instruction) -> bool:
     """Whether an instruction must not be moved ahead: any but a start or a wait that communicates only in backward."""
     if not isinstance(instruction, Wait):
@@ -80,7 +76,7 @@ class _Order:
         self.done = self.sources | {"random_key"}
         self.by_id: dict[str, Instruction] = {}
         self.eager: dict[str, list[Start]] = {}
-        self.kept_whole = bool(parts_of(program))
+        self.regions_intact = bool(parts_of(program))
         self.users = Counter(ref for instruction in program.instructions for ref in instruction.operands)
         self.users.update(program.outputs)
         self.names = {instruction.id for instruction in program.instructions} | self.done
@@ -100,23 +96,19 @@ class _Order:
             elif not isinstance(node, Wait):
                 anchors.append(node)
         if self.program.batch_splits:
-            anchors = self._side_by_side(anchors)
-        anchors = self._asked_for_early(anchors)
-        if self.program.batch_splits:
-            for node in anchors:
+            for node in self._started_ahead(self._side_by_side(anchors)):
                 self._emit(node)
         else:
-            self._emit_what_need_not_wait(anchors)
+            self._emit_what_need_not_wait(self._started_ahead(anchors))
         for node in nodes:
             self._emit(node)
 
     def _split(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        if not isinstance(instruction, Redistribute | Fused) or not _communicates(instruction):
+        if not isinstance(instruction, Redistribute | Fused) or not instruction.parts[0].collectives:
             return (instruction,)
-        if self.kept_whole and region_of(instruction, self.program) is not None:
+        if self.regions_intact and region_of(instruction, self.program) is not None:
             return (instruction,)
         name = fresh(f"{instruction.id}_start", self.names)
-        self.names.add(name)
         start = Start(name, instruction, instruction.path)
         return start, Wait(instruction.id, name, instruction, instruction.path)
 
@@ -148,40 +140,31 @@ class _Order:
         self.done.add(node.id)
         self.emitted.append(node)
 
-    def _asked_for_early(self, anchors: list[Instruction]) -> list[Instruction]:
+    def _started_ahead(self, anchors: Sequence[Instruction]) -> list[Instruction]:
         """Starts of parameters `AHEAD` computations before their use."""
-        found: list[Instruction] = []
+        order: list[Instruction] = []
         for node in anchors:
+            place, passed = len(order), 0
             if isinstance(node, Start) and not self._follows(node):
-                found.insert(self._place_ahead(found), node)
-            else:
-                found.append(node)
-        return found
-
-    @staticmethod
-    def _place_ahead(found: Sequence[Instruction]) -> int:
-        place, passed = len(found), 0
-        while place and passed < AHEAD and not isinstance(found[place - 1], Start):
-            place -= 1
-            passed += isinstance(found[place], Compute)
-        return place
+                while place and passed < AHEAD and not isinstance(order[place - 1], Start):
+                    place -= 1
+                    passed += isinstance(order[place], Compute)
+            order.insert(place, node)
+        return order
 
     def _emit_what_need_not_wait(self, anchors: Sequence[Instruction]) -> None:
         left = list(anchors)
         while left:
             node = left[0]
-            chosen = 0
-            if self._must_wait(node):
-                allowed = (
-                    place
-                    for place, other in enumerate(left[1:WINDOW], 1)
-                    if other.path[:1] == node.path[:1]
-                    and any(ref.id in self.by_id for ref in other.operands)
-                    and not self._must_wait(other)
-                    and not self._order_matters(other, left[:place])
-                )
-                chosen = next(allowed, 0)
-            self._emit(left.pop(chosen))
+            independent = (
+                place
+                for place, other in enumerate(left[1:WINDOW], 1)
+                if other.path[:1] == node.path[:1]
+                and any(ref.id in self.by_id for ref in other.operands)
+                and not self._must_wait(other)
+                and not self._order_matters(other, left[:place])
+            )
+            self._emit(left.pop(next(independent, 0) if self._must_wait(node) else 0))
 
     def _must_wait(self, node: Instruction) -> bool:
         """Whether a redistribution that is under way in forward, or an instruction that was passed over for one, must
@@ -194,13 +177,13 @@ class _Order:
         return any(not mine.isdisjoint(other.operands) for other in passed)
 
     def _side_by_side(self, anchors: Sequence[Instruction]) -> list[Instruction]:
-        """The instructions of all copies by the time at which each would run alone; what belongs to no copy is emitted
+        """The instructions of all splits by the time at which each would run alone; what belongs to none is emitted
         when it is needed, or at last."""
-        copies = self.program.batch_splits
-        own: dict[int, list[Instruction]] = {number: [] for number in sorted({one for _, one in copies.values()})}
+        splits = self.program.batch_splits
+        own: dict[int, list[Instruction]] = {number: [] for number in sorted({index for _, index in splits.values()})}
         for node in anchors:
-            if node.operator in copies:
-                own[copies[node.operator][1]].append(node)
+            if node.operator in splits:
+                own[splits[node.operator][1]].append(node)
         timed: list[tuple[float, int, Instruction]] = []
         for number, mine in own.items():
             times, pause = self._times(mine)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.lowering.pipeline.schedule import Action, peak_activations
+from strategies.lowering.pipeline_schedule import Action, peak_activations
 from strategies.memory.trace import Traced
 from strategies.optimizer.settings import OptimizerSettings
 

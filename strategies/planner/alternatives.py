@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, with_leaves
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, with_refs
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -140,12 +140,12 @@ class Neighbourhood:
                 name = f"{ref.id}[{ref.index}]"
                 inputs[ref] = Source(name, "input", name, self.graph.specs[ref], ref in self.graph.trained)
 
-        def there(leaf: Any) -> Any:
-            return Ref(inputs[leaf].id) if isinstance(leaf, Ref) and leaf in inputs else leaf
+        def there(ref: Ref) -> Ref:
+            return Ref(inputs[ref].id) if ref in inputs else ref
 
         return OperatorGraph(
             (*sources.values(), *inputs.values()),
-            tuple(with_leaves(o, there) for o in operators),
+            tuple(with_refs(o, there) for o in operators),
             tuple(
                 ref
                 for operator in operators

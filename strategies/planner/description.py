@@ -15,8 +15,8 @@ from strategies.core.program import Program, Redistribute
 from strategies.core.steps import ALL_REDUCE, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
-from strategies.lowering.pipeline.cutting import Stage
-from strategies.lowering.pipeline.schedule import Schedule, bubble, makespan, peak_activations
+from strategies.lowering.pipeline import Stage
+from strategies.lowering.pipeline_schedule import Schedule, bubble, makespan, peak_activations
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import Traced, trace

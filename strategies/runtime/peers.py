@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.core.steps import ALL_REDUCE
-from strategies.lowering.pipeline.cutting import Stage
+from strategies.lowering.pipeline import Stage
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import RECEIVE as RECEIVING
 from strategies.runtime.flight_recorder import SEND as SENDING

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from strategies.core.graph import Source
 from strategies.core.program import Program
-from strategies.lowering.pipeline.cutting import Stage
-from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, INPUT, Action
+from strategies.lowering.pipeline import Stage
+from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, INPUT, Action
 from strategies.runtime.peers import Peers
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 

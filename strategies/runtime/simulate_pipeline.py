@@ -13,9 +13,8 @@ from torch import Tensor
 
 from strategies.core.graph import Ref
 from strategies.core.program import DEFAULT_OPTIONS, LoweringOptions
-from strategies.lowering.pipeline.cutting import Stage
-from strategies.lowering.pipeline.programs import stage_programs
-from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Schedule, in_one_process
+from strategies.lowering.pipeline import Stage, stage_programs
+from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, WEIGHT, Schedule, in_one_process
 from strategies.runtime.simulate import Simulation, shard
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 

@@ -18,13 +18,12 @@ from strategies.core.errors import TooLarge
 from strategies.core.graph import Operator, OperatorGraph, Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.core.plan import OperatorPlan
-from strategies.core.program import DEFAULT_OPTIONS, Instruction, LoweringOptions, Redistribute
+from strategies.core.program import Instruction, Redistribute
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, path_seconds
 from strategies.cost.step import MASTER, ZERO_COPIES
-from strategies.lowering.emitter import Emitter
+from strategies.lowering.lowering import local_instructions
 from strategies.memory.estimate import saved
 from strategies.memory.limit import in_words
 from strategies.optimizer.buckets import LARGEST, PARTS, SMALLEST
@@ -303,26 +302,4 @@ class NodeCost:
 
     def local_instructions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Instruction]:
         """The local program of an operator, empty where its rule has none."""
-        if sharding.local is None:
-            return []
-        lowering = _SingleLowering(self.problem.graph, self.problem.mesh)
-        planned = OperatorPlan(assignment, "default")
-        emitter = Emitter(lowering, operator, sharding, planned, operator.args, dict(operator.kwargs))
-        sharding.local(operator, emitter)
-        return lowering.instructions
-
-
-@dataclass
-class _SingleLowering:
-    """The lowering of one operator."""
-
-    graph: OperatorGraph
-    mesh: Any
-    options: LoweringOptions = DEFAULT_OPTIONS
-    instructions: list[Instruction] = field(default_factory=list)
-
-    def fresh(self, name: str) -> str:
-        return f"{name}_{len(self.instructions)}"
-
-    def ordinal(self, operator: Operator) -> int:
-        return 0
+        return local_instructions(operator, sharding, assignment, self.problem.graph, self.problem.mesh)

@@ -20,7 +20,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Compute, Fused, LoweringOptions, Program, Start, Wait
-from strategies.lowering.batch_splits import BatchSplits, in_copies
+from strategies.lowering.batch_splits import BatchSplits, split_batch
 from strategies.lowering.fusion import KINDS, fuse
 from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
@@ -76,12 +76,12 @@ def model() -> Model:
 PARTS: dict[tuple[Model, int], OperatorGraph] = {}
 
 
-def copied(model: Model, plan: Plan, count: int, exact: bool = False) -> BatchSplits:
+def split(model: Model, plan: Plan, count: int, exact: bool = False) -> BatchSplits:
     rows = len(model.batch[0]) // count
     key = (model, count)
     if key not in PARTS:
         PARTS[key] = capture(model.objective, [entry[:rows] for entry in model.batch], training=True).graph
-    return in_copies(model.graph, PARTS[key], plan, count, rows, exact=exact)
+    return split_batch(model.graph, PARTS[key], plan, count, rows, exact=exact)
 
 
 def gap(model: Model, program: Program, size: int = 1) -> float:
@@ -103,7 +103,7 @@ def test_one_batch_in_any_plan(model: Model, draw: Any, count: int) -> None:
     for seed in range(12):
         plan = model.random_plan(draw, seed)
         try:
-            made = copied(model, plan, count)
+            made = split(model, plan, count)
         except StrategyError as error:
             assert "which cannot be cut as the strategy of" in str(error)
             continue
@@ -118,7 +118,7 @@ def test_one_batch_in_any_plan(model: Model, draw: Any, count: int) -> None:
 
 
 def test_values_per_batch_and_per_split(model: Model, draw: Any) -> None:
-    made = copied(model, whole(model, draw), 2)
+    made = split(model, replicated(model, draw), 2)
     names = [operator.name for operator in made.graph.operators]
     assert {"up~0", "up~1", "q~0", "softmax~1", "head~1"} <= set(names)
     assert {"places", "arange", "loss.cross_entropy_loss"} <= set(names)
@@ -127,7 +127,7 @@ def test_values_per_batch_and_per_split(model: Model, draw: Any) -> None:
     assert by_name["loss.cross_entropy_loss"].batch_slice is None
 
 
-def whole(model: Model, draw: Any) -> Plan:
+def replicated(model: Model, draw: Any) -> Plan:
     """A plan in which everything is replicated."""
     plan = model.random_plan(draw, 0)
     bare = {name: replace(one, assignment={}, outputs=None) for name, one in plan.operators.items()}
@@ -138,7 +138,7 @@ def whole(model: Model, draw: Any) -> Plan:
 
 def tensor_parallel(model: Model, draw: Any) -> Plan:
     """A plan that shards only `up` by columns and `down` by rows."""
-    plan = whole(model, draw)
+    plan = replicated(model, draw)
     sliced = {"up": {"n": ("a", "b")}, "down": {"k": ("a", "b")}}
     return replace(
         plan,
@@ -146,10 +146,10 @@ def tensor_parallel(model: Model, draw: Any) -> Plan:
     )
 
 
-def test_copies_share_the_slices_of_a_parameter(model: Model, draw: Any) -> None:
+def test_splits_share_the_slices_of_a_parameter(model: Model, draw: Any) -> None:
     plan = tensor_parallel(model, draw)
     once = lower(model.graph, plan)
-    made = copied(model, plan, 4)
+    made = split(model, plan, 4)
     program = lower(made.graph, made.plan)
 
     def of_weights(program: Program) -> int:
@@ -159,10 +159,10 @@ def test_copies_share_the_slices_of_a_parameter(model: Model, draw: Any) -> None
     assert program.calls["all_reduce"] == 4 * once.calls["all_reduce"]
 
 
-def test_one_copy_computes_while_another_communicates(model: Model, draw: Any) -> None:
+def test_one_split_computes_while_another_communicates(model: Model, draw: Any) -> None:
     """Between a start and its wait stands some product of another split, for every all-reduce but the last one of
     forward and of backward."""
-    made = copied(model, tensor_parallel(model, draw), 4)
+    made = split(model, tensor_parallel(model, draw), 4)
     work = {operator.name: 1.0 for operator in made.graph.operators}
     early = overlap(fuse(lower(made.graph, made.plan), dict.fromkeys(KINDS, 2**20)), work)
     assert not any(isinstance(one, Fused) and one.operator.startswith(("up", "down")) for one in early.instructions)
@@ -183,7 +183,7 @@ def test_real_ranks(model: Model, draw: Any, tmp_path: Path) -> None:
     file = tmp_path / "initial.pt"
     weights.write(file, {name: model.values[name] for name in model.captured.tensors})
     batch = dict(zip("01", model.batch, strict=True))
-    made = [copied(model, tensor_parallel(model, draw), count) for count in (2, 4)]
+    made = [split(model, tensor_parallel(model, draw), count) for count in (2, 4)]
     cases = [
         Case(one.graph, one.plan, file, batch, dict.fromkeys(KINDS, 2**20), early)
         for one in made
@@ -201,9 +201,9 @@ def test_real_ranks(model: Model, draw: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(gradient, model.gradients[name], rtol=1e-10, atol=1e-12)
 
 
-def test_recompute_and_copies(model: Model, draw: Any) -> None:
+def test_recompute_and_splits(model: Model, draw: Any) -> None:
     recompute = Recompute(("up", "down"), ("up",), False, False)
-    made = copied(model, replace(tensor_parallel(model, draw), recompute=recompute), 2)
+    made = split(model, replace(tensor_parallel(model, draw), recompute=recompute), 2)
     assert made.plan.recompute is not None and made.plan.recompute.kept == ("up~0", "up~1")
     assert gap(model, overlap(lower(made.graph, made.plan))) < TOLERANCE
 
@@ -212,19 +212,19 @@ def test_exact_random_numbers_are_those_of_one_batch(draw: Any) -> None:
     torch.manual_seed(0)
     net = GPT(16, 6, 8, 2, 2, dropout=0.3, attention_dropout=0.2)
     model = Model(net, NextTokenLoss(), (torch.randint(0, 16, (ROWS, 6)), torch.randint(0, 16, (ROWS, 6))))
-    truth = _trained(lower(model.graph, whole(model, draw), LoweringOptions(exact=True)), model)
+    truth = _trained(lower(model.graph, replicated(model, draw), LoweringOptions(exact=True)), model)
     done = 0
     for seed in range(16):
         try:
-            made = copied(model, model.random_plan(draw, seed), 2, exact=True)
+            made = split(model, model.random_plan(draw, seed), 2, exact=True)
         except StrategyError:
             continue
         for a, b in zip(_trained(lower(made.graph, made.plan, LoweringOptions(exact=True)), model), truth, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
         done += 1
     assert done > 3
-    made = copied(model, whole(model, draw), 2)
-    fast, exact = (random_ordinals(made.graph, made.plan, LoweringOptions(exact=exact)) for exact in (False, True))
+    made = split(model, replicated(model, draw), 2)
+    fast, exact = (random_ordinals(made.graph, LoweringOptions(exact=exact)) for exact in (False, True))
     assert len(set(fast.values())) == len(fast) == len(exact) == 2 * len(set(exact.values()))
 
 
@@ -277,7 +277,7 @@ class Uneven(Sorted):
 
 
 @pytest.mark.parametrize(
-    ("net", "told"),
+    ("net", "expected"),
     [
         (Normalised, "1.batch_norm (batch_norm_training) mixes the rows"),
         (Sorted, "sort (sort, lowering/test_batch_splits.py:"),
@@ -287,18 +287,18 @@ class Uneven(Sorted):
         (Uneven, "computes something else for 8 rows than for 16, at second"),
     ],
 )
-def test_operators_that_mix_rows_are_refused(draw: Any, net: type[nn.Module], told: str) -> None:
+def test_operators_that_mix_rows_are_refused(draw: Any, net: type[nn.Module], expected: str) -> None:
     torch.manual_seed(0)
     model = Model(net(), nn.CrossEntropyLoss(), (torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))))
     with pytest.raises(StrategyError) as error:
-        copied(model, whole(model, draw), 2)
-    assert told in str(error.value) and "parallel.copies=1" in str(error.value)
+        split(model, replicated(model, draw), 2)
+    assert expected in str(error.value) and "parallel.copies=1" in str(error.value)
 
 
 def test_a_number_made_of_the_size_of_the_batch(draw: Any) -> None:
     model = Model(Sized(), nn.CrossEntropyLoss(), (torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))))
     try:
-        made = copied(model, whole(model, draw), 2)
+        made = split(model, replicated(model, draw), 2)
     except StrategyError as error:
         assert "div (" in str(error)
     else:
@@ -309,5 +309,5 @@ def test_random_operators_that_cannot_be_exact(draw: Any) -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.FeatureAlphaDropout(0.5), nn.Linear(8, 3))
     model = Model(net, nn.CrossEntropyLoss(), (torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))))
     with pytest.raises(StrategyError, match=r"parallel.copies = 2 and train.random = 'exact' do not go together for 1"):
-        copied(model, whole(model, draw), 2, exact=True)
-    assert copied(model, whole(model, draw), 2).graph.by_name["1~1"].batch_slice is not None
+        split(model, replicated(model, draw), 2, exact=True)
+    assert split(model, replicated(model, draw), 2).graph.by_name["1~1"].batch_slice is not None

@@ -18,9 +18,8 @@ from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions
 from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering.lowering import lower, random_ordinals
-from strategies.lowering.pipeline.cutting import Stage, cut
-from strategies.lowering.pipeline.schedule import make_schedule
-from strategies.lowering.pipeline.stage_assignment import Cuts, in_stages
+from strategies.lowering.pipeline import Cuts, Stage, cut, in_stages
+from strategies.lowering.pipeline_schedule import make_schedule
 from strategies.planner.planner import make_plan
 from strategies.runtime.simulate_pipeline import Lockstep
 from tests.strategies.simulated_model import TOLERANCE
@@ -61,7 +60,7 @@ class Pipeline:
     ) -> tuple[Stage, ...]:
         graph = self.captured.graph
         plan: Plan = make_plan(graph, request)
-        return cut(graph, plan, in_stages(graph, count, cuts, virtual), random_ordinals(graph, plan, options))
+        return cut(graph, plan, in_stages(graph, count, cuts, virtual), random_ordinals(graph, options))
 
     def run(
         self,

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from strategies.core.errors import StrategyError
-from strategies.lowering.pipeline.schedule import (
+from strategies.lowering.pipeline_schedule import (
     BACKWARD,
     FORWARD,
     INPUT,

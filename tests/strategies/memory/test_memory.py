@@ -17,7 +17,7 @@ from strategies.core.program import LoweringOptions, Program
 from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
-from strategies.lowering.pipeline.schedule import Action
+from strategies.lowering.pipeline_schedule import Action
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.trace import trace
 from strategies.memory.zero import FlatGroup

@@ -20,9 +20,7 @@ from strategies.core.program import LoweringOptions, Program
 from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
-from strategies.lowering.pipeline.cutting import cut
-from strategies.lowering.pipeline.programs import stage_programs
-from strategies.lowering.pipeline.stage_assignment import in_stages
+from strategies.lowering.pipeline import cut, in_stages, stage_programs
 from strategies.lowering.recompute import recomputed
 from strategies.memory import repeated_blocks as repeating
 from strategies.memory.parts import memory
@@ -184,7 +182,7 @@ def test_equivalent_programs_are_traced_once(monkeypatch):
     graph = graph_of("llama", 8, torch.float32)
     plan = make_plan(graph, Request("data_parallel", 2))
     stages = cut(
-        graph, plan, in_stages(graph, 4, "auto", 1), random_ordinals(graph, plan, LoweringOptions(partial_loss=True))
+        graph, plan, in_stages(graph, 4, "auto", 1), random_ordinals(graph, LoweringOptions(partial_loss=True))
     )
     programs = stage_programs(stages, 4, LoweringOptions(partial_loss=True))
     plain = OptimizerSettings(0, torch.optim.AdamW, accumulate=4)
