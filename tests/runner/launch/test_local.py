@@ -111,6 +111,7 @@ def test_logs(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_a_failure_ends_the_run(run: Run, tmp_path: Path, way: str, expected: str) -> None:
+    run("describe", world_size=1)  # the fork server has done its imports
     start = time.monotonic()
     with pytest.raises(RunFailed) as caught:
         run("fail", (2, way))
