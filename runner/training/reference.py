@@ -21,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from strategies.core.graph import rewrite
-from strategies.rules.arguments import named
 from strategies.rules.attention import attention_block
-from strategies.rules.random import dropout_block, in_row_major, seeding
+from strategies.rules.random import dropout_block, in_row_major, rrelu_block, seeding
 from strategies.rules.recurrent import BLOCK, NETWORKS, drops, recurrent_block
-from strategies.rules.sampling import rrelu_block
+from strategies.rules.registry import named
 from strategies.rules.traits import traits
 
 Function = Callable[..., Any]

@@ -19,7 +19,7 @@ from torch.nn.utils import rnn
 
 from strategies.capture.nodes import at, in_library, op_of, short
 from strategies.core.errors import StrategyError
-from strategies.rules.arguments import named
+from strategies.rules.registry import named
 
 FUNCTIONAL = ("torch._functorch", "torch._C._functorch")
 """Where what torch.func does lives."""

@@ -35,7 +35,8 @@ from strategies.core.program import (
 from strategies.core.steps import ReshardingPath
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
-from strategies.rules.sharding import Assignment, Sharding
+from strategies.rules.registry import changed, named
+from strategies.rules.sharding import Assignment, Dims, Sharding
 from strategies.rules.traits import traits
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -148,6 +149,10 @@ class Emitter:
     kwargs: dict[str, Any]
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        return named(self.operator.target, self.args, self.kwargs)
+
+    @property
     def exact(self) -> bool:
         return self.emission.options.exact
 
@@ -158,6 +163,12 @@ class Emitter:
     @property
     def ordinal(self) -> int:
         return Ordinal(self.emission.ordinal(self.operator))
+
+    def itself(self, **changes: Any) -> Ref:
+        target, args, kwargs = self.operator.target, self.args, self.kwargs
+        if changes:
+            args, kwargs = changed(target, args, kwargs, **changes)
+        return self._compute(target, args, kwargs, self.operator.multiple)
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         multiple = self.operator.multiple and target in (self.operator.target, "local.seeded")
@@ -177,14 +188,14 @@ class Emitter:
     def slices(self, *factors: str) -> int:
         return self.emission.mesh.product(self._axes(factors))
 
-    def position(self, factors: str | tuple[str, ...], stride: int = 1) -> RankValue:
+    def position(self, factors: str | Dims, stride: int = 1) -> RankValue:
         return RankValue(self._axes((factors,) if isinstance(factors, str) else factors), stride)
 
     def size(self, factor: str) -> int:
         return self.sharding.sizes[factor]
 
-    def _axes(self, factors: Sequence[str]) -> tuple[str, ...]:
-        return tuple(axis for factor in factors for axis in self.assignment.get(factor, ()))
+    def _axes(self, factors: Sequence[str | None]) -> tuple[str, ...]:
+        return tuple(axis for factor in factors if factor for axis in self.assignment.get(factor, ()))
 
     def sum_over(
         self,

@@ -12,7 +12,7 @@ import weakref
 from importlib import import_module
 
 from strategies.core.graph import Operator, OperatorGraph
-from strategies.rules.random import draw_whole, draws
+from strategies.rules.random import draw_replicated, draws
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, replicated
 
@@ -49,4 +49,4 @@ def _rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     specs = graph.operand_specs(operator)
     rule = RULES.get(operator.op)
     sharding = rule(operator, specs) if rule else None
-    return sharding or replicated(operator, specs, draw_whole if draws(operator) else None)
+    return sharding or replicated(operator, specs, draw_replicated if draws(operator) else None)

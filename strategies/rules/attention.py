@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.arguments import named
-from strategies.rules.random import Rows, drawn_rows, kept, mix, of_rows, seeding
-from strategies.rules.registry import local_function, rule
+from strategies.rules.random import Rows, kept_block, random_rows, starts_of
+from strategies.rules.registry import arguments, local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
@@ -40,29 +39,6 @@ def causal_attention(
     return functional.scaled_dot_product_attention(
         query, key, value, seen, dropout, start == 0, scale=scale, enable_gqa=grouped
     )
-
-
-@local_function
-def seeded_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    start: int | None,
-    dropout: float,
-    scale: float | None,
-    grouped: bool,
-    program_key: int,
-    ordinal: int,
-    position: int,
-) -> Tensor:
-    """Attention of one slice with per-slice dropout numbers, from (key, ordinal, position); causal from `start`."""
-    with seeding(program_key, ordinal, position):
-        if start is not None:
-            return causal_attention(query, key, value, start, dropout, scale, grouped)
-        return functional.scaled_dot_product_attention(
-            query, key, value, mask, dropout, scale=scale, enable_gqa=grouped
-        )
 
 
 @local_function
@@ -94,32 +70,31 @@ def attention_block(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     blind = (scores == -math.inf).all(-1, keepdim=True)  # a query that sees no key gets zeros, as from torch's own
     probabilities = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    remains = of_rows(kept(shape, dropout, mix(program_key, ordinal), "cpu"), rows)
-    for dim, begin in enumerate(starts):
-        remains = remains.narrow(dim, begin, probabilities.shape[dim])
+    kept = kept_block(probabilities, dropout, program_key, ordinal, shape, starts, rows)
     left = 1 / (1 - dropout) if dropout < 1 else 0.0
-    return (probabilities * remains.to(query.device) * left) @ value
+    return (probabilities * kept.to(query.device) * left) @ value
 
 
 def _attention(operator: Operator, local: Local) -> Ref:
-    given = named(operator.target, local.args, local.kwargs)
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    scale, grouped, dropout = given["scale"], given["enable_gqa"], given["dropout_p"]
-    shifted = given["is_causal"] and local.slices("s") > 1
-    queries = local.operand_shape(0)[-2]
-    start: Any = local.position("s", queries) if given["is_causal"] else None
+    given = local.arguments
+    tensors = tuple(given[name] for name in ("query", "key", "value"))
+    causal, dropout, rest = given["is_causal"], given["dropout_p"], (given["scale"], given["enable_gqa"])
+    start: Any = local.position("s", local.operand_shape(0)[-2]) if causal else None
     if dropout == 0:
-        if shifted:
-            return local.call("local.causal_attention", query, key, value, start, 0.0, scale, grouped)
-        return local.call(operator.target, *local.args, **local.kwargs)
-    common = (query, key, value, given["attn_mask"], start, dropout, scale, grouped, local.key, local.ordinal)
+        shifted = causal and local.slices("s") > 1
+        return local.call("local.causal_attention", *tensors, start, 0.0, *rest) if shifted else local.itself()
     factors = _result_dims(len(operator.results[0].shape))[:-1]  # slices of the value dim share their probabilities
     if not local.exact:
-        return local.call("local.seeded_attention", *common, local.position(factors))
-    keys = local.operand_shape(1)[-2]
-    starts = [local.position(f, n) for f, n in zip(factors, local.result_shape(), strict=False)]
-    shape, rows = drawn_rows(operator, (*operator.results[0].shape[:-1], keys))
-    return local.call("local.attention_block", *common, shape, (*starts, 0), rows)
+        seeds = local.key, local.ordinal, local.position(factors)
+        if causal:
+            causal_call = "local.causal_attention", *seeds, *tensors, start, dropout, *rest
+            return local.call("local.seeded_slice", *causal_call)
+        return local.call("local.seeded_slice", operator.target, *seeds, *local.args, **local.kwargs)
+    starts = starts_of(local, factors, local.result_shape()[:-1])
+    shape, rows = random_rows(operator, (*operator.results[0].shape[:-1], local.operand_shape(1)[-2]))
+    seeds = local.key, local.ordinal
+    block = *tensors, given["attn_mask"], start, dropout, *rest, *seeds, shape, (*starts, 0), rows
+    return local.call("local.attention_block", *block)
 
 
 def _result_dims(rank: int) -> tuple[str, ...]:
@@ -127,39 +102,37 @@ def _result_dims(rank: int) -> tuple[str, ...]:
     return (*(f"b{i}" for i in range(rank - 3)), *("h", "s", "e")[max(0, 3 - rank) :])
 
 
-def _leading(shape: Sequence[int], whole: Sequence[int], names: Sequence[str], grouped: bool) -> Dims:
-    """Factors of the leading dims of q, k or v, whose common shape is `common`: None where they are broadcast."""
-    skip = len(whole) - len(shape)
+def _leading(shape: Sequence[int], common: Sequence[int], names: Sequence[str], grouped: bool = False) -> Dims:
+    """Factors of the leading dims of q, k or v, whose broadcast shape is `common`: None where they are broadcast."""
+    skip = len(common) - len(shape)
     return tuple(
-        names[skip + i] if size == whole[skip + i] or (grouped and names[skip + i] == "h" and size > 1) else None
-        for i, size in enumerate(shape)
+        name if size == other or (grouped and name == "h" and size > 1) else None
+        for size, other, name in zip(shape, common[skip:], names[skip:], strict=False)
     )
 
 
 @rule("scaled_dot_product_attention")
-def attention(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+def attention(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """q [*b, h, s, d], k [*b, h, t, d], v [*b, h, t, e], mask [*b, h, s, t] -> [*b, h, s, e]; leading dims broadcast,
     and the mask's do too."""
-    given = named(operator.target, operator.args, operator.keywords)
+    given = arguments(operator)
     query, key, value = (spec.shape for spec in specs[:3])
     shape = operator.results[0].shape
-    names, whole = _result_dims(len(shape)), shape[:-2]
+    names, lead = _result_dims(len(shape)), shape[:-2]
     grouped = given["enable_gqa"] and len(shape) > 2
     operands: list[Dims] = [
-        (*_leading(query[:-2], whole, names, False), "s", None),
-        (*_leading(key[:-2], whole, names, grouped), None, None),
-        (*_leading(value[:-2], whole, names, grouped), None, "e"),
+        (*_leading(query[:-2], lead, names), "s", None),
+        (*_leading(key[:-2], lead, names, grouped), None, None),
+        (*_leading(value[:-2], lead, names, grouped), None, "e"),
     ]
-    if len(specs) > 3:
-        mask = specs[3].shape
-        operands.append((*_leading(mask[:-1], shape[:-1], names, False), None))
+    operands += [(*_leading(mask.shape[:-1], shape[:-1], names), None) for mask in specs[3:]]
     heads = math.gcd(*(s[-3] for s in (query, key, value) if s[-3] > 1)) if grouped else 0
     padded = given["dropout_p"] == 0 and len(specs) == 3 and not grouped
     return sharding(
+        operator,
+        specs,
         operands,
         [names],
-        specs,
-        operator.results,
         local=_attention,
         flops=2.0 * math.prod(shape[:-1]) * key[-2] * (query[-1] + value[-1]),
         sizes={"h": heads} if grouped else {},

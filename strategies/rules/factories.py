@@ -13,42 +13,31 @@ import torch
 from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.arguments import named
-from strategies.rules.registry import local_function, resolve, rule
-from strategies.rules.sharding import Local, Sharding, sharding
+from strategies.rules.registry import arguments, local_function, resolve, rule
+from strategies.rules.sharding import Local, Sharding, numbered, sharding
 
 
-def _dims(operator: Operator) -> tuple[str, ...]:
-    return tuple(f"d{i}" for i in range(len(operator.results[0].shape)))
-
-
-def _sized(position: int) -> Any:
-    """The operator itself, with the local shape in place of the size at `position` of its arguments."""
-
-    def program(operator: Operator, local: Local) -> Ref:
-        args = list(local.args)
-        args[position] = local.result_shape()
-        return local.call(operator.target, *args, **local.kwargs)
-
-    return program
+def _sized(operator: Operator, local: Local) -> Ref:
+    """The operator itself, with the local shape in place of its argument `size`."""
+    return local.itself(size=local.result_shape())
 
 
 @rule("empty", "full", "ones", "scalar_tensor", "zeros")
 def constant(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """One value everywhere. What an empty tensor holds may be no number, so its slices are never padded."""
-    dims = _dims(operator)
-    local = _sized(0) if dims else None
+    dims = numbered(len(operator.results[0].shape))
     padded = () if operator.op == "empty" else dims
-    return sharding([], [dims], specs, operator.results, local=local, padded=padded)
+    return sharding(operator, specs, [], [dims], local=_sized if dims else None, padded=padded)
 
 
 @rule("new_empty", "new_full", "new_ones", "new_zeros")
 def new(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x.new_zeros(size) and its kin: nothing of x but its dtype and device."""
-    dims, shape = _dims(operator), operator.results[0].shape
+    shape = operator.results[0].shape
+    dims = numbered(len(shape))
     lends = tuple(f"d{i}" if i < len(shape) and size == shape[i] else f"x{i}" for i, size in enumerate(specs[0].shape))
     padded = () if operator.op == "new_empty" else (*dims, *lends)
-    return sharding([lends], [dims], specs, operator.results, local=_sized(1), padded=padded)
+    return sharding(operator, specs, [lends], [dims], local=_sized, padded=padded)
 
 
 @local_function
@@ -82,15 +71,16 @@ def cut_slice(target: str, start: int, length: int, args: Sequence[Any], options
 
 def _series(operator: Operator, local: Local) -> Ref:
     (length,) = local.result_shape()
-    options = named(operator.target, operator.args, operator.keywords)
+    options = arguments(operator)
     start, end, step = (options.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1)))
     if local.slices("d0") == 1:
-        return local.call(operator.target, *local.args, **local.kwargs)
+        return local.itself()
     position = local.position("d0", length)
     if operator.op == "arange" and all(isinstance(number, int) for number in (start, end, step)):
-        kept = ("dtype", "layout", "device", "pin_memory")
-        told = {"dtype": torch.int64} | {name: options[name] for name in kept if options[name] is not None}
-        return local.call("local.arange_slice", start, step, position, length, told)
+        set_options = {
+            name: options[name] for name in ("dtype", "layout", "device", "pin_memory") if options[name] is not None
+        }
+        return local.call("local.arange_slice", start, step, position, length, {"dtype": torch.int64} | set_options)
     return local.call("local.cut_slice", operator.target, position, length, local.args, local.kwargs)
 
 
@@ -101,10 +91,8 @@ logspace
 """.split()
 )
 def series(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Numbers in even steps, and windows."""
-    if specs:
-        return None  # bounds that are tensors
-    return sharding([], [("d0",)], specs, operator.results, local=_series, padded=("d0",))
+    """Numbers in even steps, and windows. None for bounds that are tensors."""
+    return None if specs else sharding(operator, specs, [], [("d0",)], local=_series, padded=("d0",))
 
 
 def _triangle(operator: Operator, local: Local) -> Ref:
@@ -115,7 +103,7 @@ def _triangle(operator: Operator, local: Local) -> Ref:
 @rule("tril_indices", "triu_indices")
 def triangle_indices(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """rows and columns -> [2, n]; padding is index 0."""
-    return sharding([], [(None, "n")], specs, operator.results, local=_triangle, padded=("n",))
+    return sharding(operator, specs, [], [(None, "n")], local=_triangle, padded=("n",))
 
 
 def _eye(operator: Operator, local: Local) -> Ref:
@@ -127,5 +115,4 @@ def _eye(operator: Operator, local: Local) -> Ref:
 @rule("eye")
 def eye(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """An identity matrix [n, m]."""
-    dims = _dims(operator)
-    return sharding([], [dims], specs, operator.results, local=_eye, padded=dims)
+    return sharding(operator, specs, [], [("d0", "d1")], local=_eye, padded=("d0", "d1"))

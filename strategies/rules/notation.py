@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.arguments import named
-from strategies.rules.registry import local_function
+from strategies.rules.registry import arguments, local_function
 from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding
 
 
@@ -37,15 +36,6 @@ def first_slice_only(bias: Tensor, position: int) -> Tensor:
     if position == 0:
         return bias
     return bias.masked_fill(torch.ones((), dtype=torch.bool, device=bias.device), 0)  # inf * 0 would be no zero
-
-
-def broadcast_dims(specs: Sequence[TensorSpec], shape: Sequence[int]) -> list[Dims]:
-    """Per operand: the result's dim that each of its dims is, None where it is broadcast."""
-    aligned = []
-    for spec in specs:
-        skip = len(shape) - len(spec.shape)
-        aligned.append(tuple(f"d{skip + i}" if size == shape[skip + i] else None for i, size in enumerate(spec.shape)))
-    return aligned
 
 
 @dataclass(frozen=True)
@@ -116,30 +106,25 @@ class _Reading:
         """Factors of operands and results, and their sizes; None where the call does not fit the line."""
         if self.terms is None or self.outputs is None or not self._measure():
             return None
-        operands = [self._named(term, len(spec.shape)) for term, spec in zip(self.terms, self.specs, strict=True)]
-        chosen = self._chosen()
-        results = [
-            self._result(term, len(spec.shape), chosen)
-            for term, spec in zip(self.outputs, self.operator.results, strict=True)
-        ]
-        if any(names is None for names in (*operands, *results)):
+        chosen, specs, results = self._chosen(), self.specs, self.operator.results
+        names = [self._named(term, len(spec.shape)) for term, spec in zip(self.terms, specs, strict=True)]
+        names += [self._result(term, len(spec.shape), chosen) for term, spec in zip(self.outputs, results, strict=True)]
+        tensors = [(own, spec.shape) for own, spec in zip(names, (*specs, *results), strict=True) if own is not None]
+        if len(tensors) < len(names):
             return None
         sizes: dict[str, int] = {}
-        for names, spec in zip((*operands, *results), (*self.specs, *self.operator.results), strict=True):
-            for name, size in zip(names or (), spec.shape, strict=True):
+        for own, shape in tensors:
+            for name, size in zip(own, shape, strict=True):
                 if name is not None:
                     sizes[name] = max(size, sizes.get(name, size))
-        kept = chosen if self.line.how == "!" else set()
-
-        def factors(names: Sequence[str | None] | None, shape: Sequence[int]) -> Dims:
-            pairs = zip(names or (), shape, strict=True)
-            return tuple(None if name in kept or name is None or size != sizes[name] else name for name, size in pairs)
-
-        return (
-            [factors(names, spec.shape) for names, spec in zip(operands, self.specs, strict=True)],
-            [factors(names, spec.shape) for names, spec in zip(results, self.operator.results, strict=True)],
-            sizes,
-        )
+        passing = sizes.keys() - (chosen if self.line.how == "!" else set())
+        factors: list[Dims] = [
+            tuple(
+                name if name in passing and size == sizes[name] else None for name, size in zip(own, shape, strict=True)
+            )
+            for own, shape in tensors
+        ]
+        return factors[: len(specs)], factors[len(specs) :], sizes
 
     def _measure(self) -> bool:
         """Find how many dims every ellipsis stands for."""
@@ -179,13 +164,13 @@ class _Reading:
 
     def _chosen(self) -> set[str | None]:
         """The names of the dims of `...` that the clause chooses."""
-        rank, found = self.lengths.get("...", 0), set[str | None]()
-        options = named(self.operator.target, self.operator.args, self.operator.keywords) if self.line.chosen else {}
-        for word in self.line.chosen:
+        rank, names = self.lengths.get("...", 0), set[str | None]()
+        options = arguments(self.operator) if self.line.chosen and rank else {}
+        for word in self.line.chosen if rank else ():
             dims = int(word) if word.lstrip("-").isdigit() else options.get(word)
             each = range(rank) if dims is None or dims in ((), []) else (dims,) if isinstance(dims, int) else dims
-            found |= {f"d{dim % rank}" for dim in each} if rank else set()
-        return found
+            names |= {f"d{dim % rank}" for dim in each}
+        return names
 
     def _result(self, term: Term, rank: int, chosen: set[str | None]) -> list[str | None] | None:
         """The names of a result's dims, with or without those that the clause chooses."""
@@ -209,7 +194,7 @@ def _added_once(positions: Sequence[int], summed: Sequence[str]) -> LocalProgram
 
     def program(operator: Operator, local: Local) -> Ref:
         if local.slices(*summed) == 1:
-            return local.call(operator.target, *local.args, **local.kwargs)
+            return local.itself()
         args, at = list(local.args), -1
         for index, argument in enumerate(args):
             if isinstance(argument, Ref):
@@ -221,11 +206,11 @@ def _added_once(positions: Sequence[int], summed: Sequence[str]) -> LocalProgram
     return program
 
 
-def _mean_of(summed: Sequence[str]) -> LocalProgram:
+def mean_of(summed: Sequence[str]) -> LocalProgram:
     """The operator itself, divided by the number of slices, so that the partial results add up to the mean."""
 
     def program(operator: Operator, local: Local) -> Ref:
-        value, slices = local.call(operator.target, *local.args, **local.kwargs), local.slices(*summed)
+        value, slices = local.itself(), local.slices(*summed)
         return value if slices == 1 else local.call("aten.div.Tensor", value, slices)
 
     return program
@@ -259,23 +244,22 @@ def notation(
     read = reading.dims()
     if read is None or reading.terms is None:
         return None
-    operands, results, found = read
+    operands, results, known = read
     kept = {factor for dims in results for factor in dims}
-    summed = [name for dims in operands for name in dims if name is not None and name not in kept]
-    summed = list(dict.fromkeys(summed))
+    summed = list(dict.fromkeys(name for dims in operands for name in dims if name is not None and name not in kept))
     added = [position for position, term in enumerate(reading.terms) if term.added]
     if added and summed and local is None:
         local = _added_once(added, summed)
     if line.how == "/" and local is None:
-        local = _mean_of(summed)
+        local = mean_of(summed)
     return sharding(
+        operator,
+        specs,
         operands,
         results,
-        specs,
-        operator.results,
         sums=summed,
         local=local,
-        flops=2.0 * prod(found.values()) if product else flops,
+        flops=2.0 * prod(known.values()) if product else flops,
         sizes=sizes,
-        padded=[name for name in found if name not in summed] if padded else (),
+        padded=known.keys() - set(summed) if padded else (),
     )

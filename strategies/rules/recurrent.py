@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.arguments import named
 from strategies.rules.random import dropout_block, mix
-from strategies.rules.registry import local_function, resolve, rule
-from strategies.rules.sharding import Dims, Local, Sharding, sharding
+from strategies.rules.registry import arguments, local_function, resolve, rule
+from strategies.rules.sharding import Dims, Local, Sharding, sharding, unsliced
 
 NETWORKS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 BLOCK = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "bidirectional", "batch_first")
@@ -41,7 +40,7 @@ def recurrent_block(
 ) -> tuple[Tensor, ...]:
     """A recurrent network in training, layer by layer; between them drops out what drops out of the rows from `start`
     on of a global `batch`. Returns what torch's operator returns: outputs and last states."""
-    ways = 2 if bidirectional else 1
+    directions = 2 if bidirectional else 1
     each = len(params) // num_layers
     states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
     ends: list[tuple[Tensor, ...]] = []
@@ -51,17 +50,12 @@ def recurrent_block(
             shape = [batch if i == dim else size for i, size in enumerate(input.shape)]
             starts = [start if i == dim else 0 for i in range(3)]
             input = dropout_block(input, dropout, mix(key, ordinal), layer, shape, starts)
-        own = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
+        own = tuple(state[layer * directions : (layer + 1) * directions] for state in states)
         weights = params[layer * each : (layer + 1) * each]
         given: Any = own[0] if isinstance(hx, Tensor) else own
         input, *last = resolve(target)(input, given, weights, has_biases, 1, 0.0, True, bidirectional, batch_first)
         ends.append(tuple(last))
     return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))
-
-
-def _given(operator: Operator, local: Local | None = None) -> dict[str, Any]:
-    args, kwargs = (operator.args, operator.keywords) if local is None else (local.args, local.kwargs)
-    return named(operator.target, args, kwargs)
 
 
 def drops(given: dict[str, Any]) -> bool:
@@ -70,9 +64,9 @@ def drops(given: dict[str, Any]) -> bool:
 
 
 def _network(operator: Operator, local: Local) -> Ref:
-    given = _given(operator, local)
+    given = local.arguments
     if not drops(given):
-        return local.several(operator.target, *local.args, **local.kwargs)
+        return local.itself()
     if not local.exact:
         own = local.key, local.ordinal, local.position("n")
         return local.several("local.seeded_slice", operator.target, *own, *local.args, **local.kwargs)
@@ -88,17 +82,17 @@ def network(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     covered."""
     if not operator.target.endswith(".input"):
         return None
-    given = _given(operator)
+    given = arguments(operator)
     sequence: Dims = ("n", None, None) if given["batch_first"] else (None, "n", None)
     state: Dims = (None, "n", None)
     states = len(operator.results) - 1
-    weights: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1 + states :]]
-    products = sum(spec.elements for spec in specs[1 + states :] if len(spec.shape) == 2)
+    weights = specs[1 + states :]
+    products = sum(spec.elements for spec in weights if len(spec.shape) == 2)
     return sharding(
-        [sequence, *[state] * states, *weights],
-        [sequence, *[state] * states],
+        operator,
         specs,
-        operator.results,
+        [sequence, *[state] * states, *unsliced(weights)],
+        [sequence, *[state] * states],
         local=_network,
         flops=2.0 * products * specs[0].shape[0] * specs[0].shape[1],
         padded=() if drops(given) else ("n",),
@@ -108,11 +102,8 @@ def network(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
 @rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def cell(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x [n, i], states [n, h], weights -> states [n, h]."""
-    states = len(operator.results)
-    weights: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1 + states :]]
-    products = sum(spec.elements for spec in specs[1 + states :] if len(spec.shape) == 2)
-    rows: Dims = ("n", None)
-    flops = 2.0 * products * specs[0].shape[0]
-    return sharding(
-        [rows] * (1 + states) + weights, [rows] * states, specs, operator.results, flops=flops, padded=("n",)
-    )
+    states, rows = len(operator.results), ("n", None)
+    weights = specs[1 + states :]
+    flops = 2.0 * sum(spec.elements for spec in weights if len(spec.shape) == 2) * specs[0].shape[0]
+    operands: list[Dims] = [rows, *[rows] * states, *unsliced(weights)]
+    return sharding(operator, specs, operands, [rows] * states, flops=flops, padded=("n",))

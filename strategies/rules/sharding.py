@@ -8,7 +8,7 @@ the operand's own axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -25,10 +25,11 @@ Assignment = Mapping[str, tuple[str, ...]]
 class Local(Protocol):
     """What a rule's local program may do. Arguments and results are `Ref`s to the rank's own slices.
 
-    `args` and `kwargs` are the operator's, with the operands' slices in place; `position` stands for a number that
-    differs from rank to rank: the index of the rank's slice of the factors, times `stride`; `size` is a factor's global
-    size. `several` calls what returns a tuple (result i is `Ref(ref.id, i)`). Random operators read `key` (the
-    program's), `ordinal` (theirs) and `exact`.
+    `args`, `kwargs` and `arguments` (all of them, by name) are the operator's, with the operands' slices in place;
+    `itself` calls the operator with these, some of them changed; `several` calls what returns a tuple (result i is
+    `Ref(ref.id, i)`). `position` stands for a number that differs from rank to rank: the index of the rank's slice of
+    the factors, times `stride`; `size` is a factor's global size. Random operators read `key` (the program's),
+    `ordinal` (theirs) and `exact`.
 
     `sum_over` adds a value of local shape `shape` over the slices of factors; with `differentiable` the ranks'
     gradients of the sum are added in backward. `gather_over` stacks the slices' values on a new dim 0,
@@ -42,11 +43,14 @@ class Local(Protocol):
     @property
     def kwargs(self) -> dict[str, Any]: ...
     @property
+    def arguments(self) -> dict[str, Any]: ...
+    @property
     def exact(self) -> bool: ...
     @property
     def key(self) -> Any: ...
     @property
     def ordinal(self) -> int: ...
+    def itself(self, **changes: Any) -> Ref: ...
     def call(self, target: str, *args: Any, **kwargs: Any) -> Ref: ...
     def several(self, target: str, *args: Any, **kwargs: Any) -> Ref: ...
     def slices(self, *factors: str) -> int: ...
@@ -158,32 +162,62 @@ def _layout(dims: Dims, assignment: Assignment, partial: frozenset[str] = frozen
     return Layout(tuple(assignment.get(factor, ()) if factor is not None else () for factor in dims), partial)
 
 
+def numbered(rank: int, without: Collection[int] = ()) -> Dims:
+    """The factors d0, d1, ... of a tensor's dims, None for dims in `without`, which stay replicated."""
+    return tuple(None if dim in without else f"d{dim}" for dim in range(rank))
+
+
+def unsliced(specs: Iterable[TensorSpec]) -> list[Dims]:
+    """The dims of replicated tensors."""
+    return [(None,) * len(spec.shape) for spec in specs]
+
+
+def broadcast_dims(specs: Sequence[TensorSpec], shape: Sequence[int]) -> list[Dims]:
+    """Per operand: the result's dim that each of its dims is, None where it is broadcast."""
+    skips = [len(shape) - len(spec.shape) for spec in specs]
+    return [
+        tuple(f"d{skip + i}" if size == shape[skip + i] else None for i, size in enumerate(spec.shape))
+        for skip, spec in zip(skips, specs, strict=True)
+    ]
+
+
 def sharding(
+    operator: Operator,
+    specs: Sequence[TensorSpec],
     operands: Sequence[Dims],
     results: Sequence[Dims],
-    specs: Sequence[TensorSpec],
-    result_specs: Sequence[TensorSpec],
     *,
-    sums: Sequence[str] = (),
+    sums: Iterable[str | None] = (),
     local: LocalProgram | None = None,
     flops: float | None = None,
     sizes: Mapping[str, int] | None = None,
-    padded: Iterable[str] = (),
+    padded: Iterable[str | None] = (),
 ) -> Sharding:
-    """A `Sharding` whose factor sizes are read from the shapes; `sizes` overrides those of dims cut coarser."""
-    found: dict[str, int] = {}
-    for dims, spec in zip((*operands, *results), (*specs, *result_specs), strict=True):
+    """A `Sharding` whose factor sizes are read from the shapes.
+
+    Args:
+        operator: the call.
+        specs: shapes of its tensor operands.
+        operands: factors of their dims.
+        results: factors of the results' dims.
+        sums: factors over which results are partial sums; None does not count, here and in `padded`.
+        local: the local program; None: the operator itself.
+        flops: of one forward; None: as many as the largest tensor has elements.
+        sizes: sizes of factors whose dims are cut coarser.
+        padded: factors that may be cut into slices that do not divide.
+    """
+    known: dict[str, int] = {}
+    tensors = (*specs, *operator.results)
+    for dims, spec in zip((*operands, *results), tensors, strict=True):
         for factor, size in zip(dims, spec.shape, strict=True):
             if factor is not None:
-                found.setdefault(factor, size)
-    found |= {factor: size for factor, size in (sizes or {}).items() if factor in found}
-    work = float(max((spec.elements for spec in (*specs, *result_specs)), default=0)) if flops is None else flops
-    cut = frozenset(factor for factor in padded if factor in found)
-    return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work, padded=cut)
+                known.setdefault(factor, size)
+    known |= {factor: size for factor, size in (sizes or {}).items() if factor in known}
+    work = float(max((spec.elements for spec in tensors), default=0)) if flops is None else flops
+    summed, cut = frozenset(filter(None, sums)), frozenset(factor for factor in padded if factor in known)
+    return Sharding(tuple(operands), tuple(results), known, summed, local, work, padded=cut)
 
 
 def replicated(operator: Operator, specs: Sequence[TensorSpec], local: LocalProgram | None = None) -> Sharding:
     """No factors: the operator (or its local program) runs on replicated tensors, on every rank."""
-    operands: list[Dims] = [(None,) * len(spec.shape) for spec in specs]
-    results: list[Dims] = [(None,) * len(spec.shape) for spec in operator.results]
-    return replace(sharding(operands, results, specs, operator.results, local=local), known=False)
+    return replace(sharding(operator, specs, unsliced(specs), unsliced(operator.results), local=local), known=False)

@@ -12,7 +12,7 @@ from functools import cache
 from strategies.core.graph import Operator, TensorSpec
 from strategies.rules.notation import notation
 from strategies.rules.registry import RULES, Rule
-from strategies.rules.sharding import Sharding
+from strategies.rules.sharding import LocalProgram, Sharding
 
 PRODUCTS = (
     ("m k, k n -> m n", "mm"),
@@ -153,12 +153,14 @@ EVEN = (
 """Rules whose factors are cut into equal slices alone."""
 
 
-Line = tuple[str, bool, bool]
-"""Notation, whether it is a product, and whether factors may be padded."""
+Line = tuple[str, bool, bool, LocalProgram | None]
+"""Notation, whether it is a product, whether factors may be padded, and the local program."""
 _lines: dict[str, tuple[Line, ...]] = {}
 
 
-def line(text: str, names: str, *, padded: bool = False, product: bool = False) -> None:
+def line(
+    text: str, names: str, *, padded: bool = False, product: bool = False, local: LocalProgram | None = None
+) -> None:
     """Give operators a line of notation, behind those that they have.
 
     Args:
@@ -167,6 +169,7 @@ def line(text: str, names: str, *, padded: bool = False, product: bool = False) 
         padded: whether factors that are not summed over may have padded slices: what padding holds reaches nothing but
             padding, and is no reason for infinite gradients.
         product: whether every combination of the factors is multiplied and added.
+        local: the local program, if a slice is computed by something else than the operator.
 
     Raises:
         ValueError: if an operator has a rule that is not a line.
@@ -174,14 +177,14 @@ def line(text: str, names: str, *, padded: bool = False, product: bool = False) 
     for name in names.split():
         if name in RULES and name not in _lines:
             raise ValueError(f"Operator {name} has two rules.")
-        _lines[name] = (*_lines.get(name, ()), (text, product, padded))
+        _lines[name] = (*_lines.get(name, ()), (text, product, padded, local))
         RULES[name] = _rule(_lines[name])
 
 
 @cache
 def _rule(lines: tuple[Line, ...]) -> Rule:
     def first_that_fits(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-        read = (notation(text, operator, specs, product=product, padded=padded) for text, product, padded in lines)
+        read = (notation(t, operator, specs, product=product, padded=pad, local=own) for t, product, pad, own in lines)
         return next((sharding for sharding in read if sharding is not None), None)
 
     return first_that_fits

@@ -20,7 +20,6 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
-from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding
 from strategies.runtime.simulate import Simulation
 
@@ -160,11 +159,6 @@ def family(cases: Sequence[tuple[Any, ...]], draw: Callable[[int], Any]) -> Fami
     return Family(tuple(name for name, *_ in cases), suite, captured, draw)
 
 
-def rules_in(module: str) -> set[str]:
-    """The operators whose rule is defined in `strategies.rules.<module>`."""
-    return {name for name, function in RULES.items() if function.__module__ == f"strategies.rules.{module}"}
-
-
 @pytest.fixture(scope="module")
 def cases(request, draw) -> Family:
     """The table `CASES` of the test file, captured once."""
@@ -195,10 +189,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(str(size) for _, size in mesh.axes))
 
 
-@pytest.fixture(scope="session")
-def uncovered() -> Callable[[Family, str], set[str]]:
-    """Operators with a rule in a family that no case reaches."""
-    return lambda cases, module: rules_in(module) - cases.operators
+@pytest.fixture
+def uncovered(request) -> Callable[[Family], set[str]]:
+    """Those of the operators `COVERS` of the test file that no case reaches."""
+    return lambda cases: set(request.module.COVERS.split()) - cases.operators
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strategies.rules.batch_norm import batch_norm_training, instance_norm_training
+from strategies.rules.normalization import batch_norm_training, instance_norm_training
 
 # operators that capture makes are reached here under a name of their own
 LIBRARY = torch.library.Library("norms_of_tests", "FRAGMENT")
@@ -29,6 +29,7 @@ def far(*shape):
 C = 6
 AFFINE = (x(C), x(C))
 STATISTICS = (x(C), x(C).abs() + 0.1)
+COVERS = "batch_norm batch_norm_training instance_norm instance_norm_training"
 CASES = [
     ("training", lambda a, w, b, *s: OPS.batch_norm_training(a, w, b, *s, 0.1, 1e-5), x(12, C), *AFFINE, *STATISTICS),
     ("plain", lambda a, *s: OPS.batch_norm_training(a, None, None, *s, 0.3, 1e-3), far(6, C, 12), *STATISTICS),
@@ -72,7 +73,7 @@ def test_batch_norm(cases, check, mesh):
 
 
 def test_every_rule_has_a_case(cases, uncovered):
-    assert not uncovered(cases, "batch_norm")
+    assert not uncovered(cases)
 
 
 @pytest.mark.parametrize("function", [batch_norm_training, instance_norm_training])

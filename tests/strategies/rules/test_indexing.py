@@ -17,6 +17,7 @@ def indices(high, *shape, low=0):
     return torch.randint(low, high, shape)
 
 
+COVERS = "gather index index_select take_along_dim"
 CASES = [
     ("index", lambda a, i: a[i], x(12, 7), indices(12, 6)),
     ("index negative", lambda a, i: a[i], x(7, 4), indices(7, 6, 2, low=-7)),
@@ -58,7 +59,7 @@ def test_indexing_on_every_mesh(cases, check, mesh):
 
 
 def test_every_rule_has_a_case(cases, uncovered):
-    assert not uncovered(cases, "indexing")
+    assert not uncovered(cases)
 
 
 def test_a_search_per_row_and_a_flattened_one_run_replicated(cases, known):

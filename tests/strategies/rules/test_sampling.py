@@ -11,8 +11,7 @@ from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
-from strategies.rules.random import draws, seeded
-from strategies.rules.sampling import rrelu_block
+from strategies.rules.random import draws, rrelu_block, seeded
 from strategies.runtime.simulate import Simulation
 
 torch.manual_seed(1)
@@ -20,6 +19,10 @@ DOUBLE = {"dtype": torch.float64}
 X = torch.rand(12, 6, 12, **DOUBLE)
 SIGNED = X - 0.5
 ROWS = torch.rand(12, 30, **DOUBLE) + 0.1
+COVERS = """
+alpha_dropout bernoulli cauchy exponential feature_alpha_dropout feature_dropout geometric log_normal multinomial
+native_dropout normal normal_functional rand rand_like randint randint_like randn randn_like random rrelu uniform
+"""
 CASES = [
     ("rand", lambda x: x * torch.rand(12, 6, 12, **DOUBLE), X),
     ("randn", lambda x: x * torch.randn(6, 12, **DOUBLE), X),
@@ -172,7 +175,7 @@ def test_full_draws_do_not_depend_on_the_memory_format():
 
 
 def test_every_rule_has_a_case(cases, uncovered):
-    assert not uncovered(cases, "sampling")
+    assert not uncovered(cases)
 
 
 def test_the_rest_runs_replicated(known, cases):
