@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from strategies.capture.nodes import op_of
+from strategies.rules.traits import traits
 
 aten = torch.ops.aten
 MASK, DROPOUT, CAUSAL = 3, 4, 5
 """Positions of the arguments of attention, after query, key and value."""
 LARGEST = 1 << 28
 """Elements of a mask beyond which it is not computed."""
-COPIES = frozenset({"clone", "contiguous", "alias"})
 
 
 def shorten_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
@@ -109,7 +109,7 @@ def _repeated(node: Any) -> fx.Node | None:
 
 def _origin(node: Any) -> fx.Node:
     """The node before copies and slices that take everything."""
-    while op_of(node) in COPIES or (
+    while traits(op_of(node)).equal or (
         op_of(node) == "slice" and node.meta["val"].shape == node.args[0].meta["val"].shape
     ):
         node = node.args[0]

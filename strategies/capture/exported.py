@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from strategies.capture.causal import shorten_masks
-from strategies.capture.functional import PASSING, make_functional
+from strategies.capture.functional import make_functional
 from strategies.capture.nodes import at, op_of, source_of
 from strategies.capture.numbers import resolve_numbers
 from strategies.capture.regions import flatten
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.rules.registry import LOCAL_FUNCTIONS
+from strategies.rules.traits import traits
 
 
 def dtype_of(value: Tensor) -> str:
@@ -147,7 +148,7 @@ class _Reader:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
             return
         op, target = op_of(node), _target(node)
-        if op in PASSING:
+        if traits(op).equal == "left_out":
             self.values[node] = self.values[node.args[0]]  # type: ignore[index]
             return
         result = node.meta["val"]

@@ -4,31 +4,35 @@ Every tensor of the graph has a base tensor, whose memory it shows, and the view
 through a view computes the view's new value and puts it back along the views into a new value of the base tensor;
 whoever reads the base tensor or any other view of it afterwards takes the same view of the new value. So gradients come
 out as in eager torch: none for what was overwritten. The last value of a buffer that was written is an update. Batch
-normalization in training, which writes its running statistics unseen, returns them instead.
+normalization in training, which writes its running statistics unseen, returns them instead. In-place operators and the
+operators that return what they write are paired by their schemas.
 """
 
 from __future__ import annotations
 
 import operator as python_operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
-from strategies.capture.functional_overloads import functional_overload, left_out, written_argument
-from strategies.capture.inverse_views import put_back
 from strategies.capture.nodes import at, call, fakes, floating, op_of
 from strategies.core.errors import StrategyError
 from strategies.rules.registry import resolve
+from strategies.rules.traits import traits
 
 aten = torch.ops.aten
-PASSING = frozenset({"alias", "lift_fresh", "lift_fresh_copy"})
-"""Operators that return what they are given; in a graph without writes a copy is as good as the tensor."""
 CUMULATIVE = -1.0
 """The momentum that capture gives a batch normalization without one, which averages over all its batches."""
 UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"})
 """Operators that write running statistics although their schema does not say so, and that no module of torch calls."""
+OTHERWISE = {"normal_": "normal_functional"}
+"""In-place operators whose functional overload has another name."""
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+"""Sizes by which the dims of a permuted tensor are recognised."""
 
 
 def make_functional(
@@ -63,16 +67,14 @@ class _Rewriting:
                     node.args = fx.map_arg(node.args, self.read)
                 else:
                     self._register(node, None)
-        written = [
-            base_tensor for base_tensor in self.now if base_tensor.op == "placeholder" and self.version[base_tensor] > 0
-        ]
-        self.updates = {base_tensor: self._computed(self.now[base_tensor]) for base_tensor in written}
+        written = [base for base in self.now if base.op == "placeholder" and self.version[base] > 0]
+        self.updates = {base: self._computed(self.now[base]) for base in written}
         for node in reversed(self.replaced):
             graph.erase_node(node)
 
     def _computed(self, value: fx.Node) -> fx.Node:
         """A value as an operator's result: a buffer may be given what another source of the graph holds."""
-        if value.op != "placeholder" and op_of(value) not in PASSING:
+        if value.op != "placeholder" and traits(op_of(value)).equal != "left_out":
             return value
         (end,) = self.graph.find_nodes(op="output")
         with self.graph.inserting_before(end):
@@ -149,7 +151,7 @@ class _Rewriting:
             raise StrategyError(
                 "MW903", f"{op}{at(node)} writes running statistics unseen; call torch.nn.functional.batch_norm."
             )
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             self._in_place(node, op)
             return
         shown = _shown(node)
@@ -157,7 +159,7 @@ class _Rewriting:
         self._register(node, None if shown is None else self._name(shown))
 
     def _in_place(self, node: fx.Node, op: str) -> None:
-        assert isinstance(node.target, torch._ops.OpOverload)
+        assert isinstance(node.target, OpOverload)
         name = written_argument(node.target)
         base = None if name is None else node.kwargs[name] if name in node.kwargs else node.args[0]
         if not isinstance(base, fx.Node):
@@ -285,3 +287,98 @@ def _shown(node: fx.Node) -> fx.Node | None:
         if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory:
             return operand
     return None
+
+
+def written_argument(target: OpOverload) -> str | None:
+    """The name of the one argument that an operator writes; None if it writes several, or a list."""
+    written = [given for given in target._schema.arguments if given.alias_info and given.alias_info.is_write]
+    return str(written[0].name) if len(written) == 1 and str(written[0].type) == "Tensor" else None
+
+
+@cache
+def functional_overload(target: OpOverload) -> OpOverload | None:
+    """The operator that returns a new tensor with what `target` writes in place (or to `out`), or None."""
+    space, _, name = target._schema.name.partition("::")
+    if name.startswith("__i") and name.endswith("__"):
+        name = f"__{name[3:]}"
+    packet = getattr(getattr(torch.ops, space), OTHERWISE.get(name, name.removesuffix("_")), None)
+    if packet is None:
+        return None
+    wanted = _arguments(target)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    fitting = [found for found in overloads if not found._schema.is_mutable and _arguments(found) == wanted]
+    fitting.sort(key=lambda found: found._overloadname != target._overloadname)
+    return fitting[0] if fitting else None
+
+
+def _arguments(target: OpOverload) -> list[tuple[str, str]]:
+    """Types, and names of those that are given by name, without `out`."""
+    return [
+        (str(argument.type), argument.name if argument.kwarg_only else "")
+        for argument in target._schema.arguments
+        if not argument.is_out
+    ]
+
+
+def left_out(target: OpOverload, other: OpOverload, given: int) -> list[Any]:
+    """The defaults of `target` for arguments after the first `given` for which its functional overload has none."""
+    pairs = zip(target._schema.arguments[given:], other._schema.arguments[given:], strict=False)
+    return [own.default_value for own, same in pairs if not same.kwarg_only and not same.has_default_value()]
+
+
+def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, index: Any, base: fx.Node, value: fx.Node) -> fx.Node:
+    """`base` with `value` in the part that `view` shows of it (`index`: the number of the view, of several).
+
+    Raises StrategyError if the way back of the view is not known.
+    """
+    op = op_of(view)
+    target: Any = view.target
+    shape, own = base.meta["val"].shape, value.meta["val"].shape
+    args: Any = view.args[1:]
+    kwargs: Any = dict(view.kwargs)
+    make: Callable[..., fx.Node] = lambda target, *args, **kwargs: call(graph, writer, target, *args, **kwargs)  # noqa: E731
+    if base.meta["val"].is_complex() and op in ("select", "slice"):  # whose scatter has no complex derivative
+        dim = args[0] if args else kwargs.pop("dim", 0)
+        real = [make(aten.view_as_real.default, part) for part in (base, value)]
+        args = (dim if dim >= 0 else dim - 1, *args[1:])
+        scatter = aten.select_scatter.default if op == "select" else aten.slice_scatter.default
+        return make(aten.view_as_complex.default, make(scatter, *real, *args, **kwargs))
+    if op == "select":
+        return make(aten.select_scatter.default, base, value, *args, **kwargs)
+    if op == "diagonal":
+        return make(aten.diagonal_scatter.default, base, value, *args, **kwargs)
+    if op == "unbind":
+        return make(aten.select_scatter.default, base, value, args[0] if args else kwargs.get("dim", 0), index)
+    kind = traits(op).result
+    if kind == "split":
+        return _part(view, index, base, value, make)
+    if op == "view_as_real":
+        return make(aten.view_as_complex.default, value)
+    if op == "view_as_complex":
+        return make(aten.view_as_real.default, value)
+    if kind == "permutation":
+        labels = torch.empty(PRIMES[: len(shape)], device="meta")
+        order = [PRIMES.index(size) for size in target(labels, *args, **kwargs).shape]
+        return make(aten.permute.default, value, [order.index(dim) for dim in range(len(order))])
+    bits = getattr(target, "_overloadname", "") == "dtype" and op == "view"
+    if own == shape and value.meta["val"].dtype == base.meta["val"].dtype and not bits:
+        return value  # the view shows all of it
+    if op == "slice":
+        return make(aten.slice_scatter.default, base, value, *args, **kwargs)
+    if op == "narrow":
+        dim, start, length = args
+        return make(aten.slice_scatter.default, base, value, dim, start, start + length)
+    if own.numel() == shape.numel() and not bits and kind in ("reshape", "expansion"):
+        return make(aten.reshape.default, value, list(shape))
+    raise StrategyError("MW903", f"{op_of(writer)}{at(writer)} writes in place through {op}, which cannot be captured.")
+
+
+def _part(view: fx.Node, index: int, base: fx.Node, value: fx.Node, make: Callable[..., fx.Node]) -> fx.Node:
+    """The way back of one of the parts into which a dim is cut."""
+    parts = [tuple(found.shape) for found in view.meta["val"]]
+    shape = tuple(base.meta["val"].shape)
+    dim = next((d for d, size in enumerate(shape) if parts[0][d] != size), 0)
+    start = sum(found[dim] for found in parts[:index])
+    if len(parts) == 1:
+        return value
+    return make(aten.slice_scatter.default, base, value, dim, start, start + parts[index][dim])

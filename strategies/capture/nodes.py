@@ -1,4 +1,4 @@
-"""Nodes of an exported graph: where the user wrote them, and new ones beside them.
+"""Nodes of an exported graph: where the user wrote them, and new ones beside them; and torch, patched meanwhile.
 
 A pass that adds a node computes its value on fake tensors, so that every node knows its shape and dtype, and gives it
 the module call and the source line of the node that it serves.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 """Where source lines are not the user's (site-packages may be inside the standard library's folder)."""
 WHENCE = ("nn_module_stack", "stack_trace", "without_grad", "autocast")
 """What a new node inherits from the node that it serves."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
+    """`other` in place of the attribute `name` of `owner` meanwhile."""
+    before = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def in_library(filename: str) -> bool:

@@ -32,6 +32,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 
 from strategies.capture.functional import CUMULATIVE
+from strategies.capture.nodes import replaced
 from strategies.capture.numbers import SYMBOLS
 
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -52,28 +53,18 @@ def traceable(objective: nn.Module) -> Iterator[None]:
             (replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass"),
             (replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass"),
         ):
-            stack.enter_context(_replaced(file, name, keep))
+            stack.enter_context(replaced(file, name, keep))
         if masks := sys.modules.get("transformers.masking_utils"):
-            stack.enter_context(_replaced(masks, "is_torchdynamo_exporting", lambda: False))
-        stack.enter_context(_replaced(inference_mode, "__enter__", _begin))
-        stack.enter_context(_replaced(inference_mode, "__exit__", _end))
-        stack.enter_context(_replaced(Distribution, "_validate_args", False))
-        stack.enter_context(_replaced(NamedMemberAccessor, "swap_tensor", _swapped(NamedMemberAccessor.swap_tensor)))
-        stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
-        stack.enter_context(_replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
-        stack.enter_context(_replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
+            stack.enter_context(replaced(masks, "is_torchdynamo_exporting", lambda: False))
+        stack.enter_context(replaced(inference_mode, "__enter__", _begin))
+        stack.enter_context(replaced(inference_mode, "__exit__", _end))
+        stack.enter_context(replaced(Distribution, "_validate_args", False))
+        stack.enter_context(replaced(NamedMemberAccessor, "swap_tensor", _swapped(NamedMemberAccessor.swap_tensor)))
+        stack.enter_context(replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
+        stack.enter_context(replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
+        stack.enter_context(replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
         stack.enter_context(_Unasked())
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _begin(region: Any) -> None:
@@ -118,7 +109,7 @@ def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which asks with torch.any whether to raise, without the question."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(torch, "any", lambda _: False):
+        with replaced(torch, "any", lambda _: False):
             return function(*args, **kwargs)
 
     return call

@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
-from strategies.capture.nodes import at, in_library, op_of, short
+from strategies.capture.nodes import at, in_library, op_of, replaced, short
 from strategies.core.errors import StrategyError
 from strategies.rules.registry import named
 
@@ -78,19 +78,13 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
             )
 
 
-@contextmanager
-def _refused(owner: Any, name: str, what: str, why: str) -> Iterator[None]:
+def _refused(owner: Any, name: str, what: str, why: str) -> AbstractContextManager[None]:
     """Let the function `name` of `owner` raise meanwhile."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise StrategyError("MW906", f"The model's forward {what}{_users_line()}, {why}")
 
-    before = getattr(owner, name)
-    setattr(owner, name, refuse)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return replaced(owner, name, refuse)
 
 
 def _users_line() -> str:

@@ -7,6 +7,7 @@ one holds beyond the end of the dim is padding (zeros, or whatever operators mad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,10 @@ class Layout:
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Shape of one slice, padding included."""
         return tuple([-(-size // count) for size, count in zip(shape, self.counts(mesh), strict=True)])
+
+    def local_elements(self, shape: Sequence[int], mesh: Mesh) -> int:
+        """Elements of one slice, padding included."""
+        return math.prod(self.local_shape(shape, mesh))
 
     def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
         """The part of the tensor that `rank` holds, (start, stop) per dim, without padding."""

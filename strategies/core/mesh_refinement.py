@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
+from typing import TypeVar
 
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
@@ -20,6 +21,7 @@ from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import NamedMatrix
 
 Axes = tuple[str, ...]
+T = TypeVar("T")
 UNNAMED = "#"
 """Between the letters and the number of an axis that nobody named (`d#0`), so that no user's name can be taken for
 one."""
@@ -80,22 +82,18 @@ class Meshing:
         if count == 1:
             return ()
         runs = self.fixed or tuple((name,) for name in self.mesh.names)
-        for start in range(len(runs)):
-            for end in range(start + 1, len(runs) + 1):
-                axes = tuple(axis for run in runs[start:end] for axis in run)
-                if self.mesh.product(axes) == count and not used & set(axes):
-                    return axes
-        for run in self.fixed:
-            for start in range(len(run)):
-                for end in range(start + 1, len(run) + 1):
-                    if self.mesh.product(run[start:end]) == count and not used & set(run[start:end]):
-                        return run[start:end]
         free = [name for name in self.mesh.names if name not in used]
-        for size in range(1, len(free) + 1):
-            for axes in combinations(free, size):
-                if self.mesh.product(axes) == count:
-                    return axes
-        return None
+        candidates: Iterable[Axes] = chain(
+            (tuple(chain(*neighbours)) for neighbours in _contiguous(runs)),
+            (part for run in self.fixed for part in _contiguous(run)),
+            (axes for size in range(1, len(free) + 1) for axes in combinations(free, size)),
+        )
+        return next((axes for axes in candidates if self.mesh.product(axes) == count and used.isdisjoint(axes)), None)
+
+
+def _contiguous(values: tuple[T, ...]) -> Iterator[tuple[T, ...]]:
+    """Every run of neighbours among `values`, by its start, short ones first."""
+    return (values[start:end] for start, end in combinations(range(len(values) + 1), 2))
 
 
 def meshing(
@@ -144,9 +142,8 @@ def meshing(
         refined = finer
     if mesh is None:
         for matrix_of_counts in counts:
-            refined = (
-                common_refinement(refined, (*matrix_of_counts, world_size // math.prod(matrix_of_counts))) or refined
-            )
+            spread = (*matrix_of_counts, world_size // math.prod(matrix_of_counts))
+            refined = common_refinement(refined, spread) or refined
     fine = tuple(prime for size in refined for prime in primes(size)) or (1,)
     first = next(iter(explicit.values()), None)
     names = _names(fine, *first) if first else tuple(f"{spare}{UNNAMED}{i}" for i in range(len(fine)))
@@ -191,8 +188,7 @@ def merged(plan: Plan, explicit: Iterable[Axes] = ()) -> Plan:
     sequences |= {dim for layout in layouts for dim in layout.dims}
     sequences |= {tuple(name for name in plan.mesh.names if name in layout.partial) for layout in layouts}
     groups = grouped(plan.mesh.names, sequences, ends)
-    names = _merged_names(groups)
-    return _renamed(plan, {axis: names[i] for i, group in enumerate(groups) for axis in group[:1]}, groups, names)
+    return _renamed(plan, groups, _merged_names(groups))
 
 
 def grouped(names: Iterable[str], sequences: Iterable[Axes], ends: Container[str] = ()) -> list[Axes]:
@@ -228,7 +224,10 @@ def _merged_names(groups: Sequence[Sequence[str]]) -> list[str]:
     return [name if plain.count(name) == 1 else f"{name}.{plain[:i].count(name)}" for i, name in enumerate(plain)]
 
 
-def _renamed(plan: Plan, heads: Mapping[str, str], groups: Sequence[Sequence[str]], names: Sequence[str]) -> Plan:
+def _renamed(plan: Plan, groups: Sequence[Sequence[str]], names: Sequence[str]) -> Plan:
+    """The plan with the axes of each group as one of `names`; the group's first axis stands for all of it."""
+    heads = {group[0]: name for group, name in zip(groups, names, strict=True)}
+
     def axes(old: Iterable[str]) -> Axes:
         return tuple(heads[axis] for axis in old if axis in heads)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from strategies.core.graph import modules_around
+from strategies.core.graph import Source, modules_around
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 
@@ -58,6 +58,10 @@ class Plan:
     tensors: Mapping[str, Layout]
     search: Mapping[str, Any] = field(default_factory=dict)
     recompute: Recompute | None = None
+
+    def local_bytes(self, source: Source) -> int:
+        """Bytes of a rank's slice of a parameter, buffer or constant."""
+        return self.tensors[source.name].local_elements(source.spec.shape, self.mesh) * source.spec.item_bytes
 
     def to_json(self) -> dict[str, Any]:
         """The fields from which the plan can be read again; reports add derived ones."""

@@ -87,7 +87,7 @@ class Step:
         n = mesh.product(self.axes)
         if self.kind == EXCHANGE:
             return sum(size_of(block) for peer, block in sends(self, mesh, rank) if peer != rank)
-        local = math.prod(self.before.local_shape(self.shape, mesh))
+        local = self.before.local_elements(self.shape, mesh)
         if self.kind == ALL_GATHER:
             return local * (n - 1)
         if self.kind == ALL_REDUCE:
@@ -95,7 +95,7 @@ class Step:
         if self.kind == ALL_TO_ALL:  # the sliced dim may be padded first; the gathered dim is not yet
             local = local // (self.before.local_shape(self.shape, mesh)[self.dim] or 1) * (self.cut_length(mesh) or 0)
             return local * (n - 1) // n
-        return math.prod(self.after.local_shape(self.shape, mesh)) * (n - 1)
+        return self.after.local_elements(self.shape, mesh) * (n - 1)
 
     def busiest(self, mesh: Mesh) -> int:
         """Elements that the rank which sends most sends to others."""

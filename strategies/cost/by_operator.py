@@ -90,10 +90,10 @@ def operator_costs(
         parameters = 0
         for source in owned.get(operator.name, ()):
             replicas = plan.tensors[source.name].replica_axes(plan.mesh)
-            parameters += _slice_bytes(source, plan) // (plan.mesh.product(replicas) if zero_stage == 3 else 1)
+            parameters += plan.local_bytes(source) // (plan.mesh.product(replicas) if zero_stage == 3 else 1)
         layouts = plan.operators[operator.name].outputs or sharding.result_layouts(assignment)
         results = sum(
-            math.prod(layout.local_shape(spec.shape, plan.mesh)) * spec.item_bytes
+            layout.local_elements(spec.shape, plan.mesh) * spec.item_bytes
             for layout, spec in zip(layouts, operator.results, strict=True)
         )
         flops = sharding.flops * math.prod(shares(sharding, assignment, plan.mesh).values())
@@ -149,7 +149,7 @@ class _Communication:
             for source in owned.get(operator.name, ()):
                 replicas = self.plan.tensors[source.name].replica_axes(self.mesh)
                 axes = replicas if zero_stage else self.program.reductions.get(source.name, ())
-                ranks, size = self.mesh.product(axes), _slice_bytes(source, self.plan)
+                ranks, size = self.mesh.product(axes), self.plan.local_bytes(source)
                 for kind in GRADIENTS[zero_stage] if ranks > 1 and source.trainable else ():
                     sent = -(-(2 if kind == ALL_REDUCE else 1) * size * (ranks - 1) // ranks)
                     self.sent[operator.name] = self.sent.get(operator.name, 0) + sent
@@ -175,11 +175,6 @@ def marginal_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh, 
     """Seconds that `sent` bytes add to a collective that carries many tensors."""
     larger, smaller = (collective_seconds(kind, size, axes, mesh, cluster) for size in (LARGEST + sent, LARGEST))
     return larger - smaller
-
-
-def _slice_bytes(source: Source, plan: Plan) -> int:
-    """Bytes of a rank's slice of a parameter."""
-    return math.prod(plan.tensors[source.name].local_shape(source.spec.shape, plan.mesh)) * source.spec.item_bytes
 
 
 def _first_users(graph: OperatorGraph) -> dict[str, list[Source]]:

@@ -8,9 +8,10 @@ Errors are relative, so that short calls count as much as long ones. Invariant: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from strategies.core.steps import ALL_REDUCE
 from strategies.cost.cluster import Link
 
 SEND = "send"
+T = TypeVar("T")
 Numbers = npt.NDArray[np.float64]
 REPEATS, STEP, SHORTEST = 40, 0.9, 1e-12
 """Steps of the fit, the largest step of a logarithm, and the shortest fitted time (of no bytes and no call, say)."""
@@ -77,28 +79,28 @@ def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Cal
     were measured with one number of bytes, whose seconds per byte and per call cannot be separated, too."""
     errors: dict[str, Error] = {}
     flops: dict[str, float] = {}
-    by_dtype: dict[str, list[Product]] = {}
-    for product in products:
-        by_dtype.setdefault(product.dtype, []).append(product)
-    for dtype, found in by_dtype.items():
-        rows, seconds = [[1.0, one.flops] for one in found], [one.seconds for one in found]
-        (_, per_flop), errors[f"matmul {dtype}"] = law(rows, seconds)
+    links: dict[str, Link] = {}
+    for dtype, multiplied in _grouped(products, lambda one: one.dtype).items():
+        rows = [[1.0, one.flops] for one in multiplied]
+        (_, per_flop), errors[f"matmul {dtype}"] = law(rows, [one.seconds for one in multiplied])
         flops[dtype] = 1 / per_flop
     bandwidth: float | None = None
     if measured := list(copies):
-        rows, seconds = [[1.0, float(one.bytes)] for one in measured], [one.seconds for one in measured]
-        (_, per_byte), errors["memory"] = law(rows, seconds)
+        (_, per_byte), errors["memory"] = law([[1.0, one.bytes] for one in measured], [one.seconds for one in measured])
         bandwidth = 1 / per_byte
-    links: dict[str, Link] = {}
-    by_kind: dict[str, list[Call]] = {}
-    for call in calls:
-        by_kind.setdefault(call.kind, []).append(call)
-    for kind, group in by_kind.items():
+    for kind, group in _grouped(calls, lambda one: one.kind).items():
         if len({one.bytes for one in group}) > 1:
-            rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
-            (call_, latency, per_byte), errors[kind] = law(rows, [one.seconds for one in group])
-            links[kind] = Link(1 / per_byte, latency, call_)
+            rows = [[1.0, rounds(kind, one.ranks), one.bytes] for one in group]
+            (call, latency, per_byte), errors[kind] = law(rows, [one.seconds for one in group])
+            links[kind] = Link(1 / per_byte, latency, call)
     return Fit(flops, bandwidth, links, errors)
+
+
+def _grouped(measured: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+    groups: dict[str, list[T]] = {}
+    for one in measured:
+        groups.setdefault(key(one), []).append(one)
+    return groups
 
 
 def rounds(kind: str, ranks: int) -> int:

@@ -132,8 +132,8 @@ def _direct(sent: float, crossed: Crossed) -> float:
 
 def copied_elements(step: Step, mesh: Mesh) -> int:
     """Elements that a rank copies beside sending: slices along any dim but the first are not contiguous."""
-    before = math.prod(step.before.local_shape(step.shape, mesh))
-    after = math.prod(step.after.local_shape(step.shape, mesh))
+    before = step.before.local_elements(step.shape, mesh)
+    after = step.after.local_elements(step.shape, mesh)
     if step.kind in (ALL_TO_ALL, EXCHANGE):
         return before + after
     if step.kind == ALL_REDUCE:

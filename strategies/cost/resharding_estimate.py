@@ -148,9 +148,7 @@ def estimated_seconds(
     seconds = 0.0
     if after.partial:
         if not after.partial.isdisjoint(before.axes):
-            seconds += (
-                cluster.launch + 2 * math.prod(after.local_shape(shape, mesh)) * item_bytes / cluster.memory_bandwidth
-            )
+            seconds += cluster.launch + 2 * after.local_elements(shape, mesh) * item_bytes / cluster.memory_bandwidth
         dims = tuple(tuple(axis for axis in dim if axis not in after.partial) for dim in before.dims)
         before, after = Layout(dims, before.partial - after.partial), Layout(after.dims)
     for kind, axes, sent, copied in shares(before, after, mesh):
@@ -170,7 +168,7 @@ def shares(before: Layout, after: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[
     found = []
     for step in direct_path(before, after, shape, mesh):
         if step.kind == EXCHANGE:
-            sent = math.prod(step.after.local_shape(shape, mesh))
+            sent = step.after.local_elements(shape, mesh)
         else:
             sent = step.elements(mesh)
         found.append((step.kind, step.axes, sent / elements, copied_elements(step, mesh) / elements))

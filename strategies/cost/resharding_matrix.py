@@ -245,7 +245,7 @@ class ReshardingCosts:
         elements = math.prod(shape)
         before, after = self.layout(made.before, row), self.layout(made.after, column)
         for step in resharding_path(before, after, shape, self.mesh):
-            local = [math.prod(layout.local_shape(shape, self.mesh)) for layout in (step.before, step.after)]
+            local = [layout.local_elements(shape, self.mesh) for layout in (step.before, step.after)]
             sent = step.busiest(self.mesh)
             shares = tuple(part / elements for part in (*local, sent))
             key: tuple[object, ...] = (step.kind, step.axes, step.dim > 0, *shares)

@@ -152,7 +152,7 @@ class _Stored:
 
     def _local_bytes(self, ref: Ref, layout: Layout) -> float:
         spec = self.graph.specs[ref]
-        return math.prod(layout.local_shape(spec.shape, self.plan.mesh)) * spec.item_bytes
+        return layout.local_elements(spec.shape, self.plan.mesh) * spec.item_bytes
 
     @cached_property
     def _modules(self) -> dict[str, str | None]:

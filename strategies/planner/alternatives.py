@@ -7,7 +7,6 @@ operator and the redistributions of its operands and results in the complete pla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,8 +102,11 @@ class Neighbourhood:
             self.accumulate * compute,
             self.accumulate * sent,
             sum(self._gradient(source, plan, program) for source in parameters),
-            sum(_local_bytes(source.spec, plan.tensors[source.name], mesh) for source in parameters),
-            sum(_local_bytes(spec, layout, mesh) for spec, layout in zip(self.operator.results, results, strict=True)),
+            sum(plan.local_bytes(source) for source in parameters),
+            sum(
+                layout.local_elements(spec.shape, mesh) * spec.item_bytes
+                for spec, layout in zip(self.operator.results, results, strict=True)
+            ),
             around,
         )
 
@@ -221,7 +223,7 @@ class Neighbourhood:
         ranks = mesh.product(axes)
         if ranks == 1 or not source.trainable:
             return 0.0
-        size, total = _local_bytes(source.spec, layout, mesh), 0.0
+        size, total = plan.local_bytes(source), 0.0
         for kind in GRADIENTS[self.zero_stage]:
             sent = (2 if kind == ALL_REDUCE else 1) * size * (ranks - 1) / ranks
             total += marginal_seconds(kind, sent, axes, mesh, self.cluster)
@@ -251,7 +253,3 @@ def _runs(placement: tuple[str | None, ...]) -> bool:
 
 def _same(one: Assignment, other: Assignment) -> bool:
     return {k: v for k, v in one.items() if v} == {k: v for k, v in other.items() if v}
-
-
-def _local_bytes(spec: Any, layout: Layout, mesh: Mesh) -> int:
-    return math.prod(layout.local_shape(spec.shape, mesh)) * int(spec.item_bytes)

@@ -295,7 +295,7 @@ def _sent(stage: Stage, stages: Sequence[Stage]) -> tuple[int, int]:
     if stage.number < len(stages) - 1:
         for ref, layout in zip(graph.outputs, stage.sends, strict=True):
             spec = graph.specs[ref]
-            ahead += math.prod(layout.local_shape(spec.shape, mesh)) * spec.item_bytes
+            ahead += layout.local_elements(spec.shape, mesh) * spec.item_bytes
     for source in graph.sources:
         if source.id in stage.receives and source.trainable:
             local = stage.plan.inputs[source.name].local_shape(source.spec.shape, mesh)
@@ -315,7 +315,7 @@ def _between(stage: Stage, stages: Sequence[Stage], groups: int, parts: int, zer
             n, first = len({number % groups for number in holders}), holders[0] == stage.number
             if n == 1 or stage.number != min(k for k in holders if k % groups == stage.number % groups):
                 continue  # nobody else has it, or another stage of the same ranks is counted
-            elements = math.prod(stage.plan.tensors[source.name].local_shape(source.spec.shape, mesh))
+            elements = stage.plan.tensors[source.name].local_elements(source.spec.shape, mesh)
             found[ALL_REDUCE] += -(-2 * (n - 1) * elements // n) * max(source.spec.item_bytes, 4)  # added in fp32
             if zero and first:
                 found[BROADCAST] += elements * source.spec.item_bytes

@@ -84,15 +84,15 @@ def _attention(operator: Operator, local: Local) -> Ref:
         shifted = causal and local.slices("s") > 1
         return local.call("local.causal_attention", *tensors, start, 0.0, *rest) if shifted else local.itself()
     factors = _result_dims(len(operator.results[0].shape))[:-1]  # slices of the value dim share their probabilities
+    seeds = local.key, local.ordinal
     if not local.exact:
-        seeds = local.key, local.ordinal, local.position(factors)
-        if causal:
-            causal_call = "local.causal_attention", *seeds, *tensors, start, dropout, *rest
-            return local.call("local.seeded_slice", *causal_call)
-        return local.call("local.seeded_slice", operator.target, *seeds, *local.args, **local.kwargs)
+        where = local.position(factors)
+        if not causal:
+            return local.call("local.seeded_slice", operator.target, *seeds, where, *local.args, **local.kwargs)
+        shifted_call = "local.causal_attention", *seeds, where, *tensors, start, dropout, *rest
+        return local.call("local.seeded_slice", *shifted_call)
     starts = starts_of(local, factors, local.result_shape()[:-1])
     shape, rows = random_rows(operator, (*operator.results[0].shape[:-1], local.operand_shape(1)[-2]))
-    seeds = local.key, local.ordinal
     block = *tensors, given["attn_mask"], start, dropout, *rest, *seeds, shape, (*starts, 0), rows
     return local.call("local.attention_block", *block)
 

@@ -40,6 +40,10 @@ class Traits:
     """Whether the roofline counts a read of the operands in backward. It does not follow from `saves`: it is also true
     for some operators that save nothing (clone, to, embedding), whose estimates keep their value with it."""
 
+    equal: Literal["", "copied", "left_out"] = ""
+    """Operators whose result always equals their operand, and so do the gradients: "left_out" of captured graphs, where
+    nothing is written, so that the operand is as good, or perhaps "copied" to other strides."""
+
     sums: bool = False
     """Whether it adds up products or elements, so that its partial results are worth adding in fp32. Sums of which only
     one summand is not zero (embedding, index) are exact in any precision."""
@@ -113,9 +117,11 @@ ROWS: tuple[tuple[Traits, str], ...] = (
     (Traits("part", ""), "diagonal imag linalg_diagonal real select unbind unfold"),
     (Traits("part", "", sized=True), "narrow slice"),
     (Traits("reinterpretation", ""), "_conj view_as_complex view_as_real"),
-    (Traits("identity", ""), "alias detach lift_fresh positive"),
+    (Traits("identity", ""), "detach positive"),
+    (Traits("identity", "", equal="left_out"), "alias lift_fresh"),
     # Copies that may be left out
-    (Traits("maybe", ""), "conj_physical contiguous feature_alpha_dropout feature_dropout resolve_conj to type_as"),
+    (Traits("maybe", "", equal="copied"), "contiguous"),
+    (Traits("maybe", ""), "conj_physical feature_alpha_dropout feature_dropout resolve_conj to type_as"),
     (Traits("maybe", "r"), "alpha_dropout"),
     (Traits("maybe", "r", draws_rows=True), "dropout"),
     # Moving elements, and sums that need nothing
@@ -128,13 +134,15 @@ ROWS: tuple[tuple[Traits, str], ...] = (
     ),
     (Traits(saves="", rereads=False, sized=True), "repeat"),
     (Traits(saves="", rereads=False, sums=True), "mean sum"),
+    (Traits(saves="", equal="copied"), "clone"),
+    (Traits(saves="", equal="left_out"), "lift_fresh_copy"),
     (
         Traits(saves=""),
         """
         _to_copy _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
-        _upsample_nearest_exact3d affine_grid_generator channel_shuffle clone col2im copy cumsum deg2rad diag_embed
+        _upsample_nearest_exact3d affine_grid_generator channel_shuffle col2im copy cumsum deg2rad diag_embed
         diagonal_scatter diff fft_fft2 fft_fftn fft_fftshift fft_hfft fft_ifft2 fft_ifftn fft_ifftshift fft_irfft
-        fft_irfft2 fft_irfftn fill flip fliplr flipud frac im2col lift_fresh_copy pixel_shuffle pixel_unshuffle rad2deg
+        fft_irfft2 fft_irfftn fill flip fliplr flipud frac im2col pixel_shuffle pixel_unshuffle rad2deg
         repeat_interleave rot90 tril triu upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
         upsample_nearest2d upsample_nearest3d upsample_trilinear3d
         """,

@@ -8,7 +8,6 @@ lowered program costs, and what the factors of the cost graph add up to.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
@@ -74,7 +73,7 @@ class PlanCost:
         """Seconds of the update of a trained parameter that has the layout `stored`, its gradient partial over
         `left`."""
         key = left, stored.axes, spec.item_bytes
-        elements = math.prod(stored.local_shape(spec.shape, self.mesh))
+        elements = stored.local_elements(spec.shape, self.mesh)
         if key not in self._rates:
             self._rates[key] = self.node_cost.parameter_seconds(Layout(stored.dims, left), spec) / max(elements, 1)
         return elements * self._rates[key]

@@ -8,7 +8,6 @@ additive: bytes of parameters with their gradients and optimizer states, and of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -176,7 +175,7 @@ def operator_bytes(problem: Problem, operator: Operator, assignment: Assignment)
     given = problem.outputs.get(operator.id) or sharding.result_layouts(assignment)
     for index, (layout, spec) in enumerate(zip(given, operator.results, strict=True)):
         if Ref(operator.id, index) in problem.stored:
-            total += math.prod(layout.local_shape(spec.shape, problem.mesh)) * spec.item_bytes
+            total += layout.local_elements(spec.shape, problem.mesh) * spec.item_bytes
     wanted = sharding.operand_layouts(assignment)
     for position, ref in enumerate(operator.operands):
         node = graph.by_id[ref.id]
@@ -184,7 +183,7 @@ def operator_bytes(problem: Problem, operator: Operator, assignment: Assignment)
             continue
         user, at = graph.users[ref][0]
         if user.id == operator.id and at == position:
-            elements = math.prod(wanted[position].local_shape(node.spec.shape, problem.mesh))
+            elements = wanted[position].local_elements(node.spec.shape, problem.mesh)
             total += elements * parameter_bytes(problem, wanted[position], ref)
     return total
 
@@ -243,7 +242,7 @@ class NodeCost:
         """
         problem, mesh, relaxation = self.problem, self.problem.mesh, self.problem.relaxation
         cluster = self.cluster if relaxation is None else relaxation.cluster
-        elements, width = math.prod(layout.local_shape(spec.shape, mesh)), max(spec.item_bytes, MASTER)
+        elements, width = layout.local_elements(spec.shape, mesh), max(spec.item_bytes, MASTER)
         work = elements * width / MASTER * problem.optimizer_bytes / cluster.memory_bandwidth / problem.micro_batches
         axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
         ranks = mesh.product(axes)

@@ -202,6 +202,19 @@ def test_operators_that_backward_does_not_reread_save_no_operands():
                     assert not {at for at in sure if differentiable(call.values[int(at)])}, name
 
 
+def test_equal_operators_return_their_operand_and_its_gradient():
+    equal = [name for name, row in TRAITS.items() if row.equal]
+    assert set(equal) >= {"alias", "clone", "contiguous"} and not set(equal) - set(OPERATORS) - {"lift_fresh"}
+    for call in (call for name in equal for call in calls(name)):
+        for learn in ((), *learners(call)):
+            outcome = run(call, learn)
+            ((operand,), (result,)) = outcome.operands, outcome.results
+            assert torch.equal(operand, result) and operand.dtype == result.dtype
+            if learn:
+                weights = torch.rand_like(result)
+                assert torch.equal(torch.autograd.grad(result, operand, weights)[0], weights)
+
+
 def test_sums_leave_partial_results():
     for name in OPERATORS:
         if traits(name).sums:
