@@ -19,7 +19,7 @@ from strategies.capture.nodes import op_of
 from strategies.rules.traits import traits
 
 aten = torch.ops.aten
-MASK, DROPOUT, CAUSAL = 3, 4, 5
+MASK, CAUSAL = 3, 5
 """Positions of the arguments of attention, after query, key and value."""
 LARGEST = 1 << 28
 """Elements of a mask beyond which it is not computed."""
@@ -101,10 +101,12 @@ def _repeated(node: Any) -> fx.Node | None:
     if op_of(single) != "unsqueeze" or single.args[1] != 2:
         return None
     start = _origin(single.args[0])
-    whole, heads = tuple(start.meta["val"].shape), tuple(node.meta["val"].shape)
-    if len(whole) != 4 or tuple(wide.meta["val"].shape) != (*whole[:2], heads[1] // whole[1], *whole[2:]):
+    base, shape = tuple(start.meta["val"].shape), tuple(node.meta["val"].shape)
+    if len(base) != 4:
         return None
-    return start if heads == (whole[0], whole[1] * (heads[1] // whole[1]), *whole[2:]) else None
+    times = shape[1] // base[1]
+    repeats = tuple(wide.meta["val"].shape) == (*base[:2], times, *base[2:])
+    return start if repeats and shape == (base[0], base[1] * times, *base[2:]) else None
 
 
 def _origin(node: Any) -> fx.Node:
@@ -113,5 +115,4 @@ def _origin(node: Any) -> fx.Node:
         op_of(node) == "slice" and node.meta["val"].shape == node.args[0].meta["val"].shape
     ):
         node = node.args[0]
-    found: fx.Node = node
-    return found
+    return node  # type: ignore[no-any-return]

@@ -123,8 +123,8 @@ class _Rewriting:
         if node.target is python_operator.getitem:
             view, piece = self.parent[node], node.args[1]
         above = self.parent[view]
-        whole = put_back(self.graph, writer, view, piece, self.read(above), value)
-        self._write(above, whole, writer)
+        complete = put_back(self.graph, writer, view, piece, self.read(above), value)
+        self._write(above, complete, writer)
         self.seen[node] = self.version[self._base_of(node)], value
 
     def _check(self, base_tensor: fx.Node, writer: fx.Node) -> None:

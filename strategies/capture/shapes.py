@@ -1,8 +1,8 @@
 """Models that have shapes and no numbers, to be captured without memory for their parameters.
 
-A model is built on torch's device `meta`, where nothing is allocated or drawn. Its tensors then become fake tensors of
-the CPU, so that what forward makes by itself (positions, masks) meets them on one device and the graph is that of the
-real model. Invariant: nothing of the size of a parameter or of an activation is ever allocated.
+A model is built on torch's device `meta`, where nothing is allocated or initialized. Its tensors then become fake
+tensors of the CPU, so that what forward makes by itself (positions, masks) meets them on one device and the graph is
+that of the real model. Invariant: nothing of the size of a parameter or of an activation is ever allocated.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ HOOK = (
     "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
 )
 DERIVATIVE = (
-    "which is not captured: only derivatives of the whole loss are made. Write it as operators, or train with "
+    "which is not captured: only derivatives of the loss are made. Write it as operators, or train with "
     "parallel.mode=stand_alone."
 )
 PACKED = (

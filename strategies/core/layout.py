@@ -75,8 +75,8 @@ class Layout:
         local = self.local_shape(shape, mesh)
         starts = [mesh.index(rank, dim) * size for dim, size in zip(self.dims, local, strict=True)]
         return tuple(
-            (min(start, whole), min(start + size, whole))
-            for start, size, whole in zip(starts, local, shape, strict=True)
+            (min(start, length), min(start + size, length))
+            for start, size, length in zip(starts, local, shape, strict=True)
         )
 
     def replica_axes(self, mesh: Mesh) -> tuple[str, ...]:

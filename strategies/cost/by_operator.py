@@ -89,8 +89,8 @@ def operator_costs(
         work = operator_work(sharding, assignment, operator, graph, plan.mesh, cluster)
         parameters = 0
         for source in owned.get(operator.name, ()):
-            replicas = plan.tensors[source.name].replica_axes(plan.mesh)
-            parameters += plan.local_bytes(source) // (plan.mesh.product(replicas) if zero_stage == 3 else 1)
+            replicas = plan.mesh.product(plan.tensors[source.name].replica_axes(plan.mesh))
+            parameters += plan.local_bytes(source) // (replicas if zero_stage == 3 else 1)
         layouts = plan.operators[operator.name].outputs or sharding.result_layouts(assignment)
         results = sum(
             layout.local_elements(spec.shape, plan.mesh) * spec.item_bytes

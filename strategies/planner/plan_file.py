@@ -6,7 +6,7 @@ The first difference is reported by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -127,89 +127,76 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
             f"{name} is for a mesh of {plan.mesh.size} ranks ({mesh}), but this one has {ranks}; set world_size (and "
             "parallel.pipeline.stages) as in the run that made the plan, or plan anew.",
         )
-    _check_operators(plan, problem, parameters, graph, name)
-    _check_slices(plan, graph, name)
-    _check_layouts(plan, graph, name)
+    for difference in _differences(plan, problem, parameters, graph):
+        raise StrategyError("MW421", f"{name}{difference}")
     return plan
 
 
-def _check_operators(
+def _differences(
     plan: Plan,
     problem: Mapping[str, tuple[str, list[list[int]]]],
     parameters: Mapping[str, tuple[int, ...]],
     graph: OperatorGraph,
-    name: str,
-) -> None:
+) -> Iterator[str]:
+    """What makes a plan unfit for a graph, as sentences that follow the file's name."""
+    yield from _operator_differences(plan, problem, graph)
     other = "so it belongs to another model; plan anew."
-    for operator in graph.operators:
-        if operator.name not in plan.operators or operator.name not in problem:
-            raise StrategyError("MW421", f"{name} has no operator {operator.where}, {other}")
-        op, shapes = problem[operator.name]
-        if op != operator.op:
-            raise StrategyError(
-                "MW421", f"{name}: operator {operator.name} is {op} there and {operator.op} here, {other}"
-            )
-        own = [list(spec.shape) for spec in graph.operand_specs(operator)]
-        if shapes != own:
-            raise StrategyError(
-                "MW421",
-                f"{name}: operator {operator.where} works on shapes {_text(shapes)} there and {_text(own)} here; plan "
-                "anew, or choose the sizes of model and batch as in the run that made the plan.",
-            )
-    for extra in sorted(plan.operators.keys() - graph.by_name.keys()):
-        raise StrategyError("MW421", f"{name} has an operator {extra} that this model lacks, {other}")
     for source in graph.sources:
-        layouts = plan.inputs if source.kind == "input" else plan.tensors
-        if source.name not in layouts or len(layouts[source.name].dims) != len(source.spec.shape):
-            raise StrategyError(
-                "MW421", f"{name} does not say how {source.kind} {source.name} {source.spec.shape} is laid out, {other}"
-            )
-        if source.kind == "parameter" and parameters.get(source.name) != source.spec.shape:
-            raise StrategyError(
-                "MW421",
-                f"{name}: parameter {source.name} is {parameters.get(source.name)} there and {source.spec.shape} here, "
-                f"{other}",
-            )
-
-
-def _check_slices(plan: Plan, graph: OperatorGraph, name: str) -> None:
+        layouts, shape = plan.inputs if source.kind == "input" else plan.tensors, source.spec.shape
+        if source.name not in layouts or len(layouts[source.name].dims) != len(shape):
+            yield f" does not say how {source.kind} {source.name} {shape} is laid out, {other}"
+        if source.kind == "parameter" and parameters.get(source.name) != shape:
+            yield f": parameter {source.name} is {parameters.get(source.name)} there and {shape} here, {other}"
     for operator in graph.operators:
         assignment, sharding = plan.operators[operator.name].assignment, rule_of(operator, graph)
         axes = [axis for used in assignment.values() for axis in used]
         known = set(axes) <= set(plan.mesh.names) and len(set(axes)) == len(axes)
         if not known or not sharding.legal(assignment, plan.mesh):
-            raise StrategyError(
-                "MW421",
-                f"{name} slices {operator.where} as {dict(assignment)}, which its rule does not allow on the mesh "
-                f"{dict(plan.mesh.axes)}; the file was changed, or made by another version; plan anew.",
+            yield (
+                f" slices {operator.where} as {dict(assignment)}, which its rule does not allow on the mesh "
+                f"{dict(plan.mesh.axes)}; the file was changed, or made by another version; plan anew."
             )
+    yield from _layout_differences(plan, graph)
 
 
-def _check_layouts(plan: Plan, graph: OperatorGraph, name: str) -> None:
-    """That layouts are of tensors with as many dims, on the mesh, and those of sources without partial sums."""
-    found: list[tuple[str, Layout, int, bool]] = []
+def _operator_differences(
+    plan: Plan, problem: Mapping[str, tuple[str, list[list[int]]]], graph: OperatorGraph
+) -> Iterator[str]:
+    other = "so it belongs to another model; plan anew."
+    for operator in graph.operators:
+        if operator.name not in plan.operators or operator.name not in problem:
+            yield f" has no operator {operator.where}, {other}"
+        op, shapes = problem[operator.name]
+        if op != operator.op:
+            yield f": operator {operator.name} is {op} there and {operator.op} here, {other}"
+        own = [list(spec.shape) for spec in graph.operand_specs(operator)]
+        if shapes != own:
+            yield (
+                f": operator {operator.where} works on shapes {_text(shapes)} there and {_text(own)} here; plan "
+                "anew, or choose the sizes of model and batch as in the run that made the plan."
+            )
+    for extra in sorted(plan.operators.keys() - graph.by_name.keys()):
+        yield f" has an operator {extra} that this model lacks, {other}"
+
+
+def _layout_differences(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
+    """Layouts are of tensors with as many dims, on the mesh, and those of sources are without partial sums."""
+    layouts: list[tuple[str, Layout, int, bool]] = []
     for source in graph.sources:
         layout = (plan.inputs if source.kind == "input" else plan.tensors)[source.name]
-        found.append((f"{source.kind} {source.name}", layout, len(source.spec.shape), False))
+        layouts.append((f"{source.kind} {source.name}", layout, len(source.spec.shape), False))
     for operator in graph.operators:
         outputs = plan.operators[operator.name].outputs
         if outputs is not None and len(outputs) != len(operator.results):
-            raise StrategyError(
-                "MW421",
-                f"{name} has {len(outputs)} outputs of {operator.where}, which has {len(operator.results)}; plan anew.",
-            )
+            yield f" has {len(outputs)} outputs of {operator.where}, which has {len(operator.results)}; plan anew."
         for layout, result in zip(outputs or (), operator.results, strict=False):
-            found.append((f"an output of {operator.where}", layout, len(result.shape), True))
-    for where, layout, dims, may_be_partial in found:
+            layouts.append((f"an output of {operator.where}", layout, len(result.shape), True))
+    for where, layout, dims, may_be_partial in layouts:
         unknown = sorted((layout.axes | layout.partial) - set(plan.mesh.names))
         if unknown:
-            raise StrategyError(
-                "MW421", f"{name}: the layout of {where} has the axis {unknown[0]!r}, which its mesh lacks."
-            )
+            yield f": the layout of {where} has the axis {unknown[0]!r}, which its mesh lacks."
         if len(layout.dims) != dims or (layout.partial and not may_be_partial):
-            raise StrategyError(
-                "MW421", f"{name}: the layout of {where} is {layout}, which does not fit it; plan anew."
-            )
+            yield f": the layout of {where} is {layout}, which does not fit it; plan anew."
 
 
 def _text(shapes: list[list[int]]) -> str:

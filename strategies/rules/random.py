@@ -3,7 +3,7 @@ different ones.
 
 A key is an argument of the program, made from (seed, step, micro-batch); an operator adds its ordinal among the random
 operators of the graph. `fast`: each slice draws its own numbers from key, ordinal and the slice's position. `exact`:
-the numbers of the global tensor are drawn and the rank's block is kept, so that a sharded run repeats those of one
+the numbers of the global tensor are generated and the rank's block is kept, so that a sharded run repeats those of one
 device. For that the slices of the operands are put in their places in global tensors of ones: how many numbers an
 element takes depends on no value in any of the operators here. Others (poisson, binomial, randperm ...) have no rule:
 every rank draws the global tensor from replicated operands. There is no generator state that could go wrong under
@@ -162,7 +162,7 @@ def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dim
     """The operator on its slices (`fast`), or the block of the global draw (`exact`). Slices of `shared` factors have
     the same numbers."""
     call, args = local.several if operator.multiple else local.call, local.args
-    if traits(operator.op).fills:  # numbers have no gradient, and some of these operators refuse to be asked for one
+    if traits(operator.op).fills:  # numbers have no gradient, and some of these operators refuse it
         args = tuple(local.call("aten.detach.default", arg) if isinstance(arg, Ref) else arg for arg in args)
     seeds = operator.target, local.key, local.ordinal
     if not local.exact:

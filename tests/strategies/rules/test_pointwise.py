@@ -18,7 +18,7 @@ def inside(*shape):
     return torch.rand(shape, dtype=DOUBLE) * 0.8 + 0.1
 
 
-def whole(*shape):
+def integers(*shape):
     """Integers of 1 to 8."""
     return torch.randint(1, 9, shape)
 
@@ -67,12 +67,12 @@ CASES = [
     ("fill tensor", torch.fill, near(6, 12), near().reshape(())),
     ("full_like", lambda x: torch.full_like(x, 3.0) * x, near(6, 12)),
     ("to", lambda x: x.to(torch.float32).to(DOUBLE), near(6, 12)),
-    ("to other", lambda x, y: x.to(y), whole(6, 12), near(2)),
+    ("to other", lambda x, y: x.to(y), integers(6, 12), near(2)),
     ("to int", lambda x: (x * 10).to(torch.int64), near(6, 12)),
     ("_to_copy", lambda x: torch.ops.aten._to_copy.default(x, dtype=torch.float32).double(), near(6, 12)),
-    ("type_as", lambda x, y: x.type_as(y), whole(6, 12), near(6, 12)),
-    ("type_as larger", lambda x, y: x.type_as(y), whole(12), near(6, 12)),
-    ("bitwise_not", torch.bitwise_not, whole(6, 12)),
+    ("type_as", lambda x, y: x.type_as(y), integers(6, 12), near(6, 12)),
+    ("type_as larger", lambda x, y: x.type_as(y), integers(12), near(6, 12)),
+    ("bitwise_not", torch.bitwise_not, integers(6, 12)),
     ("logical_not", torch.logical_not, flags(6, 12)),
     ("scalar", lambda x: x, near().reshape(())),
     ("size one", torch.exp, near(1, 6, 1)),
@@ -81,7 +81,7 @@ CASES = [
     *((name, _get(name), inside(6, 12), inside(6, 12)) for name in BROADCAST),
     *((f"{name} rows", _get(name), inside(6, 12), inside(12)) for name in BROADCAST),
     *((f"{name} columns", _get(name), inside(6, 1), inside(2, 1, 12)) for name in ("add", "mul", "div", "sub", "pow")),
-    *((name, _get(name), whole(6, 12), whole(12)) for name in COMPARE),
+    *((name, _get(name), integers(6, 12), integers(12)) for name in COMPARE),
     ("floor_divide", lambda x, y: torch.floor_divide(x.detach(), y.detach()), near(6, 12), inside(12)),
     ("nextafter", lambda x, y: torch.nextafter(x.detach(), y.detach()), near(6, 12), near(12)),
     ("add alpha", lambda x, y: torch.add(x, y, alpha=3), near(6, 12), near(1, 12)),
@@ -93,12 +93,12 @@ CASES = [
     ("div rounding", lambda x, y: torch.div(x, y, rounding_mode="floor"), near(6, 12), near(12)),
     ("pow scalar", lambda x: x**3, near(6, 12)),
     ("scalar pow", lambda x: 2**x, near(6, 12)),
-    ("integers", torch.add, whole(6, 12), whole(6, 1)),
-    ("integer division", torch.floor_divide, whole(6, 12), whole(6, 1)),
+    ("integers", torch.add, integers(6, 12), integers(6, 1)),
+    ("integer division", torch.floor_divide, integers(6, 12), integers(6, 1)),
     ("compare scalar", lambda x: x > 0.5, near(6, 12)),
-    ("bitwise_and", torch.bitwise_and, whole(6, 12), whole(12)),
-    ("bitwise_or", torch.bitwise_or, whole(6, 12), whole(12)),
-    ("bitwise_xor", torch.bitwise_xor, whole(6, 12), whole(12)),
+    ("bitwise_and", torch.bitwise_and, integers(6, 12), integers(12)),
+    ("bitwise_or", torch.bitwise_or, integers(6, 12), integers(12)),
+    ("bitwise_xor", torch.bitwise_xor, integers(6, 12), integers(12)),
     ("__and__", torch.ops.aten.__and__, flags(6, 12), flags(12)),
     ("__or__", torch.ops.aten.__or__, flags(6, 12), flags(12)),
     ("__xor__", torch.ops.aten.__xor__, flags(6, 12), flags(12)),
@@ -111,7 +111,7 @@ CASES = [
     ("lerp scalar", lambda x, y: torch.lerp(x, y, 0.3), near(6, 12), near(12)),
     ("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), near(6, 12), near(12), near(6, 1)),
     ("addcdiv", lambda x, y, z: torch.addcdiv(x, y, z, value=2), near(6, 12), near(12), inside(6, 1)),
-    ("copy", torch.ops.aten.copy, whole(6, 12), whole(12)),
+    ("copy", torch.ops.aten.copy, integers(6, 12), integers(12)),
     ("broadcast_tensors", torch.broadcast_tensors, near(6, 1), near(12), near(2, 1, 1)),
     ("prelu", F.prelu, near(6, 12, 2), near(12)),
     ("prelu one slope", F.prelu, near(6, 12), near(1)),

@@ -14,7 +14,7 @@ def x(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def whole(*shape):
+def integers(*shape):
     return torch.randint(0, 3, shape)
 
 
@@ -39,20 +39,20 @@ CASES = [
     ("std_mean all", torch.std_mean, x(6, 12)),
     ("sum of nothing", lambda a: a.sum(dim=()), x(6, 12)),
     ("sum of a scalar", torch.sum, x().reshape(())),
-    ("sum as", lambda a: a.sum(1, dtype=torch.float64), whole(6, 12)),
-    ("sum of integers", lambda a: a.sum(0), whole(6, 12)),
-    ("sum of booleans", lambda a: (a > 1).sum(), whole(6, 12)),
+    ("sum as", lambda a: a.sum(1, dtype=torch.float64), integers(6, 12)),
+    ("sum of integers", lambda a: a.sum(0), integers(6, 12)),
+    ("sum of booleans", lambda a: (a > 1).sum(), integers(6, 12)),
     ("sum size one", lambda a: a.sum(1), x(6, 1, 12)),
-    ("mean as", lambda a: a.mean(dtype=torch.float64), whole(6, 12)),
+    ("mean as", lambda a: a.mean(dtype=torch.float64), integers(6, 12)),
     ("mean of the rest", lambda a: a - a.mean((1, 2), keepdim=True), x(6, 4, 12)),
-    ("count_nonzero", torch.count_nonzero, whole(6, 12)),
-    ("count_nonzero dim", lambda a: torch.count_nonzero(a, dim=1), whole(6, 12)),
+    ("count_nonzero", torch.count_nonzero, integers(6, 12)),
+    ("count_nonzero dim", lambda a: torch.count_nonzero(a, dim=1), integers(6, 12)),
     ("logsumexp", lambda a: a.logsumexp(1), x(6, 12)),
     ("logsumexp kept", lambda a: a.logsumexp((0, 1), keepdim=True), x(6, 12)),
     ("norm", torch.linalg.vector_norm, x(6, 12)),
     ("norm dim", lambda a: torch.linalg.vector_norm(a, 3, dim=-1, keepdim=True), x(6, 12)),
-    ("mode", torch.mode, whole(6, 12)),
-    ("mode kept", lambda a: torch.mode(a, 0, True), whole(6, 12)),
+    ("mode", torch.mode, integers(6, 12)),
+    ("mode kept", lambda a: torch.mode(a, 0, True), integers(6, 12)),
     ("linalg_norm", torch.linalg.norm, x(6, 12)),
     ("linalg_norm rows", lambda a: torch.linalg.norm(a, dim=1), x(6, 12)),
     ("linalg_norm of matrices", lambda a: torch.linalg.norm(a, dim=(0, 2)), x(4, 6, 7)),
@@ -70,15 +70,15 @@ CASES = [
     ("nanquantile dim", lambda a: torch.nanquantile(a, 0.5, dim=-1), x(6, 4)),
     ("histc", lambda a: torch.histc(a.detach(), bins=5, min=-1, max=1), x(6, 4)),
     ("histc of their range", lambda a: torch.histc(a.detach(), bins=5), x(6, 4)),
-    ("_is_all_true", lambda a: torch.ops.aten._is_all_true(a > 0), whole(6, 4)),
-    ("_is_any_true", lambda a: torch.ops.aten._is_any_true(a > 1), whole(6, 4)),
-    ("any", lambda a: (a > 1).any(), whole(6, 12)),
-    ("any dim", lambda a: (a > 1).any(1), whole(6, 12)),
-    ("all", lambda a: (a > 0).all(), whole(6, 12)),
-    ("all dims", lambda a: (a > 0).all((0, 1), keepdim=True), whole(6, 12)),
+    ("_is_all_true", lambda a: torch.ops.aten._is_all_true(a > 0), integers(6, 4)),
+    ("_is_any_true", lambda a: torch.ops.aten._is_any_true(a > 1), integers(6, 4)),
+    ("any", lambda a: (a > 1).any(), integers(6, 12)),
+    ("any dim", lambda a: (a > 1).any(1), integers(6, 12)),
+    ("all", lambda a: (a > 0).all(), integers(6, 12)),
+    ("all dims", lambda a: (a > 0).all((0, 1), keepdim=True), integers(6, 12)),
     ("max other", torch.max, x(6, 12), x(12)),
     ("min other", torch.min, x(6, 1), x(12)),
-    ("max of integers", torch.max, whole(6, 12)),
+    ("max of integers", torch.max, integers(6, 12)),
 ]
 
 
