@@ -59,13 +59,8 @@ class _Reader:
         flatten(module.graph, self._trainable)
         written = make_functional(module.graph, self._kinds(), dict(self.signature.inputs_to_buffers), self._trainable)
         resolve_numbers(module.graph)
-        shorten_masks(
-            module.graph,
-            {
-                placeholder: exported.constants[name]
-                for placeholder, name in self.signature.inputs_to_lifted_tensor_constants.items()
-            },
-        )
+        constants = self.signature.inputs_to_lifted_tensor_constants
+        shorten_masks(module.graph, {holder: exported.constants[name] for holder, name in constants.items()})
         self.written = written.keys()
         inputs = iter(names)
         for node in module.graph.nodes:
@@ -129,16 +124,16 @@ class _Reader:
             self.values[node] = Ref(node.name)
             self.sources.append(Source(node.name, "input", next(inputs), _spec(node.meta["val"])))
             return
-        name, tensor = self.owners[node.name]
+        (name, tensor), signature = self.owners[node.name], self.signature
         for position, known in enumerate(self.sources):
             if known.name == name and known.kind != "input":  # another name of a tied weight
                 self.values[node] = Ref(known.id)
-                alias = _strip({**self.signature.inputs_to_parameters, **self.signature.inputs_to_buffers}[node.name])
+                alias = _strip((signature.inputs_to_parameters | signature.inputs_to_buffers)[node.name])
                 self.sources[position] = replace(known, aliases=(*known.aliases, alias))
                 return
-        constant = node.name in self.signature.inputs_to_lifted_tensor_constants
-        learned = isinstance(tensor, nn.Parameter) and node not in self.written
-        kind: Kind = "constant" if constant else "parameter" if learned else "buffer"
+        constant = node.name in signature.inputs_to_lifted_tensor_constants
+        trained = isinstance(tensor, nn.Parameter) and node not in self.written
+        kind: Kind = "constant" if constant else "parameter" if trained else "buffer"
         self.values[node] = Ref(node.name)
         self.tensors[name] = tensor.detach()
         self.sources.append(Source(node.name, kind, name, _spec(tensor), kind == "parameter" and tensor.requires_grad))
@@ -156,11 +151,8 @@ class _Reader:
         values = tuple(result) if multiple else (result,)
         for value in values:
             if not isinstance(value, Tensor) or any(isinstance(size, torch.SymInt) for size in value.shape):
-                what = (
-                    "a tensor whose shape depends on values"
-                    if isinstance(value, Tensor)
-                    else f"a {type(value).__name__}, not a tensor"
-                )
+                shapeless = "a tensor whose shape depends on values"
+                what = shapeless if isinstance(value, Tensor) else f"a {type(value).__name__}, not a tensor"
                 raise StrategyError(
                     "MW906",
                     f"{op}{at(node)} returns {what}, so the model is not one graph of tensors with known shapes.",
@@ -186,12 +178,13 @@ class _Reader:
         self.values[node] = [Ref(node.name, i) for i in range(len(results))] if multiple else Ref(node.name)
 
     def _plain(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return self.values[value]
-        if isinstance(value, (tuple, list)):
-            return tuple(self._plain(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._plain(item) for key, item in value.items()}
+        match value:
+            case fx.Node():
+                return self.values[value]
+            case tuple() | list():
+                return tuple(map(self._plain, value))
+            case dict():
+                return {key: self._plain(item) for key, item in value.items()}
         return value
 
 

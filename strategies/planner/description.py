@@ -1,5 +1,4 @@
-"""The content of plan.json, predicted bytes, memory and time. Derived from graph, plan and
-program alone."""
+"""The content of plan.json: predicted bytes, memory and time, derived from graph, plan and program alone."""
 
 from __future__ import annotations
 
@@ -109,7 +108,16 @@ def operator_entry(
             list(layout.local_shape(spec.shape, mesh))
             for layout, spec in zip(operands, graph.operand_specs(operator), strict=True)
         ],
-        "redistributions": [redistribution_entry(graph, plan, r) | {"copy": copy} for r, copy in redistributions],
+        "redistributions": [
+            {
+                "value": one.value.id,
+                "operand": one.operand,
+                "forward": _steps(one.forward, plan, one.spec.item_bytes),
+                "backward": _steps(one.backward if one.differentiable else (), plan, one.spec.item_bytes),
+                "copy": copy,
+            }
+            for one, copy in redistributions
+        ],
     }
 
 
@@ -127,20 +135,8 @@ def model_name(operator: Operator) -> str:
     return operator.name if operator.batch_slice is None else operator.batch_slice.name
 
 
-def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redistribute) -> dict[str, Any]:
-    """One redistribution: for which operand, its steps with the group of rank 0, and the bytes that the busiest
-    rank sends."""
-    return {
-        "value": redistribution.value.id,
-        "operand": redistribution.operand,
-        "forward": steps(redistribution.forward, plan, redistribution.spec.item_bytes),
-        "backward": steps(
-            redistribution.backward if redistribution.differentiable else (), plan, redistribution.spec.item_bytes
-        ),
-    }
-
-
-def steps(chain: ReshardingPath, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
+def _steps(path: ReshardingPath, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
+    """The steps with the group of rank 0 and the bytes that the busiest rank sends."""
     return [
         {
             "step": str(step),
@@ -148,7 +144,7 @@ def steps(chain: ReshardingPath, plan: Plan, item_bytes: int) -> list[dict[str, 
             "group": list(step.group(plan.mesh, 0)),
             "bytes": step.busiest(plan.mesh) * item_bytes,
         }
-        for step in chain
+        for step in path
     ]
 
 
@@ -194,13 +190,11 @@ def describe_stages(
     ]
     sent, memories = [], []
     for group, actions in enumerate(schedule):
-        own: dict[str, int] = {}
+        own: Counter[str] = Counter()
         for number in range(group, len(stages), groups):
-            between = _between(stages[number], stages, groups, parts, settings.stage)
-            for counts in (entries[number]["communication"], between):
-                for kind, count in counts.items():
-                    own[kind] = own.get(kind, 0) + count
-        sent.append(own)
+            own.update(entries[number]["communication"])
+            own.update(_between(stages[number], stages, groups, parts, settings.stage))
+        sent.append(dict(own))
         memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).to_json())
     cost, own_times = cost_of_stages(stages, [one["cost"] for one in entries], schedule, parts, cluster)
     even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare

@@ -15,6 +15,9 @@ from torch import Tensor
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.registry import arguments, local_function, resolve, rule
 from strategies.rules.sharding import Local, Sharding, numbered, sharding
+from strategies.rules.table import line
+
+OPTIONS = ("dtype", "layout", "device", "pin_memory")
 
 
 def _sized(operator: Operator, local: Local) -> Ref:
@@ -77,33 +80,15 @@ def _series(operator: Operator, local: Local) -> Ref:
         return local.itself()
     position = local.position("d0", length)
     if operator.op == "arange" and all(isinstance(number, int) for number in (start, end, step)):
-        set_options = {
-            name: options[name] for name in ("dtype", "layout", "device", "pin_memory") if options[name] is not None
-        }
-        return local.call("local.arange_slice", start, step, position, length, {"dtype": torch.int64} | set_options)
+        made_with = {name: options[name] for name in OPTIONS if options[name] is not None}
+        return local.call("local.arange_slice", start, step, position, length, {"dtype": torch.int64} | made_with)
     return local.call("local.cut_slice", operator.target, position, length, local.args, local.kwargs)
 
 
-@rule(
-    *"""
-arange bartlett_window blackman_window fft_fftfreq fft_rfftfreq hamming_window hann_window kaiser_window linspace
-logspace
-""".split()
-)
-def series(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Numbers in even steps, and windows. None for bounds that are tensors."""
-    return None if specs else sharding(operator, specs, [], [("d0",)], local=_series, padded=("d0",))
-
-
 def _triangle(operator: Operator, local: Local) -> Ref:
+    """Rows and columns [2, n]; padding is index 0."""
     length = local.result_shape()[1]
     return local.call("local.cut_slice", operator.target, local.position("n", length), length, local.args, local.kwargs)
-
-
-@rule("tril_indices", "triu_indices")
-def triangle_indices(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """rows and columns -> [2, n]; padding is index 0."""
-    return sharding(operator, specs, [], [(None, "n")], local=_triangle, padded=("n",))
 
 
 def _eye(operator: Operator, local: Local) -> Ref:
@@ -112,7 +97,11 @@ def _eye(operator: Operator, local: Local) -> Ref:
     return local.call("local.eye_slice", starts, shape, local.kwargs)
 
 
-@rule("eye")
-def eye(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """An identity matrix [n, m]."""
-    return sharding(operator, specs, [], [("d0", "d1")], local=_eye, padded=("d0", "d1"))
+SERIES = """
+arange bartlett_window blackman_window fft_fftfreq fft_rfftfreq hamming_window hann_window kaiser_window linspace
+logspace
+"""
+"""Numbers in even steps, and windows; bounds that are tensors do not fit the line."""
+line("-> d0", SERIES, padded=True, local=_series)
+line("-> !2 n", "tril_indices triu_indices", padded=True, local=_triangle)
+line("-> d0 d1", "eye", padded=True, local=_eye)
