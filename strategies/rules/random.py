@@ -158,34 +158,25 @@ def starts_of(local: Local, dims: Dims, lengths: Sequence[int]) -> tuple[Any, ..
     return tuple(0 if name is None else local.position(name, n) for name, n in zip(dims, lengths, strict=True))
 
 
-def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dims, shared: Sequence[Any] = ()) -> Ref:
-    """The operator on its slices (`fast`), or the block of the global draw (`exact`). Slices of `shared` factors have
-    the same numbers."""
-    call, args = local.several if operator.multiple else local.call, local.args
+def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dims, shared: Dims = ()) -> Ref:
+    """The operator on its slices, or of their size (`fast`), or the block of the global draw (`exact`). Slices of
+    `shared` factors have the same numbers."""
+    call, args, kwargs = local.several if operator.multiple else local.call, local.args, local.kwargs
     if traits(operator.op).fills:  # numbers have no gradient, and some of these operators refuse it
         args = tuple(local.call("aten.detach.default", arg) if isinstance(arg, Ref) else arg for arg in args)
-    seeds = operator.target, local.key, local.ordinal
+    seeds, lengths = (operator.target, local.key, local.ordinal), local.result_shape()
     if not local.exact:
-        where = local.position(tuple(name for name in result if name is not None and name not in shared))
-        return call("local.seeded_slice", *seeds, where, *args, **local.kwargs)
+        if not dims:
+            args, kwargs = changed(operator.target, args, kwargs, size=lengths)
+        where = local.position(tuple(name for name in result if name not in shared))
+        return call("local.seeded_slice", *seeds, where, *args, **kwargs)
     blocks = []
     for position, own in enumerate(dims):
         sizes = local.operand_shape(position)
         shape = tuple(n * local.slices(name) if name else n for name, n in zip(own, sizes, strict=True))
         blocks.append((shape, starts_of(local, own, sizes)))
-    lengths = local.result_shape()
     starts = starts_of(local, result, lengths)
-    return call("local.random_block", *seeds, tuple(blocks), starts, lengths, *args, **local.kwargs)
-
-
-def _sized(operator: Operator, local: Local) -> Ref:
-    lengths = local.result_shape()
-    result, seeds = numbered(len(lengths)), (operator.target, local.key, local.ordinal)
-    if local.exact:
-        starts = starts_of(local, result, lengths)
-        return local.call("local.random_block", *seeds, (), starts, lengths, *local.args, **local.kwargs)
-    args, kwargs = changed(operator.target, local.args, local.kwargs, size=lengths)
-    return local.call("local.seeded_slice", *seeds, local.position(result), *args, **kwargs)
+    return call("local.random_block", *seeds, tuple(blocks), starts, lengths, *args, **kwargs)
 
 
 @rule("rand", "randn", "randint", "native_dropout", *FILLING)
@@ -193,7 +184,7 @@ def elements(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """Numbers of a given size, or like (and perhaps by) operands that broadcast: every dim passes."""
     shape = operator.results[0].shape
     result, dims = numbered(len(shape)), broadcast_dims(specs, shape)
-    local = partial(_draw, dims=dims, result=result) if specs else _sized
+    local = partial(_draw, dims=dims, result=result)
     return sharding(operator, specs, dims, [result] * len(operator.results), local=local)
 
 
