@@ -20,9 +20,15 @@ from torch.utils import _pytree
 
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.nodes import in_library, short
-from strategies.capture.own_backward import calls_noted, check_backwards, functions_behind
 from strategies.capture.tracing import traceable
-from strategies.capture.unsupported import check_hooks, check_nodes, refusing_unseen
+from strategies.capture.unsupported import (
+    calls_noted,
+    check_backwards,
+    check_hooks,
+    check_nodes,
+    functions_behind,
+    refusing_unseen,
+)
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.rules.random import draws
