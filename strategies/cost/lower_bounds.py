@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strategies.core.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph, modules_around
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.roofline import operator_work
@@ -77,7 +77,7 @@ def step_lower_bound(graph: OperatorGraph, cluster: Cluster, layers: Collection[
         calls = min(cluster.launch + cluster.launch * bool(seconds.backward), seconds.forward + seconds.backward)
         work += seconds.forward + seconds.backward - calls
         launches += calls
-        if any(".".join(operator.path[: i + 1]) in layers for i in range(len(operator.path))):
+        if any(module in layers for module in modules_around(operator.path)):
             repeated += max(seconds.forward - cluster.launch, 0.0)
     learning = [source.spec for source in graph.of_kind("parameter") if source.trainable]
     elements, size = sum(one.elements for one in learning), sum(one.elements * one.item_bytes for one in learning)

@@ -6,11 +6,12 @@ not cheaper than the operator on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.graph import Operator, OperatorGraph, TensorSpec
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster
@@ -70,17 +71,9 @@ def roofline(
     trained = [ref in graph.trained for ref in operator.operands]
     if traits(operator.op).view:
         return cluster.view, cluster.view * any(trained), cluster.view * (1 + any(trained))
-    flops: Any = sharding.flops
-    for part in share.values():
-        flops = flops * part
-    operands = [
-        _local(dims, share) * spec.elements * spec.item_bytes
-        for dims, spec in zip(sharding.operands, graph.operand_specs(operator), strict=True)
-    ]
-    results = sum(
-        _local(dims, share) * spec.elements * spec.item_bytes
-        for dims, spec in zip(sharding.results, operator.results, strict=True)
-    )
+    flops: Any = math.prod(share.values(), start=sharding.flops)
+    operands = _local_bytes(sharding.operands, graph.operand_specs(operator), share)
+    results = sum(_local_bytes(sharding.results, operator.results, share))
     peak, bandwidth = cluster.peak(result_dtype(operator)), cluster.memory_bandwidth
     forward = cluster.launch + larger(flops / peak, (sum(operands) + results) / bandwidth)
     if not any(trained):
@@ -120,12 +113,12 @@ def shares(sharding: Sharding, assignment: Assignment, mesh: Mesh) -> dict[str, 
     return share
 
 
-def _local(dims: Dims, share: Mapping[str, Any]) -> Any:
-    product: Any = 1.0
-    for factor in dims:
-        if factor is not None:
-            product = product * share.get(factor, 1.0)
-    return product
+def _local_bytes(tensors: Sequence[Dims], specs: Sequence[TensorSpec], share: Mapping[str, Any]) -> list[Any]:
+    """Bytes of a rank's slices."""
+    return [
+        math.prod((share.get(factor, 1.0) for factor in dims if factor), start=1.0) * spec.elements * spec.item_bytes
+        for dims, spec in zip(tensors, specs, strict=True)
+    ]
 
 
 def flops_of(graph: OperatorGraph, plan: Plan) -> dict[str, float]:
