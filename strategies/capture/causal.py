@@ -37,12 +37,12 @@ def shorten_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
         ]
         mask: Any = args[MASK]
         if isinstance(mask, fx.Node) and mask.meta["val"].numel() <= LARGEST:
-            found = _shown(_computed(mask, constants, known))
-            if found is None:
+            visible = _shown(_computed(mask, constants, known))
+            if visible is None:
                 continue
-            if torch.equal(found, torch.ones_like(found).tril()) and found.shape[-1] > 1:
+            if torch.equal(visible, torch.ones_like(visible).tril()) and visible.shape[-1] > 1:
                 args[MASK], args[CAUSAL] = None, True
-            elif found.all():
+            elif visible.all():
                 args[MASK] = None
         keywords = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
         if args[MASK] is None and not keywords.get("enable_gqa"):

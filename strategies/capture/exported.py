@@ -90,8 +90,8 @@ class _Reader:
         )
 
     def _trainable(self, placeholder: fx.Node) -> bool:
-        found = self.owners.get(placeholder.name)
-        return found is not None and isinstance(found[1], nn.Parameter) and found[1].requires_grad
+        owner = self.owners.get(placeholder.name)
+        return owner is not None and isinstance(owner[1], nn.Parameter) and owner[1].requires_grad
 
     def _owners(self, exported: torch.export.ExportedProgram) -> dict[str, tuple[str, Tensor]]:
         """Placeholder name -> (canonical name, tensor). Tied weights have several placeholders and one canonical

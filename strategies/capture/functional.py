@@ -278,10 +278,10 @@ def _counts(node: fx.Node) -> bool:
 
 def _shown(node: fx.Node) -> fx.Node | None:
     """The operand whose memory the result of a node shows, if any."""
-    found = [fake for fake in fakes(node.meta.get("val")) if isinstance(fake, Tensor)]
-    if not found:
+    tensors = [fake for fake in fakes(node.meta.get("val")) if isinstance(fake, Tensor)]
+    if not tensors:
         return None
-    memory = found[0].untyped_storage()._cdata
+    memory = tensors[0].untyped_storage()._cdata
     for operand in node.all_input_nodes:
         value = operand.meta.get("val")
         if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory:

@@ -155,10 +155,10 @@ def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = 
 def loss_in(output: object) -> object:
     """The loss in what a module returns: the first entry of a tuple or list, the entry `loss` of a dict or object,
     or all of it."""
-    found = output[0] if isinstance(output, (tuple, list)) and output else output
-    if isinstance(found, Mapping):
-        return found.get("loss", found)
-    return getattr(found, "loss", found)
+    candidate = output[0] if isinstance(output, (tuple, list)) and output else output
+    if isinstance(candidate, Mapping):
+        return candidate.get("loss", candidate)
+    return getattr(candidate, "loss", candidate)
 
 
 def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:

@@ -79,17 +79,17 @@ def resolve_numbers(graph: fx.Graph) -> None:
 def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A tensor of no dims in place of a number that `node` computes when the model runs."""
     symbol = node.meta["val"]
-    found: Any
+    tensor_value: Any
     if op_of(node) in ITEMS:
-        found = call(graph, node, aten.detach.default, node.args[0])
-        found = call(graph, node, aten.reshape.default, found, [])
+        tensor_value = call(graph, node, aten.detach.default, node.args[0])
+        tensor_value = call(graph, node, aten.reshape.default, tensor_value, [])
     elif node.target in (torch.sym_float, torch.sym_int, float, int):
-        found = node.args[0]
+        tensor_value = node.args[0]
     elif node.target in ARITHMETIC:
         tensors = [arg if isinstance(arg, fx.Node) else _full(graph, node, arg) for arg in node.args]
         if node.target is python_operator.truediv:  # which python does in double precision
             tensors = [call(graph, node, aten.to.dtype, tensor, torch.float64) for tensor in tensors]
-        found = call(graph, node, ARITHMETIC[node.target], *tensors)
+        tensor_value = call(graph, node, ARITHMETIC[node.target], *tensors)
     elif op_of(node) in SIZES:
         raise StrategyError(
             "MW902",
@@ -103,8 +103,8 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "is captured; keep it a tensor.",
         )
     kind = bool if isinstance(symbol, torch.SymBool) else float if isinstance(symbol, torch.SymFloat) else int
-    found = call(graph, node, aten.to.dtype, found, PRECISION[kind])
-    tensor: fx.Node = found
+    tensor_value = call(graph, node, aten.to.dtype, tensor_value, PRECISION[kind])
+    tensor: fx.Node = tensor_value
     tensor.meta["was"] = symbol
     return tensor
 
@@ -132,14 +132,14 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
         if target._schema.is_mutable or any(argument.is_out for argument in target._schema.arguments):
             continue
         try:
-            found = call(graph, node, target, *node.args, **node.kwargs)
+            rebuilt = call(graph, node, target, *node.args, **node.kwargs)
         except (RuntimeError, TypeError):  # this overload takes no tensor there
             continue
-        value = found.meta["val"]
+        value = rebuilt.meta["val"]
         if isinstance(value, Tensor) and value.shape == recorded.shape:
             same = value.dtype == recorded.dtype
-            return found if same else call(graph, node, aten.to.dtype, found, recorded.dtype)
-        graph.erase_node(found)
+            return rebuilt if same else call(graph, node, aten.to.dtype, rebuilt, recorded.dtype)
+        graph.erase_node(rebuilt)
     raise StrategyError(
         "MW902",
         f"{op_of(node)}{at(node)} takes a number that depends on the values of a tensor (item); keep it a tensor.",

@@ -108,10 +108,10 @@ def _write_casts(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
                 f"torch.autocast({region.device!r}) around {op_of(node)}{at(node)} is of another device than the "
                 f"tensors in it; take that of the batch: torch.autocast(x.device.type, {region.dtype}).",
             )
-        found = _dtypes(graph, node, region, operands)
+        dtypes = _dtypes(graph, node, region, operands)
 
-        def cast(operand: fx.Node, node: fx.Node = node, region: Autocast = region, found: Any = found) -> fx.Node:
-            dtype = found.get(id(operand.meta["val"]))
+        def cast(operand: fx.Node, node: fx.Node = node, region: Autocast = region, dtypes: Any = dtypes) -> fx.Node:
+            dtype = dtypes.get(id(operand.meta["val"]))
             if dtype is None or dtype == operand.meta["val"].dtype:
                 return operand
             key = (operand, dtype, bool(node.meta.get("without_grad")))

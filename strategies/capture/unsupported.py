@@ -116,16 +116,16 @@ def _users_line() -> str:
 @contextmanager
 def calls_noted() -> Iterator[Calls]:
     """Note with what every torch.autograd.Function is called, however the user holds on to its `apply`."""
-    found: Calls = {}
+    noted: Calls = {}
 
     def apply(cls: type, *args: Any) -> Any:
-        found.setdefault(cls, []).append(args)
+        noted.setdefault(cls, []).append(args)
         return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
 
     level: Any = _SingleLevelFunction  # between Function, which calls it, and the class whose method it stands for
     level.apply = classmethod(apply)
     try:
-        yield found
+        yield noted
     finally:
         del level.apply
 
@@ -238,8 +238,8 @@ def _gradients(function: Any, args: Sequence[Any], scale: float) -> list[Tensor]
     for gradient in upstream:
         gradient.view(-1)[:2] = torch.tensor([torch.inf, torch.nan], dtype=gradient.dtype)[: gradient.numel()]
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    found = torch.autograd.grad(results, wanted, upstream, allow_unused=True)
-    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, found, strict=True)]
+    gradients = torch.autograd.grad(results, wanted, upstream, allow_unused=True)
+    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, gradients, strict=True)]
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

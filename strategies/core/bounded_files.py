@@ -26,10 +26,10 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
         OSError: the file cannot be read.
         ValueError: it is no regular file, or larger than `most` bytes.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # before it is opened: opening a device may change it
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # before it is opened: opening a device may change it
         raise ValueError("it is not a regular file")
-    if found.st_size > most:
+    if status.st_size > most:
         raise ValueError(f"it has more than {most:,} bytes")
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         content = file.read(most + 1)

@@ -143,10 +143,10 @@ class OperatorGraph:
 
     @cached_property
     def specs(self) -> dict[Ref, TensorSpec]:
-        found = {Ref(source.id): source.spec for source in self.sources}
+        specs = {Ref(source.id): source.spec for source in self.sources}
         for operator in self.operators:
-            found.update({Ref(operator.id, i): spec for i, spec in enumerate(operator.results)})
-        return found
+            specs.update({Ref(operator.id, i): spec for i, spec in enumerate(operator.results)})
+        return specs
 
     @cached_property
     def by_id(self) -> dict[str, Operator | Source]:
@@ -160,32 +160,32 @@ class OperatorGraph:
     @cached_property
     def users(self) -> dict[Ref, tuple[tuple[Operator, int], ...]]:
         """For every value: the operators that use it, with the operand's position."""
-        found: dict[Ref, list[tuple[Operator, int]]] = {ref: [] for ref in self.specs}
+        uses_of: dict[Ref, list[tuple[Operator, int]]] = {ref: [] for ref in self.specs}
         for operator in self.operators:
             for position, ref in enumerate(operator.operands):
-                found[ref].append((operator, position))
-        return {ref: tuple(uses) for ref, uses in found.items()}
+                uses_of[ref].append((operator, position))
+        return {ref: tuple(uses) for ref, uses in uses_of.items()}
 
     @cached_property
     def trained(self) -> frozenset[Ref]:
         """The values that have a gradient."""
-        found = {Ref(source.id) for source in self.sources if source.trainable}
+        trained = {Ref(source.id) for source in self.sources if source.trainable}
         for operator in self.operators:
-            if operator.op != "detach" and any(ref in found for ref in operator.operands):
-                found |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
-        return frozenset(found)
+            if operator.op != "detach" and any(ref in trained for ref in operator.operands):
+                trained |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
+        return frozenset(trained)
 
     @cached_property
     def returning(self) -> frozenset[str]:
         """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or
         detach."""
-        wanted, found = set(self.outputs), set()
+        wanted, returning = set(self.outputs), set()
         for operator in reversed(self.operators):
             results = [Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating]
             if operator.op != "detach" and not wanted.isdisjoint(results):
-                found.add(operator.id)
+                returning.add(operator.id)
                 wanted.update(operator.operands)
-        return frozenset(found)
+        return frozenset(returning)
 
     @cached_property
     def looks(self) -> dict[str, int]:

@@ -168,11 +168,11 @@ def _run(fine: Sequence[int], names: Sequence[str], matrix: Sequence[int], index
 def _names(fine: Sequence[int], matrix: Sequence[int], axes: Sequence[str]) -> tuple[str, ...]:
     """`tp` where the fine axis is the complete axis, `tp.0`, `tp.1`, ... where it is a part."""
     plain = [str(i) for i in range(len(fine))]
-    found = dict.fromkeys(plain, "")
+    axis_of = dict.fromkeys(plain, "")
     for index, axis in enumerate(axes):
         run = _run(fine, plain, matrix, index)
-        found |= {place: axis if len(run) == 1 else f"{axis}.{i}" for i, place in enumerate(run)}
-    return tuple(found[place] or f"d{UNNAMED}{place}" for place in plain)  # a mesh of one rank
+        axis_of |= {place: axis if len(run) == 1 else f"{axis}.{i}" for i, place in enumerate(run)}
+    return tuple(axis_of[place] or f"d{UNNAMED}{place}" for place in plain)  # a mesh of one rank
 
 
 def merged(plan: Plan, explicit: Iterable[Axes] = ()) -> Plan:

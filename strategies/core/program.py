@@ -238,8 +238,8 @@ class Program:
             if step.id in reached and not (isinstance(step, Compute) and step.target.startswith("aten.detach")):
                 reached.update(ref.id for ref in step.operands)
         parameters = (source for source in self.sources if source.kind == "parameter")
-        found = {source.name for source in parameters if source.trainable and source.id in reached}
-        return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in found)
+        trainable = {source.name for source in parameters if source.trainable and source.id in reached}
+        return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in trainable)
 
     @cached_property
     def calls(self) -> Counter[str]:

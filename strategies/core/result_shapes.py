@@ -58,8 +58,8 @@ def call(
     if known is not None:
         kind, made = known
         with no_dispatch():
-            found = [None if one is None else _new(one, given, mode) for one in made]
-        return found[0] if kind is None else kind(found)
+            cached = [None if one is None else _new(one, given, mode) for one in made]
+        return cached[0] if kind is None else kind(cached)
     results = func(*args, **kwargs)
     if key not in _known:
         if len(_known) >= MOST:
@@ -112,12 +112,12 @@ _SIMPLE = frozenset((bool, int, float, str, torch.dtype, torch.device, torch.lay
 def _remembered(results: Any, given: Sequence[Tensor]) -> tuple[type | None, tuple[_Made | None, ...]] | None:
     """The cache entry of results; None if they are not plain, or share new memory."""
     several = type(results) if isinstance(results, (tuple, list)) else None
-    found: list[_Made | None] = []
+    entries: list[_Made | None] = []
     operands = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(given)}
     own = set[int]()
     for one in results if several else [results]:
         if one is None:
-            found.append(None)
+            entries.append(None)
             continue
         if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
             return None
@@ -129,5 +129,5 @@ def _remembered(results: Any, given: Sequence[Tensor]) -> tuple[type | None, tup
             if storage._cdata in own or offset or storage.nbytes() != alone.untyped_storage().nbytes():
                 return None
             own.add(storage._cdata)
-        found.append(_Made(of, offset, tuple(one.shape), one.stride(), one.dtype, one.fake_device))
-    return several, tuple(found)
+        entries.append(_Made(of, offset, tuple(one.shape), one.stride(), one.dtype, one.fake_device))
+    return several, tuple(entries)

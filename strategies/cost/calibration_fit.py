@@ -132,9 +132,9 @@ def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tu
     table, times = np.array(rows, dtype=float), np.array(seconds)
     constants = _least_squares(table, times, 1 / times)
     for _ in range(REPEATS):
-        found = np.maximum(table @ constants, SHORTEST)
-        wanted = found * (1 + np.log(times / found).clip(-STEP, STEP))
-        constants = (constants + _least_squares(table, wanted, 1 / found)) / 2
+        fitted = np.maximum(table @ constants, SHORTEST)
+        wanted = fitted * (1 + np.log(times / fitted).clip(-STEP, STEP))
+        constants = (constants + _least_squares(table, wanted, 1 / fitted)) / 2
     return [float(one) for one in constants], _error(table, times, constants)
 
 
@@ -151,9 +151,9 @@ def _least_squares(table: Numbers, times: Numbers, weights: Numbers) -> Numbers:
     scale[scale == 0] = 1.0
     for used in (list(one) for size in range(1, count + 1) for one in combinations(range(count), size)):
         part = weighted[:, used] / scale[used]
-        found, *_ = np.linalg.lstsq(part, wanted, rcond=None)
-        left = float(((part @ found - wanted) ** 2).sum())
-        if (found >= 0).all() and left < least * (1 - 1e-9):
+        solution, *_ = np.linalg.lstsq(part, wanted, rcond=None)
+        left = float(((part @ solution - wanted) ** 2).sum())
+        if (solution >= 0).all() and left < least * (1 - 1e-9):
             best, least = np.zeros(count), left
-            best[used] = found / scale[used]
+            best[used] = solution / scale[used]
     return best

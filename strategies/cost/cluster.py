@@ -128,10 +128,10 @@ def _spread(sizes: tuple[int, ...], mesh: Mesh, axes: tuple[str, ...], name: str
         ranks = ranks[ranks // mesh.strides[axis] % mesh.sizes[axis] == 0]
         offsets = (offsets[:, None] + np.arange(mesh.sizes[axis]) * mesh.strides[axis]).ravel()
     members = ranks[:, None] + np.sort(offsets)  # [group, member]
-    found, before = [], np.ones(len(ranks), dtype=np.int64)
+    counts, before = [], np.ones(len(ranks), dtype=np.int64)
     for depth in range(len(sizes)):
         unit = members // math.prod(sizes[depth + 1 :])
         units = (np.diff(unit, axis=1) > 0).sum(axis=1) + 1
-        found.append(int((-(-units // before)).max()))
+        counts.append(int((-(-units // before)).max()))
         before = units
-    return tuple(found)
+    return tuple(counts)

@@ -71,12 +71,12 @@ class Neighbourhood:
     def others(self) -> list[Alternative]:
         """Every other legal strategy, cheapest first."""
         chosen = self.plan.operators[self.operator.name].assignment
-        found = [
+        priced = [
             self.price(assignment)
             for assignment in legal_assignments(self._sharding, self.plan.mesh)
             if not _same(assignment, chosen)
         ]
-        return sorted(found, key=lambda other: other.seconds)
+        return sorted(priced, key=lambda other: other.seconds)
 
     def price(self, assignment: Assignment) -> Alternative:
         """The operator with another strategy, all others unchanged; a parameter in the layout that this operator needs
@@ -197,14 +197,14 @@ class Neighbourhood:
 
     def _outputs(self, plan: Plan) -> tuple[Layout, ...]:
         """The outputs of the part, as they come."""
-        found = []
+        outputs = []
         for ref in self._part.outputs:
             operator = self._part.by_id[ref.id]
             assert isinstance(operator, Operator)
             planned = plan.operators[operator.name]
             layouts = planned.outputs or rule_of(operator, self._part).result_layouts(planned.assignment)
-            found.append(layouts[ref.index])
-        return tuple(found)
+            outputs.append(layouts[ref.index])
+        return tuple(outputs)
 
     def _around(self, program: Program) -> Iterator[Redistribute]:
         """The redistributions of the operator's operands and results, and those inside of it."""

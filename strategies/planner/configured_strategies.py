@@ -31,7 +31,7 @@ def configured(
     before an earlier one. Raises StrategyError for a path that means nothing, for two equal ones that disagree, and for
     a strategy that does not fit.
     """
-    found: dict[str, tuple[int, str, str]] = {}
+    matched: dict[str, tuple[int, str, str]] = {}
     for path in strategies:
         rank = 0 if any(mark in path for mark in "*?[") else 2 if "@" in path else 1
         hits = [(operator, address) for operator in graph.operators if (address := matches(path, operator))]
@@ -42,7 +42,7 @@ def configured(
                 "MW211", f"parallel.strategies.{path} matches no operator of the model.{closest(path, names)}"
             )
         for operator, address in hits:
-            before = found.get(operator.id, (0, "", ""))
+            before = matched.get(operator.id, (0, "", ""))
             if rank and rank == before[0] and (strategies[path], address) != (strategies[before[1]], before[2]):
                 raise StrategyError(
                     "MW406",
@@ -50,12 +50,12 @@ def configured(
                     "keep one of them.",
                 )
             if rank >= before[0]:
-                found[operator.id] = (rank, path, address)
+                matched[operator.id] = (rank, path, address)
     return {
         operator.id: _read(graph, operator, shardings[operator.id], path, address, strategies[path])
         for operator in graph.operators
-        if operator.id in found
-        for _, path, address in (found[operator.id],)
+        if operator.id in matched
+        for _, path, address in (matched[operator.id],)
     }
 
 

@@ -182,8 +182,8 @@ def describe_stages(
     """The content of plan.json. `programs` are those of the stages; the rest as for `planner.description`."""
     groups, parts = len(schedule), settings.accumulate
     micro_batches = 1 + max(action.micro_batch for action in schedule[0])
-    found = Traces()
-    traces = [found.of(program, settings) for program in programs]
+    traces_of = Traces()
+    traces = [traces_of.of(program, settings) for program in programs]
     entries = [
         describe(stage.graph, stage.plan, program, settings=settings, cluster=cluster, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
@@ -249,14 +249,14 @@ def cost_of_stages(
 
 def _added(costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Seconds of several stages together, part by part."""
-    found: dict[str, Any] = {}
+    total: dict[str, Any] = {}
     for cost in costs:
         for name, value in cost.items():
             if isinstance(value, Mapping):
-                found[name] = _added([found.get(name, {}), value])
+                total[name] = _added([total.get(name, {}), value])
             else:
-                found[name] = value if isinstance(value, str) else found.get(name, 0.0) + value
-    return found
+                total[name] = value if isinstance(value, str) else total.get(name, 0.0) + value
+    return total
 
 
 def _recompute(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -300,9 +300,9 @@ def _sent(stage: Stage, stages: Sequence[Stage]) -> tuple[int, int]:
 def _between(stage: Stage, stages: Sequence[Stage], groups: int, parts: int, zero: int) -> dict[str, int]:
     """Bytes per step that a rank sends to other groups for `stage`, by collective."""
     graph, mesh = stage.graph, stage.plan.mesh
-    found = {SEND: parts * sum(_sent(stage, stages)), ALL_REDUCE: 0, BROADCAST: 0}
+    sent = {SEND: parts * sum(_sent(stage, stages)), ALL_REDUCE: 0, BROADCAST: 0}
     if stage.number == len(stages) - 1:
-        found[BROADCAST] = 8  # the loss, a double
+        sent[BROADCAST] = 8  # the loss, a double
     for source in graph.sources:
         if source.name in stage.holders and source.id not in stage.receives:
             holders = stage.holders[source.name]
@@ -310,7 +310,7 @@ def _between(stage: Stage, stages: Sequence[Stage], groups: int, parts: int, zer
             if n == 1 or stage.number != min(k for k in holders if k % groups == stage.number % groups):
                 continue  # nobody else has it, or another stage of the same ranks is counted
             elements = stage.plan.tensors[source.name].local_elements(source.spec.shape, mesh)
-            found[ALL_REDUCE] += -(-2 * (n - 1) * elements // n) * max(source.spec.item_bytes, 4)  # added in fp32
+            sent[ALL_REDUCE] += -(-2 * (n - 1) * elements // n) * max(source.spec.item_bytes, 4)  # added in fp32
             if zero and first:
-                found[BROADCAST] += elements * source.spec.item_bytes
-    return {kind: count for kind, count in found.items() if count}
+                sent[BROADCAST] += elements * source.spec.item_bytes
+    return {kind: count for kind, count in sent.items() if count}

@@ -85,7 +85,7 @@ def _words(error: Exception) -> str:
 @cache
 def _code() -> str:
     """A hash of the planner's own sources: another version may plan otherwise."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -122,23 +122,23 @@ class Planning:
             if self.step_cost is not None:
                 searched = self._as_it_runs(problem, searched, self.step_cost)
             search |= searched.search
-            found, reached = searched.solution, searched.solution.assignments
+            solution, reached = searched.solution, searched.solution.assignments
         elif self.request.mode == "auto":
             seconds = None if self.step_cost is None else lambda one: self._seconds(problem, _unpriced(one))
             propagated = self._propagated(problem, seconds)
-            found, reached = _unpriced(propagated.assignments), propagated.reached
+            solution, reached = _unpriced(propagated.assignments), propagated.reached
             search |= {"propagation": propagated.to_json()}
         else:
-            found = _unpriced(self._defaults(problem))
+            solution = _unpriced(self._defaults(problem))
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
         search = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), **search}
-        return replace(self._made(problem, found, reached), search=search)
+        return replace(self._made(problem, solution, reached), search=search)
 
-    def _made(self, problem: Problem, found: Solution, reached: Collection[str] = ()) -> Plan:
+    def _made(self, problem: Problem, solution: Solution, reached: Collection[str] = ()) -> Plan:
         """The plan of assignments; `reached` are the operators that a search decided."""
         operators = {
             operator.name: OperatorPlan(
-                found.assignments[operator.id],
+                solution.assignments[operator.id],
                 self._origin(operator, operator.id in reached),
                 problem.outputs.get(operator.id),
             )
@@ -146,22 +146,24 @@ class Planning:
         }
         tensors = self._tensors(operators)
         tensors |= {
-            source.name: found.tensors[ref] for source in self.graph.sources if (ref := Ref(source.id)) in found.tensors
+            source.name: solution.tensors[ref]
+            for source in self.graph.sources
+            if (ref := Ref(source.id)) in solution.tensors
         }
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
         plan = merged(Plan(self.mesh, operators, self.inputs, tensors), self.meshing.boundaries())
         return replace(plan, recompute=recompute)
 
-    def _seconds(self, problem: Problem, found: Solution) -> float:
+    def _seconds(self, problem: Problem, solution: Solution) -> float:
         """Seconds of a step as it runs; infinite where it cannot run, such as with an uneven batch split."""
         assert self.step_cost is not None
         try:
-            return self.step_cost.seconds(self._made(problem, found))
+            return self.step_cost.seconds(self._made(problem, solution))
         except StrategyError:
             return math.inf
 
-    def _as_it_runs(self, problem: Problem, found: Searched, step: StepEvaluation) -> Searched:
+    def _as_it_runs(self, problem: Problem, searched: Searched, step: StepEvaluation) -> Searched:
         """The cheapest of what was found and of other plans that keep the memory, as a step runs. An exact search takes
         no dearer one than the other searches have."""
         exact = self.request.search == EXACT
@@ -171,8 +173,8 @@ class Planning:
             return problem.memory is None or plan_bytes(problem, one.assignments) <= problem.memory
 
         def others() -> Iterator[Solution]:
-            if found.second is not None:
-                yield found.second
+            if searched.second is not None:
+                yield searched.second
             for other in self._others(problem, axes) if exact else ():
                 if fits(other):
                     yield other
@@ -180,17 +182,17 @@ class Planning:
         def bounds() -> Iterator[tuple[float, Solution | None]]:
             if step.floor:
                 yield step.floor, None
-            if step.savings is not None and found.search.get("lower_bound") is not None:
+            if step.savings is not None and searched.search.get("lower_bound") is not None:
                 for bound, one in step_bounds(problem, self.cluster, axes, step.savings):
                     yield bound, one if one is not None and fits(one) else None
 
-        first = Evaluated(found.solution, self._seconds(problem, found.solution))
+        first = Evaluated(searched.solution, self._seconds(problem, searched.solution))
         seconds = partial(self._seconds, problem)
         every, bound = cheapest_step(first, bounds() if exact else iter(()), others(), seconds)
         best = every[0]
         if math.isinf(best.seconds):
-            step.seconds(self._made(problem, found.solution))  # raises the reason
-        search = dict(found.search) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
+            step.seconds(self._made(problem, searched.solution))  # raises the reason
+        search = dict(searched.search) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
         if best is not first:
             search["bytes"] = plan_bytes(problem, best.solution.assignments)
         if "mesh" in search:
@@ -202,12 +204,12 @@ class Planning:
         for name, algorithm in ALGORITHMS.items():
             if name != self.request.search:
                 try:
-                    found = algorithm(problem, self.cluster, axes)(problem.memory)
+                    searched = algorithm(problem, self.cluster, axes)(problem.memory)
                 except StrategyError:
                     continue  # it found nothing that keeps the memory
-                yield found.solution
-                if found.second is not None:
-                    yield found.second
+                yield searched.solution
+                if searched.second is not None:
+                    yield searched.second
         if problem.fixed:
             yield from map(_unpriced, self._propagated(problem).both)
 
@@ -293,7 +295,7 @@ class Planning:
     ) -> dict[str, Axes]:
         """Counts do not say which ranks: a parameter that an operator configured before slices into as many pieces
         keeps its axes."""
-        found: dict[str, Axes] = {}
+        axes_of: dict[str, Axes] = {}
         for position, ref in enumerate(operator.operands):
             source = self.graph.by_id[ref.id]
             if not isinstance(source, Source) or source.kind != "parameter":
@@ -306,11 +308,11 @@ class Planning:
                     wanted = {factor: self.mesh.product(axes) for factor, axes in same.items()}
                     if all(counted.get(factor) == count for factor, count in wanted.items()) and not _flat(same) & {
                         *taken,
-                        *_flat(found),
+                        *_flat(axes_of),
                     }:
-                        found |= same
+                        axes_of |= same
                     break
-        return found
+        return axes_of
 
     def _named(self, layout: str, names: tuple[str, ...]) -> Axes:
         return tuple(axis for name in names for axis in self.meshing.named[layout][name])
@@ -370,11 +372,11 @@ class Planning:
                 s.name: self._layout(o, s.spec, f"parallel.dataset_strategy for batch entry {s.name!r}")
                 for s, o in zip(sources, wanted, strict=True)
             }
-        found = {}
+        layouts = {}
         for source in sources:
             rank = len(source.spec.shape)
             if wanted == "full_batch" or rank == 0:
-                found[source.name] = Layout.replicated(rank)
+                layouts[source.name] = Layout.replicated(rank)
                 continue
             count = largest_fit(source.spec.shape[0], self.request.world_size)
             if self.request.mode == "data_parallel" and count != self.request.world_size:
@@ -386,8 +388,8 @@ class Planning:
                     f"{self.request.world_size}.",
                 )
             (axes,) = self.meshing.place([count])
-            found[source.name] = Layout((axes,) + ((),) * (rank - 1))
-        return found
+            layouts[source.name] = Layout((axes,) + ((),) * (rank - 1))
+        return layouts
 
     def _outputs(self, id: str, entry: Configured, fixed: Mapping[str, Assignment]) -> tuple[Layout, ...] | None:
         if entry.wanted.outputs is None:
@@ -417,7 +419,7 @@ class Planning:
         )
 
     def _defaults(self, problem: Problem) -> dict[str, Assignment]:
-        found: dict[str, Assignment] = {}
+        assignments: dict[str, Assignment] = {}
         for operator in self.graph.operators:
             assignment = problem.fixed.get(operator.id)
             if assignment is None:
@@ -425,10 +427,10 @@ class Planning:
                 views = traits(operator.op).result in ("permutation", "reshape")
                 shown = self.graph.by_id[operator.operands[0].id] if views else None
                 if isinstance(shown, Operator):
-                    have = problem.result_layout(operator.operands[0], found[shown.id])
+                    have = problem.result_layout(operator.operands[0], assignments[shown.id])
                     assignment = as_shown(problem, operator, have, assignment)
-            found[operator.id] = assignment
-        return found
+            assignments[operator.id] = assignment
+        return assignments
 
     def _axes(self) -> tuple[Axes, ...] | None:
         """The axes that a user named; None where the mesh is to be chosen, with its runner-up."""
@@ -442,18 +444,18 @@ class Planning:
             return "configured"
         if operator in self.marked:
             return "data_parallel"
-        found: Origin = "propagated" if self.request.search == "sharding_propagation" else "searched"
-        return found if reached else "default"
+        searched: Origin = "propagated" if self.request.search == "sharding_propagation" else "searched"
+        return searched if reached else "default"
 
     def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:
         """A parameter has the layout that its first configured user needs, else its first user. Raises StrategyError
         where configured users disagree. Buffers and constants are replicated."""
-        found = {}
+        layouts = {}
         for source in self.graph.sources:
             if source.kind == "input":
                 continue
             rank = len(source.spec.shape)
-            found[source.name] = Layout.replicated(rank)
+            layouts[source.name] = Layout.replicated(rank)
             if source.kind != "parameter":
                 continue
             uses = [(o, self._operand(o, i, operators)) for o, i in self.graph.users[Ref(source.id)]]
@@ -477,8 +479,8 @@ class Planning:
                         "them without a strategy.",
                     )
             if configured_uses or uses:
-                found[source.name] = (configured_uses or uses)[0][1]
-        return found
+                layouts[source.name] = (configured_uses or uses)[0][1]
+        return layouts
 
     def _operand(self, operator: Operator, position: int, operators: Mapping[str, OperatorPlan]) -> Layout:
         sharding: Sharding = self.shardings[operator.id]
