@@ -123,7 +123,7 @@ class _Rewriting:
         if node.target is python_operator.getitem:
             view, piece = self.parent[node], node.args[1]
         above = self.parent[view]
-        complete = put_back(self.graph, writer, view, piece, self.read(above), value)
+        complete = _put_back(self.graph, writer, view, piece, self.read(above), value)
         self._write(above, complete, writer)
         self.seen[node] = self.version[self._base_of(node)], value
 
@@ -160,7 +160,7 @@ class _Rewriting:
 
     def _in_place(self, node: fx.Node, op: str) -> None:
         assert isinstance(node.target, OpOverload)
-        name = written_argument(node.target)
+        name = _written_argument(node.target)
         base = None if name is None else node.kwargs[name] if name in node.kwargs else node.args[0]
         if not isinstance(base, fx.Node):
             raise StrategyError(
@@ -195,13 +195,13 @@ class _Rewriting:
         elif op == "zero_":
             value = call(self.graph, node, aten.zeros_like.default, old)
         else:
-            target = functional_overload(node.target)
+            target = _functional_overload(node.target)
             if target is None:
                 raise StrategyError(
                     "MW903", f"{op}{at(node)} writes in place and has no form that returns a new tensor."
                 )
             kwargs = {key: item for key, item in kwargs.items() if key != name}
-            value = call(self.graph, node, target, *args, *left_out(node.target, target, len(args)), **kwargs)
+            value = call(self.graph, node, target, *args, *_defaults_left_out(node.target, target, len(args)), **kwargs)
         spec, fresh = old.meta["val"], value.meta["val"]
         if fresh.dtype != spec.dtype:
             value = call(self.graph, node, aten.to.dtype, value, spec.dtype)
@@ -212,7 +212,7 @@ class _Rewriting:
     def _turn(self, node: Any, base: fx.Node, op: str) -> None:
         """An operator that changes which view a tensor is (transpose_, unsqueeze_): its result is a view, and so are
         later uses of the tensor itself."""
-        target, above = functional_overload(node.target), self._name(base)
+        target, above = _functional_overload(node.target), self._name(base)
         if target is None or above.op == "placeholder":
             raise StrategyError(
                 "MW903", f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}."
@@ -289,14 +289,14 @@ def _shown(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def written_argument(target: OpOverload) -> str | None:
+def _written_argument(target: OpOverload) -> str | None:
     """The name of the one argument that an operator writes; None if it writes several, or a list."""
     written = [given for given in target._schema.arguments if given.alias_info and given.alias_info.is_write]
     return str(written[0].name) if len(written) == 1 and str(written[0].type) == "Tensor" else None
 
 
 @cache
-def functional_overload(target: OpOverload) -> OpOverload | None:
+def _functional_overload(target: OpOverload) -> OpOverload | None:
     """The operator that returns a new tensor with what `target` writes in place (or to `out`), or None."""
     space, _, name = target._schema.name.partition("::")
     if name.startswith("__i") and name.endswith("__"):
@@ -320,13 +320,13 @@ def _arguments(target: OpOverload) -> list[tuple[str, str]]:
     ]
 
 
-def left_out(target: OpOverload, other: OpOverload, given: int) -> list[Any]:
+def _defaults_left_out(target: OpOverload, other: OpOverload, given: int) -> list[Any]:
     """The defaults of `target` for arguments after the first `given` for which its functional overload has none."""
     pairs = zip(target._schema.arguments[given:], other._schema.arguments[given:], strict=False)
     return [own.default_value for own, same in pairs if not same.kwarg_only and not same.has_default_value()]
 
 
-def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, index: Any, base: fx.Node, value: fx.Node) -> fx.Node:
+def _put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, index: Any, base: fx.Node, value: fx.Node) -> fx.Node:
     """`base` with `value` in the part that `view` shows of it (`index`: the number of the view, of several).
 
     Raises StrategyError if the way back of the view is not known.
