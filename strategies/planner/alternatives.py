@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Any
 
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, with_refs
 from strategies.core.layout import Layout
