@@ -29,11 +29,10 @@ from strategies.core.request import OperatorStrategy, Request
 from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
-from strategies.runtime import compiled
-from strategies.runtime import shared_code as reuse
+from strategies.runtime import compiled, module_tree
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
-from strategies.runtime.opaque_random import as_key
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
 COLUMNS, ROWS = OperatorStrategy(((2, 1, 1), (1, 2)), None), OperatorStrategy(((2, 1, 2), (2, 1)), None)
@@ -116,10 +115,10 @@ def measure(layers: int, backend: str | None) -> None:
     groups = {step.axes for chain in chains for step in chain if step.kind not in LOCAL}
     print(f"{layers} layers: {len(program.instructions)} instructions lowered in {seconds:.3f} s, {len(groups)} groups")
     print(f"    shared {measured(program)}")
-    of = reuse.CodeForms.of
-    reuse.CodeForms.of = lambda *_: object()  # type: ignore[assignment]
+    form = module_tree._Tree._form
+    module_tree._Tree._form = lambda *_: object()  # type: ignore[assignment]
     print(f"    apart  {measured(program)}", flush=True)
-    reuse.CodeForms.of = of  # type: ignore[method-assign]
+    module_tree._Tree._form = form  # type: ignore[method-assign]
     if backend is not None:
         print(f"    compiled ({backend}): {compile_once(seen, backend)}", flush=True)
 

@@ -9,8 +9,7 @@ collective returns its input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PAD, REDUCE_SCATTER, SLICE, Step
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.redistributions import Redistribution
 
 Axes = str | tuple[str, ...]
 
@@ -93,25 +93,13 @@ def broadcast(x: Tensor, axes: Axes, source: int = 0) -> Tensor:
     return all_reduce(x if mine else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0), axes)
 
 
-class _Collective(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.adjoint = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.adjoint(gradient), None, None
-
-
 def _run(x: Tensor, forward: Step, backward: Step) -> Tensor:
     if _current.mesh.product(forward.axes) == 1:
         return x
     _current.prepare([forward.axes])
-    result: Tensor = _Collective.apply(x, _current.carrier((forward,)), _current.carrier((backward,)))  # type: ignore[no-untyped-call]
-    return result
+    carriers = (_current.carrier([(step,)]) for step in (forward, backward))
+    (result,) = Redistribution.apply(*carriers, (1.0,), False, x)  # type: ignore[no-untyped-call]
+    return cast(Tensor, result)
 
 
 def _step(kind: str, axes: Axes, dim: int = 0, source: int = 0) -> Step:

@@ -189,7 +189,7 @@ class Evaluator:
             shape = tuple(size * count for size, count in zip(piece.shape, counts, strict=True))
             steps = resharding_path(Layout(dims), Layout.replicated(len(shape)), shape, program.mesh)
             communicator.prepare(step.axes for step in steps)
-            return _first(communicator.carrier(steps)(piece), valid, self.size)
+            return _first(communicator.carried(steps, piece), valid, self.size)
 
         return _pytree.tree_map(joined, outputs)
 

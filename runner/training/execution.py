@@ -36,9 +36,9 @@ from strategies.rules.random import mix
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.compiled import as_key
 from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.module_tree import MODULE, OPERATORS, build
-from strategies.runtime.opaque_random import as_key
 from strategies.runtime.peers import Peers
 from strategies.runtime.pipeline_stage import RankStage, StageRunner
 
@@ -79,7 +79,7 @@ class Execution:
 
     def full_tensor(self, source: Source, shard: Tensor) -> Tensor:
         """All-gather the full tensor of a source from the ranks' shards (collective)."""
-        return self.communicator.carrier(_to_replicated(source, self.program))(shard)
+        return self.communicator.carried(_to_replicated(source, self.program), shard)
 
 
 def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:

@@ -8,7 +8,7 @@ they will be in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import BucketLimits
 from strategies.runtime.activation_offload import Activations, look_up_parameters, matching_modules
-from strategies.runtime.communicator import Communicator
+from strategies.runtime.communicator import Communicator, Landing, Launcher
 from strategies.runtime.disk import Extent
 from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import MODULE, build
@@ -105,15 +105,15 @@ class _ShapeCommunicator(Communicator):
         super().__init__(mesh, 0)
         self._within = False
 
-    def _begin(self, step: Step, later: bool) -> Callable[[Tensor], Callable[[], Tensor]]:
-        begin = super()._begin(step, later)
-        elements = step.busiest(self.mesh)
+    def _begin(self, steps: Sequence[Step], later: bool) -> Launcher:
+        begin = super()._begin(steps, later)
+        elements = sum(step.busiest(self.mesh) for step in steps)
 
-        def run(tensor: Tensor) -> Callable[[], Tensor]:
+        def run(tensors: Sequence[Tensor]) -> Landing:
             self._within = True
-            finish = begin(tensor)
+            finish = begin(tensors)
             self._within = False
-            self.count(step.kind, elements, tensor)
+            self.count(steps[0].kind, elements, tensors[0])
             return finish
 
         return run

@@ -1,19 +1,21 @@
 """A rank's program through torch.compile, without graph breaks at the collectives.
 
-To the compiler a redistribution is one opaque operator, `meshwright::carry(tensor, number)` (`carry_all` for several
-that are fused), whose result shape is known; inside runs the same carrier as in eager mode. Invariant: a compiled
-program computes what the eager one does, and the ranks communicate in one order (`order` is its hash). Two equal
-redistributions of one value are merged by the compiler. Random operators are opaque too (see `opaque_random`).
+To the compiler a redistribution is an opaque operator, `meshwright::call(tensors, number)`, whose result shapes are
+known; inside runs the same carrier as in eager mode. A random operator is one too: its code hashes the program's key
+and sets generators, which no compiler traces. The key, a new number at every step, and the ordinals, by which repeated
+layers differ, become tensors, because new numbers would be compiled anew. Invariant: a compiled program computes what
+the eager one does, and the ranks communicate in one order (`order` is its hash). Two equal redistributions of one value
+are merged by the compiler.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import operator as python_operator
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,8 +25,9 @@ from torch import Tensor, fx
 
 from strategies.core.errors import StrategyError
 from strategies.core.mesh import Mesh
+from strategies.core.program import KEY
 from strategies.core.steps import LOCAL, ReshardingPath
-from strategies.runtime.communicator import Carrier, CarrierOfAll
+from strategies.runtime.communicator import Carrier
 
 LARGEST = 2000
 """The most nodes of a unit that is compiled as one graph; compile time grows faster than the unit."""
@@ -33,88 +36,150 @@ REPEATED = 3
 SHAPES = 256
 """Of how many shapes the inputs of one code may be; beyond them it would not be compiled."""
 
+Function = Callable[[Sequence[Tensor]], list[Tensor]]
+
 _library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("carry(Tensor tensor, int number) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("carry_all(Tensor[] tensors, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
+_library.define("call(Tensor[] tensors, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
 
-
-@dataclass(frozen=True)
-class _Edge:
-    carrier: Carrier
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Edges:
-    carrier: CarrierOfAll
-    shapes: tuple[tuple[int, ...], ...]
-
-
-_edges: list[_Edge] = []
-_fused: list[_Edges] = []
-"""The meaning of `number` in this process."""
+_functions: list[tuple[Function, Function]] = []
+"""The meaning of `number` in this process: the function, and one that returns results of the same shapes."""
 _order = [0]
-"""A hash of the edges carried out so far, in their order."""
+"""A hash of the redistributions carried out so far, in their order."""
 
 
-def _carry(tensor: Tensor, number: int) -> Tensor:
-    _order[0] = hash((_order[0], number))
-    return _edges[number].carrier(tensor).contiguous()
+def _call(tensors: list[Tensor], number: int) -> list[Tensor]:
+    return _functions[number][0](tensors)
 
 
-def _shaped(tensor: Tensor, number: int) -> Tensor:
-    return tensor.new_empty(_edges[number].shape)
+def _call_shaped(tensors: list[Tensor], number: int) -> list[Tensor]:
+    return _functions[number][1](tensors)
 
 
-_library.impl("carry", _carry, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("meshwright::carry", _shaped, lib=_library)
+_library.impl("call", _call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("meshwright::call", _call_shaped, lib=_library)
 
 
-def _carry_all(tensors: list[Tensor], number: int) -> list[Tensor]:
-    _order[0] = hash((_order[0], -1 - number))
-    return [result.clone() for result in _fused[number].carrier(tensors)]  # an operator's results share no memory
+def opaque(function: Function, shaped: Function) -> Function:
+    """`function` as an operator into which the compiler does not look; its results share no memory with one another or
+    with its arguments. `shaped` returns results of the same shapes."""
+    _functions.append((function, shaped))
+    number = len(_functions) - 1
 
-
-def _all_shaped(tensors: list[Tensor], number: int) -> list[Tensor]:
-    return [tensor.new_empty(shape) for tensor, shape in zip(tensors, _fused[number].shapes, strict=True)]
-
-
-_library.impl("carry_all", _carry_all, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("meshwright::carry_all", _all_shaped, lib=_library)
-
-
-def opaque(carrier: Carrier, steps: ReshardingPath, mesh: Mesh) -> Carrier:
-    """`carrier`, which carries out `steps`, as the compiler can take it; itself where nothing is sent."""
-    if all(step.kind in LOCAL for step in steps):
-        return carrier
-    _edges.append(_Edge(carrier, steps[-1].after.local_shape(steps[-1].shape, mesh)))
-    number = len(_edges) - 1
-
-    def carry(tensor: Tensor) -> Tensor:
-        result: Tensor = torch.ops.meshwright.carry(tensor, number)
-        return result
-
-    return carry
-
-
-def opaque_all(carrier: CarrierOfAll, chains: Sequence[ReshardingPath], mesh: Mesh) -> CarrierOfAll:
-    """`opaque` for several tensors at once."""
-    if all(step.kind in LOCAL for step in chains[0]):
-        return carrier
-    ends = [steps[-1] for steps in chains]
-    _fused.append(_Edges(carrier, tuple(end.after.local_shape(end.shape, mesh) for end in ends)))
-    number = len(_fused) - 1
-
-    def carry(tensors: Sequence[Tensor]) -> list[Tensor]:
-        results: list[Tensor] = torch.ops.meshwright.carry_all(list(tensors), number)
+    def call(tensors: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Tensor] = torch.ops.meshwright.call(list(tensors), number)
         return results
 
-    return carry
+    return call
+
+
+def opaque_carrier(carrier: Carrier, paths: Sequence[ReshardingPath], mesh: Mesh) -> Carrier:
+    """`carrier`, which follows `paths`, as the compiler can take it; itself where nothing is sent."""
+    if all(step.kind in LOCAL for step in paths[0]):
+        return carrier
+    ends = [steps[-1] for steps in paths]
+    shapes = [end.after.local_shape(end.shape, mesh) for end in ends]
+    number = len(_functions)
+
+    def carry(tensors: Sequence[Tensor]) -> list[Tensor]:
+        _order[0] = hash((_order[0], number))
+        results = carrier(tensors)
+        return [result.clone() for result in results] if len(results) > 1 else [results[0].contiguous()]
+
+    def shaped(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+
+    return opaque(carry, shaped)
 
 
 def order() -> int:
     """A number below 2**62 that is equal on ranks that have carried out the same redistributions in the same order."""
     return _order[0] % 2**62
+
+
+class _Random(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # `given` is one argument: the compiler leaves `ctx` out where it counts one too many
+        draw, ctx.gradient, ctx.first, *tensors = given
+        ctx.save_for_backward(*tensors)
+        results = draw(tensors)
+        ctx.floating = [result.is_floating_point() for result in results]
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        floating = [gradient for gradient, is_floating in zip(gradients, ctx.floating, strict=True) if is_floating]
+        found = iter(ctx.gradient([*ctx.saved_tensors, *floating]))
+        values = ctx.saved_tensors[ctx.first :]
+        returned = (next(found) if value.is_floating_point() else None for value in values)
+        return *[None] * (3 + ctx.first), *returned
+
+
+def as_key(key: int) -> Tensor:
+    """The random key of a step (63 bits) as a compiled program takes it."""
+    return torch.tensor(key)
+
+
+def make_random_opaque(graph: fx.Graph, ordinals: Collection[str]) -> None:
+    """Make every operator of `graph` that takes the program's random key opaque; the key is a tensor from then on, and
+    so are the attributes `ordinals` of the module."""
+    for node in graph.nodes:
+        if node.op == "call_function" and any(one.target == KEY.id for one in node.all_input_nodes):
+            (key,) = (one for one in node.all_input_nodes if one.target == KEY.id)
+            others = [one for one in node.all_input_nodes if one is not key]
+            numbers = [one for one in others if one.op == "get_attr" and one.target in ordinals]
+            tensors = [one for one in others if one not in numbers]
+            node.target = _opaque_draw(node, key, numbers, tensors)
+            node.args, node.kwargs = (key, *numbers, *tensors), {}
+
+
+def _opaque_draw(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: list[fx.Node]) -> Callable[..., Any]:
+    """The function of (key, *ordinals, *tensors) that stands for a random operator in generated code. Its gradient is
+    that of the same computation with the same numbers, which backward repeats."""
+    function: Any = node.target
+    args, kwargs = node.args, node.kwargs
+    several = bool(node.users) and all(user.target is python_operator.getitem for user in node.users)
+    first, end = 1 + len(ordinals), 1 + len(ordinals) + len(tensors)
+
+    def drawn(values: Sequence[Any]) -> list[Tensor]:
+        given = dict(zip((key, *ordinals, *tensors), values, strict=True))
+        result = function(*fx.map_arg(args, given.__getitem__), **fx.map_arg(kwargs, given.__getitem__))
+        return list(result) if several else [result]
+
+    @torch.no_grad()
+    def draw(given: Sequence[Tensor]) -> list[Tensor]:
+        return drawn([*map(int, given[:first]), *given[first:]])
+
+    @torch.no_grad()
+    def shaped(given: Sequence[Tensor]) -> list[Tensor]:
+        return drawn([0] * first + [*given[first:]])
+
+    def gradient(given: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given[first:end]]
+        with torch.enable_grad():
+            results = [one for one in drawn([*map(int, given[:first]), *leaves]) if one.is_floating_point()]
+        pairs = [(one, back) for one, back in zip(results, given[end:], strict=True) if one.requires_grad]
+        found = torch.autograd.grad(
+            [one for one, _ in pairs],
+            [leaf for leaf in leaves if leaf.requires_grad],
+            [back for _, back in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return [gradient.contiguous() for gradient in found]
+
+    def gradient_shaped(given: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.new_empty(tensor.shape) for tensor in given[first:end] if tensor.is_floating_point()]
+
+    forward, backward = opaque(draw, shaped), opaque(gradient, gradient_shaped)
+
+    def call(*given: Tensor) -> Any:
+        results = _Random.apply(forward, backward, first, *given)  # type: ignore[no-untyped-call]
+        return results if several else results[0]
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__module__ = "opaque_random"
+    return call
 
 
 def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, backend: Any = "inductor") -> None:

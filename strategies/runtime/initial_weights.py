@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.program import Program
-from strategies.runtime.slices import cut, filled
 from strategies.runtime.tensor_files import Part, Reader, StoredTensor
+from strategies.runtime.transfer import cut, filled
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None) -> None:

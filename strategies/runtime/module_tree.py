@@ -1,17 +1,23 @@
 """The program of one rank as a tree of torch.fx GraphModules that follows the user's module tree.
 
-A contiguous run of instructions from one module call becomes one GraphModule with generated code, down to the modules
-that own parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3 gathers
-parameters module by module, and a flat graph would gather the complete model at once. A use of a parameter that another
-module owns becomes a separate unit, under which the same Parameter object is registered again. Units with the same
-code share it (see `reuse`); its names are then those of the first of them.
+A contiguous run of instructions from one module call becomes one unit, a GraphModule with generated code, down to the
+modules that own parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3
+gathers parameters module by module, and a flat graph would gather the complete model at once. A use of a parameter that
+another module owns becomes a separate unit, under which the same Parameter object is registered again. `units` finds
+the parameters of each unit without building the tree.
+
+Units of one form are instances of one class with one code object, as repeated layers are; names in it are those of the
+first of them. The form is all that decides the code: what each instruction calls, with values numbered from the unit's
+inputs, parameters named as inside of the unit, and the numbers of its rank. What differs between repeated layers
+(numbers of random operators, parts of a recomputed region, the tensors themselves) becomes attributes of the unit.
+Invariant: an instance of the first one's class computes what a unit built for itself would.
 """
 
 from __future__ import annotations
 
 import operator as python_operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from strategies.core.graph import Ref, rewrite
+from strategies.core.graph import Ref, leaves, rewrite
 from strategies.core.program import (
     CARRYING,
     KEY,
@@ -31,22 +37,23 @@ from strategies.core.program import (
     Ordinal,
     Program,
     RankValue,
-    Redistribute,
     Start,
+    Wait,
 )
+from strategies.core.steps import ReshardingPath
 from strategies.lowering.recompute import RegionPart, parts_of
 from strategies.rules.registry import resolve
-from strategies.runtime.buffers import store
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.flight_recorder import with_place
-from strategies.runtime.naming import OWN, inside, private, reach, register, variable
+from strategies.runtime.compiled import make_random_opaque
+from strategies.runtime.flight_recorder import recorder, with_place
+from strategies.runtime.naming import OWN, attach, inside, private, reach, register, variable
 from strategies.runtime.offload import OffloadTraffic, copier
-from strategies.runtime.opaque_random import make_random_opaque
 from strategies.runtime.recompute import ShardedInput, recomputing, watched
-from strategies.runtime.redistributions import edge, edges, starting, waiting
-from strategies.runtime.shared_code import CodeForms, Template, constants_of, function_of, scalars, several, tensors_of
-from strategies.runtime.units import owned, unit_path
+from strategies.runtime.redistributions import redistributing, starting, waiting
 
+Paths = Mapping[str, tuple[str, ...]]
+"""The place of every instruction in the tree, by id."""
+Constant = RegionPart | int
 MODULE = "module"
 """Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
 COPIED = "copied"
@@ -70,13 +77,89 @@ def build(
         tensors: the local slice of every parameter (as nn.Parameter), buffer and constant, by name.
         communicator: with the groups of all axes over which the program communicates.
         device: where the module computes.
-        compiled: make it fit for `compile_units`; its random key is then a tensor (`opaque_random.as_key`).
+        compiled: make it fit for `compile_units`; its random key is then a tensor (`compiled.as_key`).
 
     Returns:
         A module whose `forward` takes the local batch entries in the order of the program's inputs, then the random key
         if the program has random operators, and returns the outputs (the bare one if there is only one).
     """
     return _Tree(program, tensors, communicator, torch.device(device), compiled).root
+
+
+def store(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write each value into its buffer, as if all were written at once: a value may be the memory of another buffer.
+
+    It ends a step: every operator reads the old value of a buffer, and operators that need the new value take it as an
+    operand. Autograd keeps no old value of a buffer that one device would not keep too.
+    """
+    written = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    with torch.no_grad():
+        fresh = [value.clone() if value.untyped_storage().data_ptr() in written else value for value in values]
+        for buffer, value in zip(buffers, fresh, strict=True):
+            buffer.copy_(value)
+
+
+@dataclass(frozen=True)
+class ModuleUnit:
+    """`parameters` are full names; `inward`: whether a gradient flows from the unit into the values that it takes."""
+
+    parameters: tuple[str, ...]
+    inward: bool
+
+
+def units(program: Program) -> list[ModuleUnit]:
+    """Every unit that owns parameters and runs, in the order in which units are entered."""
+    names, paths = _owned(program), _paths(program)
+    kinds = {source.name for source in program.sources if source.kind == "parameter"}
+    homes: dict[tuple[str, ...], set[str]] = {}
+    for name in kinds:
+        homes.setdefault(tuple(name.split(".")[:-1]), set()).add(name)
+    learned = {source.id for source in program.sources if source.trainable}  # values that may have a gradient
+    for step in program.instructions:
+        if getattr(step, "differentiable", True) and any(ref.id in learned for ref in step.operands):
+            learned.add(step.id)
+
+    def walk(part: Sequence[Instruction], depth: int) -> Iterator[ModuleUnit]:
+        here = paths[part[0].id][:depth]
+        direct = (ref for step in part if len(paths[step.id]) == depth for ref in step.operands)
+        own = {names[ref] for ref in direct if names.get(ref) in kinds}
+        own |= homes.pop(tuple(".".join(here).split(".")) if here else (), set())  # all of a module at its first run
+        if own:
+            within = {step.id for step in part}
+            taken = {ref for step in part for ref in step.operands if ref.id not in within}
+            yield ModuleUnit(tuple(sorted(own)), any(ref.id in learned and ref not in names for ref in taken))
+        for key, run in _runs(part, depth, paths):
+            if key is not None:
+                yield from walk(run, depth + 1)
+
+    return list(walk(program.instructions, 0)) if program.instructions else []
+
+
+def _owned(program: Program) -> dict[Ref, str]:
+    """The values that are tensors of the model, by their full names."""
+    return {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
+
+
+def _paths(program: Program) -> Paths:
+    names, ordered = _owned(program), set(program.parameter_order)
+
+    def path(step: Instruction) -> tuple[str, ...]:
+        used = {names[ref] for ref in step.operands if ref in names} & ordered
+        foreign = any(name.rpartition(".")[0] != ".".join(step.path) for name in used)
+        return (*step.path, _use_of(step)) if foreign else step.path
+
+    return {step.id: path(step) for step in program.instructions}
+
+
+def _use_of(step: Instruction) -> str:
+    """The name of the unit around an instruction that uses a parameter of another module."""
+    return f"use_{step.id}"
+
+
+def _runs(part: Sequence[Instruction], depth: int, paths: Paths) -> list[tuple[str | None, list[Instruction]]]:
+    """The instructions of one unit by the unit inside it to which they belong, in order; None: its own."""
+    level = lambda step: paths[step.id][depth] if len(paths[step.id]) > depth else None  # noqa: E731
+    return [(key, list(run)) for key, run in groupby(part, key=level)]
 
 
 @dataclass(frozen=True)
@@ -87,6 +170,28 @@ class _Child:
     unit: fx.GraphModule
     inputs: tuple[Ref, ...]
     results: tuple[Ref, ...]
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The first unit of a form, and the names that its code uses: of its tensors, constants, units inside (each in the
+    order in which they are first used), and of the values that its own instructions return. `shared` are attributes of
+    every unit of the form."""
+
+    kind: type[fx.GraphModule]
+    shared: Mapping[str, Any]
+    tensors: Sequence[str]
+    constants: Sequence[str]
+    children: Sequence[str]
+    values: Sequence[str]
+
+    def unit(self) -> fx.GraphModule:
+        """One more unit of this form, without what its code reaches. `GraphModule` makes a class per instance; this is
+        an instance of a class that exists."""
+        unit: fx.GraphModule = object.__new__(self.kind)
+        nn.Module.__init__(unit)
+        vars(unit).update(self.shared, meta={})
+        return unit
 
 
 class _Tree:
@@ -100,29 +205,83 @@ class _Tree:
     ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
         self.compiled, self.copied = compiled, OffloadTraffic()
-        self.owned = owned(program)
+        self.owned, self.paths, self.parts = _owned(program), _paths(program), parts_of(program)
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
         outputs = [*program.outputs, *(value for _, value in program.updates)]
-        self.paths = {one.id: unit_path(one, program, self.owned) for one in program.instructions}
-        results: dict[str, set[int]] = {step.id: set() for step in program.instructions if several(step)}
-        for ref in (*outputs, *(ref for step in program.instructions for ref in step.operands)):
+        results: dict[str, set[int]] = {step.id: set() for step in program.instructions if _several(step)}
+        self.used: dict[Ref, list[str]] = {ref: [] for ref in outputs}
+        for step in program.instructions:
+            for ref in step.operands:
+                self.used.setdefault(ref, []).append(step.id)
+        for ref in self.used:
             if ref.id in results:
                 results[ref.id].add(ref.index)
-        self.taken = {id: sorted(found) for id, found in results.items()}
-        self.used: dict[Ref, list[str]] = {}
-        for instruction in program.instructions:
-            for ref in instruction.operands:
-                self.used.setdefault(ref, []).append(instruction.id)
-        self.parts = parts_of(program)
-        self.forms = CodeForms(program, communicator.rank, self.paths, self.parts, self.taken, self.owned)
-        self.scalars = scalars(program)
-        self.templates: dict[Hashable, Template] = {}
+        self.taken = {id: sorted(indices) for id, indices in results.items()}
+        # DeepSpeed holds parameters of shape () with shape (1,), so code views them as what they are
+        parameters = (source for source in program.sources if source.kind == "parameter")
+        self.scalars = {source.name for source in parameters if not source.spec.shape}
+        self.numbers: dict[Hashable, int] = {}
+        self.path_numbers: dict[int, int] = {}  # by id: the program holds them
+        self.calls = {step.id: self._number(self._call(step)) for step in program.instructions}
+        self.templates: dict[Hashable, _Template] = {}
         self.functions: dict[Hashable, Callable[..., Any]] = {}
         self.leaves = {name.rpartition(".")[2] for name in program.parameter_order}
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
         self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "", False)
         self._restore_names()
         self.root.meta[COPIED] = self.copied
+
+    def _number(self, form: Hashable) -> int:
+        return self.numbers.setdefault(form, len(self.numbers))
+
+    def _call(self, step: Instruction) -> Hashable:
+        """All that decides the code of an instruction but for its operands; 1, 1.0 and True are different arguments."""
+        part = self.parts.get(step.id)
+        around = None if part is None else (part.kept, part.carries), tuple(self.taken.get(step.id, ()))
+        if isinstance(step, Compute):
+
+            def leaf(value: Any) -> Any:
+                if isinstance(value, (Ref, Ordinal)):
+                    return type(value)
+                return value.of(self.program.mesh, self.communicator.rank) if isinstance(value, RankValue) else value
+
+            return step.target, repr(rewrite((step.args, dict(step.kwargs)), leaf)), step.multiple, step.host, around
+        if isinstance(step, Copy):
+            return "copy", step.host, around
+        of = step.of if isinstance(step, Start | Wait) else step
+        carried = tuple(
+            (self._path_number(one.forward), self._path_number(one.backward), one.scale) for one in of.parts
+        )
+        return type(step), type(of), carried, of.differentiable, around
+
+    def _path_number(self, steps: ReshardingPath) -> int:
+        if id(steps) not in self.path_numbers:
+            self.path_numbers[id(steps)] = self._number(steps)
+        return self.path_numbers[id(steps)]
+
+    def _form(
+        self, part: Sequence[Instruction], depth: int, inputs: Sequence[Ref], outputs: Sequence[Ref], path: str
+    ) -> Hashable:
+        """The form of the unit at `path` that holds `part`, whose place in the tree begins with `depth` names."""
+        values: dict[Ref, Hashable] = {ref: number for number, ref in enumerate(inputs)}
+        position = {step.id: number for number, step in enumerate(part)}
+
+        def value(ref: Ref) -> Hashable:
+            if ref not in values:
+                if ref in self.owned:
+                    name = self.owned[ref]
+                    own = not path or name.startswith(f"{path}.")
+                    word = name.removeprefix(f"{path}.") if own else ("foreign", len(values))
+                    values[ref] = ("scalar", word) if name in self.scalars else word
+                else:
+                    values[ref] = position[ref.id], ref.index
+            return values[ref]
+
+        rows = []
+        for number, step in enumerate(part):
+            place = tuple(("use", number) if name == _use_of(step) else name for name in self.paths[step.id][depth:])
+            rows.append((place, self.calls[step.id], tuple(map(value, step.operands))))
+        return tuple(rows), len(inputs), tuple(map(value, outputs))
 
     def _unit(
         self,
@@ -135,32 +294,42 @@ class _Tree:
         recomputed: bool,
     ) -> fx.GraphModule:
         """The unit at `path`; an instance of the class of one with the same form, if there is one."""
-        form = self.forms.of(instructions, depth, inputs, outputs, path)
+        form = self._form(instructions, depth, inputs, outputs, path)
         template = self.templates.get(form)
-        runs = [(key, list(run)) for key, run in groupby(instructions, key=lambda one: self._level(one, depth))]
+        runs = _runs(instructions, depth, self.paths)
         keys = [key for key, _ in runs if key is not None]
         names = iter(self._names(keys) if template is None else template.children)
         content: list[Instruction | _Child] = []
         for key, part in runs:
             content += part if key is None else [self._child(part, depth, outputs, next(names), path, recomputed)]
-        children = [one for one in content if isinstance(one, _Child)]
-        own = [one for one in content if not isinstance(one, _Child)]
-        constants = [one for step in own for one in constants_of(step, self.parts, not self.compiled)]
+        own = [step for step in content if not isinstance(step, _Child)]
+        children = [child.unit for child in content if isinstance(child, _Child)]
         if template is None:
             unit, template = self._written(content, depth, inputs, outputs, name, path)
             self.templates[form] = template
         else:
-            tensors = [self.tensors[self.owned[ref]] for ref in tensors_of(own, outputs, self.owned)]
-            unit = template.unit(tensors, [child.unit for child in children])
+            unit = template.unit()
+        used = dict.fromkeys(ref for step in own for ref in step.operands) | dict.fromkeys(outputs)
+        tensors = [self.tensors[self.owned[ref]] for ref in used if ref in self.owned]
+        for attribute, tensor in zip(template.tensors, tensors, strict=True):
+            register(unit, attribute, tensor)
+        for attribute, child in zip(template.children, children, strict=True):
+            attach(unit, attribute, child)
+        constants = [constant for step in own for constant in self._constants(step)]
         for attribute, constant in zip(template.constants, constants, strict=True):
             value = torch.tensor(constant) if self.compiled and isinstance(constant, Ordinal) else constant
             vars(unit)[attribute] = value
         unit.meta[OPERATORS] = template.values, tuple(step.operator for step in own)
         return unit
 
-    def _level(self, instruction: Instruction, depth: int) -> str | None:
-        path = self.paths[instruction.id]
-        return path[depth] if len(path) > depth else None
+    def _constants(self, step: Instruction) -> list[Constant]:
+        """What an instruction takes that differs between repeated layers, in the order of its arguments."""
+        constants: list[Constant] = [self.parts[step.id]] if step.id in self.parts else []
+        if isinstance(step, CARRYING) and not self.compiled:
+            constants.append(recorder.place(step.operator))
+        if isinstance(step, Compute):
+            constants += [leaf for leaf in leaves((step.args, step.kwargs)) if isinstance(leaf, Ordinal)]
+        return constants
 
     def _child(
         self,
@@ -171,21 +340,13 @@ class _Tree:
         path: str,
         recomputed: bool,
     ) -> _Child:
-        inside = {instruction.id: number for number, instruction in enumerate(part)}
-        needed = dict.fromkeys(
-            ref for i in part for ref in i.operands if ref.id not in inside and ref not in self.owned
-        )
-        results = self._results(part, inside, outputs)
+        within = {step.id: number for number, step in enumerate(part)}
+        operands = (ref for step in part for ref in step.operands)
+        needed = dict.fromkeys(ref for ref in operands if ref.id not in within and ref not in self.owned)
+        results = self._results(part, within, outputs)
         region = not recomputed and self._recomputed(part[0], depth)
-        unit = self._unit(
-            part,
-            depth + 1,
-            list(needed),
-            results,
-            variable(name),
-            f"{path}.{name}".strip("."),
-            recomputed or region,
-        )
+        inner = f"{path}.{name}".strip(".")
+        unit = self._unit(part, depth + 1, list(needed), results, variable(name), inner, recomputed or region)
         if region:
             vars(unit)["forward"] = recomputing(unit.forward, [self._hold(ref) for ref in needed], self.parts)
         unit.meta[MODULE] = ".".join(part[0].path[: depth + 1])
@@ -199,13 +360,13 @@ class _Tree:
         outputs: Sequence[Ref],
         name: str,
         path: str,
-    ) -> tuple[fx.GraphModule, Template]:
+    ) -> tuple[fx.GraphModule, _Template]:
         """A unit with its own code, from its instructions and the units inside."""
         graph, unit = fx.Graph(), fx.GraphModule(nn.Module(), fx.Graph(), name)
         children = [one for one in content if isinstance(one, _Child)]
         units = {child.name.partition(".")[0] for child in children}
         values: dict[Ref, fx.Node] = {}
-        tensors: dict[str, Tensor] = {}
+        tensors: list[str] = []
         constants: list[str] = []
         for ref in inputs:
             values[ref] = node = graph.placeholder(_name(ref))
@@ -220,7 +381,7 @@ class _Tree:
                 full = self.owned[ref]
                 owner, _, leaf = full.rpartition(".")
                 local = leaf if owner == path else private(full, units, tensors, self.reserved)
-                tensors[local] = self.tensors[full]
+                tensors.append(local)
                 values[ref] = reached("get_attr", local)
                 if full in self.scalars:
                     values[ref] = graph.call_function(torch.ops.aten.view.default, (values[ref], []))
@@ -236,18 +397,18 @@ class _Tree:
                 _spread(graph, values, one.results, reached("call_module", one.name, tuple(map(value, one.inputs))))
             else:
                 made.append(self._emit(graph, one, value, constant, values).name)
-        found = [value(ref) for ref in outputs]
+        returned = [value(ref) for ref in outputs]
         if depth == 0 and self.program.updates:  # buffers take their new values under their own names
             buffers = tuple(reached("get_attr", self.owned[Ref(id)]) for id, _ in self.program.updates)
-            graph.call_function(store, (buffers, tuple(found[len(self.program.outputs) :])))
-            found = found[: len(self.program.outputs)]
-        graph.output(found[0] if len(found) == 1 else tuple(found))
+            graph.call_function(store, (buffers, tuple(returned[len(self.program.outputs) :])))
+            returned = returned[: len(self.program.outputs)]
+        graph.output(returned[0] if len(returned) == 1 else tuple(returned))
         if self.compiled:
             make_random_opaque(graph, constants)
         unit.graph = graph  # while no name is taken by the user's
-        template = Template.made_from(unit, [*tensors], constants, [child.name for child in children], made)
-        template.fill(unit, [*tensors.values()], [child.unit for child in children])
-        return unit, template
+        own = {*vars(nn.Module()), "meta"}
+        shared = {name: value for name, value in vars(unit).items() if name not in own}
+        return unit, _Template(type(unit), shared, tensors, constants, [child.name for child in children], made)
 
     def _recomputed(self, instruction: Instruction, depth: int) -> bool:
         """Whether the unit of an instruction at a depth of the tree is a call of a recomputed module."""
@@ -267,45 +428,47 @@ class _Tree:
         constant: Callable[[], fx.Node],
         values: dict[Ref, fx.Node],
     ) -> fx.Node:
-        part = self.parts.get(step.id)
-        watching = () if part is None else (constant(),)
         if isinstance(step, Compute):
             device = torch.device("cpu") if step.host else self.device
-            local = lambda leaf: self._local(leaf, value, constant, device)  # noqa: E731
+            before = [constant()] if step.id in self.parts else []
+
+            def local(leaf: Any) -> Any:
+                if isinstance(leaf, Ref):
+                    return value(leaf)
+                if isinstance(leaf, Ordinal):
+                    return constant()
+                if isinstance(leaf, RankValue):
+                    return leaf.of(self.program.mesh, self.communicator.rank)
+                return device if isinstance(leaf, torch.device) else leaf
+
             args, kwargs = rewrite(step.args, local), rewrite(dict(step.kwargs), local)
         else:
-            args, kwargs = tuple(map(value, step.operands)), {}
-        function = self._function(step, part)
-        place = [constant() for _ in constants_of(step, {}, not self.compiled) if not isinstance(step, Compute)]
-        node = graph.create_node("call_function", function, (*watching, *place, *args), kwargs, step.id)
-        if not several(step):
+            before, args, kwargs = [constant() for _ in self._constants(step)], tuple(map(value, step.operands)), {}
+        node = graph.create_node("call_function", self._function(step), (*before, *args), kwargs, step.id)
+        if not _several(step):
             values[Ref(step.id)] = node
         for index in self.taken.get(step.id, ()):
             values[Ref(step.id, index)] = graph.call_function(python_operator.getitem, (node, index))
         return node
 
-    def _function(self, step: Instruction, part: RegionPart | None) -> Callable[..., Any]:
+    def _function(self, step: Instruction) -> Callable[..., Any]:
         """What an instruction calls; the same function for the same call, so that its code can be shared."""
+        part = self.parts.get(step.id)
         kept = part is not None and part.kept
         key: Hashable
+        make: Callable[[], Callable[..., Any]]
         if isinstance(step, Compute):
-            key = step.target
-            make: Callable[[], Callable[..., Any]] = partial(resolve, step.target)
+            key, make = step.target, partial(resolve, step.target)
         elif isinstance(step, Copy):
-            key = "copy", step.host
-            make = partial(copier, step.host, self.device, self.copied)
-        elif isinstance(step, Redistribute):
-            key = function_of(step), kept
-            make = partial(edge, step, self.communicator, self.compiled, kept)
-        elif isinstance(step, Fused):
-            key = function_of(step)
-            make = partial(edges, step, self.communicator, self.compiled)
-        elif isinstance(step, Start):
-            key = "start", function_of(step.of)
-            make = partial(starting, step, self.communicator)
+            key, make = ("copy", step.host), partial(copier, step.host, self.device, self.copied)
         else:
-            key = "wait", function_of(step.of)
-            make = partial(waiting, step, self.communicator)
+            of = step.of if isinstance(step, Start | Wait) else step
+            paths = tuple((one.forward, one.backward, one.scale) for one in of.parts)
+            key = type(step), type(of), paths, of.differentiable, kept
+            if isinstance(step, Start | Wait):
+                make = partial(starting if isinstance(step, Start) else waiting, step.of, self.communicator)
+            else:
+                make = partial(redistributing, step, self.communicator, self.compiled, kept)
         placing = isinstance(step, CARRYING) and not self.compiled
         function = self._once(key, (lambda: with_place(make())) if placing else make)
         if part is None:
@@ -318,29 +481,18 @@ class _Tree:
             self.functions[key] = make()
         return self.functions[key]
 
-    def _local(
-        self, leaf: Any, value: Callable[[Ref], fx.Node], constant: Callable[[], fx.Node], device: torch.device
-    ) -> Any:
-        if isinstance(leaf, Ref):
-            return value(leaf)
-        if isinstance(leaf, Ordinal):
-            return constant()
-        if isinstance(leaf, RankValue):
-            return leaf.of(self.program.mesh, self.communicator.rank)
-        return device if isinstance(leaf, torch.device) else leaf
-
     def _results(
-        self, part: Sequence[Instruction], inside: Mapping[str, int], outputs: Sequence[Ref]
+        self, part: Sequence[Instruction], within: Mapping[str, int], outputs: Sequence[Ref]
     ) -> tuple[Ref, ...]:
         """What a unit hands on, in the order in which it is made: values that are used outside, or are outputs of the
         unit around it."""
-        wanted = {ref for ref in outputs if ref.id in inside}
+        wanted = {ref for ref in outputs if ref.id in within}
         for step in part:
             for index in self.taken.get(step.id, (0,)):
                 ref = Ref(step.id, index)
-                if any(user not in inside for user in self.used.get(ref, ())):
+                if any(user not in within for user in self.used.get(ref, ())):
                     wanted.add(ref)
-        return tuple(sorted(wanted, key=lambda ref: (inside[ref.id], ref.index)))
+        return tuple(sorted(wanted, key=lambda ref: (within[ref.id], ref.index)))
 
     def _names(self, keys: Sequence[str]) -> list[str]:
         """What the units of runs are called: the first run of a module by its path, unless another unit is on that
@@ -369,6 +521,12 @@ class _Tree:
             for end in range(1, len(words) + 1):
                 first.setdefault(".".join(words[:end]), position)
         _reorder(self.root, "", first)
+
+
+def _several(step: Instruction) -> bool:
+    """Whether an instruction returns several values."""
+    of = step.of if isinstance(step, Wait) else step
+    return isinstance(of, Fused) or (isinstance(of, Compute) and of.multiple)
 
 
 def _name(ref: Ref) -> str:

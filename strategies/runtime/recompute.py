@@ -45,16 +45,16 @@ class ShardedInput:
     """To a part and back, by the number of elements."""
 
     def cut(self, tensor: Tensor) -> Tensor:
-        return self._both(tensor.numel())[0](tensor.reshape(-1)).clone()  # a view would keep all of it
+        return self._both(tensor.numel())[0]([tensor.reshape(-1)])[0].clone()  # a view would keep all of it
 
     def joined(self, part: Tensor, shape: torch.Size) -> Tensor:
-        return self._both(shape.numel())[1](part).view(shape)
+        return self._both(shape.numel())[1]([part])[0].view(shape)
 
     def _both(self, elements: int) -> tuple[Carrier, Carrier]:
         if elements not in self.carriers:
-            whole, part, mesh = Layout.replicated(1), Layout((self.axes,)), self.communicator.mesh
-            cut, join = resharding_path(whole, part, (elements,), mesh), resharding_path(part, whole, (elements,), mesh)
-            self.carriers[elements] = self.communicator.carrier(cut), self.communicator.carrier(join)
+            ends, mesh = (Layout.replicated(1), Layout((self.axes,))), self.communicator.mesh
+            there, back = (resharding_path(*pair, (elements,), mesh) for pair in (ends, ends[::-1]))
+            self.carriers[elements] = self.communicator.carrier([there]), self.communicator.carrier([back])
         return self.carriers[elements]
 
 
@@ -327,16 +327,16 @@ def watched(function: Callable[..., Any], part: RegionPart, name: str) -> Callab
 def carried_once(carrier: Carrier) -> Carrier:
     """`carrier`, which a region does not repeat."""
 
-    def carry(tensor: Tensor) -> Tensor:
+    def carry(tensors: Sequence[Tensor]) -> list[Tensor]:
         region: _Region | None = getattr(_running, "region", None)
         if region is None:
-            return carrier(tensor)
+            return carrier(tensors)
         if region.repeats:
-            found: Tensor = region.take()
-            return found
-        result = carrier(tensor)
-        region.keep(result)
-        return result
+            stored: list[Tensor] = region.take()
+            return stored
+        results = carrier(tensors)
+        region.keep(results)
+        return results
 
     return carry
 

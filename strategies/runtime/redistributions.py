@@ -9,58 +9,70 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strategies.core.program import Fused, Redistribute, Start, Wait
+from strategies.core.program import Fused, Redistribute
 from strategies.core.steps import ReshardingPath
-from strategies.runtime.communicator import Carrier, CarrierOfAll, Communicator, Landing, Launcher
-from strategies.runtime.compiled import opaque, opaque_all
+from strategies.runtime.communicator import Carrier, Communicator, Landing, Launcher
+from strategies.runtime.compiled import opaque_carrier
 from strategies.runtime.flight_recorder import PLACE, recorder
 from strategies.runtime.recompute import carried_once
 
-Edge = Callable[[Tensor], Tensor]
+
+def _scaled(gradients: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
+    pairs = zip(gradients, scales, strict=True)
+    return [gradient if scale == 1 else gradient * scale for gradient, scale in pairs]
 
 
-class _Redistribution(torch.autograd.Function):
+class Redistribution(torch.autograd.Function):
+    """Carries tensors forward, and their gradients, times `scales`, backward."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Carrier, backward: Carrier, scale: float, placed: bool) -> Tensor:
-        ctx.carrier, ctx.scale, ctx.place = backward, scale, recorder.cells[PLACE] if placed else 0
-        result = forward(tensor)
-        return result.view_as(result) if result is tensor else result
+    def forward(
+        ctx: Any, forward: Carrier, backward: Carrier, scales: tuple[float, ...], placed: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.carrier, ctx.scales, ctx.place = backward, scales, recorder.cells[PLACE] if placed else 0
+        results = zip(forward(tensors), tensors, strict=True)
+        return tuple([result.view_as(result) if result is tensor else result for result, tensor in results])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if ctx.place:
             recorder.cells[PLACE] = ctx.place
-        if ctx.scale != 1:
-            gradient = gradient * ctx.scale
-        return ctx.carrier(gradient), None, None, None, None
+        return (None, None, None, None, *ctx.carrier(_scaled(gradients, ctx.scales)))
 
 
-def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False, kept: bool = False) -> Edge:
-    """The function that redistributes a value for its use. Values `kept` by a recomputed module are sent only once."""
+def redistributing(
+    instruction: Redistribute | Fused, communicator: Communicator, compiled: bool = False, kept: bool = False
+) -> Callable[..., Any]:
+    """The function that carries values to their uses, with one call for all of them: to a tensor, or to one per joined
+    redistribution. Values `kept` by a recomputed module are sent only once."""
 
-    def carrier(steps: ReshardingPath) -> Carrier:
-        found = communicator.carrier(steps)
-        return opaque(found, steps, communicator.mesh) if compiled else found
+    def carrier(paths: Sequence[ReshardingPath]) -> Carrier:
+        carry = communicator.carrier(paths)
+        return opaque_carrier(carry, paths, communicator.mesh) if compiled else carry
 
-    forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
+    parts, joined = instruction.parts, isinstance(instruction, Fused)
+    forward, backward = carrier([part.forward for part in parts]), carrier([part.backward for part in parts])
+    scales = tuple(part.scale for part in parts)
     if kept:
         forward = carried_once(forward)
     if instruction.differentiable:
 
-        def redistribute(tensor: Tensor) -> Tensor:
-            result: Tensor = _Redistribution.apply(tensor, forward, backward, scale, not compiled)  # type: ignore[no-untyped-call]
-            return result
+        def redistribute(*tensors: Tensor) -> Any:
+            results = Redistribution.apply(forward, backward, scales, not compiled, *tensors)  # type: ignore[no-untyped-call]
+            return results if joined else results[0]
     else:
 
-        def redistribute(tensor: Tensor) -> Tensor:
-            return forward(tensor.detach())
+        def redistribute(*tensors: Tensor) -> Any:
+            results = forward([tensor.detach() for tensor in tensors])
+            return results if joined else results[0]
 
-    return _named(redistribute, instruction.forward)
+    return _named(redistribute, parts[0].forward)
 
 
 def _named(function: Callable[..., Any], steps: ReshardingPath, prefix: str = "") -> Callable[..., Any]:
@@ -70,65 +82,16 @@ def _named(function: Callable[..., Any], steps: ReshardingPath, prefix: str = ""
     return function
 
 
-class _Redistributions(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        forward: CarrierOfAll,
-        backward: CarrierOfAll,
-        scales: tuple[float, ...],
-        placed: bool,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.carrier, ctx.scales, ctx.place = backward, scales, recorder.cells[PLACE] if placed else 0
-        results = zip(forward(tensors), tensors, strict=True)
-        return tuple(result.view_as(result) if result is tensor else result for result, tensor in results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if ctx.place:
-            recorder.cells[PLACE] = ctx.place
-        pairs = zip(gradients, ctx.scales, strict=True)
-        found = ctx.carrier([gradient if scale == 1 else gradient * scale for gradient, scale in pairs])
-        return (None, None, None, None, *found)
-
-
-def edges(instruction: Fused, communicator: Communicator, compiled: bool = False) -> Callable[..., Sequence[Tensor]]:
-    """The function that carries several values to their uses, with one call for all of them."""
-
-    def carrier(chains: Sequence[ReshardingPath]) -> CarrierOfAll:
-        found = communicator.carrier_of_all(chains)
-        return opaque_all(found, chains, communicator.mesh) if compiled else found
-
-    forward = carrier([part.forward for part in instruction.parts])
-    backward = carrier([part.backward for part in instruction.parts])
-    scales = tuple(part.scale for part in instruction.parts)
-    if instruction.differentiable:
-
-        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
-            results: Sequence[Tensor] = _Redistributions.apply(forward, backward, scales, not compiled, *tensors)  # type: ignore[no-untyped-call]
-            return results
-    else:
-
-        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
-            return forward([tensor.detach() for tensor in tensors])
-
-    return _named(redistribute, instruction.parts[0].forward)
-
-
+@dataclass
 class Flight:
     """The results in flight between a start and its wait: values in forward, then gradients in backward."""
 
-    def __init__(self, landing: Landing) -> None:
-        self._landing: Landing | None = landing
-
-    def launch(self, landing: Landing) -> None:
-        self._landing = landing
+    landing: Landing | None
 
     def land(self) -> list[Tensor]:
         """Wait, once per launch."""
-        assert self._landing is not None, "a redistribution is waited for once"
-        landing, self._landing = self._landing, None
+        assert self.landing is not None, "a redistribution is waited for once"
+        landing, self.landing = self.landing, None
         return landing()
 
 
@@ -158,32 +121,26 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         recorder.cells[PLACE] = ctx.place
-        pairs = zip(gradients, ctx.scales, strict=True)
-        scaled = [gradient if scale == 1 else gradient * scale for gradient, scale in pairs]
-        ctx.flight.launch(ctx.launcher(scaled))
+        ctx.flight.landing = ctx.launcher(_scaled(gradients, ctx.scales))
         return None, None, None, gradients[0].new_zeros(())
 
 
-def starting(instruction: Start, communicator: Communicator) -> Callable[..., Token]:
+def starting(of: Redistribute | Fused, communicator: Communicator) -> Callable[..., Token]:
     """The function that begins to carry values to their uses."""
-    parts = instruction.of.parts
-    launch = communicator.launcher([part.forward for part in parts])
-    differentiable = instruction.of.differentiable
+    launch = communicator.launcher([part.forward for part in of.parts])
+    differentiable = of.differentiable
 
     def start(*tensors: Tensor) -> Token:
         flight = Flight(launch([tensor.detach() for tensor in tensors]))
-        if not differentiable:
-            return None, flight
-        return _Start.apply(flight, *tensors), flight  # type: ignore[no-untyped-call]
+        return (_Start.apply(flight, *tensors) if differentiable else None), flight  # type: ignore[no-untyped-call]
 
-    return _named(start, parts[0].forward, "start ")
+    return _named(start, of.parts[0].forward, "start ")
 
 
-def waiting(instruction: Wait, communicator: Communicator) -> Callable[[Token], Any]:
+def waiting(of: Redistribute | Fused, communicator: Communicator) -> Callable[[Token], Any]:
     """The function that waits for what `starting` began: a tensor, or one per joined redistribution."""
-    parts = instruction.of.parts
-    backward = communicator.launcher([part.backward for part in parts]) if instruction.of.differentiable else None
-    scales, joined = tuple(part.scale for part in parts), isinstance(instruction.of, Fused)
+    backward = communicator.launcher([part.backward for part in of.parts]) if of.differentiable else None
+    scales, joined = tuple(part.scale for part in of.parts), isinstance(of, Fused)
 
     def wait(started: Token) -> Any:
         token, flight = started
@@ -192,4 +149,4 @@ def waiting(instruction: Wait, communicator: Communicator) -> Callable[[Token], 
             return results if joined else results[0]
         return _Wait.apply(flight, backward, scales, token)  # type: ignore[no-untyped-call]
 
-    return _named(wait, parts[0].forward, "wait for ")
+    return _named(wait, of.parts[0].forward, "wait for ")

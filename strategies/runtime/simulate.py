@@ -8,6 +8,7 @@ parity there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,24 +18,10 @@ from strategies.core.graph import Ref, rewrite
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
-from strategies.core.steps import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    EXCHANGE,
-    LOCAL,
-    PAD,
-    REDUCE_SCATTER,
-    SLICE,
-    ReshardingPath,
-    Step,
-    receives,
-    size_of,
-)
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath, Step
 from strategies.rules.registry import resolve
-from strategies.runtime import coalesced
-from strategies.runtime.buffers import store
-from strategies.runtime.slices import cut, padded, resized
+from strategies.runtime.module_tree import store
+from strategies.runtime.transfer import Transfer, cut, local
 
 
 def shard(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
@@ -44,151 +31,91 @@ def shard(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
 
 def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mesh: Mesh) -> Tensor:
     """The global tensor from the ranks' slices; partial sums are added. Replicas are taken from the lowest rank."""
-    whole = torch.zeros(tuple(shape), dtype=slices[0].dtype)
-    replicas = layout.replica_axes(mesh)
-    silent = [axis for axis in replicas if axis not in layout.partial]
+    result = torch.zeros(tuple(shape), dtype=slices[0].dtype)
+    silent = [axis for axis in layout.replica_axes(mesh) if axis not in layout.partial]
     for rank, piece in enumerate(slices):
         if mesh.index(rank, silent) == 0:
             block = layout.block(shape, mesh, rank)
             inside = piece[tuple(slice(stop - start) for start, stop in block)]
-            whole[tuple(slice(*bounds) for bounds in block)] += inside
-    return whole
-
-
-def carry_out(step: Step, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
-    """One redistribution step on all ranks."""
-    n, length = mesh.product(step.axes), step.cut_length(mesh)
-    if step.kind == SLICE:
-        return [
-            resized(t, step.dim, length).chunk(n, step.dim)[mesh.index(rank, step.axes)]
-            for rank, t in enumerate(tensors)
-        ]
-    joined_dim = step.source if step.kind == ALL_TO_ALL else step.dim
-    end = step.joined_length(mesh, joined_dim)
-    if step.kind == PAD:
-        return [
-            resized(padded(t, step.dim, n, mesh.index(rank, step.axes)), step.dim, end)
-            for rank, t in enumerate(tensors)
-        ]
-    if step.kind == EXCHANGE:
-        return [_exchanged(step, tensors, mesh, rank) for rank in range(mesh.size)]
-    results: list[Tensor] = [tensors[0]] * mesh.size
-    for group in mesh.groups(step.axes):
-        parts = [tensors[rank] for rank in group]
-        if step.kind == ALL_GATHER:
-            joined = [resized(torch.cat(parts, step.dim), step.dim, end)] * n
-        elif step.kind == ALL_REDUCE:
-            joined = [_sum(parts)] * n
-        elif step.kind == REDUCE_SCATTER:
-            joined = list(resized(_sum(parts), step.dim, length).chunk(n, step.dim))
-        elif step.kind == ALL_TO_ALL:
-            pieces = [resized(part, step.dim, length).chunk(n, step.dim) for part in parts]
-            joined = [
-                resized(torch.cat([piece[i] for piece in pieces], step.source), step.source, end) for i in range(n)
-            ]
-        else:
-            raise ValueError(step.kind)
-        for rank, result in zip(group, joined, strict=True):
-            results[rank] = result
-    return results
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _exchanged(step: Step, tensors: Sequence[Tensor], mesh: Mesh, rank: int) -> Tensor:
-    wanted = step.after.block(step.shape, mesh, rank)
-    result = tensors[rank].new_zeros(step.after.local_shape(step.shape, mesh))
-    for peer, block in receives(step, mesh, rank):
-        local_block = step.before.block(step.shape, mesh, peer)
-        source = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, local_block, strict=True))
-        target = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, wanted, strict=True))
-        if size_of(block):
-            result[target] = tensors[peer][source]
+            result[tuple(slice(*bounds) for bounds in block)] += inside
     return result
 
 
-def carry(steps: ReshardingPath, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
-    """A resharding path on all ranks; no result shares memory with another or with an input."""
-    now = list(tensors)
-    for step in steps:
-        now = carry_out(step, now, mesh)
-    return [tensor.clone() for tensor in now]
+def carry(paths: Sequence[ReshardingPath], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
+    """One value along each path, on all ranks, with one collective for all.
 
+    Args:
+        paths: with the same collectives over the same axes.
+        tensors: by path and rank.
 
-def carry_all(chains: Sequence[ReshardingPath], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
-    """One value along each chain, on all ranks, with one collective for all: `tensors` and the result are by chain and
-    rank."""
-    now = [list(one) for one in tensors]
-    for steps in zip(*chains, strict=True):
+    Returns:
+        The results by path and rank; none shares memory with another or with an input.
+    """
+    now = [list(value) for value in tensors]
+    for steps in zip(*paths, strict=True):
         if steps[0].kind in LOCAL:
-            now = [carry_out(step, one, mesh) for step, one in zip(steps, now, strict=True)]
+            now = [
+                [local(step, mesh, rank)(tensor) for rank, tensor in enumerate(value)]
+                for step, value in zip(steps, now, strict=True)
+            ]
         else:
-            now = _together(steps, now, mesh)
-    return [[tensor.clone() for tensor in one] for one in now]
+            _communicate(steps, now, mesh)
+    return [[tensor.clone() for tensor in value] for value in now]
 
 
-def _together(steps: Sequence[Step], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
-    results: list[list[Tensor]] = [list(one) for one in tensors]
-    for group in mesh.groups(steps[0].axes):
-        ranks = sorted(group)
-        flat = [coalesced.packed(steps, [one[rank] for one in tensors], mesh, rank) for rank in ranks]
-        if steps[0].kind == ALL_GATHER:
-            received = [torch.cat(flat)] * len(ranks)
-        elif steps[0].kind == ALL_REDUCE:
-            received = [_sum(flat)] * len(ranks)
+def _communicate(steps: Sequence[Step], values: list[list[Tensor]], mesh: Mesh) -> None:
+    """The one collective that stands for `steps`, in place of `values`."""
+    for group in map(sorted, mesh.groups(steps[0].axes)):
+        transfers = [Transfer(steps, mesh, rank) for rank in group]
+        pairs = [
+            transfer.pack([value[rank] for value in values]) for rank, transfer in zip(group, transfers, strict=True)
+        ]
+        packed, kind = [given for given, _ in pairs], steps[0].kind
+        if kind == ALL_GATHER:
+            received: Sequence[Tensor] = [torch.cat(packed)] * len(group)
+        elif kind in (ALL_REDUCE, REDUCE_SCATTER):
+            total = sum(packed[1:], packed[0])
+            received = [total] * len(group) if kind == ALL_REDUCE else total.chunk(len(group))
         else:
-            received = list(_sum(flat).chunk(len(ranks)))
-        for rank, buffer in zip(ranks, received, strict=True):
-            shapes = [one[rank].shape for one in tensors]
-            for number, found in enumerate(coalesced.unpacked(steps, buffer, shapes, mesh, rank)):
-                results[number][rank] = found
-    return results
+            parts = [
+                given.chunk(len(group)) if transfer.give is None else torch.split(given, transfer.give)
+                for given, transfer in zip(packed, transfers, strict=True)
+            ]
+            received = [torch.cat(mine) for mine in zip(*parts, strict=True)]
+        for rank, buffer, (_, unpack) in zip(group, received, pairs, strict=True):
+            for value, result in zip(values, unpack(buffer), strict=True):
+                value[rank] = result
 
 
-class _Redistributions(torch.autograd.Function):
-    """All parts of a `Fused`; tensors by part, then by rank."""
+class _Redistribution(torch.autograd.Function):
+    """Tensors by part, then by rank."""
 
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Redistribute], mesh: Mesh, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.parts, ctx.mesh = parts, mesh
-        found = carry_all([part.forward for part in parts], _by_part(tensors, mesh), mesh)
-        return tuple(tensor for one in found for tensor in one)
+        return tuple(chain(*carry([part.forward for part in parts], _by_part(tensors, mesh), mesh)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         scaled = [
-            [gradient if part.scale == 1 else gradient * part.scale for gradient in one]
-            for part, one in zip(ctx.parts, _by_part(gradients, ctx.mesh), strict=True)
+            [gradient if part.scale == 1 else gradient * part.scale for gradient in value]
+            for part, value in zip(ctx.parts, _by_part(gradients, ctx.mesh), strict=True)
         ]
-        found = carry_all([part.backward for part in ctx.parts], scaled, ctx.mesh)
-        return (None, None, *(tensor for one in found for tensor in one))
+        return (None, None, *chain(*carry([part.backward for part in ctx.parts], scaled, ctx.mesh)))
 
 
 def _by_part(tensors: Sequence[Tensor], mesh: Mesh) -> list[Sequence[Tensor]]:
     return [tensors[start : start + mesh.size] for start in range(0, len(tensors), mesh.size)]
 
 
-class _Redistribution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, instruction: Redistribute, mesh: Mesh, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.instruction, ctx.mesh = instruction, mesh
-        return tuple(carry(instruction.forward, tensors, mesh))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        scale = ctx.instruction.scale
-        scaled = [gradient if scale == 1 else gradient * scale for gradient in gradients]
-        return (None, None, *carry(ctx.instruction.backward, scaled, ctx.mesh))
-
-
-def redistribute(instruction: Redistribute, mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One differentiable redistribution on all ranks."""
-    return list(_Redistribution.apply(instruction, mesh, *tensors))  # type: ignore[no-untyped-call]
+def redistribute(
+    instruction: Redistribute | Fused, mesh: Mesh, tensors: Sequence[Sequence[Tensor]]
+) -> list[list[Tensor]]:
+    """A redistribution, or several that are joined, on all ranks: `tensors` and the results by part and rank."""
+    if not instruction.differentiable:
+        return carry([part.forward for part in instruction.parts], tensors, mesh)
+    results = _Redistribution.apply(instruction.parts, mesh, *chain(*tensors))  # type: ignore[no-untyped-call]
+    return list(map(list, _by_part(results, mesh)))
 
 
 class Simulation:
@@ -237,19 +164,9 @@ class Simulation:
             store([buffer for buffer, _ in written], [value for _, value in written])
         return [values[ref] for ref in self.program.outputs]
 
-    def _carried(self, one: Redistribute | Fused, values: Mapping[Ref, list[Any]]) -> dict[Ref, list[Any]]:
-        """What a redistribution, or several that are joined, make of `values`."""
-        if isinstance(one, Redistribute):
-            if one.differentiable:
-                return {Ref(one.id): redistribute(one, self.mesh, values[one.value])}
-            return {Ref(one.id): carry(one.forward, values[one.value], self.mesh)}
-        given = [values[part.value] for part in one.parts]
-        if one.differentiable:
-            flat = [tensor for part in given for tensor in part]
-            results = _by_part(_Redistributions.apply(one.parts, self.mesh, *flat), self.mesh)  # type: ignore[no-untyped-call]
-        else:
-            results = list(carry_all([part.forward for part in one.parts], given, self.mesh))
-        return {Ref(one.id, number): list(part) for number, part in enumerate(results)}
+    def _carried(self, of: Redistribute | Fused, values: Mapping[Ref, list[Any]]) -> dict[Ref, list[Any]]:
+        results = redistribute(of, self.mesh, [values[part.value] for part in of.parts])
+        return {Ref(of.id, number): value for number, value in enumerate(results)}
 
     def _compute(self, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
         function = resolve(instruction.target)

@@ -78,7 +78,7 @@ def check_chain(source, target, chains):
     mesh, before, after, shape = both(source, target)
     steps = resharding_path(before, after, shape, mesh)
     tensor = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
-    for got, want in zip(carry(steps, shard(tensor, before, mesh), mesh), shard(tensor, after, mesh), strict=True):
+    for got, want in zip(*carry([steps], [shard(tensor, before, mesh)], mesh), shard(tensor, after, mesh), strict=True):
         assert torch.equal(got, want)
     for operators in chains:
         sent, ended = upstream(operators, before.local_shape(shape, mesh))

@@ -19,8 +19,8 @@ from strategies.lowering.lowering import lower
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
-from strategies.runtime.opaque_random import as_key
 from strategies.runtime.simulate import shard
 
 KEYS = (11, 2**62 + 1)

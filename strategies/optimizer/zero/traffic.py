@@ -15,7 +15,7 @@ from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.updates import Groups, local_elements, parameters
 from strategies.optimizer.zero.partition import elements_of_part
-from strategies.runtime.units import units
+from strategies.runtime.module_tree import units
 
 REDUCED = 4
 """Bytes of an element of a gradient when it is added: always fp32."""

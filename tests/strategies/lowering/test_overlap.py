@@ -146,7 +146,7 @@ def test_a_start_launches_and_a_wait_lands_forward_and_backward() -> None:
     events: list[str] = []
 
     class Noted(Communicator):
-        def launcher(self, chains: Any) -> Any:
+        def launcher(self, paths: Any, *, later: bool = True) -> Any:
             def launch(tensors: Any) -> Any:
                 events.append("launch")
                 now = [tensor * 2 for tensor in tensors]
@@ -169,7 +169,7 @@ def test_a_start_launches_and_a_wait_lands_forward_and_backward() -> None:
     carried = resharding_path(Layout(layout.dims, frozenset("a")), layout, (4,), mesh)
     one = Redistribute("r", Ref("x"), carried, carried, 5.0, True, TensorSpec((4,), "float32"), "x", 0, ())
     communicator = Noted(Mesh((("world", 1),)), 0)
-    start, wait = starting(Start("s", one, ()), communicator), waiting(Wait("r", "s", one, ()), communicator)
+    start, wait = starting(one, communicator), waiting(one, communicator)
     x = torch.ones(4, requires_grad=True)
     y = torch.ones(4, requires_grad=True)
     started = start(x)

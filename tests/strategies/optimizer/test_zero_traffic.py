@@ -9,8 +9,7 @@ from torch import nn
 from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.module_tree import MODULE, build
-from strategies.runtime.units import units
+from strategies.runtime.module_tree import MODULE, build, units
 
 SEEDS = (-1, 0, 1, 2, 5, -2)
 """Replicated parameters, random plans, and every parameter sharded over all ranks."""

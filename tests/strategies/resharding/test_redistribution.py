@@ -94,7 +94,7 @@ def check(draw, seed):
     if not after.partial:
         backward = resharding_path(after.whole, before.whole, shape, mesh)
     pieces = pieces_of(tensor, before, mesh, generator)
-    assert_layout(carry(forward, pieces, mesh), tensor, after, mesh)
+    assert_layout(*carry([forward], [pieces], mesh), tensor, after, mesh)
     if after.partial:
         return
     # the gradient of sum(tensor * weight), which every rank computes on its slice
@@ -102,7 +102,7 @@ def check(draw, seed):
     inputs = [piece.detach().requires_grad_() for piece in pieces]
     spec = TensorSpec(shape, "float64")
     instruction = Redistribute("r", Ref("x"), forward, backward, 1.0, True, spec, "x", 0, ())
-    results = redistribute(instruction, mesh, inputs)
+    (results,) = redistribute(instruction, mesh, [inputs])
     torch.autograd.backward(results, shard(weight, after, mesh))
     assert_layout([leaf.grad for leaf in inputs], weight, before.whole, mesh)
 

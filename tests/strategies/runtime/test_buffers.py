@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from strategies.runtime.buffers import store
+from strategies.runtime.module_tree import store
 
 
 def test_buffers_can_exchange_their_values() -> None:

@@ -20,9 +20,9 @@ from strategies.lowering.lowering import lower
 from strategies.resharding.path import resharding_path
 from strategies.runtime import compiled
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
-from strategies.runtime.opaque_random import as_key
-from strategies.runtime.redistributions import edge, edges
+from strategies.runtime.redistributions import redistributing
 from tests.strategies.compiled_entries import Case, Ran
 from tests.strategies.simulated_model import MESH, Model
 
@@ -164,8 +164,8 @@ def test_local_steps_keep_their_gradients(dim: int, rank: int) -> None:
 
     cut, filled = carried("x", given, sliced, sliced, summed), carried("y", sliced, summed, given, sliced)
     communicator = Communicator(mesh, rank)
-    slicing, padding = (edge(one, communicator, compiled=True) for one in (cut, filled))
-    both = edges(Fused("both", (cut, cut), ()), communicator, compiled=True)
+    slicing, padding = (redistributing(one, communicator, compiled=True) for one in (cut, filled))
+    both = redistributing(Fused("both", (cut, cut), ()), communicator, compiled=True)
     compiler = torch.compile(backend="eager", dynamic=False, fullgraph=True)
 
     def computed(x: Tensor) -> Tensor:

@@ -19,12 +19,11 @@ from strategies.core.program import LoweringOptions
 from strategies.core.request import OperatorStrategy, RecomputeRequest, Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
-from strategies.runtime import compiled
+from strategies.runtime import compiled, module_tree
 from strategies.runtime import initial_weights as weights
-from strategies.runtime import shared_code as reuse
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
-from strategies.runtime.opaque_random import as_key
 from tests.strategies.compiled_entries import Case
 
 TOKENS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -83,7 +82,7 @@ def test_numbers_are_those_of_layers_with_their_own_code(
     seen = gpt(3)
     shared = module_of(seen, recompute)
     opaque = module_of(seen, compiling=True)
-    monkeypatch.setattr(reuse.CodeForms, "of", lambda *_: object())
+    monkeypatch.setattr(module_tree._Tree, "_form", lambda *_: object())
     alone = module_of(seen, recompute)
     assert codes(alone) == len(units(alone)) > codes(shared)
     assert [name for name, _ in shared.named_parameters()] == [name for name, _ in alone.named_parameters()]
