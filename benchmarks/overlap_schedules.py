@@ -31,7 +31,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.planner.planner import make_plan
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build
-    from strategies.runtime.pipeline_stage import Peers, StageRunner
+    from strategies.runtime.peers import Peers
+    from strategies.runtime.pipeline_stage import RankStage, StageRunner
 
     class StoredBytes:
         """Bytes that autograd has saved: a storage counts while any of its tensors is alive."""
@@ -74,7 +75,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         tensors = {source.name: captured.tensors[source.name].detach().clone() for source in own}
         tensors |= {source.name: nn.Parameter(tensors[source.name]) for source in own if source.kind == "parameter"}
         module = build(program, tensors, communicator, "cpu")
-        peers = Peers(stage, communicator)
+        peers = Peers([stage], communicator)
         updates = make_updates(
             0,
             module,
@@ -85,15 +86,17 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
             accumulate=micro_batches,
             peers=peers,
         )
-        runner = StageRunner(peers, program, make_schedule(kind, RANKS, micro_batches)[rank.rank], "cpu")
         parts = list(zip(tokens.split(rows), labels.split(rows), strict=True))
         stored = StoredBytes({tensor.untyped_storage()._cdata for tensor in tensors.values()})
 
-        def forward(number: int, received: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(stored.pack, lambda one: getattr(one, "tensor", one)):
-                return module(*parts[number], *received)
+        def run(entries: Any, key: int) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(stored.pack, lambda saved: getattr(saved, "tensor", saved)):
+                return module(*entries)
 
-        total = runner.step(forward, updates)
+        unit = RankStage(stage, program, run, tuple(tensors[name] for name in program.reductions))
+        actions = make_schedule(kind, RANKS, micro_batches)[rank.rank]
+        runner = StageRunner(peers, [unit], actions, micro_batches, "cpu", {})
+        total = runner.step(lambda number: (parts[number], 0), updates)
         updates.reduce()
         updates.close()
         peers.share_loss(total)
