@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.errors import StrategyError, closest
-from strategies.core.layout import Layout
+from strategies.core.layout import Layout, indices
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PAD, REDUCE_SCATTER, SLICE, Step
 from strategies.runtime.communicator import Communicator
@@ -43,15 +43,15 @@ def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Paramet
     layout = Layout(tuple(names if d == sliced else () for d in range(parameter.dim())))
     layout.check_even(parameter.shape, _current.mesh)
     block = layout.block(parameter.shape, _current.mesh, _current.rank)
-    piece = nn.Parameter(parameter.detach()[tuple(slice(*bounds) for bounds in block)].clone(), parameter.requires_grad)
-    piece.declared_layout, piece.whole_shape = layout, tuple(parameter.shape)  # type: ignore[attr-defined]
+    piece = nn.Parameter(parameter.detach()[indices(block)].clone(), parameter.requires_grad)
+    piece.declared_layout, piece.global_shape = layout, tuple(parameter.shape)  # type: ignore[attr-defined]
     return piece
 
 
 def declared(parameter: nn.Parameter) -> tuple[Layout, tuple[int, ...]]:
     """Layout and global shape of a parameter of a hybrid module; replicated unless declared otherwise."""
     layout = getattr(parameter, "declared_layout", Layout.replicated(parameter.dim()))
-    return layout, getattr(parameter, "whole_shape", tuple(parameter.shape))
+    return layout, getattr(parameter, "global_shape", tuple(parameter.shape))
 
 
 def all_reduce(x: Tensor, axes: Axes) -> Tensor:

@@ -93,7 +93,7 @@ def _wanted(module: nn.Module) -> Iterator[Wanted]:
     for name, tensor in named:
         tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
     for names, tensor in tensors.values():
-        shape = tuple(getattr(tensor, "whole_shape", tensor.shape))  # a hybrid module declares its slices
+        shape = tuple(getattr(tensor, "global_shape", tensor.shape))  # a hybrid module declares its slices
         yield Wanted(tuple(names), shape, tensor.is_floating_point(), any(name in persistent for name in names))
 
 

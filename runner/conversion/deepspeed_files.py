@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
-from strategies.core.layout import Block
-from strategies.runtime.shards import MODEL, Shard, full, of_range, overlaps, replicated, slices
+from strategies.core.layout import Block, indices
+from strategies.runtime.shards import MODEL, Shard, full, of_range, overlaps, replicated
 from strategies.runtime.tensor_files import StoredTensor
 
 LATEST = "latest"
@@ -59,7 +59,7 @@ class DeepSpeed:
         block = full(shards[0].shape) if block is None else block
         tensor = torch.empty([stop - start for start, stop in block], dtype=shards[0].view.dtype)
         for number, source, target in overlaps(block, [one.block for one in shards]):
-            tensor[slices(target)] = shards[number].view[slices(source)]
+            tensor[indices(target)] = shards[number].view[indices(source)]
         return tensor
 
 

@@ -263,7 +263,7 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
     compared."""
     step = objective(prepared.config, prepared.names).to(rank.device).train()
     module = eager.Eager(step, single_draws=prepared.single_draws)
-    eager.start_from(module, weights.read_whole(folder / WEIGHTS))
+    eager.start_from(module, weights.read_all(folder / WEIGHTS))
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})
     tensors, blocks = module.tensors(), _blocks(program, 0)

@@ -24,11 +24,11 @@ def activations(module: nn.Module, offload: Offload, device: str) -> Activations
 
 
 def change(before: Mapping[str, OffloadTraffic], after: Mapping[str, OffloadTraffic]) -> dict[str, int]:
-    """Bytes of one step, under the names that metrics.jsonl uses; `held` is a state, not a change."""
+    """Bytes of one step, under the names that metrics.jsonl uses; `stored` is a state, not a change."""
     changes: dict[str, int] = {}
     for kind, now in after.items():
         then = before.get(kind, OffloadTraffic())
-        changes |= {f"{kind}_out": now.out - then.out, f"{kind}_back": now.back - then.back, f"{kind}_held": now.held}
+        changes |= {f"{kind}_out": now.out - then.out, f"{kind}_back": now.back - then.back, f"{kind}_held": now.stored}
     return changes
 
 
@@ -37,6 +37,6 @@ def summary(moved: Mapping[str, OffloadTraffic], offload: Offload) -> str:
     parts = []
     for kind, traffic in moved.items():
         what = "placed operators, host" if kind == "place" else f"{kind} to {getattr(offload, kind)}"
-        most = f", at most {traffic.held:,} there" if traffic.held else ""
+        most = f", at most {traffic.stored:,} there" if traffic.stored else ""
         parts.append(f"{what}: {traffic.out:,} bytes out, {traffic.back:,} back{most}")
     return "offload (rank 0): " + "; ".join(parts)

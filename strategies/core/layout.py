@@ -19,6 +19,12 @@ Block = tuple[tuple[int, int], ...]
 """(start, stop) per dim."""
 
 
+def indices(block: Block, origin: Block | None = None) -> tuple[slice, ...]:
+    """What selects `block` in a tensor whose first element is at the corner of `origin`, or at 0 in every dim."""
+    corner = [start for start, _ in origin] if origin else [0] * len(block)
+    return tuple([slice(start - base, stop - base) for (start, stop), base in zip(block, corner, strict=True)])
+
+
 @dataclass(frozen=True)
 class Layout:
     """`dims[d]` are the axes that slice dim d; `partial` are axes over which the ranks' tensors must be added."""

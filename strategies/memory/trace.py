@@ -35,7 +35,7 @@ from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import BucketLimits
 from strategies.runtime.activation_offload import Activations, look_up_parameters, matching_modules
 from strategies.runtime.communicator import Communicator, Landing, Launcher
-from strategies.runtime.disk import Extent
+from strategies.runtime.disk import Disk, Extent
 from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import MODULE, build
 
@@ -143,8 +143,11 @@ class _ShapeCommunicator(Communicator):
         into.zero_()
 
 
-class _NoDisk:
-    """A `Disk` that writes nothing, and keeps the tensor that would be on its way."""
+class _NoDisk(Disk):
+    """Writes nothing, and keeps the tensor that would be on its way."""
+
+    def __init__(self) -> None:
+        """Opens no file."""
 
     def put(self, tensor: Tensor, after: object = None) -> Extent:
         self.writing = tensor
@@ -264,7 +267,7 @@ class Trace:
             update = gradients + self.need.during([self.parameters[name].numel() for name in program.trainable_names])
         self.peaks["update"] = max(self.peaks["update"], update)
         if self.activations is not None and self.activations.disk is not None:
-            self.offloaded += self.activations.moved.held
+            self.offloaded += self.activations.moved.stored
         return Traced(
             activations,
             sent,

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,30 +21,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from strategies.core.addressing import means_module
-from strategies.runtime.disk import Extent
+from strategies.runtime.disk import Disk, Extent
 from strategies.runtime.module_tree import MODULE
 from strategies.runtime.offload import OffloadTraffic, on_side
 from strategies.runtime.recompute import in_region
 
-
-class Space(Protocol):
-    """What `Disk` offers for it."""
-
-    def put(self, tensor: Tensor, after: Callable[[], object] | None = None) -> Extent: ...
-
-    def wait(self, extent: Extent) -> None: ...
-
-    def get(self, extent: Extent, into: Tensor) -> None: ...
-
-    def free(self, extent: Extent) -> None: ...
+_Addresses = dict[int, Tensor]
+"""Tensors by the addresses of their storages."""
 
 
 class Activations:
     """Offloads storages of at least `larger_than` bytes to `disk`, or to the host without one, and counts them.
-    `moved.held` is the peak of the offloaded bytes. On a GPU copies overlap the computation if `beside` is set."""
+    `moved.stored` is the peak of the offloaded bytes. On a GPU copies overlap the computation if `beside` is set."""
 
     def __init__(
-        self, device: torch.device, larger_than: int = 0, disk: Space | None = None, *, beside: bool = True
+        self, device: torch.device, larger_than: int = 0, disk: Disk | None = None, *, beside: bool = True
     ) -> None:
         self.device, self.larger_than, self.disk = device, max(larger_than, 1), disk
         self.moved, self.away = OffloadTraffic(), 0
@@ -58,20 +49,12 @@ class Activations:
     def attach(self, modules: Iterable[nn.Module], staying: Sequence[Tensor]) -> None:
         """Offload the tensors saved while one of `modules` runs; `staying` tensors stay on the device."""
         for module in modules:
-            module.forward = _through(partial(self._run, module, module.forward, staying))
+            _around(module, lambda own: partial(self._take, own, {_address(one): one for one in staying}))
 
-    def _run(
-        self, module: nn.Module, forward: Callable[..., Any], staying: Sequence[Tensor], *args: Any, **kwargs: Any
-    ) -> Any:
-        if not torch.is_grad_enabled() or in_region():
-            return forward(*args, **kwargs)
-        with saved_tensors_hooks(partial(self._take, _own(module), {_address(one): one for one in staying}), _bring):
-            return forward(*args, **kwargs)
-
-    def _take(self, own: dict[int, nn.Parameter], staying: dict[int, Tensor], tensor: Tensor) -> _Kept | Tensor:
+    def _take(self, own: _Addresses, staying: _Addresses, tensor: Tensor) -> _Saved | Tensor:
         address, storage = _address(tensor), tensor.untyped_storage()
         if (parameter := _still(own, address)) is not None:
-            return _kept_of(parameter, tensor)
+            return _of_parameter(parameter, tensor)
         if _still(staying, address) is not None or storage.nbytes() < self.larger_than or tensor.device != self.device:
             return tensor.detach()
         key = address, tensor._version
@@ -79,7 +62,7 @@ class Activations:
         if away is None:
             away = self._known[key] = _Away(self, storage, self._last)
             self._last = weakref.ref(away)
-        return _Kept(away, tensor, int(tensor.storage_offset()))
+        return _Saved(away, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def forget(self, size: int, extent: Extent | None) -> None:
         """Backward needs a storage no more."""
@@ -91,60 +74,55 @@ class Activations:
 def look_up_parameters(module: nn.Module) -> None:
     """Let what autograd keeps of the parameters of `module` be looked up in backward: views that it keeps would hold
     what stage 3 has gathered for forward until then."""
+
+    def looking_up(own: _Addresses) -> Callable[[Tensor], _Saved | Tensor]:
+        def take(tensor: Tensor) -> _Saved | Tensor:
+            parameter = _still(own, _address(tensor))
+            return tensor if parameter is None else _of_parameter(parameter, tensor)
+
+        return take
+
     for unit in module.modules():
         if any(parameter is not None for parameter in unit._parameters.values()):
-            unit.forward = _through(partial(_looking_up, unit, unit.forward))
+            _around(unit, looking_up)
 
 
-def _looking_up(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled() or in_region():
-        return forward(*args, **kwargs)
-    own = _own(unit)
+def _around(module: nn.Module, hook: Callable[[_Addresses], Callable[[Tensor], _Saved | Tensor]]) -> None:
+    """Let the hook that `hook` makes, given the module's own parameters, take what autograd saves while it runs."""
+    forward = module.forward
 
-    def take(tensor: Tensor) -> _Kept | Tensor:
-        parameter = _still(own, _address(tensor))
-        return tensor if parameter is None else _kept_of(parameter, tensor)
+    def run(*args: Any, **kwargs: Any) -> Any:  # a function: the compiler looks for the code of a module's forward
+        if not torch.is_grad_enabled() or in_region():
+            return forward(*args, **kwargs)
+        parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
+        own: _Addresses = {_address(parameter): parameter for parameter in parameters}
+        with saved_tensors_hooks(hook(own), _bring):
+            return forward(*args, **kwargs)
 
-    with saved_tensors_hooks(take, _bring):
-        return forward(*args, **kwargs)
-
-
-def _through(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` as a function: the compiler asks the modules of a program for the code of theirs."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return run
+    module.forward = run
 
 
-Held = TypeVar("Held", bound=Tensor)
-
-
-def _own(module: nn.Module) -> dict[int, nn.Parameter]:
-    return {_address(parameter): parameter for parameter in module._parameters.values() if parameter is not None}
-
-
-def _still(found: dict[int, Held], address: int) -> Held | None:
+def _still(tensors: _Addresses, address: int) -> Tensor | None:
     """What had its storage at `address`, if it has it there still: stage 3 lets go of storages in between, and others
     take their addresses."""
-    tensor = found.get(address)
+    tensor = tensors.get(address)
     return tensor if tensor is not None and _address(tensor) == address else None
 
 
-def _kept_of(parameter: nn.Parameter, tensor: Tensor) -> _Kept:
-    return _Kept(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
+def _of_parameter(parameter: Tensor, tensor: Tensor) -> _Saved:
+    offset = int(tensor.storage_offset() - parameter.storage_offset())
+    return _Saved(parameter, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
 
 def matching_modules(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     """Everything inside `module` that runs and belongs to what `globs` (of the user's modules; none: all) mean."""
-    found = []
-    for name, unit in module.named_modules():
+
+    def matches(name: str, unit: nn.Module) -> bool:
         path = unit.meta.get(MODULE, name) if isinstance(unit, fx.GraphModule) else name
-        runs = type(unit).forward is not nn.Module.forward
-        if runs and (not globs or any(means_module(glob, path) for glob in globs)):
-            found.append(unit)
-    return found
+        return not globs or any(means_module(glob, path) for glob in globs)
+
+    named = module.named_modules()
+    return [unit for name, unit in named if type(unit).forward is not nn.Module.forward and matches(name, unit)]
 
 
 class _Away:
@@ -152,11 +130,11 @@ class _Away:
 
     def __init__(self, home: Activations, storage: torch.UntypedStorage, before: weakref.ref[_Away] | None) -> None:
         self.home, self.size, self.before = home, storage.nbytes(), before
-        self.original = _weak(storage)
+        self.original = _weak(storage)  # keeps the address
         self.returned: StorageWeakRef | None = None
         home.moved.out += self.size
         home.away += self.size
-        home.moved.held = max(home.moved.held, home.away)
+        home.moved.stored = max(home.moved.stored, home.away)
         self.ahead: Tensor | None = None
         self.host: Tensor | None = None
         self.extent: Extent | None = None
@@ -215,31 +193,26 @@ class _Away:
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
+class _Saved:
+    """What autograd saves in place of a tensor: its storage, and its strides and offset there."""
+
+    holder: _Away | Tensor
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class _Kept:
-    """What autograd saves in place of a tensor: its storage, and its strides and offset there."""
-
-    def __init__(self, holder: _Away | nn.Parameter, tensor: Tensor, offset: int) -> None:
-        self.holder = holder
-        self.form = _Form(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
-
-
-def _bring(kept: _Kept | Tensor) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    holder, form = kept.holder, kept.form
+def _bring(saved: _Saved | Tensor) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    holder = saved.holder
     if isinstance(holder, _Away):
-        empty = torch.empty(0, dtype=form.dtype, device=holder.home.device)
-        return empty.set_(holder.storage(), form.offset, form.shape, form.stride)
+        empty = torch.empty(0, dtype=saved.dtype, device=holder.home.device)
+        return empty.set_(holder.storage(), saved.offset, saved.shape, saved.stride)
     if not holder.numel():
         raise RuntimeError("Backward needs a parameter that stage 3 has not gathered.")
-    return holder.detach().as_strided(form.shape, form.stride, form.offset + int(holder.storage_offset()))
+    return holder.detach().as_strided(saved.shape, saved.stride, saved.offset + int(holder.storage_offset()))
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
@@ -247,10 +220,9 @@ def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 
 def _address(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=device)
-    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -18,7 +18,7 @@ from torch import Tensor
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath, Step
 from strategies.runtime.flight_recorder import EXCHANGE as EXCHANGING
-from strategies.runtime.flight_recorder import GATHER, SCATTER, SUM, Awaited, recorder
+from strategies.runtime.flight_recorder import GATHER, NUMBER, SCATTER, SUM, Awaited, recorder
 from strategies.runtime.transfer import Transfer, local
 
 # torch 2.13 renamed these two; the old names warn there
@@ -125,10 +125,8 @@ class Communicator:
     def _call(
         self, kind: int, group: dist.ProcessGroup, later: bool, call: Callable[..., Any], *args: Any
     ) -> Awaited | None:
-        number = recorder.enter(group, kind)
-        work = call(*args, group=group, async_op=later)
-        recorder.leave()
-        return Awaited(work, group, kind, number) if later else None
+        work = recorder.call(group, kind, call, *args, group=group, async_op=later)
+        return Awaited(work, group, kind, recorder.cells[NUMBER]) if later else None
 
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:
         """Count a call that sends `elements` like those of `tensor`."""

@@ -141,23 +141,23 @@ def _opaque_draw(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: 
     several = bool(node.users) and all(user.target is python_operator.getitem for user in node.users)
     first, end = 1 + len(ordinals), 1 + len(ordinals) + len(tensors)
 
-    def drawn(values: Sequence[Any]) -> list[Tensor]:
+    def computed(values: Sequence[Any]) -> list[Tensor]:
         given = dict(zip((key, *ordinals, *tensors), values, strict=True))
         result = function(*fx.map_arg(args, given.__getitem__), **fx.map_arg(kwargs, given.__getitem__))
         return list(result) if several else [result]
 
     @torch.no_grad()
     def draw(given: Sequence[Tensor]) -> list[Tensor]:
-        return drawn([*map(int, given[:first]), *given[first:]])
+        return computed([*map(int, given[:first]), *given[first:]])
 
     @torch.no_grad()
     def shaped(given: Sequence[Tensor]) -> list[Tensor]:
-        return drawn([0] * first + [*given[first:]])
+        return computed([0] * first + [*given[first:]])
 
     def gradient(given: Sequence[Tensor]) -> list[Tensor]:
         leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given[first:end]]
         with torch.enable_grad():
-            results = [one for one in drawn([*map(int, given[:first]), *leaves]) if one.is_floating_point()]
+            results = [one for one in computed([*map(int, given[:first]), *leaves]) if one.is_floating_point()]
         pairs = [(one, back) for one, back in zip(results, given[end:], strict=True) if one.requires_grad]
         found = torch.autograd.grad(
             [one for one, _ in pairs],

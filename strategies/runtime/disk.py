@@ -39,7 +39,7 @@ class Disk:
         self._writer = ThreadPoolExecutor(1, "disk")
 
     @property
-    def held(self) -> int:
+    def stored(self) -> int:
         """Bytes that the file takes on the disk."""
         return os.fstat(self.file.fileno()).st_blocks * 512
 
@@ -94,9 +94,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy().data)
 
 
-def _write(file: int, held: list[memoryview], offset: int, after: Callable[[], object] | None) -> None:
-    """Write the one entry of `held` and release it before the write is reported as done."""
-    content = held.pop()
+def _write(file: int, entry: list[memoryview], offset: int, after: Callable[[], object] | None) -> None:
+    """Write the one item of `entry` and release it before the write is reported as done."""
+    content = entry.pop()
     if after is not None:
         after()
     done = 0

@@ -83,6 +83,13 @@ class FlightRecorder:
         """The call is done, or in flight; not reached where it fails, so that the call stays readable."""
         self.cells[GROUP] = 0
 
+    def call(self, group: Hashable, kind: int, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """The result of a call over `group`, which is recorded while it runs."""
+        self.enter(group, kind)
+        result = function(*args, **named)
+        self.leave()
+        return result
+
     def again(self, group: Hashable, kind: int, number: int) -> None:
         """A call in flight is waited for now, until `leave`."""
         cells = self.cells

@@ -344,11 +344,14 @@ class _Tree:
         operands = (ref for step in part for ref in step.operands)
         needed = dict.fromkeys(ref for ref in operands if ref.id not in within and ref not in self.owned)
         results = self._results(part, within, outputs)
-        region = not recomputed and self._recomputed(part[0], depth)
+        chosen = () if self.program.recompute is None else self.program.recompute.modules
+        region = not recomputed and ".".join(self.paths[part[0].id][: depth + 1]) in chosen
         inner = f"{path}.{name}".strip(".")
         unit = self._unit(part, depth + 1, list(needed), results, variable(name), inner, recomputed or region)
         if region:
-            vars(unit)["forward"] = recomputing(unit.forward, [self._hold(ref) for ref in needed], self.parts)
+            replicas = [self.program.replicas.get(ref, ()) for ref in needed]
+            holds = [ShardedInput(axes, self.communicator) if axes else None for axes in replicas]
+            vars(unit)["forward"] = recomputing(unit.forward, holds, self.parts)
         unit.meta[MODULE] = ".".join(part[0].path[: depth + 1])
         return _Child(name, unit, tuple(needed), results)
 
@@ -369,7 +372,7 @@ class _Tree:
         tensors: list[str] = []
         constants: list[str] = []
         for ref in inputs:
-            values[ref] = node = graph.placeholder(_name(ref))
+            values[ref] = node = graph.placeholder(f"{ref.id}_{ref.index}" if ref.index else ref.id)
             node.target = node.name  # `split_1` is the second split and the second result of the first one
 
         def reached(operation: str, path: str, taken: tuple[fx.Node, ...] = ()) -> fx.Node:
@@ -391,12 +394,39 @@ class _Tree:
             constants.append(f"{OWN}{len(constants)}")
             return graph.get_attr(constants[-1])
 
+        def emit(step: Instruction) -> str:
+            if isinstance(step, Compute):
+                device = torch.device("cpu") if step.host else self.device
+                before = [constant()] if step.id in self.parts else []
+
+                def local(leaf: Any) -> Any:
+                    if isinstance(leaf, Ref):
+                        return value(leaf)
+                    if isinstance(leaf, Ordinal):
+                        return constant()
+                    if isinstance(leaf, RankValue):
+                        return leaf.of(self.program.mesh, self.communicator.rank)
+                    return device if isinstance(leaf, torch.device) else leaf
+
+                args, kwargs = rewrite(step.args, local), rewrite(dict(step.kwargs), local)
+            else:
+                before, args, kwargs = [constant() for _ in self._constants(step)], tuple(map(value, step.operands)), {}
+            node = graph.create_node("call_function", self._function(step), (*before, *args), kwargs, step.id)
+            if not _several(step):
+                values[Ref(step.id)] = node
+            for index in self.taken.get(step.id, ()):
+                values[Ref(step.id, index)] = graph.call_function(python_operator.getitem, (node, index))
+            return node.name
+
         made = []
         for one in content:
             if isinstance(one, _Child):
-                _spread(graph, values, one.results, reached("call_module", one.name, tuple(map(value, one.inputs))))
+                call = reached("call_module", one.name, tuple(map(value, one.inputs)))
+                for index, ref in enumerate(one.results):
+                    several = len(one.results) > 1
+                    values[ref] = graph.call_function(python_operator.getitem, (call, index)) if several else call
             else:
-                made.append(self._emit(graph, one, value, constant, values).name)
+                made.append(emit(one))
         returned = [value(ref) for ref in outputs]
         if depth == 0 and self.program.updates:  # buffers take their new values under their own names
             buffers = tuple(reached("get_attr", self.owned[Ref(id)]) for id, _ in self.program.updates)
@@ -409,47 +439,6 @@ class _Tree:
         own = {*vars(nn.Module()), "meta"}
         shared = {name: value for name, value in vars(unit).items() if name not in own}
         return unit, _Template(type(unit), shared, tensors, constants, [child.name for child in children], made)
-
-    def _recomputed(self, instruction: Instruction, depth: int) -> bool:
-        """Whether the unit of an instruction at a depth of the tree is a call of a recomputed module."""
-        chosen = self.program.recompute
-        return chosen is not None and ".".join(self.paths[instruction.id][: depth + 1]) in chosen.modules
-
-    def _hold(self, ref: Ref) -> ShardedInput | None:
-        """How a recomputed module stores an input: each rank its part, where others hold the same."""
-        axes = self.program.replicas.get(ref, ())
-        return ShardedInput(axes, self.communicator) if axes else None
-
-    def _emit(
-        self,
-        graph: fx.Graph,
-        step: Instruction,
-        value: Callable[[Ref], fx.Node],
-        constant: Callable[[], fx.Node],
-        values: dict[Ref, fx.Node],
-    ) -> fx.Node:
-        if isinstance(step, Compute):
-            device = torch.device("cpu") if step.host else self.device
-            before = [constant()] if step.id in self.parts else []
-
-            def local(leaf: Any) -> Any:
-                if isinstance(leaf, Ref):
-                    return value(leaf)
-                if isinstance(leaf, Ordinal):
-                    return constant()
-                if isinstance(leaf, RankValue):
-                    return leaf.of(self.program.mesh, self.communicator.rank)
-                return device if isinstance(leaf, torch.device) else leaf
-
-            args, kwargs = rewrite(step.args, local), rewrite(dict(step.kwargs), local)
-        else:
-            before, args, kwargs = [constant() for _ in self._constants(step)], tuple(map(value, step.operands)), {}
-        node = graph.create_node("call_function", self._function(step), (*before, *args), kwargs, step.id)
-        if not _several(step):
-            values[Ref(step.id)] = node
-        for index in self.taken.get(step.id, ()):
-            values[Ref(step.id, index)] = graph.call_function(python_operator.getitem, (node, index))
-        return node
 
     def _function(self, step: Instruction) -> Callable[..., Any]:
         """What an instruction calls; the same function for the same call, so that its code can be shared."""
@@ -527,19 +516,6 @@ def _several(step: Instruction) -> bool:
     """Whether an instruction returns several values."""
     of = step.of if isinstance(step, Wait) else step
     return isinstance(of, Fused) or (isinstance(of, Compute) and of.multiple)
-
-
-def _name(ref: Ref) -> str:
-    return f"{ref.id}_{ref.index}" if ref.index else ref.id
-
-
-def _spread(graph: fx.Graph, values: dict[Ref, fx.Node], results: Sequence[Ref], call: fx.Node) -> None:
-    """Note what the call of a unit returns."""
-    if len(results) == 1:
-        values[results[0]] = call
-    else:
-        items = {ref: graph.call_function(python_operator.getitem, (call, i)) for i, ref in enumerate(results)}
-        values.update(items)
 
 
 def _reorder(module: nn.Module, path: str, first: Mapping[str, int]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container
 from functools import cache
 from typing import Any
 
@@ -52,28 +52,18 @@ def reach(unit: fx.GraphModule, path: str, of: str, ambiguous: Container[str] = 
     *around, leaf = path.split(".")
     if all(map(plain, (*around, leaf))) and (of == "get_attr" or leaf not in ambiguous):
         return path
-    kind = type(unit)
-    name = f"{REACHED}{sum(known.startswith(REACHED) for known in vars(kind))}"
-    setattr(kind, name, property(_tensor(around, leaf) if of == "get_attr" else _child(around, leaf)))
-    return name
 
-
-def _child(around: Sequence[str], leaf: str) -> Callable[[Any], Any]:
-    return lambda unit: _along(unit, around)._modules[leaf]
-
-
-def _tensor(around: Sequence[str], leaf: str) -> Callable[[Any], Any]:
-    def look_up(unit: Any) -> Any:
-        module = _along(unit, around)
+    def look_up(module: Any) -> Any:
+        for part in around:
+            module = module._modules[part]
+        if of == "call_module":
+            return module._modules[leaf]
         return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
 
-    return look_up
-
-
-def _along(module: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        module = module._modules[part]
-    return module
+    kind = type(unit)
+    name = f"{REACHED}{sum(known.startswith(REACHED) for known in vars(kind))}"
+    setattr(kind, name, property(look_up))
+    return name
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:

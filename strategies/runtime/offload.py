@@ -48,11 +48,11 @@ NO_OFFLOAD = Offload()
 
 @dataclass
 class OffloadTraffic:
-    """Bytes of one kind: offloaded (`out`) and fetched (`back`) since the start, and held elsewhere now or at peak."""
+    """Bytes of one kind: offloaded and fetched since the start, and stored elsewhere now or at the peak."""
 
     out: int = 0
     back: int = 0
-    held: int = 0
+    stored: int = 0
 
 
 _side = threading.local()

@@ -39,9 +39,9 @@ class Peers:
         self._forward_to, self._backward_from = made.get(self.number, none)
         self._forward_from, self._backward_to = made.get((self.number - 1) % self.count, none)
         holding = {
-            name: tuple(sorted({number % self.count for number in held}))
+            name: tuple(sorted({number % self.count for number in numbers}))
             for stage in stages
-            for name, held in stage.holders.items()
+            for name, numbers in stage.holders.items()
         }
         self._shared = {name: groups for name, groups in holding.items() if len(groups) > 1}
         self._groups = {groups: self._group(groups) for groups in sorted(set(self._shared.values()))}
@@ -71,18 +71,15 @@ class Peers:
         """Start sending to the next group, or to the one before."""
         group = self._forward_to if ahead else self._backward_to
         value = value.detach().contiguous()
-        recorder.enter(group, SENDING)
-        work = dist.isend(value, self._rank(self.number + (1 if ahead else -1)), group=group)
-        recorder.leave()
+        peer = self._rank(self.number + (1 if ahead else -1))
+        work = recorder.call(group, SENDING, dist.isend, value, peer, group=group)
         self._communicator.count(SEND, value.numel(), value)
-        self._sending = [(one, held) for one, held in self._sending if not one.is_completed()] + [(work, value)]
+        self._sending = [(call, buffer) for call, buffer in self._sending if not call.is_completed()] + [(work, value)]
 
     def receive(self, like: Tensor, ahead: bool) -> Tensor:
         """A value of the group before, or a gradient of the next one, written into `like`."""
         group = self._forward_from if ahead else self._backward_from
-        recorder.enter(group, RECEIVING)
-        dist.recv(like, self._rank(self.number - (1 if ahead else -1)), group=group)
-        recorder.leave()
+        recorder.call(group, RECEIVING, dist.recv, like, self._rank(self.number - (1 if ahead else -1)), group=group)
         return like
 
     def finish(self) -> None:

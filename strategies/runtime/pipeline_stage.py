@@ -22,19 +22,12 @@ from strategies.runtime.peers import Peers
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 
 
-class Scale(Protocol):
-    """The factor on the loss."""
-
-    @property
-    def value(self) -> float: ...
-
-
 class Gradients(Protocol):
-    """What the optimizer parallel offers to a pipeline."""
+    """What the optimizer's updates offer to a pipeline."""
 
     @property
-    def loss_scale(self) -> Scale | None:
-        """The loss scale, if there is one."""
+    def loss_scale(self) -> Any:
+        """The factor on the loss, as `value`, if there is one."""
 
     def collect(self) -> None:
         """Accumulate what a finished backward pass, or half of one, added to `grad` of the parameters."""
@@ -62,8 +55,8 @@ class RankStage:
         return [(by_id[id], layouts[id].local_shape(by_id[id].spec.shape, mesh)) for id in self.stage.receives]
 
     def outputs(self, entries: Sequence[Tensor], received: Sequence[Tensor], key: int) -> list[Tensor]:
-        found = self.run([*entries, *received], key)
-        return list(found) if isinstance(found, (tuple, list)) else [found]
+        results = self.run([*entries, *received], key)
+        return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 class StageRunner:
@@ -118,9 +111,12 @@ class StageRunner:
                     self._send_on(made[at])
             elif action.way in (BACKWARD, INPUT):
                 inputs = received.pop(at)
-                halves = self._backward(unit, inputs, made.pop(at), weight, whole=action.way == BACKWARD)
-                if halves is not None:
-                    later[at] = halves
+                outputs, gradients = self._returned(unit, made.pop(at), weight)
+                if action.way == BACKWARD:
+                    torch.autograd.backward(outputs, gradients)
+                else:
+                    learning = [value for value in inputs if value.requires_grad]
+                    later[at] = backward_to(learning, unit.learning, outputs, gradients)
                 updates.collect()
                 for value in inputs:
                     if value.requires_grad:
@@ -135,15 +131,15 @@ class StageRunner:
     @torch.no_grad()
     def evaluate(self, rows: int, entries: Sequence[Tensor], key: int) -> list[Tensor]:
         """The results of the evaluation graph for a batch of `rows`, where the last stage is; elsewhere nothing."""
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         for unit in self.evaluations[rows]:
             made = unit.outputs(entries, self._values(unit), key)
             if self._last(unit):
-                found = made
+                results = made
             else:
                 self._send_on(made)
         self.peers.finish()
-        return found
+        return results
 
     def _last(self, unit: RankStage) -> bool:
         return not unit.stage.sends
@@ -153,24 +149,18 @@ class StageRunner:
             self.peers.send(value, ahead=True)
 
     def _values(self, unit: RankStage) -> list[Tensor]:
-        found = []
+        values = []
         for source, shape in unit.received:
             empty = torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=self.device)
             value = self.peers.receive(empty, ahead=True)
-            found.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
-        return found
+            values.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
+        return values
 
-    def _backward(
-        self, unit: RankStage, inputs: Sequence[Tensor], made: Sequence[Tensor], weight: float, whole: bool
-    ) -> DeferredBackward | None:
-        """From the loss times `weight`, or from the gradients of what the stage handed on."""
+    def _returned(self, unit: RankStage, made: Sequence[Tensor], weight: float) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs to which gradients come back, and these: of the loss times `weight`, or what the next stage
+        sends."""
         outputs = [output for output in made if output.requires_grad]
         if self._last(unit):
-            gradients = [torch.full_like(output, weight) for output in outputs]
-        else:
-            empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
-            gradients = [self.peers.receive(one, ahead=False) for one in empty]
-        if whole:
-            torch.autograd.backward(outputs, gradients)
-            return None
-        return backward_to([value for value in inputs if value.requires_grad], unit.learning, outputs, gradients)
+            return outputs, [torch.full_like(output, weight) for output in outputs]
+        empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+        return outputs, [self.peers.receive(gradient, ahead=False) for gradient in empty]

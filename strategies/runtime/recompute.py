@@ -227,8 +227,8 @@ class _Region:
         for place, tensor in zip(self.places, _restored(self.inputs), strict=True):
             hold, shape = self.holds[place], self.shapes[place]
             with torch.no_grad():
-                whole = tensor.detach() if hold is None else hold.joined(tensor, shape)
-            found[place] = whole.requires_grad_(self.learning[place])
+                value = tensor.detach() if hold is None else hold.joined(tensor, shape)
+            found[place] = value.requires_grad_(self.learning[place])
         return found
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strategies.core.layout import Block
+from strategies.core.layout import Block, indices
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -36,11 +36,6 @@ Shards = Mapping[str, Sequence[Shard]]
 def full(shape: Sequence[int]) -> Block:
     """The block that is all of a tensor of `shape`."""
     return tuple((0, size) for size in shape)
-
-
-def slices(block: Block) -> tuple[slice, ...]:
-    """`block` as an index of a tensor."""
-    return tuple(slice(*bounds) for bounds in block)
 
 
 def overlaps(block: Block, parts: Sequence[Block]) -> Iterator[tuple[int, Block, Block]]:
@@ -67,8 +62,7 @@ def replicated(tensor: Tensor) -> Shard:
 
 def of_slice(shape: Sequence[int], block: Block, local: Tensor) -> Shard:
     """A rank's slice `block` of a tensor of `shape`; `local` may be longer by padding."""
-    inside = tuple(slice(stop - start) for start, stop in block)
-    return Shard(tuple(shape), block, local.detach()[inside])
+    return Shard(tuple(shape), block, local.detach()[indices(block, block)])
 
 
 def of_range(shape: Sequence[int], block: Block, local_shape: Sequence[int], first: int, flat: Tensor) -> list[Shard]:

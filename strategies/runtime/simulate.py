@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.graph import Ref, rewrite
-from strategies.core.layout import Layout
+from strategies.core.layout import Layout, indices
 from strategies.core.mesh import Mesh
 from strategies.core.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath, Step
@@ -36,8 +36,7 @@ def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mes
     for rank, piece in enumerate(slices):
         if mesh.index(rank, silent) == 0:
             block = layout.block(shape, mesh, rank)
-            inside = piece[tuple(slice(stop - start) for start, stop in block)]
-            result[tuple(slice(*bounds) for bounds in block)] += inside
+            result[indices(block)] += piece[indices(block, block)]
     return result
 
 

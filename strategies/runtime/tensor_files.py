@@ -23,8 +23,8 @@ from torch import Tensor
 
 from strategies.core.bounded_files import is_count, parse, read_json
 from strategies.core.errors import StrategyError
-from strategies.core.layout import Block
-from strategies.runtime.shards import full, overlaps, slices
+from strategies.core.layout import Block, indices
+from strategies.runtime.shards import full, overlaps
 
 SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth", ".bin")
@@ -97,10 +97,10 @@ class Reader:
     def fill(self, stored: StoredTensor, block: Block, view: Tensor) -> None:
         """Copy the part `block` of a tensor to `view`, cast to its dtype, part by part. Raises as `block`."""
         for number, source, target in overlaps(block, [part.block for part in stored.parts]):
-            view[slices(target)].copy_(self._read(stored, number, source))
+            view[indices(target)].copy_(self._read(stored, number, source))
 
     def _read(self, stored: StoredTensor, number: int, source: Block) -> Tensor:
-        part, cut = stored.parts[number], slices(source)
+        part, cut = stored.parts[number], indices(source)
         file = str(self._folder / part.file)
         with _readable(file):
             if part.offset is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Block, Layout
+from strategies.core.layout import Layout, indices
 from strategies.core.mesh import Mesh
 from strategies.core.steps import (
     ALL_GATHER,
@@ -34,7 +34,7 @@ Unpack = Callable[[Tensor], list[Tensor]]
 
 def cut(tensor: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
     """The slice of a global tensor on `rank`: a copy of shape `layout.local_shape`, zeros in the padding."""
-    piece = tensor[tuple(slice(*bounds) for bounds in layout.block(tensor.shape, mesh, rank))]
+    piece = tensor[indices(layout.block(tensor.shape, mesh, rank))]
     wanted = layout.local_shape(tensor.shape, mesh)
     return piece.clone() if tuple(piece.shape) == wanted else filled(piece, wanted)
 
@@ -98,8 +98,8 @@ class Transfer:
                 for blocks in (outgoing, incoming)
             )
             before, after = step.before.block(step.shape, mesh, rank), step.after.block(step.shape, mesh, rank)
-            self._take = {peer: _within(block, before) for peer, block in outgoing.items()}
-            self._put = {peer: _within(block, after) for peer, block in incoming.items()}
+            self._take = {peer: indices(block, before) for peer, block in outgoing.items()}
+            self._put = {peer: indices(block, after) for peer, block in incoming.items()}
             self._shape = step.after.local_shape(step.shape, mesh)
             self._full = self._shape == tuple(stop - start for start, stop in after)
 
@@ -193,8 +193,3 @@ def _resized(tensor: Tensor, dim: int, length: int | None) -> Tensor:
     if length < have:
         return tensor.narrow(dim, 0, length)
     return torch.cat([tensor, tensor.new_zeros((*tensor.shape[:dim], length - have, *tensor.shape[dim + 1 :]))], dim)
-
-
-def _within(block: Block, origin: Block) -> tuple[slice, ...]:
-    """The indices of `block` in a tensor that begins at the corner of `origin`."""
-    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(block, origin, strict=True))

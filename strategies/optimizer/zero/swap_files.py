@@ -51,7 +51,7 @@ class Handle:
         if known is not None and known.size == tensor.nbytes:
             self._files.disk.put_again(known, tensor.detach())
         else:
-            moved.held += tensor.nbytes
+            moved.stored += tensor.nbytes
             known = self._files.extents[path] = self._files.disk.put(tensor.detach())
         self._in_flight.append(known)
         return 0

@@ -315,9 +315,9 @@ class ZeroUpdates(Updates):
         if self._offload.optimizer == "host":
             states = [value for flat in self._state.masters() for value in self.optimizer.state.get(flat, {}).values()]
             tensors = [*self._state.masters(), *(value for value in states if isinstance(value, Tensor))]
-            traffic["optimizer"].held = sum(tensor.nbytes for tensor in tensors)
+            traffic["optimizer"].stored = sum(tensor.nbytes for tensor in tensors)
         if self._offload.parameters == "host":
-            traffic["parameters"].held = self._own_bytes()
+            traffic["parameters"].stored = self._own_bytes()
         return traffic
 
     def hosted(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.pipeline import Cuts, Stage, cut, in_stages
 from strategies.lowering.pipeline_schedule import make_schedule
 from strategies.planner.planner import make_plan
-from strategies.runtime.simulate_pipeline import Lockstep
+from tests.strategies.lockstep import Lockstep
 from tests.strategies.simulated_model import TOLERANCE
 
 TENSOR_PARALLEL = {

@@ -56,7 +56,7 @@ def test_the_same_bits(home, dtype):
         for one, other in zip(step(plain, x), step(moving, x), strict=True):
             assert torch.equal(one, other)
     assert away.away == 0, "backward gave everything back"
-    assert away.moved.held * 3 == away.moved.out > 0
+    assert away.moved.stored * 3 == away.moved.out > 0
 
 
 class Products(nn.Module):
@@ -161,7 +161,7 @@ def test_space_is_used_again(tmp_path):
         disk.get(extent, found)
         assert (found == value).all()
         disk.free(extent)
-    assert disk.held == 8192 and disk.written == disk.read == 4 * 8192
+    assert disk.stored == 8192 and disk.written == disk.read == 4 * 8192
     disk.close()
 
 

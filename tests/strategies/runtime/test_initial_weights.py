@@ -90,7 +90,7 @@ def test_a_slice_is_a_copy(model: Model, file: Path, draw: Any) -> None:
         weights.read_slices(file, program, 0, "cpu")["turned"].zero_()
     again = weights.read_slices(file, program, 0, "cpu")["turned"]
     assert again.abs().sum() > 0
-    assert torch.equal(weights.read_whole(file)["turned"], model.captured.tensors["turned"])
+    assert torch.equal(weights.read_all(file)["turned"], model.captured.tensors["turned"])
 
 
 def test_the_model_itself_is_not_copied(model: Model) -> None:

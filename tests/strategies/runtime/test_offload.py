@@ -82,9 +82,9 @@ def test_tensors_reported_on_the_disk_are_there(results):
     masters, moments = COUNT * PIECE, 2 * COUNT * PIECE
     states, pieces = found["states on a disk"], found["parameters on a disk"]
     padding = 1024  # bytes to which each piece is filled up
-    assert 0 <= states.moved["optimizer"].held - masters - moments < 3 * padding
+    assert 0 <= states.moved["optimizer"].stored - masters - moments < 3 * padding
     assert set(states.moved) == {"optimizer"} and set(pieces.moved) == {"parameters"}
-    assert 0 <= pieces.moved["parameters"].held - COUNT * PIECE < COUNT * padding
+    assert 0 <= pieces.moved["parameters"].stored - COUNT * PIECE < COUNT * padding
     for what, tensors in (("states on a disk", 3), ("parameters on a disk", 1), ("all on a disk", 4)):
         assert 0 <= found[what].on_disk - tensors * COUNT * PIECE < 16 * 4096, what
     assert found["nothing"].on_disk == found["all on the host"].on_disk == 0
@@ -96,7 +96,7 @@ def test_offloaded_bytes_are_counted(results):
     elements = COUNT * (WIDTH * WIDTH + WIDTH) // RANKS
     assert moved["parameters"] == OffloadTraffic(STEPS * 4 * elements, STEPS * 2 * 4 * elements, 4 * elements)
     assert moved["optimizer"].out == moved["optimizer"].back == STEPS * 4 * elements
-    assert moved["optimizer"].held == 3 * 4 * elements + 2 * 4, "masters, two moments, the steps of two groups"
+    assert moved["optimizer"].stored == 3 * 4 * elements + 2 * 4, "masters, two moments, the steps of two groups"
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,9 @@ class Lockstep:
         stage, simulation = self.stages[number], self.simulations[number]
         for source in simulation.program.sources:
             if source.kind == "input" and source.id not in stage.receives:
-                whole = self.batches[micro_batch][source.name]
+                entry = self.batches[micro_batch][source.name]
                 layout = simulation.program.layouts[source.id]
-                simulation.slices[Ref(source.id)] = shard(whole, layout, simulation.mesh)
+                simulation.slices[Ref(source.id)] = shard(entry, layout, simulation.mesh)
         inputs = [[piece.detach() for piece in pieces] for pieces in self.made.get((number - 1, micro_batch), [])]
         for id, pieces, trains in zip(stage.receives, inputs, stage.trainable, strict=True):
             simulation.slices[Ref(id)] = [piece.requires_grad_(trains) for piece in pieces]
