@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ class Extent:
 
     offset: int
     size: int
-    writing: Future[None] | None = field(default=None)
+    writing: Future[None] | None = None
 
 
 class Disk:
@@ -33,15 +33,9 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = tempfile.TemporaryFile(dir=folder, buffering=0)
-        self.written = self.read = 0
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._writer = ThreadPoolExecutor(1, "disk")
-
-    @property
-    def stored(self) -> int:
-        """Bytes that the file takes on the disk."""
-        return os.fstat(self.file.fileno()).st_blocks * 512
 
     def put(self, tensor: Tensor, after: Callable[[], object] | None = None) -> Extent:
         """Begin to write `tensor`, which must not change before `wait`, once `after` has returned."""
@@ -54,7 +48,6 @@ class Disk:
     def put_again(self, extent: Extent, tensor: Tensor, after: Callable[[], object] | None = None) -> None:
         """Start to overwrite the extent with `tensor`, which has the same size."""
         self.wait(extent)
-        self.written += extent.size
         extent.writing = self._writer.submit(_write, self.file.fileno(), [_bytes(tensor)], extent.offset, after)
 
     def get(self, extent: Extent, into: Tensor) -> None:
@@ -66,17 +59,12 @@ class Disk:
             if not count:
                 raise OSError(f"The file of offloaded tensors ends at {extent.offset + done}.")
             done += count
-        self.read += len(content)
 
     def wait(self, extent: Extent) -> None:
         """Wait until the extent is written. Raises OSError where it cannot be (the disk is full)."""
         if extent.writing is not None:
             extent.writing.result()
             extent.writing = None
-
-    def flush(self) -> None:
-        """Wait until everything is written."""
-        self._writer.submit(int).result()
 
     def free(self, extent: Extent) -> None:
         """Release the space, which may be reused at once."""

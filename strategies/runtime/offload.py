@@ -32,12 +32,6 @@ class Offload:
     folder: Path | None = None
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that are offloaded."""
-        where = {"optimizer": self.optimizer, "parameters": self.parameters, "activations": self.activations}
-        return tuple(kind for kind, place in where.items() if place != "none")
-
-    @property
     def place(self) -> Path:
         assert self.folder is not None, "a disk needs a folder"
         return self.folder

@@ -9,9 +9,9 @@ backward, and every rank that runs one program runs its branches, and their coll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def backward_to(
     `parameters`. All of them are leaves that learn."""
     roots = [get_gradient_edge(output).node for output in outputs]
     leaves = {get_gradient_edge(one).node: one for one in parameters}
-    order = list(_inner_first(roots))
+    order = _inner_first(roots)
     on_the_way = {get_gradient_edge(one).node for one in inputs}
     for node in order:
         if any(child in on_the_way for child in _children(node)):
@@ -66,12 +66,12 @@ def backward_to(
     finally:
         for hook in hooks:
             hook.remove()
-    return partial(_run, branches)
 
+    def run() -> None:
+        while branches:
+            branches.pop(0).run()
 
-def _run(branches: list[_Branch]) -> None:
-    while branches:
-        branches.pop(0).run()
+    return run
 
 
 def _branches(
@@ -85,12 +85,12 @@ def _branches(
                 reached.setdefault(leaf, []).append(node)
     for leaf in _reached([root for root in roots if root not in on_the_way], leaves):
         reached.setdefault(leaf, []).append(None)
-    found: dict[Node, _Branch] = {}
+    branches: dict[Node, _Branch] = {}
     for leaf, nodes in reached.items():
         only = nodes[0] if len(nodes) == 1 else None
         if only is not None and not isinstance(only, BackwardCFunction):
-            found.setdefault(only, _Branch(only, [])).parameters.append(leaves[leaf])
-    return list(found.values())
+            branches.setdefault(only, _Branch(only, [])).parameters.append(leaves[leaf])
+    return list(branches.values())
 
 
 def _reached(start: Sequence[Node], leaves: dict[Node, Tensor]) -> list[Node]:
@@ -98,25 +98,17 @@ def _reached(start: Sequence[Node], leaves: dict[Node, Tensor]) -> list[Node]:
     return [node for node in _inner_first(start) if node in leaves]
 
 
-def _inner_first(roots: Sequence[Node]) -> Iterator[Node]:
+def _inner_first(roots: Sequence[Node]) -> list[Node]:
     """All nodes below and with `roots`, each after those below it, in an order that depends on the graph alone."""
-    seen: set[Node] = set()
-    waiting: list[tuple[Node, Iterator[Node]]] = []
-    for root in roots:
-        if root in seen:
-            continue
-        seen.add(root)
-        waiting.append((root, _children(root)))
-        while waiting:
-            node, children = waiting[-1]
-            child = next((one for one in children if one not in seen), None)
-            if child is None:
-                waiting.pop()
-                yield node
-            else:
-                seen.add(child)
-                waiting.append((child, _children(child)))
+    children: dict[Node, list[Node]] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in children:
+            children[node] = _children(node)
+            waiting += children[node]
+    return list(TopologicalSorter(children).static_order())
 
 
-def _children(node: Node) -> Iterator[Node]:
-    return (child for child, _ in node.next_functions if child is not None)
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]

@@ -311,7 +311,9 @@ class ZeroUpdates(Updates):
 
     @property
     def moved(self) -> Mapping[str, OffloadTraffic]:
-        traffic = {kind: replace(moved) for kind, moved in self._moved.items() if kind in self._offload.kinds}
+        traffic = {
+            kind: replace(moved) for kind, moved in self._moved.items() if getattr(self._offload, kind) != "none"
+        }
         if self._offload.optimizer == "host":
             states = [value for flat in self._state.masters() for value in self.optimizer.state.get(flat, {}).values()]
             tensors = [*self._state.masters(), *(value for value in states if isinstance(value, Tensor))]
