@@ -75,10 +75,6 @@ class _Result:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
 
 
-def _result(tensor: Tensor) -> _Result:
-    return _Result(tensor.detach(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in the arguments or results of a call, in order."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
@@ -97,17 +93,9 @@ class _Stored(torch.autograd.Function):
         raise AssertionError("nothing depends on what is stored")
 
 
-def _store(tensors: Sequence[Tensor]) -> Tensor:
+def _store(tensors: Sequence[Tensor]) -> Any:
     """A tensor whose `grad_fn` stores `tensors`. Before torch 2.13 the node alone drops them with its result."""
-    anchor = torch.empty((), requires_grad=True)
-    result: Tensor = _Stored.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _restored(store: Tensor) -> Sequence[Tensor]:
-    node: Any = store.grad_fn
-    found: Sequence[Tensor] = node.saved_tensors
-    return found
+    return _Stored.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
 
 class _Enough(Exception):
@@ -145,10 +133,11 @@ class _Region:
 
     def _store(self, inputs: Sequence[Any]) -> None:
         self.plain = [None if isinstance(value, Tensor) else value for value in inputs]
-        self.learning = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
-        self.shapes = {i: value.shape for i, value in enumerate(inputs) if isinstance(value, Tensor)}
-        self.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-        self.inputs = _store([self._cut(inputs[i], self.holds[i]) for i in self.places])
+        tensors = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+        self.forms = [(i, value.shape, value.requires_grad) for i, value in tensors]
+        with torch.no_grad():
+            parts = [value if (hold := self.holds[i]) is None else hold.cut(value) for i, value in tensors]
+        self.inputs = _store(parts)
         self._spread_need()
         self.kept = [one for flat, _ in self.results for one in flat if isinstance(one, _Result) and one.needed]
         self.numbers = _store([one.tensor for one in self.kept if one.tensor is not None])
@@ -156,12 +145,6 @@ class _Region:
             for one in flat:
                 if isinstance(one, _Result):
                     one.tensor = None
-
-    def _cut(self, value: Tensor, hold: ShardedInput | None) -> Tensor:
-        if hold is None:
-            return value
-        with torch.no_grad():
-            return hold.cut(value)
 
     def _number(self, tensor: Tensor) -> int:
         if self.parts:
@@ -194,13 +177,15 @@ class _Region:
                 seen.update(part.takes)
 
     def _tensor(self, number: int) -> Tensor:
-        if self.position < 0:
+        if not self.repeats:
             self._repeat()
         return self.again[number] if getattr(_running, "twice", False) else self.again.pop(number)
 
     def _repeat(self) -> None:
         inputs, self.position = self._inputs(), 0
-        self.stored = {id(one): tensor for one, tensor in zip(self.kept, _restored(self.numbers), strict=True)}
+        self.stored = {
+            id(one): tensor for one, tensor in zip(self.kept, self.numbers.grad_fn.saved_tensors, strict=True)
+        }
         del self.inputs, self.numbers
 
         def collect(tensor: Tensor) -> None:
@@ -222,14 +207,14 @@ class _Region:
             f"A recomputed module saved {len(self.again)} tensors in its second run, {self.wanted} in its first."
         )
 
+    @torch.no_grad()
     def _inputs(self) -> list[Any]:
-        found = list(self.plain)
-        for place, tensor in zip(self.places, _restored(self.inputs), strict=True):
-            hold, shape = self.holds[place], self.shapes[place]
-            with torch.no_grad():
-                value = tensor.detach() if hold is None else hold.joined(tensor, shape)
-            found[place] = value.requires_grad_(self.learning[place])
-        return found
+        values = list(self.plain)
+        for (i, shape, learns), tensor in zip(self.forms, self.inputs.grad_fn.saved_tensors, strict=True):
+            hold = self.holds[i]
+            value = tensor.detach() if hold is None else hold.joined(tensor, shape)
+            values[i] = value.requires_grad_(learns)
+        return values
 
     @property
     def repeats(self) -> bool:
@@ -238,11 +223,11 @@ class _Region:
     def keep(self, results: Any) -> None:
         """Remember what an operator of torch inside a kept part returned."""
         flat, spec = tree_flatten(results)
-        remembered = [_result(one) if isinstance(one, Tensor) else one for one in flat]
-        self.results.append((remembered, spec))
-        for one in remembered:
-            if isinstance(one, _Result) and one.tensor is not None:
-                self.by_storage.setdefault(_storage(one.tensor), []).append(one)
+        for i, one in enumerate(flat):
+            if isinstance(one, Tensor):
+                flat[i] = _Result(one.detach(), one.size(), one.stride(), one.dtype, one.device)
+                self.by_storage.setdefault(_storage(one), []).append(flat[i])
+        self.results.append((flat, spec))
 
     def carry_out(self, part: RegionPart, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One part of the first run."""
