@@ -20,7 +20,9 @@ from strategies.core.mesh import Mesh
 from strategies.core.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath, Step
 from strategies.rules.registry import resolve
+from strategies.runtime.communicator import Carrier
 from strategies.runtime.module_tree import store
+from strategies.runtime.redistributions import Redistribution
 from strategies.runtime.transfer import Transfer, cut, local
 
 
@@ -86,35 +88,23 @@ def _communicate(steps: Sequence[Step], values: list[list[Tensor]], mesh: Mesh) 
                 value[rank] = result
 
 
-class _Redistribution(torch.autograd.Function):
-    """Tensors by part, then by rank."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Sequence[Redistribute], mesh: Mesh, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.parts, ctx.mesh = parts, mesh
-        return tuple(chain(*carry([part.forward for part in parts], _by_part(tensors, mesh), mesh)))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        scaled = [
-            [gradient if part.scale == 1 else gradient * part.scale for gradient in value]
-            for part, value in zip(ctx.parts, _by_part(gradients, ctx.mesh), strict=True)
-        ]
-        return (None, None, *chain(*carry([part.backward for part in ctx.parts], scaled, ctx.mesh)))
-
-
-def _by_part(tensors: Sequence[Tensor], mesh: Mesh) -> list[Sequence[Tensor]]:
-    return [tensors[start : start + mesh.size] for start in range(0, len(tensors), mesh.size)]
-
-
 def redistribute(
     instruction: Redistribute | Fused, mesh: Mesh, tensors: Sequence[Sequence[Tensor]]
 ) -> list[list[Tensor]]:
     """A redistribution, or several that are joined, on all ranks: `tensors` and the results by part and rank."""
+    parts = instruction.parts
+
+    def by_part(flat: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [list(flat[start : start + mesh.size]) for start in range(0, len(flat), mesh.size)]
+
+    def carrier(paths: Sequence[ReshardingPath]) -> Carrier:
+        return lambda flat: list(chain(*carry(paths, by_part(flat), mesh)))
+
     if not instruction.differentiable:
-        return carry([part.forward for part in instruction.parts], tensors, mesh)
-    results = _Redistribution.apply(instruction.parts, mesh, *chain(*tensors))  # type: ignore[no-untyped-call]
-    return list(map(list, _by_part(results, mesh)))
+        return carry([part.forward for part in parts], tensors, mesh)
+    forward, backward = carrier([part.forward for part in parts]), carrier([part.backward for part in parts])
+    scales = tuple(part.scale for part in parts for _ in range(mesh.size))
+    return by_part(Redistribution.apply(forward, backward, scales, False, *chain(*tensors)))  # type: ignore[no-untyped-call]
 
 
 class Simulation:
