@@ -26,7 +26,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored
     torch.save({"tensors": own, "stored": {name: astuple(one) for name, one in places.items()}}, path)
 
 
-def read_whole(path: Path) -> dict[str, Tensor]:
+def read_all(path: Path) -> dict[str, Tensor]:
     """Every tensor by name. Those in other files come in the dtype in which they are stored; those in this one are
     mapped: nothing is read before it is used."""
     tensors, stored = _read(path)

@@ -114,7 +114,7 @@ def test_initial_weights_that_are_stored_elsewhere(form: str, tmp_path: Path, dr
                 assert torch.equal(found, expected) and found.dtype == own[source.name].dtype
         only = weights.read_slices(file, program, 1, "cpu", pretrained=True)
         assert only.keys() == other.keys()
-    full_weights = weights.read_whole(file)
+    full_weights = weights.read_all(file)
     assert torch.equal(full_weights["emb.weight"], other["emb.weight"]) and torch.equal(
         full_weights["head.bias"], own["head.bias"]
     )
