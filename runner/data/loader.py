@@ -320,7 +320,7 @@ def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int, unba
 
 def reader(dataset: MapDataset) -> Read | None:
     """The method `read(index, slices)`, with any argument names; None if `read` takes another number of arguments."""
-    read: Read = getattr(dataset, "read", None)
+    read: Any = getattr(dataset, "read", None)
     try:
         signature = inspect.signature(read)
         taken = [signature.parameters[name] for name in signature.bind(0, ()).arguments]

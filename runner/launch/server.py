@@ -119,9 +119,10 @@ class Server:
             signal.signal(number, lambda number, frame: None)
 
     def serve(self) -> NoReturn:
+        sources: list[Any] = [self._control, self._woken]
         while os.getppid() == self._parent:
             self._reap()
-            ready, _, _ = select.select([self._control, self._woken], [], [])
+            ready, _, _ = select.select(sources, [], [])
             if self._woken in ready:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
@@ -162,7 +163,8 @@ class Server:
             signal.set_wakeup_fd(-1)
             for number in (*OF_THE_COMMAND, signal.SIGCHLD, signal.SIGCONT):
                 signal.signal(number, signal.SIG_DFL)
-            for end in (self._control, self._woken, self._wakes, status, *self._forks.values()):
+            ends: list[Any] = [self._control, self._woken, self._wakes, status, *self._forks.values()]
+            for end in ends:
                 end.close()
             sys.argv, sys.path[:], folder, inner = pickle.loads(content)
             os.chdir(folder)

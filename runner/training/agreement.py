@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import re
 import secrets
 from collections import Counter
@@ -40,8 +41,8 @@ def agree_on_program(prepared: Prepared, folder: Path) -> None:
         "the captured model and its plan": prepared.digest,
     }
     if prepared.config.launch.by_hand:
-        with (folder / WEIGHTS).open("rb") as file:
-            facts["the initial weights"] = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+        with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            facts["the initial weights"] = hashlib.sha256(content).hexdigest()[:12]
     agree(facts, "The ranks were not given the same; start them from one run folder, with one installation.")
 
 

@@ -31,7 +31,7 @@ def compared(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[list[Any
 def _has(setup: Setup, name: str) -> bool:
     updates: Any = setup.updates
     parameter = updates._parameters[name]
-    if name not in updates._learning:
+    if name not in updates._state._learning:
         return False
     if updates._stage < 3:
         return getattr(parameter, "_hp_mapping", None) is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runner import checkpoint as checkpoints
 from runner.build import huggingface, pretrained, targets
 from runner.config.schema import Model
 from runner.errors import ConfigError
@@ -95,7 +96,7 @@ def test_weights_in_the_layout_of_the_library_are_taken_over(tmp_path):
         for parameter in stored.parameters():
             parameter.normal_()
     stored.save_pretrained(tmp_path / "mixture")
-    names = set(pretrained.index(tmp_path / "mixture"))
+    names = set(checkpoints.weights(tmp_path / "mixture"))
     assert not any(name.endswith("experts.gate_up_proj") for name in names)
     ours = built("MixtralForCausalLM", mixture)
     assert pretrained.locate(description("MixtralForCausalLM", mixture, str(tmp_path / "mixture")), ours) == {}
