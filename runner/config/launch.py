@@ -1,13 +1,67 @@
-"""`launch`: what starts the ranks, on which hosts, and how long they wait for one another."""
+"""`launch`: what starts the ranks, on which hosts, and how long they wait for one another.
+
+A hostfile has a line `HOST slots=RANKS` per host, as DeepSpeed and OpenMPI read it. A rank table is JSON: a list of
+{rank, host, device}, or the table of servers and devices that Ascend's tools write.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, StrictBool, WithJsonSchema, model_validator
 
-from runner.config.faults import Fault
 from runner.config.section import REQUIRED, Count, Positive, Section, refusal, setting
+from runner.errors import ConfigError
+
+Phase = Literal["data", "forward", "backward", "collective", "optimizer", "save"]
+Kind = Literal["kill", "hang", "raise", "corrupt", "truncate", "disk_full", "network"]
+OF_FILES = ("corrupt", "truncate", "disk_full")
+"""Kinds that concern saved files, and so happen in phase save alone."""
+
+
+class Fault(Section):
+    """One thing that goes wrong once: on `rank` (its process, its files, its host) in `phase` of optimizer `step`."""
+
+    kind: Kind = setting(REQUIRED, "What happens")
+    rank: int = setting(REQUIRED, "To which rank: its process, its files, its host", strict=True, ge=0)
+    step: Count = setting(REQUIRED, "In which optimizer step")
+    phase: Phase = setting(REQUIRED, "In which phase of it; save with corrupt, truncate and disk_full")
+    interface: str | None = setting(None, "Network interface to take down, with kind network", min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise refusal(
+                f"launch.faults holds {value!r}; each fault is a mapping such as "
+                "{kind: kill, rank: 1, step: 3, phase: forward}, with one of the kinds "
+                f"{', '.join(get_args(Kind))} and one of the phases {', '.join(get_args(Phase))}.",
+                "launch.faults",
+            )
+        implied = {"phase": "save"} if value.get("kind") in OF_FILES else {}
+        return {**implied, **value}
+
+    @model_validator(mode="after")
+    def _possible(self) -> Fault:
+        if self.kind in OF_FILES and self.phase != "save":
+            raise refusal(
+                f"launch.faults: {self.kind} concerns the files of a checkpoint, so it cannot happen in phase "
+                f"{self.phase!r}; leave the phase out, or write phase: save.",
+                "launch.faults",
+            )
+        if (self.kind == "network") != (self.interface is not None):
+            raise refusal(
+                "launch.faults: a fault of kind network takes the network `interface` of its rank's host down, and no "
+                "other kind does; name the interface (ip link shows them) with network alone.",
+                "launch.faults",
+            )
+        return self
+
 
 Launcher = Literal["local", "torchrun", "mpirun", "slurm", "deepspeed", "rank_table"]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
@@ -17,11 +71,7 @@ YEAR = 31_536_000
 """Seconds; libraries count them in milliseconds, or fail."""
 THREADS = 1024
 """More than any processor runs at once; where a system starts no more threads, OpenMP ends the process."""
-
-
-EXPORTED = (
-    *("PYTHON*", "OMP_*", "NCCL_*", "GLOO_*", "TORCH_*", "TP_*", "LD_LIBRARY_PATH", "CUDA_*", "HF_*"),
-)  # fmt: skip
+EXPORTED = ("PYTHON*", "OMP_*", "NCCL_*", "GLOO_*", "TORCH_*", "TP_*", "LD_LIBRARY_PATH", "CUDA_*", "HF_*")
 
 
 class Host(Section):
@@ -42,16 +92,16 @@ def _in_order(value: Any) -> Any:
     """`["a:4", "b:4"]` as hosts whose ranks follow one another; other values are validated by the type."""
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
         return value
-    found: list[dict[str, Any]] = []
+    hosts: list[dict[str, Any]] = []
     first = 0
-    for one in value:
-        name, _, count = one.rpartition(":")
+    for text in value:
+        name, _, count = text.rpartition(":")
         if not name or not count.isdigit() or not int(count):
-            raise ValueError(f"has {one!r}, which is not HOST:RANKS such as node1:8")
-        ranks = range(first, first + int(count))
-        found.append({"name": name.strip("[]"), "ranks": tuple(ranks), "devices": tuple(range(int(count)))})
-        first += int(count)
-    return found
+            raise ValueError(f"has {text!r}, which is not HOST:RANKS such as node1:8")
+        devices = tuple(range(int(count)))
+        hosts.append({"name": name.strip("[]"), "ranks": tuple(first + n for n in devices), "devices": devices})
+        first += len(devices)
+    return hosts
 
 
 class Launch(Section):
@@ -86,18 +136,16 @@ class Launch(Section):
     dry_run: StrictBool = setting(False, "Print the commands and start nothing; also `run launch --dry-run`")
 
     @model_validator(mode="after")
-    def _table_is_whole(self) -> Launch:
-        names = [host.name for host in self.hosts]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+    def _table_is_complete(self) -> Launch:
+        names, ranks = [host.name for host in self.hosts], [rank for host in self.hosts for rank in host.ranks]
+        if twice := _repeated(names):
             raise refusal(
-                f"launch.hosts names {', '.join(twice)} more than once; give every host once, with all of its ranks.",
+                f"launch.hosts names {twice} more than once; give every host once, with all of its ranks.",
                 "launch.hosts",
             )
-        ranks = [rank for host in self.hosts for rank in host.ranks]
-        if twice_ranks := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        if twice := _repeated(ranks):
             raise refusal(
-                f"the hosts of the launch hold rank {', '.join(map(str, twice_ranks))} more than once; every rank has "
-                "one place.",
+                f"the hosts of the launch hold rank {twice} more than once; every rank has one place.",
                 "launch.hosts",
                 "launch.rank_table",
             )
@@ -116,6 +164,12 @@ class Launch(Section):
                     "launch.hosts",
                     "launch.rank_table",
                 )
+        if self.hosts and self.host is not None and self.host not in names:
+            raise refusal(f"launch.host = {self.host!r} is not in the table: {', '.join(names)}.", "launch.host")
+        if self.hosts and self.rank is not None and self.rank not in ranks:
+            raise refusal(
+                f"launch.rank = {self.rank} is not in the table, which has {len(ranks)} ranks from 0.", "launch.rank"
+            )
         return self
 
     @model_validator(mode="after")
@@ -138,19 +192,8 @@ class Launch(Section):
         if self.launcher == "slurm" and len({len(host.ranks) for host in self.hosts}) > 1:
             raise refusal(
                 "launch = 'slurm' starts equally many ranks on every host, but launch.hosts has "
-                f"{', '.join(f'{host.name}:{len(host.ranks)}' for host in self.hosts)}.",
+                f"{', '.join(map(str, self.hosts))}.",
                 "launch.hosts",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _by_hand(self) -> Launch:
-        names, ranks = [host.name for host in self.hosts], [rank for host in self.hosts for rank in host.ranks]
-        if self.hosts and self.host is not None and self.host not in names:
-            raise refusal(f"launch.host = {self.host!r} is not in the table: {', '.join(names)}.", "launch.host")
-        if self.hosts and self.rank is not None and self.rank not in ranks:
-            raise refusal(
-                f"launch.rank = {self.rank} is not in the table, which has {len(ranks)} ranks from 0.", "launch.rank"
             )
         return self
 
@@ -163,3 +206,72 @@ class Launch(Section):
     def by_hand(self) -> bool:
         """Whether this command is one of several that the user starts manually."""
         return self.host is not None or self.rank is not None
+
+
+_LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*))?(?:\s+max[-_]slots\s*=\s*\d+)?")
+TABLE_SHAPE = 'a list such as [{"rank": 0, "host": "10.0.0.1", "device": 0}, ...]'
+
+
+def _repeated(values: list[Any]) -> str:
+    """The values that occur more than once, sorted."""
+    return ", ".join(str(value) for value, count in sorted(Counter(values).items()) if count > 1)
+
+
+def from_files(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The composed section `launch`, with the hosts of `launch.hostfile` or `launch.rank_table` in `hosts`.
+
+    Raises:
+        ConfigError: A file is unreadable or has another format.
+    """
+    key = next((key for key in ("hostfile", "rank_table") if values.get(key)), "")
+    if not isinstance(values.get(key), str):
+        return values
+    name = values[key]
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError("MW701", f"launch.{key} = {name!r} cannot be read: {reason}.") from None
+    read = _hostfile if key == "hostfile" else _rank_table
+    return {**values, "hosts": read(name, text)}
+
+
+def _hostfile(name: str, text: str) -> list[str]:
+    hosts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (content := line.partition("#")[0].strip()):
+            continue
+        if (match := _LINE.fullmatch(content)) is None:
+            raise ConfigError(
+                "MW701", f"launch.hostfile = {name!r}, line {number}: {content!r} is not `HOST slots=RANKS`."
+            )
+        hosts.append(f"{match['host']}:{match['slots'] or 1}")
+    if not hosts:
+        raise ConfigError(
+            "MW701", f"launch.hostfile = {name!r} names no host; give a line `HOST slots=RANKS` for each."
+        )
+    return hosts
+
+
+def _rank_table(name: str, text: str) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(text)
+        entries = content
+        if isinstance(content, dict):
+            entries = [
+                {"rank": device["rank_id"], "host": server["server_id"], "device": device["device_id"]}
+                for server in content["server_list"]
+                for device in server["device"]
+            ]
+        rows = [(int(entry["rank"]), str(entry["host"]), int(entry["device"])) for entry in entries]
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ConfigError("MW701", f"launch.rank_table = {name!r} is not {TABLE_SHAPE}: {reason}.") from None
+    if not rows:
+        raise ConfigError("MW701", f"launch.rank_table = {name!r} holds no rank; it is {TABLE_SHAPE}.")
+    hosts: dict[str, dict[str, Any]] = {}
+    for rank, host, device in sorted(rows):
+        entry = hosts.setdefault(host, {"name": host, "ranks": [], "devices": []})
+        entry["ranks"].append(rank)
+        entry["devices"].append(device)
+    return list(hosts.values())

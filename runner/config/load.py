@@ -15,9 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
-from runner.config import exclusive
-from runner.config import hosts as table
-from runner.config.cluster import from_file
+from runner.config import cluster, exclusive, launch
 from runner.config.exclusive import shown
 from runner.config.keys import unknown
 from runner.config.origins import Origins
@@ -71,10 +69,9 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     for rule in exclusive.SOURCES:
         if rule.breaks(values):
             raise ConfigError("MW205", rule.paragraph(values) + origins.sentence([rule.first, rule.second]))
-    if isinstance(cluster := values.get("cluster"), Mapping):
-        values |= {"cluster": from_file(cluster)}
-    if isinstance(launch := values.get("launch"), Mapping):
-        values |= {"launch": table.from_files(launch)}
+    for name, replaced in (("cluster", cluster.from_file), ("launch", launch.from_files)):
+        if isinstance(section := values.get(name), Mapping):
+            values |= {name: replaced(section)}
     config = _validate(values, origins)
     if config.world_size is None and config.launch.ranks is not None:
         config = _validate(values | {"world_size": config.launch.ranks}, origins)
@@ -113,8 +110,7 @@ def _validate(values: Any, origins: Origins) -> Config:
 
 
 def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge the errors of a union of an enumeration and another type into one: that of the other type, with the
-    `words`."""
+    """Merge the errors of an enumeration and another type, a union, into one: that of the other type, with `words`."""
     words = {one["loc"][:-1]: one for one in errors if "".join(map(str, one["loc"][-1:])).startswith("literal[")}
     found: list[Mapping[str, Any]] = []
     for one in errors:
@@ -154,16 +150,9 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
 
 
 def _code(error: Mapping[str, Any]) -> str:
-    """The code of one of pydantic's errors."""
-    match error["type"]:
-        case "refusal":
-            return str(error["ctx"]["code"])
-        case "extra_forbidden":
-            return "MW201"
-        case "missing":
-            return "MW202"
-        case _:
-            return "MW204"
+    if error["type"] == "refusal":
+        return str(error["ctx"]["code"])
+    return {"extra_forbidden": "MW201", "missing": "MW202"}.get(error["type"], "MW204")
 
 
 def _words(expected: str) -> list[str]:

@@ -1,18 +1,22 @@
-"""The section `parallel`: how a run is parallelised, and which of its keys are compatible."""
+"""The section `parallel`: how a run is parallelised."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from itertools import pairwise
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, StrictBool, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    StrictBool,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from runner.config.arguments import Arguments
-from runner.config.fusion import CommFusion
-from runner.config.memory import Bytes
-from runner.config.offload import OffloadForm
-from runner.config.pipeline import Pipeline
-from runner.config.recompute import Recompute
-from runner.config.section import REQUIRED, Count, Glob, Section, by_path, refusal, setting
+from runner.config.section import REQUIRED, Arguments, Count, Glob, Section, by_path, refusal, setting
 from runner.config.strategy_syntax import (
     AxisName,
     OperandForm,
@@ -24,14 +28,250 @@ from runner.config.strategy_syntax import (
 )
 from runner.errors import allowed
 
+UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+
+
+def _bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", value)
+    if matched is None or matched[2] not in UNITS:
+        raise refusal(
+            f"parallel.memory_limit = {value!r} is no number of bytes; write one such as 80GB, 512MiB or 1000000 "
+            f"(units {', '.join(UNITS)}), or null for no limit.",
+            "parallel.memory_limit",
+        )
+    return int(float(matched[1]) * UNITS[matched[2]])
+
+
+WRITTEN = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]})
+Bytes = Annotated[int, Field(strict=True, ge=1), BeforeValidator(_bytes), WRITTEN]
+
+
+class JoinedCalls(Section):
+    """Which collectives of one kind become one call: `auto`; of at most `size` megabytes (`config`); cut at positions
+    (`index`, `config`: a list); or `none` of them."""
+
+    mode: Literal["auto", "size", "index", "none"] = setting(
+        "auto", "auto; size: calls of at most config MB; index: cut at the positions in config; none: a call per tensor"
+    )
+    config: Annotated[float, Field(gt=0, allow_inf_nan=False)] | tuple[Count, ...] | None = setting(
+        None, "MB with mode size, a list of positions with mode index"
+    )
+
+    @property
+    def bytes(self) -> int | None:
+        """The maximum bytes of one call; None if not configured."""
+        assert not isinstance(self.config, tuple)
+        return None if self.config is None else max(int(self.config * 2**20), 1)
+
+
+class CommFusion(Section):
+    all_reduce: JoinedCalls = setting(JoinedCalls(), "All-reduces of gradients and of a plan")
+    all_gather: JoinedCalls = setting(JoinedCalls(), "All-gathers of a plan")
+    reduce_scatter: JoinedCalls = setting(JoinedCalls(), "Reduce-scatters of a plan")
+
+    @model_validator(mode="after")
+    def _configs_fit_modes(self) -> CommFusion:
+        for name, joined in self:
+            key, config = f"parallel.comm_fusion.{name}", joined.config
+            if joined.mode == "index" and name != "all_reduce":
+                raise refusal(
+                    f"{key}.mode = 'index' is not allowed: only all_reduce, the sum of gradients, has positions to cut "
+                    "at. Allowed here: auto, size, none.",
+                    f"{key}.mode",
+                )
+            match joined.mode:
+                case "size":
+                    fits, wanted = isinstance(config, float), "a number of megabytes above 0, e.g. 25"
+                case "index":
+                    fits = isinstance(config, tuple) and all(a < b for a, b in pairwise(config))
+                    wanted = "a list of increasing positions in the order in which backward completes the gradients, "
+                    wanted += "e.g. [4, 8]"
+                case _:
+                    fits, wanted = config is None, "nothing (null)"
+            if not fits:
+                shown = list(config) if isinstance(config, tuple) else "null" if config is None else config
+                raise refusal(
+                    f"{key}.config = {shown} does not fit {key}.mode = {joined.mode!r}, which takes {wanted}; change "
+                    "one of the two.",
+                    f"{key}.config",
+                    f"{key}.mode",
+                )
+        return self
+
+
+Offloaded = Literal["none", "host", "disk"]
+
+
+class ActivationOffload(Section):
+    to: Offloaded = setting("none", "Where activations wait for backward")
+    modules: tuple[Glob, ...] = setting((), "Globs of modules; []: all")
+    larger_than: float = setting(0.0, "Smaller tensors stay on the device", unit="MB", ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_out(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise refusal(
+                f"parallel.offload.activations = {value!r}: it has several keys; write "
+                f"parallel.offload.activations.to={value}.",
+                "parallel.offload.activations",
+            )
+        return value
+
+
+class OffloadForm(Section):
+    optimizer: Offloaded = setting("none", "Where optimizer states are stored; host with ZeRO 1-3, disk with ZeRO 3")
+    parameters: Offloaded = setting("none", "Where parameters are stored between uses, with ZeRO 3")
+    activations: ActivationOffload = setting(ActivationOffload(), "Tensors that autograd saves for backward")
+    folder: str | None = setting(None, "Folder on the disk to use; null: the run folder", min_length=1)
+
+    @property
+    def on_disk(self) -> bool:
+        return "disk" in (self.optimizer, self.parameters, self.activations.to)
+
+
+Recomputed = Literal["none", "full", "selective", "auto"]
+
+
+Globs = Annotated[tuple[Glob, ...], Field(min_length=1)]
+
+
+class RecomputeForm(Section):
+    """What backward recomputes instead of storing: none, full, selective (operators that are cheap to compute)
+    or a list of kinds of operators, inside `modules` (null: every repeated layer); with auto each of the modules is
+    treated in one of the first three ways, so that parallel.memory_limit is kept. Repeating collectives is up to
+    `communication` (null: with full they are repeated, else kept)."""
+
+    operators: Recomputed | Globs = setting(
+        "none",
+        "none, full, selective (cheap operators), a list of kinds such as [gelu], or auto: to fit the memory limit",
+    )
+    modules: Globs | None = setting(None, "Globs of modules; null: every repeated layer")
+    communication: Literal["recompute", "keep"] | None = setting(
+        None, "Repeat collectives in backward or keep their results; null: recompute with full, else keep"
+    )
+    slice_inputs: StrictBool = setting(
+        False, "Each rank stores a shard of a module's inputs and gathers the others in backward"
+    )
+
+    @field_validator("operators", mode="before")
+    @classmethod
+    def _operators_known(cls, operators: Any) -> Any:
+        options = get_args(Recomputed)
+        if isinstance(operators, str) and operators not in options:
+            raise refusal(
+                f"parallel.recompute.operators = {operators!r} is not allowed.{allowed(operators, options)} Or a "
+                "list of kinds of operators such as [gelu, layer_norm].",
+                "parallel.recompute.operators",
+            )
+        return operators
+
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+DEALT = ("interleaved_1f1b", "zero_bubble")
+"""The schedules in which a rank may have several stages."""
+
+
+class Pipeline(Section):
+    """`stages` of the model, one after the other, each on its own share of the ranks; with `virtual_stages`, so many
+    times as many, dealt out round robin."""
+
+    stages: Literal["auto"] | Annotated[int, Field(strict=True, ge=2)] | None = setting(
+        None, "Stages, each on world_size / stages ranks, which parallel.mesh describes; auto; null: no pipeline"
+    )
+    virtual_stages: Count | None = setting(
+        None, "Stages of each rank, assigned round robin; null: 2 with interleaved_1f1b, else 1"
+    )
+    micro_batches: Literal["auto"] | Count | None = setting(
+        None, "Micro-batches in the pipeline at once; auto; null: twice the stages (auto with them)"
+    )
+    schedule: Schedule = setting(
+        "1f1b", "Order of forward and backward passes; interleaved_1f1b and zero_bubble idle less"
+    )
+    cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]] = setting(
+        "auto", "auto: balanced; or {module.path: stage, ...}"
+    )
+
+    @field_validator("cuts", mode="before")
+    @classmethod
+    def _cuts(cls, value: Any) -> Any:
+        """Flatten the nested keys that a dotted key on the command line builds."""
+        return by_path(value, "parallel.pipeline.cuts")
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Pipeline:
+        if self.stages is None or self.stages == "auto":
+            return self
+        if self.micro_batches != "auto" and self.parts < self.stages:
+            raise refusal(
+                f"parallel.pipeline.micro_batches = {self.micro_batches} is less than parallel.pipeline.stages = "
+                f"{self.stages}: some stages would never work at the same time; take {self.stages} or more (twice as "
+                "many is a good start).",
+                "parallel.pipeline.micro_batches",
+                "parallel.pipeline.stages",
+            )
+        if self.cuts == {}:
+            raise refusal(
+                "parallel.pipeline.cuts names no module; write auto, or {module.path: stage, ...}.",
+                "parallel.pipeline.cuts",
+            )
+        count = self.stages * self.virtual
+        for path, stage in self.cuts.items() if isinstance(self.cuts, dict) else ():
+            if stage >= count:
+                product = f"parallel.pipeline.stages = {self.stages}"
+                if self.virtual > 1:
+                    product = f"parallel.pipeline.stages x virtual_stages = {self.stages} x {self.virtual} = {count}"
+                raise refusal(
+                    f"parallel.pipeline.cuts: {path} = {stage}, but {product} has the stages 0 to {count - 1}.",
+                    "parallel.pipeline.cuts",
+                    "parallel.pipeline.stages",
+                )
+        if self.schedule in DEALT and not self.open and self.parts % max(1, self.parts // self.stages):
+            raise refusal(
+                f"parallel.pipeline.schedule = {self.schedule!r} sends parallel.pipeline.micro_batches = {self.parts} "
+                f"through the stages in {self.parts // self.stages} groups of one size, into which they do not divide; "
+                f"take a multiple of parallel.pipeline.stages = {self.stages}.",
+                "parallel.pipeline.micro_batches",
+                "parallel.pipeline.stages",
+            )
+        return self
+
+    @property
+    def open(self) -> bool:
+        """Whether the number of stages or of micro-batches is still to be decided."""
+        return "auto" in (self.stages, self.micro_batches)
+
+    @property
+    def known(self) -> int | None:
+        """The number of stages; None without a pipeline, or if still undecided."""
+        return None if self.stages == "auto" else self.stages
+
+    @property
+    def virtual(self) -> int:
+        """The number of stages of each rank."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved_1f1b" else 1)
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of one pipeline pass; 1 without a pipeline, or if still undecided."""
+        if self.known is None or self.micro_batches == "auto":
+            return 1
+        return self.micro_batches or 2 * self.known
+
+
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]
-DATASETS = ("data_parallel", "full_batch")
+DatasetStrategy = Literal["data_parallel", "full_batch"]
 SHORT = {"recompute": "operators", "zero": "stage", "pipeline": "stages"}
 """Sections that may be one value, and the key whose value it is; the other keys then have their defaults."""
 
 
-class NamedMatrix(Section):
+class LayoutMatrix(Section):
     """A device matrix with a name for each of its axes; ranks are numbered row by row."""
 
     device_matrix: Annotated[tuple[Count, ...], Field(min_length=1)] = setting(REQUIRED, "Devices along each axis")
@@ -59,9 +299,9 @@ class Parallel(Section):
         None, "{axis: size}, outermost first; null: as the strategies need it, or searched"
     )
     strategies: dict[str, StrategyForm] = setting({}, "Operator path: [[2, 4], [4, 1]] or {in: [...], out: [...]}")
-    layouts: dict[str, NamedMatrix] = setting({}, "NAME: {device_matrix: [2, 2, 2], axes: [dp, sp, mp]}")
+    layouts: dict[str, LayoutMatrix] = setting({}, "NAME: {device_matrix: [2, 2, 2], axes: [dp, sp, mp]}")
     set_data_parallel: tuple[Glob, ...] = setting((), "Globs of modules that stay data parallel")
-    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...] = setting(
+    dataset_strategy: DatasetStrategy | tuple[OperandForm, ...] = setting(
         "data_parallel", "data_parallel, full_batch, or the strategy of each batch entry"
     )
     zero: Zero = setting(Zero(), "ZeRO; zero=2 sets the stage")
@@ -78,7 +318,7 @@ class Parallel(Section):
     copies: Count = setting(
         1, "Batch splits: parts of the batch of a step, one of which computes while another communicates"
     )
-    recompute: Recompute = setting(Recompute(), "Activation checkpointing; recompute=full sets operators")
+    recompute: RecomputeForm = setting(RecomputeForm(), "Activation checkpointing; recompute=full sets operators")
     memory_limit: Bytes | None = setting(
         None, "Refuse plans that need more per rank; also a string such as 80GB", unit="bytes"
     )
@@ -126,15 +366,15 @@ class Parallel(Section):
     @field_validator("dataset_strategy", mode="before")
     @classmethod
     def _dataset_strategy(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            if value not in DATASETS:
-                raise refusal(
-                    f"parallel.dataset_strategy = {value!r} is not allowed.{allowed(value, DATASETS)} Or one entry per "
-                    "input, e.g. [[2, 1], [1, 1]].",
-                    "parallel.dataset_strategy",
-                )
-            return value
-        return read_operands(value, "parallel.dataset_strategy", "input")
+        if not isinstance(value, str):
+            return read_operands(value, "parallel.dataset_strategy", "input")
+        if value not in (options := get_args(DatasetStrategy)):
+            raise refusal(
+                f"parallel.dataset_strategy = {value!r} is not allowed.{allowed(value, options)} Or one entry per "
+                "input, e.g. [[2, 1], [1, 1]].",
+                "parallel.dataset_strategy",
+            )
+        return value
 
     @model_validator(mode="after")
     def _layouts_hold_together(self) -> Parallel:

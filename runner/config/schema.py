@@ -10,21 +10,135 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import StrictBool, field_validator, model_validator
+from pydantic import AfterValidator, StrictBool, field_validator, model_validator
 
 from runner.config import exclusive
-from runner.config.arguments import Arguments
-from runner.config.checkpoint import Checkpoint
 from runner.config.cluster import NODE, ClusterForm
 from runner.config.launch import Launch
 from runner.config.parallel import Parallel
-from runner.config.predict import Predict
-from runner.config.section import REQUIRED, Count, Dotted, Glob, Positive, Section, refusal, setting
+from runner.config.section import (
+    REQUIRED,
+    Arguments,
+    Count,
+    Dotted,
+    Glob,
+    Positive,
+    Section,
+    dotted,
+    refusal,
+    setting,
+)
 from runner.config.strategy_syntax import check_counts
-from runner.config.training import Evaluate, Train
-from runner.config.verb_sections import Calibrate, Explain
+from runner.errors import allowed
+
+
+def _metric(name: str) -> str:
+    if name != "accuracy" and "." not in name:
+        raise ValueError(f"is neither accuracy nor a dotted name.{allowed(name, ['accuracy', 'package.module.Name'])}")
+    return name if name == "accuracy" else dotted(name)
+
+
+Metric = Annotated[str, AfterValidator(_metric)]
+
+
+class Train(Section):
+    steps: Count | None = setting(None, "Optimizer steps to train; give steps or epochs", unit="steps")
+    epochs: Count | None = setting(None, "Passes over the dataset; give steps or epochs", unit="epochs")
+    seed: int = setting(0, "Seed of initial weights, data order and random operators", strict=True, ge=0, lt=2**63)
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "bf16_autocast"] = setting(
+        "fp32", "Precision of training; bf16_autocast: fp32 parameters, torch.autocast in bf16"
+    )
+    loss_scale: Positive | None = setting(None, "Loss scale of fp16; null: dynamic")
+    accumulate: Count = setting(1, "Micro-batches of one optimizer step (gradient accumulation)")
+    clip: Positive | None = setting(None, "Maximum norm of the gradient; null: no clipping")
+    random: Literal["fast", "exact"] = setting("fast", "exact: random operators draw the numbers of a single process")
+    compile: StrictBool = setting(False, "Pass each rank's program through torch.compile")
+    measure_memory: StrictBool = setting(False, "Count each rank's tensors while it trains, into memory.json")
+    resume: str | None = setting(None, "auto (the newest checkpoint of the run) or the path of a checkpoint")
+    log_every: Count = setting(10, "Interval of lines in the log", unit="steps")
+
+
+class Evaluate(Section):
+    metric: Metric | None = setting(None, "accuracy, or the dotted name of a function")
+    every: Count | None = setting(None, "Interval of evaluations; null: after every epoch, or the run", unit="steps")
+    args: Arguments = setting({}, "Arguments of the dataset that differ from data.args")
+    batch_size: Count | None = setting(None, "Samples of one batch over all ranks; null: as in training")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether evaluation is configured."""
+        return bool(self.metric is not None or self.every is not None or self.batch_size is not None or self.args)
+
+
+class CheckpointForm(Section):
+    every: Count | None = setting(None, "Save every N steps", unit="steps")
+    minutes: Positive | None = setting(
+        None, "Save when this much time has passed since the last checkpoint", unit="minutes"
+    )
+    best: str | None = setting(
+        None, "Save at the best value so far of a metric of evaluate, such as loss", min_length=1
+    )
+    best_mode: Literal["min", "max"] | None = setting(
+        None, "Which value of best is better; null: min of a loss, else max"
+    )
+    at_end: StrictBool = setting(True, "Save after the last step")
+    keep: Count | None = setting(None, "Number of newest checkpoints to keep, and the best one; null: all")
+    form: Literal["sharded", "merged", "both"] = setting(
+        "sharded", "sharded: a file per rank; merged: one file of full weights for torch and transformers; both"
+    )
+    background: StrictBool = setting(False, "Train on while files are written")
+    copies: Count = setting(1, "Ranks on which each replicated tensor is stored")
+
+
+class PredictedRows(Section):
+    """The rows to predict: of the run's own dataset, with other `args` or another `path`; of a JSONL file `path`; or
+    of another dataset."""
+
+    target: Dotted | None = setting(None, "Another dataset; null: data.target")
+    args: Arguments = setting({}, "Arguments that differ from data.args and evaluate.args; all arguments of target")
+    path: str | None = setting(
+        None, "Another path for the dataset, or a .jsonl file with a sample per line; null: data.path"
+    )
+    collate: Dotted | None = setting(
+        None, "Function from samples to a batch; null: data.collate with data.target, else stack"
+    )
+    collate_args: Arguments = setting({}, "Further keyword arguments of collate")
+
+    @property
+    def lines(self) -> bool:
+        """Whether the rows are the lines of a file."""
+        return self.target is None and self.path is not None and self.path.endswith(".jsonl")
+
+
+class Predict(Section):
+    checkpoint: str | None = setting(
+        None, "A checkpoint or run folder, written under any plan; null: model.weights", min_length=1
+    )
+    data: PredictedRows = setting(PredictedRows(), "The rows to predict")
+    rows: Count | None = setting(None, "Number of rows, from the first; null: all")
+    batch_size: Count | None = setting(None, "Samples of one batch over all ranks; null: as in evaluation")
+    format: Literal["jsonl", "safetensors"] = setting("jsonl", "Format of the predictions")
+
+
+class Calibrate(Section):
+    file: str = setting(
+        "cluster.yaml", "File for the description of this machine; cluster.file=FILE reads it", min_length=1
+    )
+    seconds: float = setting(
+        60.0, "Time limit of the command; what is not measured stays as in cluster", unit="seconds", ge=8,
+        allow_inf_nan=False,
+    )  # fmt: skip
+    force: StrictBool = setting(False, "Overwrite a file that calibrate has not written; also --force")
+
+
+class Explain(Section):
+    operator: Glob | None = setting(None, "Operators to explain, as in parallel.strategies; null: a table of all")
+    slices: Glob | None = setting(
+        None, "Parameters, buffers, batch entries or operators whose slices on every rank to show; also --slices NAME"
+    )
+
 
 Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]
 
@@ -37,8 +151,6 @@ class Loss(Section):
 
 
 class Reference(Section):
-    """The module that runs on one device where the model itself runs on several, in mode hybrid."""
-
     target: Dotted | None = setting(None, "Dotted name of the module on one device, for mode hybrid")
     args: Arguments = setting({}, "Keyword arguments of target")
 
@@ -142,7 +254,7 @@ class Config(Section):
     optimizer: Optimizer = setting(Optimizer(), "Optimizer, parameter groups and learning rate schedule")
     train: Train = setting(Train(), "Length, precision and numerics of training")
     evaluate: Evaluate = setting(Evaluate(), "Measurements on held-out data; set metric, every, batch_size or args")
-    checkpoint: Checkpoint = setting(Checkpoint(), "When and how a run is saved")
+    checkpoint: CheckpointForm = setting(CheckpointForm(), "When and how a run is saved")
     predict: Predict = setting(Predict(), "`run predict`: which weights on which rows")
     parallel: Parallel = setting(Parallel(), "How the run is sharded over its ranks; parallel=MODE chooses a group")
     cluster: ClusterForm = setting(ClusterForm(), "The machine whose costs are predicted; cluster=NAME chooses one")
@@ -160,8 +272,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _launched(self) -> Config:
-        wanted = self.launch.ranks
+    def _ranks_divide(self) -> Config:
+        wanted, stages = self.launch.ranks, self.parallel.pipeline.known
         if wanted is not None and self.world_size not in (None, wanted):
             raise refusal(
                 f"world_size = {self.world_size}, but the hosts of the launch have {wanted} ranks; they must be equal "
@@ -169,10 +281,6 @@ class Config(Section):
                 "world_size",
                 "launch.hosts",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _micro_batches(self) -> Config:
         if self.data.batch_size % self.train.accumulate:
             raise refusal(
                 f"train.accumulate = {self.train.accumulate} must divide data.batch_size = {self.data.batch_size} "
@@ -188,19 +296,7 @@ class Config(Section):
                 "parallel.pipeline.micro_batches",
                 "data.batch_size",
             )
-        return self
-
-    @property
-    def parts(self) -> int:
-        """Micro-batches of one optimizer step: those of accumulation, each cut into those of the pipeline."""
-        return self.train.accumulate * self.parallel.pipeline.parts
-
-    @model_validator(mode="after")
-    def _pipeline_fits(self) -> Config:
-        stages = self.parallel.pipeline.known
-        if stages is None:
-            return self
-        if self.world_size is not None and self.world_size % stages:
+        if stages is not None and self.world_size is not None and self.world_size % stages:
             raise refusal(
                 f"world_size = {self.world_size} cannot be divided among parallel.pipeline.stages = {stages}; every "
                 f"stage has as many ranks as the others, so take a multiple of {stages}.",
@@ -208,6 +304,11 @@ class Config(Section):
                 "parallel.pipeline.stages",
             )
         return self
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of one optimizer step: those of accumulation, each cut into those of the pipeline."""
+        return self.train.accumulate * self.parallel.pipeline.parts
 
     def _all_devices(self, stages: int) -> None:
         """Without a world_size, plan for all devices of a cluster that is only described."""
@@ -236,13 +337,11 @@ class Config(Section):
         if self.parallel.pipeline.stages == "auto":
             return self  # a mesh is that of a stage; each candidate is checked against it
         stages = self.parallel.pipeline.known
-        known: list[tuple[str, tuple[int, ...]]] = []
-        if self.world_size is not None and stages is None:
-            known = [("world_size", (self.world_size,))]
-        elif self.world_size is not None and stages is not None:
-            known = [("world_size / parallel.pipeline.stages", (self.world_size // stages,))]
         self._all_devices(stages or 1)
-        known += self.parallel.meshes()
+        known = self.parallel.meshes()
+        if self.world_size is not None:
+            key = "world_size" if stages is None else "world_size / parallel.pipeline.stages"
+            known = [(key, (self.world_size // (stages or 1),)), *known]
         for key, shape in known[1:]:
             first, expected = known[0][0], prod(known[0][1])
             if prod(shape) != expected:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from pydantic import AfterValidator, GetJsonSchemaHandler, WithJsonSchema, model_serializer
 from pydantic_core import PydanticCustomError
 
-from runner.config.section import REQUIRED, Section, refusal, removed, setting
+from runner.config.section import REQUIRED, Section, leaves, refusal, removed, setting
 from runner.errors import allowed
 
 
@@ -94,22 +94,20 @@ def read_strategies(value: Any) -> dict[str, StrategyForm]:
             "parallel.strategies",
         )
     found: dict[str, StrategyForm] = {}
-    for path, form in value.items():
-        for dotted, leaf in _leaves(str(path), form):
-            if removed(found, dotted, leaf, "parallel.strategies"):
-                continue
+    entries = (entry for path, form in value.items() for entry in leaves(str(path), form, FORM_KEYS.issuperset))
+    for dotted, leaf in entries:
+        if not removed(found, dotted, leaf, "parallel.strategies"):
             found.pop(dotted, None)
-            found[dotted] = read_strategy(leaf, f"parallel.strategies.{dotted}")
+            found[dotted] = _strategy(leaf, f"parallel.strategies.{dotted}")
     return found
 
 
-def read_strategy(value: Any, key: str) -> StrategyForm:
-    """One strategy; `key` is its dotted config key, for messages."""
+def _strategy(value: Any, key: str) -> StrategyForm:
     if isinstance(value, StrategyForm):
         return value
+    if value == {}:
+        raise malformed(f"{key} is empty; {EXAMPLE}.", key)
     sides = value if isinstance(value, Mapping) else {"in": value}
-    if not sides or not FORM_KEYS.issuperset(sides):
-        raise malformed(f"{key} = {value!r} is not a strategy; {EXAMPLE}.", key)
     inputs, outputs = sides.get("in"), sides.get("out")
     if inputs is None and outputs is None:
         raise malformed(f"{key} gives neither inputs nor outputs; {EXAMPLE}.", key)
@@ -150,20 +148,9 @@ def check_layouts(forms: list[tuple[Place, OperandForm]], layouts: Mapping[str, 
                 raise place.refuse(f"{axis!r} is not an axis of layout {form.layout!r}.{choice}{none}")
 
 
-def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
-    if not isinstance(value, Mapping) or (value and FORM_KEYS.issuperset(value)):
-        return [(path, value)]
-    if not value:
-        key = f"parallel.strategies.{path}"
-        raise malformed(f"{key} is empty; {EXAMPLE}.", key)
-    return [leaf for name, inner in value.items() for leaf in _leaves(f"{path}.{name}", inner)]
-
-
 def _operand(value: Any, place: Place) -> OperandForm:
-    if isinstance(value, LayoutForm):
-        return value
-    if isinstance(value, Mapping):
-        return _layout(value, place)
+    if isinstance(value, Mapping | LayoutForm):
+        return value if isinstance(value, LayoutForm) else _layout(value, place)
     if not isinstance(value, (list, tuple)):
         raise place.refuse(
             f"{value!r} is not a list of counts, one per dim, nor {{layout: NAME, dims: [...]}}{_brackets(value)}."

@@ -16,7 +16,7 @@ from typing import Any
 
 from runner import home
 from runner.build import optimizers
-from runner.config.recompute import Recompute
+from runner.config.parallel import RecomputeForm
 from runner.config.schema import Config
 from runner.planning import lowering
 from runner.run_folder.plan_file import read_content
@@ -68,7 +68,7 @@ def request_of(config: Config, world_size: int) -> Request:
     )
 
 
-def wanted_recompute(section: Recompute) -> RecomputeRequest | None:
+def wanted_recompute(section: RecomputeForm) -> RecomputeRequest | None:
     """The request for recompute; None for `auto`, which needs a plan first."""
     if section.operators == "none" or section.operators == "auto":
         return None

@@ -21,14 +21,13 @@ from runner.checkpoint import branch, loading
 from runner.checkpoint.content import Content
 from runner.checkpoint.rescue import Intact
 from runner.checkpoint.saving import SaveOptions, Saver, better_of
-from runner.config.checkpoint import Checkpoint
-from runner.config.schema import Config
+from runner.config.schema import CheckpointForm, Config
 from runner.data.order import Order
 from runner.errors import ConfigError, allowed
 from runner.launch.orders import RankContext
 
 
-def wanted(section: Checkpoint) -> SaveOptions:
+def wanted(section: CheckpointForm) -> SaveOptions:
     """How to save, from the config."""
     best = None if section.best is None else section.best_mode or ("min" if "loss" in section.best else "max")
     return SaveOptions(section.form, section.copies, section.keep, best)
@@ -38,7 +37,7 @@ def wanted(section: Checkpoint) -> SaveOptions:
 class Calendar:
     """Decides for one rank of a run whose checkpoints are in `place`; `world` ranks ask together after every step."""
 
-    section: Checkpoint
+    section: CheckpointForm
     place: Path
     rank: int
     world: int

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint import folder
-from runner.config.faults import Fault, Phase
+from runner.config.launch import Fault, Phase
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext

@@ -9,12 +9,12 @@ from small import MODES, SMALL
 
 from runner import checkpoint as checkpoints
 from runner.checkpoint.saving import Copies
-from runner.config.checkpoint import Checkpoint
+from runner.config.schema import CheckpointForm
 from runner.errors import ConfigError
 from runner.training.checkpointing import Calendar, Keeper
 
 WORDS = (*SMALL, "model.args={norm: true, dropout: 0.2}", "optimizer.target=torch.optim.AdamW", "train.steps=3")
-NEVER = Checkpoint(
+NEVER = CheckpointForm(
     every=None,
     minutes=None,
     best=None,

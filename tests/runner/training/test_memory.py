@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import memory as benchmark
-from runner.config.memory import Bytes
+from runner.config.parallel import Bytes
 from runner.config.section import Section
 from runner.planning.memory_limit import first_within
 from strategies.core.errors import StrategyError

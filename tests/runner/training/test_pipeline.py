@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from small import MODES, SMALL
 
 from runner import checkpoint as checkpoints
-from runner.config.pipeline import Pipeline
+from runner.config.parallel import Pipeline
 
 TWO = (*SMALL, *MODES["data_parallel"], "parallel.pipeline.cuts={outer: 1}", "parallel.pipeline.stages=2")
 TIED = (*SMALL, "parallel=data_parallel", "model.target=networks.Tied", "parallel.pipeline.stages=2")

@@ -11,8 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
-from runner.config.hosts import from_files
-from runner.config.launch import Launch
+from runner.config.launch import Launch, from_files
 from runner.errors import ConfigError
 from runner.launch.launchers.commands import (
     LAUNCHERS,
