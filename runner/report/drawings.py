@@ -1,18 +1,19 @@
-"""Coordinates of the report's figures, in pixels: bars of amounts, the mesh, and operators as a graph. The
-templates draw them as SVG."""
+"""Coordinates of the report's figures, in pixels: bars of amounts, the mesh, and operators as a graph.
+
+The template `drawings.html` draws them as SVG from the mappings that these functions return.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, product
 from math import prod
 from typing import Any
 
 from runner.report.html import COLOURS
-from runner.report.layers import Kind, Row
-from runner.report.text import kind_title
+from runner.report.layers import LayerKind, Row
 from runner.report.units import shown_bytes
 from strategies.core.steps import LOCAL
 from strategies.rules.traits import traits
@@ -29,66 +30,28 @@ LARGEST = 120
 """Operators of a layer beyond which only those are drawn that have parameters or communicate."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Part of a bar, and its entry in the legend."""
-
-    name: str
-    text: str
-    share: float
-    x: float
-    width: float
-    colour: str
+Drawing = dict[str, Any]
 
 
-def bar(amounts: Mapping[str, float], show: Any) -> list[Segment]:
-    """Positive amounts side by side, to scale; `show` formats one."""
+def bar(amounts: Mapping[str, float], show: Callable[[float], str]) -> list[Drawing]:
+    """Positive amounts side by side, to scale, as segments with their entries in the legend; `show` formats one."""
     amounts = {name: amount for name, amount in amounts.items() if amount > 0}
     total, x, segments = sum(amounts.values()), 0.0, []
     for (name, amount), colour in zip(amounts.items(), cycle(COLOURS), strict=False):
+        segment = {"name": name, "text": show(amount), "share": amount / total, "colour": colour}
         width = BAR * amount / total
-        segments.append(Segment(name, show(amount), amount / total, round(x, 2), round(width, 2), colour))
+        segments.append(segment | {"x": round(x, 2), "width": round(width, 2)})
         x += width
     return segments
 
 
-@dataclass(frozen=True)
-class Gauge:
-    """Widths of a limit, of the used part, and of the excess."""
-
-    limit: float
-    used: float
-    beyond: float
+def gauge(used: float, limit: float) -> Drawing:
+    """The widths of a limit, of the used part, and of the excess, to scale."""
+    widths = {"limit": limit, "used": min(used, limit), "beyond": max(used - limit, 0.0)}
+    return {name: round(width * BAR / max(used, limit), 2) for name, width in widths.items()}
 
 
-def gauge(used: float, limit: float) -> Gauge:
-    """How much of a limit is used, to scale."""
-    scale = BAR / max(used, limit)
-    return Gauge(
-        *(round(width * scale, 2) for width in (limit, min(used, limit), max(used - limit, 0.0))),
-    )
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A rank of the mesh."""
-
-    rank: int
-    x: int
-    y: int
-
-
-@dataclass(frozen=True)
-class MeshDrawing:
-    """The ranks that are drawn, and how many are not."""
-
-    width: int
-    height: int
-    cells: tuple[Cell, ...]
-    omitted: int
-
-
-def mesh_drawing(mesh: Mapping[str, int]) -> MeshDrawing:
+def mesh_drawing(mesh: Mapping[str, int]) -> Drawing:
     """Every rank as a cell: the last axis runs across, the one before down, the others in blocks. Long axes are cut
     short, and axes of size 1 left out."""
     sizes = [size for size in mesh.values() if size > 1] or [1]
@@ -105,45 +68,16 @@ def mesh_drawing(mesh: Mapping[str, int]) -> MeshDrawing:
         for row, column in product(range(down), range(across)):
             inner = (row, column) if len(shown) > 1 else (column,)
             rank = sum(c * stride for c, stride in zip((*position, *inner), strides, strict=True))
-            cells.append(Cell(rank, left + column * CELL, top + row * CELL))
+            cells.append({"rank": rank, "x": left + column * CELL, "y": top + row * CELL})
     blocks = prod(outer)
-    size = min(blocks, per_row) * width, -(-blocks // per_row) * height
-    return MeshDrawing(*size, tuple(cells), prod(sizes) - prod(shown))
+    size = {"width": min(blocks, per_row) * width, "height": -(-blocks // per_row) * height}
+    return {**size, "cells": cells, "omitted": prod(sizes) - prod(shown)}
 
 
-@dataclass(frozen=True)
-class Node:
-    """An operator or a kind of layers: `stripes` are the colours of the axes that slice it."""
-
-    label: str
-    title: str
-    x: int
-    y: int
-    has_parameters: bool
-    stripes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Edge:
-    """The path from one node to another, and the communication on it."""
-
-    path: str
-    sent: str
-
-
-@dataclass(frozen=True)
-class GraphDrawing:
-    """Nodes in rows by depth."""
-
-    width: int
-    height: int
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
-
-
-def layer_drawing(kind: Kind, axes: Sequence[str]) -> GraphDrawing:
-    """The operators of one layer. Views are drawn only if they communicate."""
-    rows = kind.rows()
+def layer_drawing(kind: LayerKind, axes: Sequence[str]) -> Drawing:
+    """The operators of one layer, with a stripe of its colour for each axis that slices them. Views are drawn only if
+    they communicate."""
+    rows = kind.rows
     drawn = [row for row in rows if row.matters or not traits(row.first["op"]).view]
     if len(drawn) > LARGEST:
         drawn = [row for row in rows if row.matters]
@@ -154,19 +88,18 @@ def layer_drawing(kind: Kind, axes: Sequence[str]) -> GraphDrawing:
     nodes, edges = [], []
     for row in drawn:
         entry, (x, y) = row.first, places[row.first["name"]]
-        layouts = f"{' '.join(entry['in_layouts'])} -> {' '.join(entry['out_layouts'])}"
-        used = set(AXIS.findall(layouts))
-        stripes = tuple(COLOURS[number % len(COLOURS)] for number, axis in enumerate(axes) if axis in used)
-        title = f"{entry['name']} ({entry['op']}, {entry['source']}): {layouts}"
-        nodes.append(Node(_short(row.name), title, x, y, bool(entry["predicted"]["parameters"]), stripes))
+        used = set(AXIS.findall(row.layouts))
+        stripes = [colour for axis, colour in zip(axes, cycle(COLOURS), strict=False) if axis in used]
+        title = f"{entry['name']} ({entry['op']}, {entry['source']}): {row.layouts}"
+        nodes.append(_node(row.name, title, (x, y), bool(entry["predicted"]["parameters"]), stripes))
         for other, operands in origins[entry["name"]].items():
             sent = "; ".join(_sends(entry, operands))
             if other or sent:
                 edges.append(_edge(places[other] if other else (x, y - STEP), (x, y), sent))
-    return GraphDrawing(*size, tuple(nodes), tuple(edges))
+    return {**size, "nodes": nodes, "edges": edges}
 
 
-def flow_drawing(layers: Sequence[Kind]) -> GraphDrawing:
+def flow_drawing(layers: Sequence[LayerKind]) -> Drawing:
     """The kinds of layers and the data flow between them, except between successive layers of one kind."""
     owner = {entry["name"]: at for at, kind in enumerate(layers) for layer in kind.instances for entry in layer}
     producers: dict[str, list[str]] = {kind.name: [] for kind in layers}
@@ -174,22 +107,22 @@ def flow_drawing(layers: Sequence[Kind]) -> GraphDrawing:
         before = {owner.get(name, at) for layer in kind.instances for entry in layer for name in entry["inputs"]}
         producers[kind.name] = [layers[other].name for other in sorted(before) if other < at]
     places, size = _placed(producers)
-    nodes = tuple(Node(_short(kind_title(kind)), "", *places[kind.name], has_parameters=True) for kind in layers)
-    edges = tuple(_edge(places[other], places[name], "") for name, others in producers.items() for other in others)
-    return GraphDrawing(*size, nodes, edges)
+    nodes = [_node(kind.title, "", places[kind.name], has_parameters=True) for kind in layers]
+    edges = [_edge(places[other], places[name], "") for name, others in producers.items() for other in others]
+    return {**size, "nodes": nodes, "edges": edges}
 
 
-def _placed(producers: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[int, int]], tuple[int, int]]:
-    """Where the nodes of a graph go, given in topological order, a line per depth; and the size of the drawing."""
+def _placed(producers: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """The places of a graph's nodes, given in topological order, a line per depth; and the size of the drawing."""
     depth: dict[str, int] = {}
-    lanes: dict[int, int] = {}
+    lanes: Counter[int] = Counter()
     places: dict[str, tuple[int, int]] = {}
     for name, others in producers.items():
         depth[name] = max((depth[other] + 1 for other in others), default=0)
-        lane = lanes.get(depth[name], 0)
-        lanes[depth[name]] = lane + 1
-        places[name] = (lane * LANE + MARGIN, depth[name] * STEP + 4)
-    return places, (max(lanes.values(), default=1) * LANE + MARGIN, (max(depth.values(), default=0) + 1) * STEP)
+        places[name] = (lanes[depth[name]] * LANE + MARGIN, depth[name] * STEP + 4)
+        lanes[depth[name]] += 1
+    width = max(lanes.values(), default=1) * LANE + MARGIN
+    return places, {"width": width, "height": (max(depth.values(), default=0) + 1) * STEP}
 
 
 def _origins(entry: Mapping[str, Any], rows: Mapping[str, Row], drawn: set[str]) -> dict[str, set[int]]:
@@ -210,23 +143,25 @@ def _origins(entry: Mapping[str, Any], rows: Mapping[str, Row], drawn: set[str])
 def _sends(entry: Mapping[str, Any], operands: set[int]) -> list[str]:
     """The communication for some operands of an operator, step by step."""
     return [
-        f"{'result' if one['operand'] == RESULT else 'operand'}, {way}: {step['step']}, {shown_bytes(step['bytes'])}"
-        for one in entry["redistributions"]
-        if one["operand"] in operands
-        for way in ("forward", "backward")
-        for step in one[way]
+        f"{'result' if sent['operand'] == RESULT else 'operand'}, {pass_}: {step['step']}, {shown_bytes(step['bytes'])}"
+        for sent in entry["redistributions"]
+        if sent["operand"] in operands
+        for pass_ in ("forward", "backward")
+        for step in sent[pass_]
         if step["collective"] not in LOCAL
     ]
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= 26 else f"{label[:12]}…{label[-13:]}"
+def _node(label: str, title: str, place: tuple[int, int], has_parameters: bool, stripes: Sequence[str] = ()) -> Drawing:
+    short = label if len(label) <= 26 else f"{label[:12]}…{label[-13:]}"
+    x, y = place
+    return {"label": short, "title": title, "x": x, "y": y, "has_parameters": has_parameters, "stripes": stripes}
 
 
-def _edge(start: tuple[int, int], end: tuple[int, int], sent: str) -> Edge:
-    """An edge from one node down to another; it bends around nodes in between."""
+def _edge(start: tuple[int, int], end: tuple[int, int], sent: str) -> Drawing:
+    """An edge from one node down to another, which bends around nodes in between; `sent` is communicated on it."""
     (x1, y1), (x2, y2) = start, end
     if y2 - y1 > STEP and x1 == x2:
         side, out, back = x1 - 0.6 * MARGIN, y1 + NODE_HEIGHT / 2, y2 + NODE_HEIGHT / 2
-        return Edge(f"M{x1} {out} C{side} {out} {side} {back} {x2} {back}", sent)
-    return Edge(f"M{x1 + NODE_WIDTH / 2} {y1 + NODE_HEIGHT} L{x2 + NODE_WIDTH / 2} {y2}", sent)
+        return {"path": f"M{x1} {out} C{side} {out} {side} {back} {x2} {back}", "sent": sent}
+    return {"path": f"M{x1 + NODE_WIDTH / 2} {y1 + NODE_HEIGHT} L{x2 + NODE_WIDTH / 2} {y2}", "sent": sent}

@@ -7,17 +7,35 @@ operator; outside of lists it is the outermost module. Invariant: every operator
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 NUMBER = re.compile(r"\d+")
-SECONDS = ("forward", "backward", "communication", "gradients")
 Entry = Mapping[str, Any]
 
 
+class Sums:
+    """Sums over operators: seconds by part, bytes sent per step, bytes of parameters and results per rank."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        costs = [entry["predicted"] for entry in entries]
+
+        def total(*names: str) -> Any:
+            return sum(cost[name] for cost in costs for name in names)
+
+        self.compute: float = total("forward", "backward")
+        self.communication: float = total("communication", "gradients")
+        self.seconds = self.compute + self.communication
+        self.sent: int = total("sent")
+        self.parameters: int = total("parameters")
+        self.results: int = total("results")
+
+
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """`instances` are the operators (entries of plan.json) of each layer of this kind, in the same order;
     `name` says which layers these are: `layers.[0-31]`."""
 
@@ -28,12 +46,18 @@ class Kind:
     def count(self) -> int:
         return len(self.instances)
 
+    @property
+    def title(self) -> str:
+        return self.name + (f" x {self.count}" if self.count > 1 else "")
+
+    @cached_property
     def rows(self) -> list[Row]:
         """One row per operator of a layer, with the sums over the layers."""
         return [Row(relative(members[0]), members) for members in zip(*self.instances, strict=True)]
 
+    @cached_property
     def sums(self) -> Sums:
-        return sums(entry for instance in self.instances for entry in instance)
+        return Sums(entry for instance in self.instances for entry in instance)
 
 
 @dataclass(frozen=True)
@@ -47,45 +71,22 @@ class Row:
     def first(self) -> Entry:
         return self.members[0]
 
+    @property
+    def layouts(self) -> str:
+        """The layouts of the operator's operands and results."""
+        return f"{' '.join(self.first['in_layouts'])} -> {' '.join(self.first['out_layouts'])}"
+
+    @cached_property
     def sums(self) -> Sums:
-        return sums(self.members)
+        return Sums(self.members)
 
     @property
     def matters(self) -> bool:
         """Whether it has parameters or communicates, so that its layouts are of interest."""
-        total = self.sums()
-        return total.parameters > 0 or total.sent > 0
+        return self.sums.parameters > 0 or self.sums.sent > 0
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums over operators: seconds by part, bytes sent per step, bytes of parameters and results per rank."""
-
-    forward: float
-    backward: float
-    communication: float
-    gradients: float
-    sent: int
-    parameters: int
-    results: int
-
-    @property
-    def compute(self) -> float:
-        return self.forward + self.backward
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.communication + self.gradients
-
-
-def sums(entries: Any) -> Sums:
-    """The sums over operators of plan.json."""
-    costs = [entry["predicted"] for entry in entries]
-    seconds = (sum(cost[part] for cost in costs) for part in SECONDS)
-    return Sums(*seconds, *(sum(cost[part] for cost in costs) for part in ("sent", "parameters", "results")))
-
-
-def kinds(operators: Sequence[Entry]) -> list[Kind]:
+def kinds(operators: Sequence[Entry]) -> list[LayerKind]:
     """The kinds in the order in which their first layers come."""
     layers: dict[str, list[Entry]] = {}
     for entry in operators:
@@ -95,7 +96,7 @@ def kinds(operators: Sequence[Entry]) -> list[Kind]:
         base, _, last = layer.rpartition(".")
         pattern = base if NUMBER.fullmatch(last) else layer
         classes.setdefault((pattern, *map(_signature, members)), []).append(layer)
-    return [Kind(_together(names), tuple(tuple(layers[name]) for name in names)) for names in classes.values()]
+    return [LayerKind(_together(names), tuple(tuple(layers[name]) for name in names)) for names in classes.values()]
 
 
 def layer_of(module: str, name: str) -> str:
@@ -126,11 +127,6 @@ def _together(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     base, numbers = names[0].rpartition(".")[0], sorted(int(name.rpartition(".")[2]) for name in names)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    shown = ",".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs)
     return f"{base}.[{shown}]" if base else f"[{shown}]"

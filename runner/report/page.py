@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.report import drawings, text, units
 from runner.report.html import COLOURS, render
-from runner.report.layers import Kind, kinds
+from runner.report.layers import kinds
 
 
 def plan_page(content: text.Content, title: str) -> str:
@@ -24,10 +24,10 @@ def plan_page(content: text.Content, title: str) -> str:
     layers, axes = kinds(content["operators"]), list(content["mesh"])
     memory, prediction, search = content["memory"], content["prediction"], content["search"]
 
-    def by_layer(amounts: list[float], show: Any) -> list[drawings.Segment]:
-        return drawings.bar(dict(zip(map(text.kind_title, layers), amounts, strict=True)), show)
+    def by_layer(amounts: list[float], show: Any) -> list[drawings.Drawing]:
+        return drawings.bar(dict(zip((kind.title for kind in layers), amounts, strict=True)), show)
 
-    sums = [kind.sums() for kind in layers]
+    sums = [kind.sums for kind in layers]
     return render(
         "plan.html",
         bar_width=drawings.BAR,
@@ -60,7 +60,7 @@ def plan_page(content: text.Content, title: str) -> str:
         },
         axis_colours=list(zip(axes, cycle(COLOURS), strict=False)),
         flow=drawings.flow_drawing(layers),
-        layers=[_layer(kind, axes) for kind in layers],
+        layers=[(kind, drawings.layer_drawing(kind, axes)) for kind in layers],
     )
 
 
@@ -79,9 +79,9 @@ def _tiles(prediction: text.Content) -> list[tuple[str, str]]:
     tiles = [(f"{text.used_devices(prediction)} devices", prediction["cluster"])]
     tiles.append((units.shown_seconds(prediction["seconds"]), "per step"))
     if prediction["seconds"]:
-        tiles.append((units.shown_rate(prediction["samples_per_second"]), "samples per second"))
-        if prediction["tokens_per_second"]:
-            tiles.append((units.shown_rate(prediction["tokens_per_second"]), "tokens per second"))
+        for unit in ("samples", "tokens"):
+            if rate := prediction[f"{unit}_per_second"]:
+                tiles.append((units.shown_rate(rate), f"{unit} per second"))
         tiles.append((units.shown_share(prediction["mfu"]), "of peak flops (MFU)"))
     tiles.append((units.shown_bytes(prediction["memory"]), f"of {limit} memory per device"))
     return [*tiles, (prediction["binding"], "is the bottleneck")]
@@ -92,17 +92,7 @@ def _mesh_axes(content: text.Content) -> list[tuple[str, str]]:
     links = content["prediction"]["axes"]
     axes = [axis for axis, size in content["mesh"].items() if size > 1]
     directions = zip(reversed(axes), ("across", "down", *["in blocks"] * len(axes)), strict=False)
-    lines = [(axis, f"{content['mesh'][axis]} ranks {way}, over the {links[axis]} link") for axis, way in directions]
+    lines = [
+        (axis, f"{content['mesh'][axis]} ranks {where}, over the {links[axis]} link") for axis, where in directions
+    ]
     return lines[::-1]
-
-
-def _layer(kind: Kind, axes: list[str]) -> dict[str, Any]:
-    """A kind of layers with its drawing and the rows of its operators."""
-    rows = [(row.name, text.shown_layouts(row), row.first["origin"], row.sums()) for row in kind.rows()]
-    return {
-        "title": text.kind_title(kind),
-        "count": kind.count,
-        "sums": kind.sums(),
-        "drawing": drawings.layer_drawing(kind, axes),
-        "rows": rows,
-    }

@@ -14,7 +14,7 @@ from typing import Any
 from runner.planning.clusters import DESCRIBING
 from runner.planning.joint import choice_of
 from runner.planning.prepare import Prepared
-from runner.report.layers import Kind, Row, Sums, kinds
+from runner.report.layers import Sums, kinds
 from runner.report.table import text_table
 from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share
 from strategies.core.plan import Plan
@@ -56,17 +56,17 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             f"{_certificate(plan)}"
         )
         lines += search_lines(plan.search)
-        unruled = [one.where for one in prepared.graph.operators if plan.operators[one.name].origin == "no rule"]
-        if unruled:
+        operators = prepared.graph.operators
+        if unruled := [each.where for each in operators if plan.operators[each.name].origin == "no rule"]:
             lines.append(f"plan: no sharding rule for {', '.join(unruled)}: replicated on every rank")
         if plan.search.get("decided") is not None:
             lines.append(_decided(plan.search["decided"]))
     if prepared.stages and plan is not None:
-        operators = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
+        counts = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
         pipeline = config.parallel.pipeline
         dealt = f", dealt out to {pipeline.stages} groups of ranks" if pipeline.virtual > 1 else ""
         lines.append(
-            f"pipeline: {len(prepared.stages)} stages of {operators} operators, each on {plan.mesh.size} ranks{dealt}; "
+            f"pipeline: {len(prepared.stages)} stages of {counts} operators, each on {plan.mesh.size} ranks{dealt}; "
             f"{pipeline.schedule} over {pipeline.parts} micro-batches"
         )
     return "\n".join(lines)
@@ -132,14 +132,13 @@ def propagation_line(search: Content) -> str | None:
 
 
 def _decided(content: Content) -> str:
-    second, seconds = content["runner_up"], content["seconds"]
     line = (
         f"jointly optimised: {_choice(content)}; {content['tried']} choices evaluated, {content['pruned']} pruned by "
         f"bounds, {content['over']} too large"
     )
-    if second is None:
+    if (second := content["runner_up"]) is None:
         return line
-    slower = f"{100 * (second['seconds'] / seconds - 1):.2g} % slower"
+    slower = f"{100 * (second['seconds'] / content['seconds'] - 1):.2g} % slower"
     known = "is known to" if second.get("fits", True) else "may"  # older plans hold only runners-up that fit
     return f"{line}; the next that {known} fit ({_choice(second)}) is {slower}"
 
@@ -162,21 +161,17 @@ def recompute_of(content: Content) -> str:
 def decision_rows(content: Content) -> list[tuple[str, str, str]]:
     """The rows below `DECISION`, empty for a missing runner-up; `content` is `search.decided` of plan.json."""
     second = content["runner_up"]
-    rows = [
-        (key, _decided_value(content, entry), "" if second is None else _decided_value(second, entry))
-        for key, entry in DECIDED.items()
-    ]
-    slower = ""
-    if second is not None:
-        more = f", {second['seconds'] / content['seconds'] - 1:.2%} more" if content["seconds"] else ""
-        slower = shown_seconds(second["seconds"]) + more
-    return [*rows, ("seconds per step", shown_seconds(content["seconds"]), slower)]
+    columns = [_decided_values(content), [""] * (len(DECIDED) + 1) if second is None else _decided_values(second)]
+    if second is not None and content["seconds"]:
+        columns[1][-1] += f", {second['seconds'] / content['seconds'] - 1:.2%} more"
+    return list(zip((*DECIDED, "seconds per step"), *columns, strict=True))
 
 
-def _decided_value(choice: Content, entry: str) -> str:
-    if entry == "recompute":
-        return recompute_of(choice)
-    return "no pipeline" if entry != "zero" and choice["stages"] == 1 else str(choice[entry])
+def _decided_values(choice: Content) -> list[str]:
+    values = choice | {"recompute": recompute_of(choice)}
+    if choice["stages"] == 1:
+        values |= {"stages": "no pipeline", "micro_batches": "no pipeline"}
+    return [*(str(values[entry]) for entry in DECIDED.values()), shown_seconds(choice["seconds"])]
 
 
 def decision_counts(content: Content) -> str:
@@ -200,27 +195,16 @@ def layer_table(content: Content) -> str:
     communicates."""
     rows: list[tuple[str, ...]] = [LAYERS]
     for kind in kinds(content["operators"]):
-        operators = kind.rows()
-        layouts = shown_layouts(operators[0]) if len(operators) == 1 else ""
-        rows.append((kind.name, f"x {kind.count}" if kind.count > 1 else "", layouts, *_cells(kind.sums())))
-        if len(operators) > 1:
-            rows += [(f"  {row.name}", "", shown_layouts(row), *_cells(row.sums())) for row in operators if row.matters]
+        layouts = kind.rows[0].layouts if len(kind.rows) == 1 else ""
+        rows.append((kind.name, f"x {kind.count}" if kind.count > 1 else "", layouts, *_cells(kind.sums)))
+        if len(kind.rows) > 1:
+            rows += [(f"  {row.name}", "", row.layouts, *_cells(row.sums)) for row in kind.rows if row.matters]
     return text_table(rows, numbers=range(3, len(LAYERS)))
 
 
-def shown_layouts(row: Row) -> str:
-    """The layouts of an operator's operands and results."""
-    return f"{' '.join(row.first['in_layouts'])} -> {' '.join(row.first['out_layouts'])}"
-
-
 def _cells(sums: Sums) -> tuple[str, ...]:
-    seconds = shown_seconds(sums.compute), shown_seconds(sums.communication + sums.gradients)
+    seconds = map(shown_seconds, (sums.compute, sums.communication))
     return (*seconds, *map(shown_bytes, (sums.sent, sums.parameters, sums.results)))
-
-
-def kind_title(kind: Kind) -> str:
-    """A kind of layers, with how many there are."""
-    return kind.name + (f" x {kind.count}" if kind.count > 1 else "")
 
 
 def operator_table(content: Content) -> str:
@@ -238,9 +222,9 @@ def operator_table(content: Content) -> str:
             tensor = f"operand {entry['operand']}" if entry["operand"] >= 0 else "result"
             tensor += f", copy {entry['copy']}" if content["copies"]["count"] > 1 else ""
             lines += [
-                f"    {tensor}, {way}: {step['step']}, rank 0 with {step['group']}, {shown_bytes(step['bytes'])}"
-                for way in ("forward", "backward")
-                for step in entry[way]
+                f"    {tensor}, {pass_}: {step['step']}, rank 0 with {step['group']}, {shown_bytes(step['bytes'])}"
+                for pass_ in ("forward", "backward")
+                for step in entry[pass_]
             ]
         lines.append(line)
     return "\n".join(lines)
@@ -316,9 +300,9 @@ def prediction_lines(content: Content) -> str:
     seconds = shown_seconds(prediction["seconds"])
     line = f"on {used_devices(prediction)} devices of {prediction['cluster']}: {seconds} per step"
     if prediction["seconds"]:
-        line += f", {shown_rate(prediction['samples_per_second'])} samples/s"
-        if prediction["tokens_per_second"]:
-            line += f", {shown_rate(prediction['tokens_per_second'])} tokens/s"
+        for unit in ("samples", "tokens"):
+            if rate := prediction[f"{unit}_per_second"]:
+                line += f", {shown_rate(rate)} {unit}/s"
         line += f", {shown_share(prediction['mfu'])} of peak flops (MFU)"
     total = sum(prediction["shares"].values())
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in prediction["shares"].items() if seconds)
