@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,20 +41,14 @@ TIMES = 3.0
 WORST = 5
 
 
-@dataclass(frozen=True)
-class Differences:
-    """The largest relative differences between two runs, of the loss and by the name of a tensor."""
+Differences = dict[tuple[str, str], float]
+"""The largest relative differences between two runs, by `LOSS`, ("grad", NAME) and ("weight", NAME)."""
+LOSS, TENSORS = ("loss", ""), ("grad", "weight")
 
-    loss: float
-    gradients: dict[str, float]
-    weights: dict[str, float]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "loss_max_rel_diff": self.loss,
-            "grad_max_rel_diff": self.gradients,
-            "weight_max_rel_diff": self.weights,
-        }
+def _to_json(differences: Differences) -> dict[str, Any]:
+    tensors = {kind: {name: gap for (its, name), gap in differences.items() if its == kind} for kind in TENSORS}
+    return {"loss_max_rel_diff": differences[LOSS]} | {f"{kind}_max_rel_diff": gaps for kind, gaps in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -69,31 +63,29 @@ class Comparison:
     rounding: Differences | None = None
     unmeasured: str | None = None
 
-    def bound(self, rounding: float) -> float:
-        """The tolerance of a tensor whose reference differs by `rounding` from fp64."""
-        return max(self.tolerance, TIMES * rounding) if TIMES * rounding <= MAGNIFIED else self.tolerance
+    def own(self, key: tuple[str, str]) -> float:
+        """The reference's own rounding; 0 where it was not measured."""
+        return (self.rounding or {}).get(key, 0.0)
 
-    def pairs(self) -> Iterator[tuple[float, float]]:
-        """Every difference, with the reference's own (0 where it was not measured)."""
-        found, own = self.differences, self.rounding or Differences(0.0, {}, {})
-        yield found.loss, own.loss
-        yield from ((value, own.gradients.get(name, 0.0)) for name, value in found.gradients.items())
-        yield from ((value, own.weights.get(name, 0.0)) for name, value in found.weights.items())
+    def bound(self, key: tuple[str, str]) -> float:
+        """The tolerance of a loss or tensor: more where the reference itself differs from fp64."""
+        rounding = TIMES * self.own(key)
+        return max(self.tolerance, rounding) if rounding <= MAGNIFIED else self.tolerance
 
     @property
     def passed(self) -> bool:
-        return all(value <= self.bound(rounding) for value, rounding in self.pairs())
+        return all(gap <= self.bound(key) for key, gap in self.differences.items())
 
     @property
     def worst(self) -> float:
-        return max(value for value, _ in self.pairs())
+        return max(self.differences.values())
 
     def to_json(self) -> dict[str, Any]:
         measured = self.rounding is not None or self.unmeasured is not None
-        rounding = {"unmeasured": self.unmeasured} if self.rounding is None else self.rounding.to_json()
+        rounding = {"unmeasured": self.unmeasured} if self.rounding is None else _to_json(self.rounding)
         return {
             "loss_max_abs_diff": self.loss_max_abs_diff,
-            **self.differences.to_json(),
+            **_to_json(self.differences),
             "tolerance": self.tolerance,
             "steps": self.steps,
             "passed": self.passed,
@@ -176,7 +168,6 @@ def run(config: Config, run_dir: Path) -> float | None:
 
 
 def _about_rounding(comparison: Comparison, precision: str) -> str:
-    """A sentence on how much of a difference is rounding error."""
     if comparison.rounding is not None:
         return (
             f" It is more than {TIMES:g} times the distance of one process from its own fp64, so it is not rounding "
@@ -184,13 +175,13 @@ def _about_rounding(comparison: Comparison, precision: str) -> str:
         )
     if precision == "fp64" or comparison.worst >= MAGNIFIED:
         return ""
-    said = (
+    text = (
         " Networks that magnify rounding (batch norms over few samples, relus near zero) differ by that much from "
         "themselves in other orders of addition; "
     )
     if comparison.unmeasured is None:
-        return said + "train.precision=fp64 tells which it is."
-    return said + f"by how much this one does is not known, because it does not run in fp64: {comparison.unmeasured}"
+        return text + "train.precision=fp64 tells which it is."
+    return text + f"by how much this one does is not known, because it does not run in fp64: {comparison.unmeasured}"
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:
@@ -224,17 +215,18 @@ def compare(ours: Path, theirs: Path, tolerance: float, rounding: float) -> Comp
     import torch
 
     absolute, relative, steps = 0.0, 0.0, 0
-    gradients: dict[str, float] = {}
+    gradients: dict[tuple[str, str], float] = {}
     for file in sorted(theirs.glob("step-*.pt")):
-        truth, found = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
-        gap = abs(found["loss"] - truth["loss"])
+        truth, sharded = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
+        gap = abs(sharded["loss"] - truth["loss"])
         absolute, relative = max(absolute, gap), max(relative, _finite(gap / max(abs(truth["loss"]), 1e-30)))
-        noise = rounding * max((_largest(one) for one in truth["gradients"].values()), default=0.0)
-        for name, value in _differences(found["gradients"], truth["gradients"], noise, noise / tolerance).items():
-            gradients[name] = max(gradients.get(name, 0.0), value)
+        noise = rounding * max(map(_largest, truth["gradients"].values()), default=0.0)
+        for name, value in _differences(sharded["gradients"], truth["gradients"], noise, noise / tolerance).items():
+            gradients["grad", name] = max(gradients.get(("grad", name), 0.0), value)
         steps += 1
-    found, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
-    return Comparison(absolute, Differences(relative, gradients, _differences(found, truth)), tolerance, steps)
+    sharded, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
+    weights = {("weight", name): value for name, value in _differences(sharded, truth).items()}
+    return Comparison(absolute, {LOSS: relative, **gradients, **weights}, tolerance, steps)
 
 
 def rounded(comparison: Comparison, theirs: Path, record: Path, exactly: Callable[[Path], None]) -> Comparison:
@@ -250,24 +242,24 @@ def rounded(comparison: Comparison, theirs: Path, record: Path, exactly: Callabl
 
 
 def _differences(
-    found: dict[str, Any], truth: dict[str, Any], noise: float = 0.0, scale: float = 0.0
+    sharded: dict[str, Any], truth: dict[str, Any], noise: float = 0.0, scale: float = 0.0
 ) -> dict[str, float]:
-    """Per tensor: max |found - truth| / max |truth|, or / `scale` where max |truth| is at most `noise`; 0 where both
+    """Per tensor: max |sharded - truth| / max |truth|, or / `scale` where max |truth| is at most `noise`; 0 where both
     are equal, infinities included."""
-    missing = sorted(set(found) ^ set(truth))
+    missing = sorted(set(sharded) ^ set(truth))
     if missing:
         raise ConfigError(
             "MW326", f"verify: the two models have different parameters: {', '.join(missing)} in only one of them."
         )
     values = {}
     for name, expected in truth.items():
-        if expected.shape != found[name].shape:
+        own = sharded[name]
+        if expected.shape != own.shape:
             raise ConfigError(
                 "MW326",
-                f"verify: {name} has shape {tuple(found[name].shape)} sharded, {tuple(expected.shape)} in the "
-                "reference.",
+                f"verify: {name} has shape {tuple(own.shape)} sharded, {tuple(expected.shape)} in the reference.",
             )
-        gaps = (found[name].double() - expected.double()).masked_fill(found[name] == expected, 0.0)
+        gaps = (own.double() - expected.double()).masked_fill(own == expected, 0.0)
         gap, largest = _largest(gaps), _largest(expected)
         variance = truth.get(f"{name.removesuffix('running_mean')}running_var")
         if name.endswith("running_mean") and variance is not None:
@@ -283,35 +275,30 @@ def _largest(tensor: Any) -> float:
 
 
 def _finite(value: float) -> float:
-    """Replace nan by the largest difference."""
     return math.inf if math.isnan(value) else value
 
 
 def table(comparison: Comparison) -> str:
     """The verdict and the worst offenders."""
-    verdict = "passed" if comparison.passed else "FAILED"
-    found, own = comparison.differences, comparison.rounding or Differences(0.0, {}, {})
+    verdict, differences = "passed" if comparison.passed else "FAILED", comparison.differences
 
-    def shown(difference: float, rounding: float) -> str:
-        note = (
-            f"  (one process: {rounding:.2e} from fp64; {comparison.bound(rounding):.2e} allowed)" if rounding else ""
-        )
-        return f"{difference:.2e}" + note * (difference > comparison.tolerance)
+    def shown(key: tuple[str, str]) -> str:
+        text = f"{differences[key]:.2e}"
+        if not (own := comparison.own(key)) or differences[key] <= comparison.tolerance:
+            return text
+        return f"{text}  (one process: {own:.2e} from fp64; {comparison.bound(key):.2e} allowed)"
 
-    def beyond(name: str) -> float:
-        return found.gradients[name] / comparison.bound(own.gradients.get(name, 0.0))
-
-    worst = sorted(found.gradients, key=beyond, reverse=True)[:WORST]
-    width = max(map(len, worst), default=0)
+    gradients, weights = ([key for key in differences if key[0] == kind] for kind in TENSORS)
+    worst = sorted(gradients, key=lambda key: differences[key] / comparison.bound(key), reverse=True)[:WORST]
+    width = max((len(name) for _, name in worst), default=0)
     lines = [f"verify {verdict}: {comparison.steps} steps, tolerance {comparison.tolerance:g} relative"]
     if comparison.rounding is not None:
         lines[0] += f", or {TIMES:g} times how far one process in fp32 is from fp64"
     elif comparison.unmeasured is not None:
         lines[0] += f"; how much of it is rounding is unknown, fp64 does not run: {comparison.unmeasured}"
-    loss = shown(found.loss, own.loss)
-    lines.append(f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({loss} relative)")
-    lines.append(f"  gradients of {len(found.gradients)} parameters, the worst:")
-    lines += [f"    {name:<{width}}  {shown(found.gradients[name], own.gradients.get(name, 0.0))}" for name in worst]
-    name, value = max(found.weights.items(), key=lambda item: item[1])
-    lines.append(f"  weights after the last step, the worst: {name}  {shown(value, own.weights.get(name, 0.0))}")
+    lines.append(f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({shown(LOSS)} relative)")
+    lines.append(f"  gradients of {len(gradients)} parameters, the worst:")
+    lines += [f"    {key[1]:<{width}}  {shown(key)}" for key in worst]
+    weight = max(weights, key=differences.__getitem__)
+    lines.append(f"  weights after the last step, the worst: {weight[1]}  {shown(weight)}")
     return "\n".join(lines)

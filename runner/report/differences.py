@@ -6,7 +6,8 @@ by the number of slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runner.report.layers import NUMBER
@@ -20,16 +21,14 @@ def differences(one: Content, other: Content) -> str:
     lines = [f"mesh: {_mesh(one)}" + ("" if one["mesh"] == other["mesh"] else f"  ->  {_mesh(other)}")]
     ours, theirs = ({entry["name"]: entry for entry in content["operators"]} for content in (one, other))
     alone = {"first": [name for name in ours if name not in theirs], "second": [n for n in theirs if n not in ours]}
-    lines += [f"only in the {which}: {', '.join(_patterns(names))}" for which, names in alone.items() if names]
+    for which, names in alone.items():
+        if names:
+            lines.append(f"only in the {which}: {', '.join(dict.fromkeys(map(_pattern, names)))}")
     both = [name for name in ours if name in theirs]
     described = _by_layout if one["mesh"] == other["mesh"] else _by_slices
-    changed: dict[tuple[str, str, str], int] = {}
-    for name in both:
-        before, after = described(ours[name]), described(theirs[name])
-        if before != after:
-            key = (_pattern(name), before, after)
-            changed[key] = changed.get(key, 0) + 1
-    count = sum(changed.values())
+    pairs = ((_pattern(name), described(ours[name]), described(theirs[name])) for name in both)
+    changed = Counter(pair for pair in pairs if pair[1] != pair[2])
+    count = changed.total()
     summary = f"{count} of {len(both)} have other layouts" if count else f"all {len(both)} have equal layouts"
     lines.append(f"operators: {summary}")
     for (name, before, after), number in changed.items():
@@ -43,7 +42,6 @@ def differences(one: Content, other: Content) -> str:
 def _amounts(
     title: str, one: Mapping[str, float], other: Mapping[str, float], show: Callable[[float], str]
 ) -> list[str]:
-    """A line for the title and one per amount, with the change."""
     lines = [f"{title}:"]
     for name in dict.fromkeys((*one, *other)):
         before, after = one.get(name, 0), other.get(name, 0)
@@ -57,13 +55,13 @@ def _amounts(
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Numbers by dotted name; strings are left out."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
+            numbers |= _flat(value, f"{prefix}{name}.")
         elif isinstance(value, int | float):
-            found[prefix + name] = value
-    return found
+            numbers[prefix + name] = value
+    return numbers
 
 
 def _mesh(content: Content) -> str:
@@ -83,7 +81,3 @@ def _pattern(name: str) -> str:
     """A name with a star for the place in a list."""
     words = [word.partition("@") for word in name.split(".")]
     return ".".join("*" + at + number if NUMBER.fullmatch(word) else word + at + number for word, at, number in words)
-
-
-def _patterns(names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(map(_pattern, names)))

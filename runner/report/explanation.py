@@ -4,8 +4,8 @@ a tensor each rank holds."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from runner.config.schema import Config
 from runner.errors import ConfigError
@@ -20,7 +20,7 @@ from strategies.core.errors import closest
 from strategies.core.graph import Operator, OperatorGraph, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
-from strategies.core.steps import LOCAL, ReshardingPath
+from strategies.core.steps import LOCAL
 from strategies.planner.alternatives import Alternative, Neighbourhood
 from strategies.rules import rule_of
 
@@ -34,17 +34,13 @@ REASONS = {
 
 
 def explanations(prepared: Prepared, pattern: str) -> str:
-    """Why operators have their strategies.
-
-    Args:
-        prepared: with a plan.
-        pattern: globs per segment, as in parallel.strategies.
+    """Why the operators that `pattern` matches, globs per segment, have their strategies.
 
     Returns:
         A paragraph per operator; operators with the same explanation share one.
 
     Raises:
-        ConfigError: the pattern matches no operator.
+        ConfigError: The pattern matches no operator.
     """
     assert prepared.graph is not None and prepared.plan is not None
     cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
@@ -85,8 +81,8 @@ def _lines(around: Neighbourhood, config: Config) -> list[str]:
     planned, others = around.planned, around.others()
     lines = [
         f"  strategy   {_layouts(planned)}",
-        f"  why        {_why(around.operator, around.plan, config)}",
-        f"  costs      {_price(planned)}",
+        f"  why        {_why(around, config)}",
+        f"  costs      {_cost(planned)}",
     ]
     lines += [f"  around     {line}" for line in _around(around, planned)] or ["  around     nothing is sent"]
     if not others:
@@ -101,7 +97,7 @@ def _lines(around: Neighbourhood, config: Config) -> list[str]:
         title = "runner-up" if difference > 0 else "cheaper"
     memory = best.parameters + best.stored - planned.parameters - planned.stored
     lines.append(f"  {title:<9}  {_layouts(best)}")
-    lines.append(f"             takes {word}: {_price(best)}")
+    lines.append(f"             takes {word}: {_cost(best)}")
     if memory:
         lines.append(f"             keeps {shown_bytes(abs(memory))} {'more' if memory > 0 else 'less'} per rank")
     if difference < 0:
@@ -109,35 +105,33 @@ def _lines(around: Neighbourhood, config: Config) -> list[str]:
     return [*lines, f"  legal      {len(others) + 1} strategies on this mesh"]
 
 
-def _why(operator: Operator, plan: Plan, config: Config) -> str:
-    origin = plan.operators[operator.name].origin
-    if origin == "configured":
+def _why(around: Neighbourhood, config: Config) -> str:
+    operator, plan = around.operator, around.plan
+    if (origin := plan.operators[operator.name].origin) == "configured":
         paths = [path for path in config.parallel.strategies if matches(path, operator) is not None]
         return f"configured: parallel.strategies.{paths[-1]}" if paths else "configured where the plan was made"
     return REASONS.get(origin, f"chosen by {plan.search['algorithm']}")
 
 
-def _layouts(one: Alternative) -> str:
-    return f"{' '.join(map(str, one.operands))} -> {' '.join(map(str, one.results))}"
+def _layouts(choice: Alternative) -> str:
+    return f"{' '.join(map(str, choice.operands))} -> {' '.join(map(str, choice.results))}"
 
 
-def _price(one: Alternative) -> str:
-    parts = {"compute": one.compute, "redistributions": one.communication, "gradients": one.gradients}
+def _cost(choice: Alternative) -> str:
+    parts = {"compute": choice.compute, "redistributions": choice.communication, "gradients": choice.gradients}
     by_part = ", ".join(f"{name} {shown_seconds(seconds)}" for name, seconds in parts.items())
-    return f"{shown_seconds(one.seconds)} per step: {by_part}"
+    return f"{shown_seconds(choice.seconds)} per step: {by_part}"
 
 
 def _around(around: Neighbourhood, planned: Alternative) -> list[str]:
     layer, lines = layer_of(around.operator.module, around.operator.name), []
-    for one in planned.redistributions:
-        whose = one.operator.removeprefix(f"{layer}.") if one.operator != around.operator.name else "its"
-        place = f"operand {one.operand}" if one.operand >= 0 else "result"
-        what = f"{whose} {place}" if whose == "its" else f"{place} of {whose}"
-        paths: list[tuple[str, ReshardingPath]] = [("forward", one.forward)]
-        paths += [("backward", one.backward)] if one.differentiable else []
-        for direction, path in paths:
+    for use in planned.redistributions:
+        what = f"operand {use.operand}" if use.operand >= 0 else "result"
+        own = use.operator == around.operator.name
+        what = f"its {what}" if own else f"{what} of {use.operator.removeprefix(f'{layer}.')}"
+        for direction, path in {"forward": use.forward, "backward": use.backward if use.differentiable else ()}.items():
             for step in path:
-                sent = step.busiest(around.plan.mesh) * one.spec.item_bytes
+                sent = step.busiest(around.plan.mesh) * use.spec.item_bytes
                 size = "" if step.kind in LOCAL else f", {shown_bytes(sent)} sent per rank"
                 lines.append(f"{what}, {direction}: {step}{size}")
     return lines
@@ -146,8 +140,7 @@ def _around(around: Neighbourhood, planned: Alternative) -> list[str]:
 # Slices
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """`names` are all that address it; `stage` is None without a pipeline."""
 
     name: str
@@ -159,22 +152,15 @@ class _Tensor:
 
 
 def slices(prepared: Prepared, pattern: str) -> str:
-    """A table per tensor: for every rank the start and stop of its slice of each dim, and the axes over which it is
-    partial.
-
-    Args:
-        prepared: with a plan.
-        pattern: the name of a parameter, buffer, batch entry or operator, or globs.
+    """A table per parameter, buffer, batch entry or operator that `pattern`, a name or globs, matches: for every rank
+    the start and stop of its slice of each dim, and the axes over which it is partial.
 
     Raises:
-        ConfigError: the pattern matches no tensor.
+        ConfigError: The pattern matches no tensor.
     """
     assert prepared.graph is not None and prepared.plan is not None
-    tensors: list[_Tensor] = []
-    for stage in prepared.stages:
-        tensors += _tensors(stage.graph, stage.plan, stage.number)
-    if not prepared.stages:
-        tensors += _tensors(prepared.graph, prepared.plan, None)
+    stages = [(stage.graph, stage.plan, stage.number) for stage in prepared.stages]
+    tensors = [tensor for stage in stages or [(prepared.graph, prepared.plan, None)] for tensor in _tensors(*stage)]
     chosen = [tensor for tensor in tensors if any(fnmatchcase(name, pattern) for name in tensor.names)]
     if not chosen:
         names = [name for tensor in tensors for name in tensor.names]

@@ -45,14 +45,8 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
         content["search"] |= {"cost": content["cost"]["total"]}
-    tokens = next(
-        (
-            source.spec.shape[1]
-            for source in prepared.graph.of_kind("input")
-            if not source.spec.floating and len(source.spec.shape) == 2
-        ),
-        0,
-    )
+    inputs = (source.spec for source in prepared.graph.of_kind("input"))
+    tokens = next((spec.shape[1] for spec in inputs if not spec.floating and len(spec.shape) == 2), 0)
     samples = config.data.batch_size
     predict(content, step, ranks=prepared.world_size, samples=samples, tokens=samples * tokens)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -78,12 +72,13 @@ def _write_ir(prepared: Prepared, step: Estimate, place: Path) -> None:
         for number in range(group, len(step.parts), step.groups):
             part = step.parts[number]
             first = f"# stage {number} of {len(step.parts)}, whose ranks are counted from 0\n" * bool(step.stages)
-            name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)
-            for which, text in (
-                ("begin", ir.begin(part.graph, part.plan)),
-                ("end", ir.end(part.graph, part.plan, part.program, local)),
-            ):
-                (folder / name.format(which)).write_text(first + text, encoding="utf-8")
+            end = f"_{number}.ir" if number != group else ".ir"
+            programs = {
+                "begin": ir.begin(part.graph, part.plan),
+                "end": ir.end(part.graph, part.plan, part.program, local),
+            }
+            for which, text in programs.items():
+                (folder / f"step_parallel_{which}{end}").write_text(first + text, encoding="utf-8")
 
 
 def _copies(prepared: Prepared) -> dict[str, Any]:
@@ -100,9 +95,7 @@ def _copies(prepared: Prepared) -> dict[str, Any]:
 
 def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Path:
     """Write report.html beside plan.json. Returns its path."""
-    file = run_dir / "report.html"
-    config = prepared.config
-    file.write_text(
-        plan_page(content, f"{config.model.target}, parallel.mode={config.parallel.mode}"), encoding="utf-8"
-    )
+    file, config = run_dir / "report.html", prepared.config
+    title = f"{config.model.target}, parallel.mode={config.parallel.mode}"
+    file.write_text(plan_page(content, title), encoding="utf-8")
     return file

@@ -36,11 +36,9 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
     operands (`inputs`), and the performance of the plan (`prediction`).
 
     Args:
-        content: that of plan.json, without predictions.
-        step: the estimate of a step.
-        ranks: all of them.
-        samples: of a step.
-        tokens: of a step; 0 for a batch without tokens.
+        content: That of plan.json, without predictions.
+        step: The estimate of a step, which has so many `samples`, and `tokens`; 0 for a batch without tokens.
+        ranks: Those of all stages.
     """
     parts, cluster, settings = step.parts, step.cluster, step.settings
     costs = [operator_costs(part.graph, part.plan, part.program, cluster, settings) for part in parts]
@@ -49,17 +47,15 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
     for part, found in zip(parts, costs, strict=True):
         together: dict[str, OperatorCost] = {}
         for operator in part.graph.operators:
-            name, one = model_name(operator), found[operator.name]
-            together[name] = one + together[name] if name in together else one
+            name, cost = model_name(operator), found[operator.name]
+            together[name] = cost + together[name] if name in together else cost
         for operator in model_operators(part.graph, part.plan):
             entry = next(entries)
             entry["inputs"] = [_sender(_producer(part, ref), made) for ref in operator.operands]
             entry["predicted"] = asdict(together[model_name(operator)])
     seconds = content["cost"]["total"]
-    shares = shares_of(costs) | {
-        "optimizer": content["cost"]["optimizer"],
-        "waiting": content["cost"].get("waiting", 0.0),
-    }
+    shares = shares_of(costs)
+    shares |= {"optimizer": content["cost"]["optimizer"], "waiting": content["cost"].get("waiting", 0.0)}
     content["prediction"] = {
         "cluster": cluster.name,
         "devices": cluster.devices,

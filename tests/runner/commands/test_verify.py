@@ -47,4 +47,4 @@ def test_other_weights_are_compared_relative_to_their_size(tmp_path: Path) -> No
         for name, value in (("ours", 1.1e-9), ("theirs", 1e-9))
     )
     comparison = compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"])
-    assert comparison.differences.weights["mean"] == pytest.approx(0.1, rel=1e-3)
+    assert comparison.differences["weight", "mean"] == pytest.approx(0.1, rel=1e-3)
