@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import os
 import secrets
 import select
@@ -38,7 +39,7 @@ from yaml import YAMLError
 
 from runner import packages, refusals
 from runner.cli import arguments as words
-from runner.cli import console, recipes
+from runner.cli import recipes
 from runner.cli.hydra_errors import reword
 from runner.cli.run_folders import (
     check_files,
@@ -53,6 +54,7 @@ from runner.config.origins import Origins, given
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.launch.interrupts import Interrupts, error_of
+from runner.report.units import shown_path
 from runner.run_folder import CONFIG_FILE, lineage
 from runner.run_folder.lock import occupied
 from runner.run_folder.metrics import records
@@ -78,21 +80,15 @@ class SweepFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """The user-visible form of an exception.
-
-    Attributes:
-        paragraphs: what to print.
-        code: the exit code.
-        traceback: where it came from, for an unexpected exception; else empty.
-    """
+class CommandFailure:
+    """The user-visible form of an exception: what to print, the exit code, and the traceback of an unexpected one."""
 
     paragraphs: tuple[str, ...]
     code: int
     traceback: str = ""
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> CommandFailure:
         if isinstance(error, CodedError):
             return cls(error.marked, 1 if isinstance(error, RunFailed) else 2)
         if isinstance(error, BrokenPipeError) and _nobody_reads():
@@ -113,7 +109,7 @@ def main() -> None:
     # Decided before Hydra starts, because one of these variables is set below for another reason.
     tracebacks = any(os.environ.get(name) == "1" for name in TRACEBACK_VARIABLES)
     os.environ["MESHWRIGHT_TRACEBACK"] = str(int(tracebacks))
-    console.prepare()
+    _prepare_streams()
     typed = sys.argv[1:]
     try:
         _command(typed)
@@ -129,7 +125,7 @@ def main() -> None:
         _leave(reword(error, typed).marked, 2)
     except Exception as error:
         _print_traceback(error)
-        failure = Failure.of(error)
+        failure = CommandFailure.of(error)
         if failure.code == READER_GONE:  # `run recipes | head -1`: nothing was lost
             sys.exit(failure.code)
         hint = " MESHWRIGHT_TRACEBACK=1 shows the traceback." if failure.traceback else ""
@@ -218,7 +214,7 @@ def _run_job(composed: DictConfig) -> float | None:
     except Exception as error:
         Interrupts.again()
         _print_traceback(error)
-        failure = Failure.of(error)
+        failure = CommandFailure.of(error)
         if failure.code == READER_GONE:  # only terminal output is lost
             sys.exit(READER_GONE)
         if failure.code == 2:
@@ -253,7 +249,7 @@ def _alone(checked: Config, run_dir: Path) -> float | None:
         result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
         return result
     except Exception as error:
-        if before is not None and Failure.of(error).code == 2:
+        if before is not None and CommandFailure.of(error).code == 2:
             file.write_bytes(before)
         raise
 
@@ -284,7 +280,7 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
     except Exception as error:
         Interrupts.again()
         _print_traceback(error)
-        failure = Failure.of(error)
+        failure = CommandFailure.of(error)
         _record(failure, run_dir)
         _print([f"{name}: {paragraph}" for paragraph in failure.paragraphs])
         seconds = time.monotonic() - start
@@ -379,8 +375,8 @@ def _print_notices(composed: DictConfig) -> None:
     for key in TARGETS:
         name = OmegaConf.select(composed, key, throw_on_missing=False)
         if isinstance(name, str) and (file := packages.hidden(name)) is not None:
-            where = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-            print(f"{key}: {name} is in {where}; the one that comes with Meshwright is meshwright.{name}", flush=True)
+            notice = f"{name} is in {shown_path(file)}; the one that comes with Meshwright is meshwright.{name}"
+            print(f"{key}: {notice}", flush=True)
 
 
 def _unwritable(folder: str, key: str) -> tuple[str, ...]:
@@ -399,7 +395,7 @@ def _verb_table() -> str:
     )
 
 
-def _record(failure: Failure, run_dir: Path) -> None:
+def _record(failure: CommandFailure, run_dir: Path) -> None:
     text = "\n".join((*failure.paragraphs, failure.traceback)).rstrip() + "\n"
     with suppress(OSError):  # the terminal shows that a disk is full
         (run_dir / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -411,7 +407,7 @@ def _nobody_reads() -> bool:
     output.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
         return False
-    console.drop(sys.stdout.fileno())
+    _drop(sys.stdout.fileno())
     return True
 
 
@@ -422,9 +418,32 @@ def _print_traceback(error: Exception) -> None:
 
 def _print(paragraphs: Sequence[str]) -> None:
     for paragraph in paragraphs:
-        console.say(paragraph)
+        try:
+            print(f"run: {paragraph}", file=sys.stderr, flush=True)
+        except OSError:  # the terminal is closed
+            _drop(2)
 
 
 def _leave(paragraphs: Sequence[str], code: int) -> NoReturn:
     _print(paragraphs)
     sys.exit(code)
+
+
+def _prepare_streams() -> None:
+    """Redirect closed streams (`>&-`) to os.devnull, or the next files opened would take their descriptors and receive
+    the output; characters that the terminal cannot encode are escaped."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it has the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop(number: int) -> None:
+    """Discard writes to the descriptor, or the interpreter would fail at shutdown."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)

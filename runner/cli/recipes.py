@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from runner.errors import ConfigError
 from runner.packages import ours_alone
+from runner.report.units import shown_path
 
 GROUP = "recipe"
 NO_MESH = ".no_mesh"
@@ -54,10 +55,11 @@ def folders() -> list[Path]:
 
 def catalogue() -> dict[str, Path]:
     """Every recipe by name, the shipped ones first."""
-    found: dict[str, Path] = {}
-    for folder in reversed(folders()):
-        found |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
-    return found
+    return {
+        file.relative_to(folder).with_suffix("").as_posix(): file
+        for folder in reversed(folders())
+        for file in sorted(folder.rglob("*.yaml"))
+    }
 
 
 def description(file: Path) -> str:
@@ -110,7 +112,9 @@ class RecipeSource(ConfigSource):
         if Path(self.path) == shipped():
             _mean_ours(config)
         elif (shipped() / f"{name}.yaml").is_file():
-            NOTICES[f"recipe: {name} is {_shown(file)}, not the one of the same name that comes with Meshwright"] = None
+            NOTICES[
+                f"recipe: {name} is {shown_path(file)}, not the one of the same name that comes with Meshwright"
+            ] = None
         _put_no_mesh_before(config, name)
         return ConfigResult(self.provider, self.full_path(), config, header)
 
@@ -131,7 +135,7 @@ class RecipeSource(ConfigSource):
 
 def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
     """The content of a recipe and its header. Raises ConfigError for a file that is no recipe."""
-    where = _shown(file)
+    where = shown_path(file)
     READ[where] = None
     try:
         text = file.read_text(encoding="utf-8")
@@ -154,7 +158,18 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
             f"the recipe {where} is empty; begin it with `# @package _global_` and give at least model.target and "
             "data.target, or `defaults: [NAME, _self_]` of another recipe.",
         )
-    _check_defaults(config, where)
+    defaults = config.get("defaults")
+    if defaults is not None and not isinstance(defaults, ListConfig):
+        raise ConfigError("MW111", f"the recipe {where}: defaults must be a list such as [NAME, _self_].")
+    pairs = (pair for default in defaults or () if isinstance(default, DictConfig) for pair in default.items())
+    for key, value in ((str(key), value) for key, value in pairs):
+        group = key.removeprefix("override ").strip().removeprefix("/")
+        if group in CHOSEN and key != f"override /{group}":
+            raise ConfigError(
+                "MW111",
+                f"the recipe {where}: `- {key}: {value}` in its defaults must be `- override /{group}: {value}`, "
+                f"because a choice of {group} is there already.",
+            )
     header = RecipeSource._get_header_dict(text)
     if header.get("package") != "_global_":
         raise ConfigError(
@@ -165,28 +180,9 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
     return config, header
 
 
-def _check_defaults(config: DictConfig, where: str) -> None:
-    defaults = config.get("defaults")
-    if defaults is not None and not isinstance(defaults, ListConfig):
-        raise ConfigError("MW111", f"the recipe {where}: defaults must be a list such as [NAME, _self_].")
-    for default in defaults or ():
-        for key, value in {str(k): v for k, v in default.items()}.items() if isinstance(default, DictConfig) else ():
-            group = key.removeprefix("override ").strip().removeprefix("/")
-            if group in CHOSEN and key != f"override /{group}":
-                raise ConfigError(
-                    "MW111",
-                    f"the recipe {where}: `- {key}: {value}` in its defaults must be `- override /{group}: {value}`, "
-                    f"because a choice of {group} is there already.",
-                )
-
-
 def in_yaml(error: Exception) -> str:
     """The error in a YAML file and its position, without the file name that the parser makes up."""
     return " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
-
-
-def _shown(file: Path) -> str:
-    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def _mean_ours(node: Any) -> None:
@@ -205,16 +201,15 @@ def _put_no_mesh_before(config: DictConfig, name: str) -> None:
     if not isinstance(parallel, DictConfig) or not isinstance(parallel.get("mesh"), DictConfig):
         return
     defaults = list(config.get("defaults") or [])
-    overriding = [n for n, one in enumerate(defaults) if isinstance(one, DictConfig) and _overrides(one)]
+    overriding = [
+        isinstance(one, DictConfig) and any(str(key).startswith("override ") for key in one) for one in defaults
+    ]
     if "_self_" not in defaults:  # where Hydra would put it
-        defaults.insert(0 if defaults and len(overriding) == len(defaults) else len(defaults), "_self_")
-        overriding = [n + 1 for n in overriding] if defaults[0] == "_self_" else overriding
-    first = min([defaults.index("_self_"), *overriding])
+        at = 0 if defaults and all(overriding) else len(defaults)
+        defaults.insert(at, "_self_")
+        overriding.insert(at, False)
+    first = min([defaults.index("_self_"), *(n for n, overrides in enumerate(overriding) if overrides)])
     config["defaults"] = [*defaults[:first], f"/{GROUP}/{NO_MESH}/{name}", *defaults[first:]]
-
-
-def _overrides(default: DictConfig) -> bool:
-    return any(str(key).startswith("override ") for key in default)
 
 
 class RecipeSearchPath(SearchPathPlugin):

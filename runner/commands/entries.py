@@ -18,8 +18,7 @@ from runner.launch.orders import RankContext
 from runner.planning import capacity
 from runner.planning.joint import prepare_decided
 from runner.planning.prepare import Prepared
-from runner.predict import weights
-from runner.predict.predictor import predict
+from runner.predict import predictor
 from runner.report import plan_files
 from runner.report.text import headline
 from runner.run_folder import lineage
@@ -39,14 +38,14 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     opened = None if resume is None else checkpoints.read(resume)
     trained = None
     if config.job.name == "predict" and config.predict.checkpoint is not None:
-        trained = weights.open_checkpoint(config.predict.checkpoint)
+        trained = predictor.open_checkpoint(config.predict.checkpoint)
         checkpoints.verify(trained.path)
 
     def accept(graph: OperatorGraph, published: frozenset[str]) -> None:
         if opened is not None:
             checkpoints.check_model(opened, graph.sources, published)
         if trained is not None:
-            weights.check(trained, graph.sources)
+            predictor.check(trained, graph.sources)
 
     prepared = prepare_decided(config, Path(payload["folder"]), accept=accept)
     if config.job.name == "train":
@@ -90,7 +89,7 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
 
 def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Predict on one rank from a pickled preparation."""
-    return predict(rank, pickle.loads(payload["prepared"]), Path(payload["folder"]))
+    return predictor.predict(rank, pickle.loads(payload["prepared"]), Path(payload["folder"]))
 
 
 def find_again(rank: RankContext, payload: None) -> dict[str, Any]:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from runner import launch
 from runner.cli.run_folders import without_trace
+from runner.config.parallel import Parallel
 from runner.config.schema import Config
 from runner.launch.launchers.start import make_ready, start
 from runner.launch.temporary_folder import own_folder
-from runner.predict.without_training import without_training
+from runner.report.units import shown_path
 
 SUMMARY = "predict.json"
+TRAINING_ONLY = ("zero", "offload", "recompute", "memory_limit")
+"""Keys of `parallel`."""
 
 
 def run(config: Config, run_dir: Path) -> float | None:
@@ -27,14 +30,21 @@ def run(config: Config, run_dir: Path) -> float | None:
         found = start("runner.commands.entries:predict_prepared", ready, config, run_dir, {"folder": str(folder)})
     rate = found["rows"] / found["seconds"]
     (run_dir / SUMMARY).write_text(json.dumps(found | {"samples_per_second": rate}, indent=2) + "\n", encoding="utf-8")
-    here = Path.cwd()
-    shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
     scores = [f"{name} {value:.6g}" for name, value in found["evaluation"].items()]
     weights = "the weights of model.weights" if found["step"] is None else f"the weights of step {found['step']}"
     print(
         f"predicted: {found['rows']} rows with {weights}, {rate:.0f} samples/s"
-        f"{''.join(f', {one}' for one in scores)}; {shown / found['file']}",
+        f"{''.join(f', {one}' for one in scores)}; {shown_path(run_dir / found['file'])}",
         flush=True,
     )
     loss: float | None = found["evaluation"].get("loss")
     return loss
+
+
+def without_training(config: Config) -> Config:
+    """`config` for prediction: there are no gradients and no optimizer, so ZeRO, offload, recompute and the memory
+    limit of training have their defaults. The slices of the weights are those of the plan."""
+    defaults = Parallel()
+    parallel = config.parallel.model_copy(update={name: getattr(defaults, name) for name in TRAINING_ONLY})
+    train = config.train.model_copy(update={"resume": None, "compile": False, "measure_memory": False})
+    return config.model_copy(update={"parallel": parallel, "train": train})

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import signal
+import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from runner import launch
-from runner.cli.run_folders import without_trace
-from runner.commands.dry_run import dry_run
+from runner.cli.arguments import DRY_RUN
+from runner.cli.run_folders import remove_if_unused, without_trace
 from runner.config.schema import Config
-from runner.errors import Stopped
+from runner.errors import ConfigError, Stopped
 from runner.launch.interrupts import Interrupts
+from runner.launch.launchers.commands import Started
+from runner.launch.launchers.host_assignment import meeting
+from runner.launch.launchers.start import described
 from runner.launch.startup import begin, marked
 from runner.launch.temporary_folder import offload_folder, own_folder
 from runner.recovery import restarting
+from runner.report.units import shown_path
 from runner.run_folder.metrics import records
 from runner.training.metrics import require_tensorboard
 
@@ -56,8 +63,7 @@ def with_recorded(result: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     if not math.isnan(result["loss"]):
         return result
     last = [record for record in records(run_dir) if record["step"] == result["steps"]]
-    found = {key: record[key] for record in last for key in ("loss", "evaluation") if record.get(key) is not None}
-    return result | found
+    return result | {key: one[key] for one in last for key in ("loss", "evaluation") if one.get(key) is not None}
 
 
 def ending(result: dict[str, Any], run_dir: Path) -> str:
@@ -65,9 +71,7 @@ def ending(result: dict[str, Any], run_dir: Path) -> str:
     scores = [f"loss {result['loss']:.6g}"] + [
         f"test {name} {value:.4g}" for name, value in result["evaluation"].items()
     ]
-    here = Path.cwd()
-    shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    return f"done: {result['steps']} steps, {', '.join(scores)}; results in {shown}"
+    return f"done: {result['steps']} steps, {', '.join(scores)}; results in {shown_path(run_dir)}"
 
 
 def stopped(step: int, number: int) -> Stopped:
@@ -87,3 +91,49 @@ def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:
     most = max(measured, key=lambda one: one["peak"])
     comparison = "" if predicted is None else f", predicted {predicted.get('peak', predicted['total']):,}"
     return f"memory of the fullest rank: at most {most['peak']:,} bytes, in {most['peak_in']}{comparison}"
+
+
+FOLDER = "join"
+"""Stands for the folder that a run makes for its ranks, whose name differs every time."""
+
+
+def dry_run(config: Config, run_dir: Path) -> None:
+    """Print the commands, files and scripts of the launch. Raises ConfigError where the number of ranks is open."""
+    if config.launch.launcher == "local" or config.launch.by_hand:
+        print("the ranks are forks of this command; nothing else is started")
+    else:
+        typed = tuple(word for word in sys.argv[1:] if word != DRY_RUN and not word.startswith("job="))
+        folder = run_dir.absolute() / FOLDER
+        site = meeting(config.launch, resolve=False)
+        print(_listed(described(config.launch, _world_size(config), folder, site, typed), folder))
+    remove_if_unused(run_dir)
+
+
+def _world_size(config: Config) -> int:
+    """The number of ranks, without probing the machine."""
+    if config.parallel.mode == "stand_alone":
+        return 1
+    if config.world_size is not None:
+        return config.world_size
+    for _, shape in config.parallel.meshes():
+        return prod(shape) * (config.parallel.pipeline.known or 1)
+    raise ConfigError(
+        "MW704",
+        "world_size is null, so the number of ranks is that of the devices at hand; a launcher needs it: set "
+        "world_size=N or launch.hosts.",
+    )
+
+
+def _listed(started: Started, folder: Path) -> str:
+    """The commands by host, ready for a shell; then the files written beforehand, and the script."""
+    lines = []
+    for command in started.commands:
+        if command.host is None:
+            lines += ["# on this machine", shlex.join(command.words)]
+        else:
+            lines += [f"# on {command.host}", command.shell(Path.cwd())]
+    for name, content in started.files.items():
+        lines += [f"# {folder / name}", content.rstrip()]
+    if started.script is not None:
+        lines += ["# or a script for sbatch", started.script.rstrip()]
+    return "\n".join(lines)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.build import optimizers
-from runner.build.modules import build_model
-from runner.build.precision import DTYPES
+from runner.build.modules import DTYPES, build_model
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.planning import lowering

@@ -20,9 +20,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from runner.build import pretrained
-from runner.build.modules import captured_from_shapes
+from runner.build.modules import DTYPES, captured_from_shapes, cast
 from runner.build.optimizers import optimizer_factory
-from runner.build.precision import DTYPES, cast
 from runner.config.schema import Config
 from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError

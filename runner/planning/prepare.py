@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.build import huggingface, optimizers, pretrained
-from runner.build.modules import captured_from_shapes, objective
+from runner.build.modules import DTYPES, captured_from_shapes, cast, check_half, objective
 from runner.build.offload import check_modules
-from runner.build.precision import DTYPES, cast, check_half
 from runner.build.scores import Structure, scores, try_evaluation
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described

@@ -13,8 +13,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.lowering import pipeline_groups
 from runner.planning.prepare import Prepared
 from runner.report.layers import layer_of
-from runner.report.table import text_table
-from runner.report.units import shown_bytes, shown_seconds
+from runner.report.units import shown_bytes, shown_seconds, text_table
 from strategies.core.addressing import addresses, matches
 from strategies.core.errors import closest
 from strategies.core.graph import Operator, OperatorGraph, TensorSpec

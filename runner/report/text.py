@@ -15,8 +15,7 @@ from runner.planning.clusters import DESCRIBING
 from runner.planning.joint import choice_of
 from runner.planning.prepare import Prepared
 from runner.report.layers import Sums, kinds
-from runner.report.table import text_table
-from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share
+from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share, text_table
 from strategies.core.plan import Plan
 
 Content = Mapping[str, Any]

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle
 from pathlib import Path
+from typing import Any
 
-from runner.report.html import render
-from runner.report.table import text_table
-from runner.report.units import shown_path
+from runner.report.html import COLOURS, render
+from runner.report.units import shown_path, text_table
 from runner.run_folder.lock import SWEEP, Occupant, leave, occupy
+from runner.run_folder.metrics import records
 from runner.sweep.job import STARTED, SweepJob, jobs
-from runner.sweep.pictures import WIDTH, bars, curves
 
 TABLE, PAGE = "results.csv", "report.html"
 VALUES = {
@@ -29,6 +31,12 @@ VALUES = {
 """What the value of a verb is."""
 ERROR = 60
 """Characters of an error in the printed table."""
+WIDTH, HEIGHT, LEFT, BELOW = 900, 320, 70, 24
+"""Of the pictures, in pixels."""
+POINTS = 300
+"""The maximum number of points per curve."""
+DECADES = 1.5
+"""Losses that span more have a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +93,8 @@ def mark_of(folder: Path) -> str:
 
 def table(all_jobs: Sequence[SweepJob], folders: Sequence[Path]) -> list[list[str]]:
     """A heading, and a line per job: the varied values, the results, and the error if it failed."""
-    given = [dict(_pair(override) for override in job.overrides) for job in all_jobs]
-    keys = [
-        key for key in dict.fromkeys(key for one in given for key in one) if len({one.get(key) for one in given}) > 1
-    ]
+    given = [{key: value for key, _, value in (word.partition("=") for word in job.overrides)} for job in all_jobs]
+    keys = [key for key in dict.fromkeys(chain(*given)) if len({values.get(key) for values in given}) > 1]
     names = list(dict.fromkeys(name for job in all_jobs for name in job.evaluation or {}))
     values = sorted({VALUES.get(job.verb, "value") for job in all_jobs})
     tests = [f"test {name}" for name in names]
@@ -97,15 +103,9 @@ def table(all_jobs: Sequence[SweepJob], folders: Sequence[Path]) -> list[list[st
         own = {VALUES.get(job.verb, "value"): job.value}
         numbers = [own.get(name) for name in values] + [(job.evaluation or {}).get(name) for name in names]
         status = "unfinished" if job.status == "running" else job.status
-        seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
-        rows.append(
-            [
-                *(str(job.number), str(folder), status),
-                *(overrides.get(key, "") for key in keys),
-                *("" if number is None else f"{number:.6g}" for number in numbers),
-                *(seconds, job.error or ""),
-            ]
-        )
+        row = [str(job.number), str(folder), status, *(overrides.get(key, "") for key in keys)]
+        row += ["" if number is None else f"{number:.6g}" for number in numbers]
+        rows.append([*row, "" if job.seconds is None else f"{job.seconds:.1f}", job.error or ""])
     return rows
 
 
@@ -116,7 +116,10 @@ def printed(rows: Sequence[Sequence[str]]) -> str:
 
 def page(folder: Path, rows: Sequence[Sequence[str]], all_jobs: Sequence[tuple[Path, SweepJob]]) -> str:
     """The report of a sweep."""
-    titles = [_title(job, rows[0]) for _, job in all_jobs]
+    titles = [
+        " ".join((f"#{job.number}", *(word for word in job.overrides if word.partition("=")[0] in rows[0])))
+        for _, job in all_jobs
+    ]
     values = {title: job.value for title, (_, job) in zip(titles, all_jobs, strict=True) if job.value is not None}
     return render(
         "sweep.html",
@@ -129,11 +132,46 @@ def page(folder: Path, rows: Sequence[Sequence[str]], all_jobs: Sequence[tuple[P
     )
 
 
-def _title(job: SweepJob, keys: Sequence[str]) -> str:
-    varied = (override for override in job.overrides if override.partition("=")[0] in keys)
-    return " ".join((f"#{job.number}", *varied))
+def curves(folders: Mapping[str, Path]) -> dict[str, Any] | None:
+    """The loss of every job, by its title, over the steps, for the template; None where no job has two steps."""
+    points = {title: _losses(folder) for title, folder in folders.items()}
+    points = {title: curve for title, curve in points.items() if len(curve) > 1}
+    if not points:
+        return None
+    steps, losses = zip(*chain(*points.values()), strict=True)
+    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
+    logarithmic = low > 0 and math.log10(high / low) > DECADES
+
+    def y(loss: float) -> float:
+        at, bottom, top = (math.log(value) if logarithmic else value for value in (loss, low, high))
+        return round(HEIGHT - (at - bottom) / ((top - bottom) or 1) * (HEIGHT - 20), 1)
+
+    def x(step: float) -> float:
+        return round(LEFT + (step - first) / ((last - first) or 1) * (WIDTH - LEFT - 10), 1)
+
+    middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
+    ticks = [(0.0, y(loss) + 4, f"{loss:.4g}") for loss in sorted({low, middle, high})]
+    ticks += [(x(step) - 40 * (step == last), HEIGHT + 18, f"step {step:g}") for step in sorted({first, last})]
+    paths = [
+        {"title": title, "path": "M" + " L".join(f"{x(step)} {y(loss)}" for step, loss in curve), "colour": colour}
+        for (title, curve), colour in zip(points.items(), cycle(COLOURS), strict=False)
+    ]
+    size = {"width": WIDTH, "height": HEIGHT + BELOW}
+    return {**size, "curves": paths, "ticks": ticks, "logarithmic": logarithmic}
 
 
-def _pair(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key, value
+def bars(values: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A bar per job, to the scale of the largest."""
+    scale = max(map(abs, values.values()), default=0.0) or 1.0
+    widths = (max(1.0, round(abs(value) / scale * WIDTH / 2, 1)) for value in values.values())
+    return [
+        {"text": f"{value:.6g}  {title}", "width": width, "colour": colour}
+        for (title, value), width, colour in zip(values.items(), widths, cycle(COLOURS), strict=False)
+    ]
+
+
+def _losses(folder: Path) -> list[tuple[float, float]]:
+    """(step, loss), thinned out."""
+    points = [(line["step"], line["loss"]) for line in records(folder) if isinstance(line.get("loss"), int | float)]
+    stride = -(-len(points) // POINTS) or 1
+    return points[::stride] + (points[-1:] if (len(points) - 1) % stride else [])

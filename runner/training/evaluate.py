@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from runner.build.modules import build_loss
-from runner.build.precision import DTYPES, cast
+from runner.build.modules import DTYPES, build_loss, cast
 from runner.build.scores import scores
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, global_batch
 from runner.data.order import eval_rows, padded

@@ -11,8 +11,7 @@ import hydra
 import pytest
 import torch
 
-from runner.build.modules import objective
-from runner.build.precision import cast
+from runner.build.modules import cast, objective
 from runner.cli import recipes
 from runner.config import load as config
 from runner.config.origins import Origins

@@ -6,8 +6,7 @@ import pytest
 import torch
 from composing import compose_config
 
-from runner.build.modules import captured_from_shapes, objective
-from runner.build.precision import cast
+from runner.build.modules import captured_from_shapes, cast, objective
 from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError
 from runner.planning.datasets import datasets

@@ -8,8 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cli.arguments import for_hydra
-from runner.cli.override_values import quoted, readable
+from runner.cli.arguments import for_hydra, quoted, readable
 from runner.errors import ConfigError
 from runner.sweep.job import typed
 

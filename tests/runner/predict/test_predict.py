@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from runner.cli.recipes import catalogue
+from runner.commands.predict import without_training
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.predict.without_training import without_training
 
 PLACES = {
     **MODES,

@@ -15,9 +15,8 @@ import pytest
 from composing import compose_config
 
 from runner.commands import plan as planning
-from runner.report.drawings import bar, gauge, layer_drawing, mesh_drawing
 from runner.report.layers import kinds
-from runner.report.page import plan_page
+from runner.report.page import bar, gauge, layer_drawing, mesh_drawing, plan_page
 
 VOID = {"meta", "br"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "firefox")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.report.table import text_table
+from runner.report.units import text_table
 
 ROWS = [("name", "bytes"), ("layers.[0-3]", "5"), ("[bold]x[/bold] :smile: " + 300 * "é", "12345")]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from runner.errors import RunFailed
 from runner.sweep.job import SweepJob
-from runner.sweep.pictures import bars, curves
-from runner.sweep.results import Sweep, printed, table
+from runner.sweep.results import Sweep, bars, curves, printed, table
 
 QUICK = "+recipe=quickstart"
 GOOD = SweepJob(
@@ -109,7 +108,7 @@ def test_curves_keep_the_last_step_and_state_their_scale(tmp_path):
 
 def test_bars_are_shares_of_the_largest():
     chart = bars({"a": 1.0, "b": -4.0, "c": 0.0})
-    assert [one.width for one in chart] == [112.5, 450.0, 1.0] and bars({}) == []
+    assert [bar["width"] for bar in chart] == [112.5, 450.0, 1.0] and bars({}) == []
 
 
 def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):
