@@ -34,8 +34,12 @@ WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str
 
 
 def check_annotations(function: Callable[..., Any], args: Mapping[str, Any], target: str, what: str) -> None:
-    """Raises ConfigError for the first of `args` that does not match the annotation of `function`, a torch class with
-    the config name `target`. `what` is the section of `args`."""
+    """Check the arguments of torch's optimizers and schedulers against their annotations: these validate some arguments
+    in the constructor, others in the first step or never.
+
+    Raises:
+        ConfigError: One of `args`, in the section `what`, does not match its annotation.
+    """
     if not inspect.isclass(function) or not function.__module__.startswith("torch."):
         return  # annotations of other functions are not checked
     try:
@@ -83,12 +87,8 @@ def frozen(names: Iterable[str], config: Optimizer) -> frozenset[str]:
 
     Raises ConfigError for a glob that matches none of `names`.
     """
-    known = list(names)
-    return frozenset(
-        name
-        for number, glob in enumerate(config.freeze)
-        for name in _matches(glob, known, f"optimizer.freeze[{number}]")
-    )
+    known, globs = list(names), enumerate(config.freeze)
+    return frozenset(name for n, glob in globs for name in _matches(glob, known, f"optimizer.freeze[{n}]"))
 
 
 def parameter_groups(names: Sequence[str], trainable: Iterable[str], config: Optimizer) -> list[dict[str, Any]]:
@@ -137,20 +137,22 @@ def optimizer_factory(config: Optimizer) -> OptimizerFactory:
             )
         return made
 
-    def probe(args: dict[str, Any], what: str) -> None:
-        make([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}], args, what)
-
-    probe(config.args, "optimizer")
+    make(_probe(), config.args)
     for number, group in enumerate(config.groups):
-        probe({**config.args, **group.args}, f"optimizer.groups[{number}]")
+        make(_probe(), {**config.args, **group.args}, f"optimizer.groups[{number}]")
     return lambda groups: make(groups, config.args)
+
+
+def _probe() -> list[dict[str, Any]]:
+    """Parameter groups of one element, on which nothing depends."""
+    return [{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}]
 
 
 def need_of(config: Optimizer) -> Need:
     """The optimizer's state per parameter element, measured with a step on a small matrix. Raises ConfigError
     as `optimizer_factory` does, and StrategyError for one that no plan can use."""
     make = optimizer_factory(config)
-    check_kind(make([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}]))
+    check_kind(make(_probe()))
     return needed(make, torch.float32)
 
 

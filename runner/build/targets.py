@@ -20,7 +20,7 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,35 +39,43 @@ Completion = Callable[[Callable[..., Any]], Callable[..., Any]]
 def resolve(target: str, what: str) -> Callable[..., Any]:
     """The class or function that the dotted name `target` means, e.g. `torch.nn.MSELoss`.
 
-    `what` is the full config key that holds the name (`model.target`, `data.collate`); errors start with it.
-    Raises ConfigError: not a dotted name, no such module or attribute, a module that fails while it is
-    imported, or something that cannot be called.
+    Args:
+        what: The full config key that holds the name (`model.target`, `data.collate`); errors start with it.
+
+    Raises:
+        ConfigError: Not a dotted name, no such module or attribute, a module that fails while it is imported, or
+            something that cannot be called.
     """
     words = target.split(".")
     if not _is_dotted(target):
         raise ConfigError("MW301", f"{what} = {target!r} is not a dotted name; write it as package.module.Name.")
-    _add_working_directory()
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+        importlib.invalidate_caches()
     packages.add_theirs()
-    found: Any = _top_level(words[0], target, what)
+    meant: Any = _top_level(words[0], target, what)
     for position, word in enumerate(words[1:], start=1):
-        found = _member(found, ".".join(words[:position]), word, target, what)
-    if isinstance(found, ModuleType):
-        inside = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+        meant = _member(meant, ".".join(words[:position]), word, target, what)
+    if isinstance(meant, ModuleType):
+        inside = [name for name, value in vars(meant).items() if callable(value) and not name.startswith("_")]
         raise ConfigError(
             "MW301", f"{what} = {target!r} is a module; name a class or function in it.{closest('', inside)}"
         )
-    if not callable(found):
-        raise ConfigError("MW301", f"{what} = {target!r} is a {type(found).__name__}; a class or function is needed.")
-    function: Callable[..., Any] = found
+    if not callable(meant):
+        raise ConfigError("MW301", f"{what} = {target!r} is a {type(meant).__name__}; a class or function is needed.")
+    function: Callable[..., Any] = meant
     return function
 
 
 def build(target: str, args: Mapping[str, Any], what: str) -> Any:
-    """Call the class or function named `target` with the keyword arguments `args`, and return what it returns.
+    """What the class or function named `target` returns for the keyword arguments `args`.
 
-    `what` is the config section that holds both (`model`, `data`, `optimizer`): errors name `what.target` or
-    `what.args`. Raises ConfigError: as `resolve`, for arguments that do not fit the signature, and for any
-    exception of the call itself, with the line that raised it.
+    Args:
+        what: The config section that holds both (`model`, `data`); errors name `what.target` or `what.args`.
+
+    Raises:
+        ConfigError: As `resolve`, for arguments that do not fit the signature, and for any exception of the call, with
+            the line that raised it.
     """
     return call(resolve(target, f"{what}.target"), args, target, what)
 
@@ -82,7 +90,8 @@ def call(
             optimizer.
     """
     made = nested(args, f"{what}.args", complete)
-    _check_arguments(function, made, target, what)
+    _refuse_unknown(function, made, target, f"{what}.args")
+    _refuse_lacking(function, made, target, f"{what}.args")
     try:
         return function(**made)
     except ConfigError:
@@ -106,25 +115,22 @@ def nested(value: Any, what: str, complete: Completion | None = None) -> Any:
         return type(value)(nested(inner, f"{what}[{number}]", complete) for number, inner in enumerate(value))
     if not isinstance(value, Mapping):
         return value
-    name = value.get(HYDRA_TARGET)
-    if name is None and set(value) <= {"target", "args"} and isinstance(value.get("args", {}), Mapping):
-        name = value.get("target")
-        if isinstance(name, str) and _is_dotted(name):
-            function = resolve(name, f"{what}.target")
-            return call(complete(function) if complete else function, value.get("args", {}), name, what, complete)
-    elif name is not None:
-        function = resolve(str(name), f"{what}.{HYDRA_TARGET}")
-        given = {str(key): inner for key, inner in value.items() if key not in HYDRA_KEYS}
+    key = HYDRA_TARGET if value.get(HYDRA_TARGET) is not None else "target"
+    name, args = value.get(key), value.get("args", {})
+    if key == HYDRA_TARGET:
+        args = {str(key): inner for key, inner in value.items() if key not in HYDRA_KEYS}
+    if key == HYDRA_TARGET or (set(value) <= {"target", "args"} and isinstance(args, Mapping) and _is_dotted(name)):
+        function = resolve(str(name), f"{what}.{key}")
         positional = nested(value.get("_args_", []), f"{what}._args_", complete)
         function = functools.partial(complete(function) if complete else function, *positional)
         if value.get("_partial_"):
-            return functools.partial(function, **nested(given, what, complete))
-        return call(function, given, str(name), what, complete)
+            return functools.partial(function, **nested(args, what, complete))
+        return call(function, args, str(name), what, complete)
     return {key: nested(inner, f"{what}.{key}", complete) for key, inner in value.items()}
 
 
-def _is_dotted(name: str) -> bool:
-    words = name.split(".")
+def _is_dotted(name: object) -> bool:
+    words = name.split(".") if isinstance(name, str) else []
     return len(words) > 1 and all(word.isidentifier() for word in words)
 
 
@@ -136,26 +142,15 @@ def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]
     function = resolve(target, what)
     if not args:
         return function
-    parameters = _parameters(function)
-    unknown = [name for name in args if parameters is not None and name not in parameters]
-    if parameters is not None and unknown and not _open_ended(parameters):
-        raise ConfigError(
-            "MW303", f"{what}_args: {target} takes no argument {unknown[0]!r}.{closest(unknown[0], parameters)}"
-        )
+    _refuse_unknown(function, args, target, f"{what}_args")
     return functools.partial(function, **nested(args, f"{what}_args"))
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether `function` takes the keyword argument `name`; true where its signature is not known."""
     parameters = _parameters(function)
-    return parameters is None or name in parameters or _open_ended(parameters)
-
-
-def _add_working_directory() -> None:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
-        importlib.invalidate_caches()
+    kinds = {one.kind for one in (parameters or {}).values()}
+    return parameters is None or name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _top_level(name: str, target: str, what: str) -> ModuleType:
@@ -182,15 +177,14 @@ def _import(name: str, target: str, what: str) -> ModuleType:
 
 def _member(owner: Any, path: str, word: str, target: str, what: str) -> Any:
     """The attribute `word` of `owner`, which was reached by `path`, or else its submodule of that name."""
-    missing = object()
     try:
-        found = getattr(owner, word, missing)
+        return getattr(owner, word)
+    except AttributeError:
+        pass
     except Exception as error:  # lazy packages import only now
         raise ConfigError(
             "MW302", f"{what} = {target!r}: looking up {path}.{word} fails: {describe(error)}."
         ) from error
-    if found is not missing:
-        return found
     options = [name for name in dir(owner) if not name.startswith("_")]
     if hasattr(owner, "__path__"):
         name = f"{owner.__name__}.{word}"
@@ -213,23 +207,20 @@ def _hidden(dotted: str, owner: Any) -> str:
     return f" {mine.relative_to(here)} is not searched, because another package is called {top} too; rename yours."
 
 
-def _check_arguments(function: Callable[..., Any], args: Mapping[str, Any], target: str, what: str) -> None:
-    parameters = _parameters(function)
-    if parameters is None:
-        return
-    unknown = [name for name in args if name not in parameters]
-    if unknown and not _open_ended(parameters):
-        options = closest(unknown[0], parameters) or " It takes no arguments."
-        leave_out = f" '~{what}.args.{unknown[0]}' on the command line leaves out what a recipe gives."
-        raise ConfigError("MW303", f"{what}.args: {target} takes no argument {unknown[0]!r}.{options}{leave_out}")
-    needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _VARIADIC]
-    lacking = [name for name in needed if name not in args]
-    if lacking:
+def _refuse_unknown(function: Callable[..., Any], args: Mapping[str, Any], target: str, where: str) -> None:
+    for name in args:
+        if not accepts(function, name):
+            options = closest(name, _parameters(function) or ()) or " It takes no arguments."
+            leave_out = f" '~{where}.{name}' on the command line leaves out what a recipe gives."
+            raise ConfigError("MW303", f"{where}: {target} takes no argument {name!r}.{options}{leave_out}")
+
+
+def _refuse_lacking(function: Callable[..., Any], args: Mapping[str, Any], target: str, where: str) -> None:
+    parameters = (_parameters(function) or {}).values()
+    needed = (one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD)
+    if lacking := [name for name in needed if name not in args]:
         names = " and ".join(map(repr, lacking))
-        raise ConfigError("MW303", f"{what}.args: {target} needs {names}; set {what}.args.{lacking[0]}=VALUE.")
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        raise ConfigError("MW303", f"{where}: {target} needs {names}; set {where}.{lacking[0]}=VALUE.")
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
@@ -242,24 +233,14 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
     return {name: one for name, one in signature.parameters.items() if one.kind not in beyond}
 
 
-def _open_ended(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-
-
 def describe(error: BaseException) -> str:
     """The exception in words, with the innermost line that is not of an installed library."""
     text = " ".join(str(error).split()).rstrip(".")
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    place = _own_line((frame.filename, frame.lineno) for frame in frames)
-    return f"{said} ({place})" if place else said
-
-
-def _own_line(lines: Iterable[tuple[str, int | None]]) -> str | None:
-    libraries = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"))
-    own = [
-        f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}"
-        for file, line in lines
-        if os.path.dirname(file) != os.path.dirname(__file__) and not file.startswith(("<", *libraries))
-    ]
-    return own[-1] if own else None
+    summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    foreign = ("<", *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        if os.path.dirname(file) != os.path.dirname(__file__) and not file.startswith(foreign):
+            own = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+            return f"{summary} ({own}, line {frame.lineno})"
+    return summary

@@ -55,7 +55,8 @@ REPLACED = ("parallel.mesh",)
 def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The verb among the words (None if there is none) and the other words.
 
-    Raises ConfigError for a word that is not a verb, option or override, and for a second verb.
+    Raises:
+        ConfigError: A word is not a verb, option or override, or there are two verbs.
     """
     if "--diff" in words and "plan" in words:  # plans are compared without a config
         return "diff", [word for word in words if word not in ("--diff", "plan")]
@@ -84,13 +85,13 @@ def _with_slices(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words without `--slices NAME`, and what it means. Raises ConfigError without a name."""
     others: list[str] = []
     names: list[str] = []
-    left = iter(words)
-    for word in left:
-        option, given, name = word.partition("=")
+    remaining = iter(words)
+    for word in remaining:
+        option, equals, name = word.partition("=")
         if option != "--slices":
             others.append(word)
             continue
-        name = name if given else next(left, "")
+        name = name if equals else next(remaining, "")
         if not name or name.startswith("+") or "=" in name:
             raise ConfigError(
                 "MW101", "--slices needs the name of a parameter, batch entry or operator, such as --slices '*'."
@@ -116,14 +117,14 @@ def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:
 
 def check_options(words: Sequence[str]) -> str | None:
     """The value of `--config-dir`. Raises ConfigError for an option that does not exist or lacks its value."""
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             config_dir: str | None = get_args_parser().parse_args(list(words)).config_dir
         return config_dir
     except SystemExit as exit_:
         if exit_.code:
-            reason = said.getvalue().strip().rpartition("error: ")[2]
+            reason = printed.getvalue().strip().rpartition("error: ")[2]
             raise ConfigError("MW101", f"{reason}; `run --help` shows what can be given.") from None
         raise
 
@@ -139,9 +140,9 @@ def complete(line: str) -> tuple[str, list[str]]:
 
 def values(line: str) -> list[str]:
     """The completions of the word being typed, for keys with a fixed set of values."""
-    key, equals, begun = line.rpartition(" ")[2].partition("=")
+    key, equals, start = line.rpartition(" ")[2].partition("=")
     options = enumerated(key.lstrip("+")) if equals else ()
-    return [f"{key}={option}" for option in options if option.startswith(begun)]
+    return [f"{key}={option}" for option in options if option.startswith(start)]
 
 
 def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
@@ -178,8 +179,7 @@ def _stranger(verb: str | None, word: str) -> str:
 
 def _meant(verb: str | None, word: str) -> str:
     """`run predict checkpoint=PATH` names the checkpoint to predict with, not how training saves them."""
-    key, _, value = word.partition("=")
-    named = verb == "predict" and key == "checkpoint" and not value.startswith("{")
+    named = verb == "predict" and word.startswith("checkpoint=") and not word.startswith("checkpoint={")
     return f"predict.{word}" if named else word
 
 
@@ -197,8 +197,8 @@ def _cleared(overrides: Sequence[str], mappings: Mapping[str, bool]) -> list[str
     """Overrides, to come first, that remove arguments of a recipe which were for another target: those of every section
     for which `overrides` give a target, and arguments in braces."""
     given = {path for word in overrides for path in _given(word)}
-    sections = (one.removesuffix(".args") for one in mappings if one.endswith(".args"))
-    return [f"++{one}.args=null" for one in sections if {f"{one}.target", f"{one}.args"} <= given]
+    sections = (mapping.removesuffix(".args") for mapping in mappings if mapping.endswith(".args"))
+    return [f"++{section}.args=null" for section in sections if {f"{section}.target", f"{section}.args"} <= given]
 
 
 def _given(word: str) -> Iterator[str]:
@@ -206,21 +206,17 @@ def _given(word: str) -> Iterator[str]:
     key, _, value = word.lstrip("+").partition("=")
     if key.endswith(".target"):
         yield key
-    if not value.startswith("{"):
-        return
-    try:
-        found = OverridesParser.create().parse_override(word)._value
-    except HydraException:  # which reports the error when it composes
-        return
-    for one in found.list if isinstance(found, ChoiceSweep) else [found]:
-        yield from _below(key, one)
+    if value.startswith("{"):
+        with contextlib.suppress(HydraException):  # which reports the error when it composes
+            parsed = OverridesParser.create().parse_override(word)._value
+            for choice in parsed.list if isinstance(parsed, ChoiceSweep) else [parsed]:
+                yield from _below(key, choice)
 
 
 def _below(key: str, value: object) -> Iterator[str]:
     yield key
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _below(f"{key}.{name}", inner)
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _below(f"{key}.{name}", inner)
 
 
 def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:
@@ -228,9 +224,9 @@ def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:
     key, equals, value = word.partition("=")
     name = key.lstrip("+~")
     if key.startswith("~"):
-        mapping = next((one for one in BY_PATH if name.startswith(f"{one}.")), None)
-        if mapping is not None:
-            return [f"++{mapping}={{-{name.removeprefix(mapping + '.')}: null}}"]
+        for mapping in BY_PATH:
+            if name.startswith(f"{mapping}."):
+                return [f"++{mapping}={{-{name.removeprefix(mapping + '.')}: null}}"]
         if name in mappings:
             return [f"++{name}=null"] if mappings[name] else [f"++{name}=null", f"++{name}={{}}"]
     if name in mappings and (value == "{}" or (name in REPLACED and value.startswith("{"))):

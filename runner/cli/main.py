@@ -18,9 +18,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -41,13 +42,7 @@ from runner import packages, refusals
 from runner.cli import arguments as words
 from runner.cli import recipes
 from runner.cli.hydra_errors import reword
-from runner.cli.run_folders import (
-    check_files,
-    remove_if_unused,
-    require_working_directory,
-    require_writable,
-    write_config,
-)
+from runner.cli.run_folders import check_files, remove_if_unused, require_working_directory, require_writable
 from runner.cli.verbs import VERBS
 from runner.config import load as config
 from runner.config.origins import Origins, given
@@ -103,6 +98,12 @@ class CommandFailure:
         summary = f"an unexpected {type(error).__name__} ended the command: {text} ({where})."
         return cls((summary,), 1, "".join(traceback.format_exception(error)))
 
+    def leave(self, hint: str) -> NoReturn:
+        """Print and exit, with a `hint` at a traceback."""
+        if self.code == READER_GONE:  # `run recipes | head -1`: nothing but terminal output is lost
+            sys.exit(self.code)
+        _leave((*self.paragraphs[:-1], self.paragraphs[-1] + (f" {hint}" if self.traceback else "")), self.code)
+
 
 def main() -> None:
     """The console script `run`. Always leaves through SystemExit, except after a job that went well."""
@@ -125,11 +126,7 @@ def main() -> None:
         _leave(reword(error, typed).marked, 2)
     except Exception as error:
         _print_traceback(error)
-        failure = CommandFailure.of(error)
-        if failure.code == READER_GONE:  # `run recipes | head -1`: nothing was lost
-            sys.exit(failure.code)
-        hint = " MESHWRIGHT_TRACEBACK=1 shows the traceback." if failure.traceback else ""
-        _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
+        CommandFailure.of(error).leave("MESHWRIGHT_TRACEBACK=1 shows the traceback.")
 
 
 def _command(typed: list[str]) -> None:
@@ -186,9 +183,8 @@ def _register() -> None:
     OmegaConf.register_new_resolver("run.unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
     # of a sweep's first config, whatever its jobs choose
     OmegaConf.register_new_resolver("run.first", lambda value: value, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("run.folder", folder_of, replace=True)
-    OmegaConf.register_new_resolver("run.recipes", recipes.table, replace=True)
-    OmegaConf.register_new_resolver("run.verbs", _verb_table, replace=True)
+    for name, resolver in (("folder", folder_of), ("recipes", recipes.table), ("verbs", _verb_table)):
+        OmegaConf.register_new_resolver(f"run.{name}", resolver, replace=True)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
@@ -215,27 +211,19 @@ def _run_job(composed: DictConfig) -> float | None:
         Interrupts.again()
         _print_traceback(error)
         failure = CommandFailure.of(error)
-        if failure.code == READER_GONE:  # only terminal output is lost
-            sys.exit(READER_GONE)
-        if failure.code == 2:
-            if not known:
-                remove_if_unused(run_dir)
-        else:
+        if failure.code == 2 and not known:
+            remove_if_unused(run_dir)
+        elif failure.code not in (2, READER_GONE):
             _record(failure, run_dir)
-        hint = f" The traceback is in {run_dir / ERROR_FILE}." if failure.traceback else ""
-        _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
+        failure.leave(f"The traceback is in {run_dir / ERROR_FILE}.")
 
 
 def _inside(checked: Config, run_dir: Path) -> AbstractContextManager[None]:
     """Hold the folder for the job of a config. Raises ConfigError where another command holds it."""
     if not lineage.leads(checked):
         return nullcontext()
-    return occupied(run_dir, lineage.occupant(checked, run_dir, _recipe()))
-
-
-def _recipe() -> str | None:
-    choice = HydraConfig.get().runtime.choices.get("recipe")
-    return None if choice is None else str(choice)
+    recipe = HydraConfig.get().runtime.choices.get("recipe")
+    return occupied(run_dir, lineage.occupant(checked, run_dir, None if recipe is None else str(recipe)))
 
 
 def _alone(checked: Config, run_dir: Path) -> float | None:
@@ -245,13 +233,20 @@ def _alone(checked: Config, run_dir: Path) -> float | None:
     file = run_dir / CONFIG_FILE
     before = file.read_bytes() if file.exists() else None
     try:
-        write_config(run_dir, checked.model_dump_json(indent=2) + "\n")
-        result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
-        return result
+        return _carried_out(checked, run_dir)
     except Exception as error:
         if before is not None and CommandFailure.of(error).code == 2:
             file.write_bytes(before)
         raise
+
+
+def _carried_out(checked: Config, run_dir: Path) -> float | None:
+    """The result of a config's verb, whose folder holds the config."""
+    hidden = run_dir / f".{CONFIG_FILE}"
+    hidden.write_text(checked.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    os.replace(hidden, run_dir / CONFIG_FILE)
+    result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
+    return result
 
 
 def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
@@ -263,16 +258,14 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
     start = time.monotonic()
     try:
         checked = config.load(composed, Origins(overrides))
-        text = checked.model_dump_json(indent=2) + "\n"
-        if (done := job.finished_before(run_dir, text)) is not None:
+        if (done := job.finished_before(run_dir, checked.model_dump_json())) is not None:
             done.write(run_dir)
             print(f"{name}: done before", flush=True)
             return done.value
         with _inside(checked, run_dir):
             check_files(run_dir)
             job.write(run_dir)
-            write_config(run_dir, text)
-            value: float | None = VERBS[job.verb].function()(checked, run_dir)
+            value = _carried_out(checked, run_dir)
     except Stopped as stopped:
         _print([f"{name}: {stopped}"])
         replace(job, status="stopped", seconds=time.monotonic() - start).write(run_dir)
@@ -314,20 +307,17 @@ class CheckConfig(Callback):
 
     def on_run_start(self, config: DictConfig, **_: object) -> None:
         HydraConfig.instance().set_config(config)
-        faults = _faults(config) or _unwritable(config.hydra.run.dir, "hydra.run.dir")
-        if faults:
-            _leave(faults, 2)
+        _refuse(_faults(config) or _refusal(partial(require_writable, config.hydra.run.dir, "hydra.run.dir")))
         _print_notices(config)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         # other sweepers choose the values one by one; each job checks its own
         count = self._check_grid(config) if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__) else None
-        if faults := _unwritable(config.hydra.sweep.dir, "hydra.sweep.dir"):
-            _leave(faults, 2)
+        _refuse(_refusal(partial(require_writable, config.hydra.sweep.dir, "hydra.sweep.dir")))
         _print_notices(config)
-        recipe = config.hydra.runtime.choices.get("recipe")
+        folder, recipe = Path(config.hydra.sweep.dir).absolute(), config.hydra.runtime.choices.get("recipe")
         try:
-            CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count, recipe)
+            CheckConfig.sweep = Sweep.begin(folder, count, recipe)
         except ConfigError as error:
             _leave(error.marked, 2)
 
@@ -346,8 +336,7 @@ class CheckConfig(Callback):
             except ConfigError as error:
                 found = error.marked
             faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
-        if faults:
-            _leave(faults, 2)
+        _refuse(faults)
         return len(jobs)
 
 
@@ -361,11 +350,21 @@ def _faults(composed: DictConfig) -> tuple[str, ...]:
     ours = copy.deepcopy(composed)
     with open_dict(ours):
         del ours["hydra"]
+    return _refusal(partial(config.load, ours, Origins.of(composed)))
+
+
+def _refusal(check: Callable[[], object]) -> tuple[str, ...]:
+    """The paragraphs of the ConfigError that a check raises; none where it passes."""
     try:
-        config.load(ours, Origins.of(composed))
+        check()
     except ConfigError as error:
         return error.marked
     return ()
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    if faults:
+        _leave(faults, 2)
 
 
 def _print_notices(composed: DictConfig) -> None:
@@ -377,15 +376,6 @@ def _print_notices(composed: DictConfig) -> None:
         if isinstance(name, str) and (file := packages.hidden(name)) is not None:
             notice = f"{name} is in {shown_path(file)}; the one that comes with Meshwright is meshwright.{name}"
             print(f"{key}: {notice}", flush=True)
-
-
-def _unwritable(folder: str, key: str) -> tuple[str, ...]:
-    """Why the folder of a run or a sweep is not writable; empty if it is."""
-    try:
-        require_writable(folder, key)
-    except ConfigError as error:
-        return error.marked
-    return ()
 
 
 def _verb_table() -> str:

@@ -36,13 +36,14 @@ def require_working_directory() -> None:
 def require_writable(folder: str, key: str) -> None:
     """Create `folder`, the value of `key`, if needed, and test writing with a temporary file.
 
-    Raises ConfigError where that fails; folders that were made are removed again.
+    Raises:
+        ConfigError: That fails; folders that were made are removed again.
     """
     made: list[Path] = []
     try:
         path = Path(folder).absolute()
         path.as_posix().encode()
-        made = [one for one in (path, *path.parents) if not one.exists()]
+        made = [parent for parent in (path, *path.parents) if not parent.exists()]
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(ROOM))
@@ -53,9 +54,9 @@ def require_writable(folder: str, key: str) -> None:
             "PYTHONUTF8=1 or a locale such as LC_ALL=C.UTF-8.",
         ) from None
     except (OSError, ValueError) as error:
-        for one in made:
+        for parent in made:
             with suppress(OSError):
-                one.rmdir()
+                parent.rmdir()
         shown = folder if len(folder) < 100 else f"{folder[:97]}..."
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
@@ -70,13 +71,6 @@ def check_files(run_dir: Path) -> None:
             raise ConfigError(
                 "MW603", f"{run_dir / name} is not a regular file; remove it, or give another hydra.run.dir."
             )
-
-
-def write_config(run_dir: Path, text: str) -> None:
-    """Write `config.json` atomically."""
-    hidden = run_dir / f".{CONFIG_FILE}"
-    hidden.write_text(text, encoding="utf-8")
-    os.replace(hidden, run_dir / CONFIG_FILE)
 
 
 def remove_if_unused(run_dir: Path) -> None:
