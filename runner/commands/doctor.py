@@ -15,9 +15,11 @@ import platform
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from runner.errors import ConfigError
+from runner.packages import ROOT
 
 LIBRARIES = ("torch", "deepspeed", "hydra", "omegaconf", "pydantic", "numpy", "tqdm")
 DISTRIBUTIONS = {"hydra": "hydra-core"}
@@ -33,59 +35,54 @@ class CheckFailed(Exception):
 
 
 def run(words: Sequence[str]) -> int:
-    """Print every check. Returns the exit code: 0 if all are ok, else 1. A word is a checkpoint, which is checked
-    instead. Raises ConfigError for more arguments, or one that is not a checkpoint."""
+    """Print every check. A word is a checkpoint, which is checked instead.
+
+    Returns:
+        The exit code: 0 if all are ok, else 1.
+
+    Raises:
+        ConfigError: There are more arguments, or one that is not a checkpoint.
+    """
     if len(words) > 1:
         raise ConfigError("MW112", f"doctor takes one checkpoint or nothing, but got {' '.join(words)!r}.")
     if words:
-        from runner.commands import (
-            doctor_checkpoint as examination,  # imports torch, which is one of the things to be checked
-        )
+        from runner.commands import doctor_checkpoint  # imports torch, which is one of the things to be checked
 
-        return examination.run(Path(words[0]))
-    checks: list[tuple[str, Callable[[], str]]] = [("python", _python)]
-    checks += [(name, _importer(name)) for name in LIBRARIES]
-    checks += [(name, _optional(name, use)) for name, use in OPTIONAL.items()]
-    checks += [("devices", _devices), ("collectives", _collectives), ("compiler", _compiler)]
-    checks += [(name, _placement(name)) for name in BESIDE_RUNNER]
-    checks += [("disk", _disk), ("shared memory", _shared_memory)]
-    return 1 if [name for name, check in checks if not _passes(name, check)] else 0
+        return doctor_checkpoint.run(Path(words[0]))
+    checks: dict[str, Callable[[], str]] = {
+        "python": lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        **{name: partial(_imported, name) for name in LIBRARIES},
+        **{name: partial(_optional, name, use) for name, use in OPTIONAL.items()},
+        **{"devices": _devices, "collectives": _collectives, "compiler": _compiler},
+        **{name: partial(_placement, name) for name in BESIDE_RUNNER},
+        **{"disk": _disk, "shared memory": _shared_memory},
+    }
+    return int(not all([_passes(name, check) for name, check in checks.items()]))
 
 
 def _passes(name: str, check: Callable[[], str]) -> bool:
     """Run one check and print its line; output of libraries during import is dropped."""
-    said = io.StringIO()
+    dropped = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(dropped), contextlib.redirect_stderr(dropped):
             warnings.simplefilter("ignore")
-            found, passed = check(), True
+            result, passed = check(), True
     except CheckFailed as error:
-        found, passed = str(error), False
+        result, passed = str(error), False
     except Exception as error:  # a broken installation may raise anything
-        found, passed = f"{type(error).__name__}: {' '.join(str(error).split())}", False
-    print(f"{'ok' if passed else 'failed':<6}  {name:<13}  {found}", flush=True)
+        result, passed = f"{type(error).__name__}: {' '.join(str(error).split())}", False
+    print(f"{'ok' if passed else 'failed':<6}  {name:<13}  {result}", flush=True)
     return passed
 
 
-def _python() -> str:
-    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+def _imported(name: str) -> str:
+    importlib.import_module(name)
+    return importlib.metadata.version(DISTRIBUTIONS.get(name, name))
 
 
-def _importer(name: str) -> Callable[[], str]:
-    def check() -> str:
-        importlib.import_module(name)
-        return importlib.metadata.version(DISTRIBUTIONS.get(name, name))
-
-    return check
-
-
-def _optional(name: str, use: str) -> Callable[[], str]:
-    def check() -> str:
-        if importlib.util.find_spec(name) is None:
-            return f"absent; only {use} needs it"
-        return importlib.metadata.version(name)
-
-    return check
+def _optional(name: str, use: str) -> str:
+    absent = importlib.util.find_spec(name) is None
+    return f"absent; only {use} needs it" if absent else importlib.metadata.version(name)
 
 
 def _compiler() -> str:
@@ -94,10 +91,9 @@ def _compiler() -> str:
     from strategies.runtime.compiled import missing
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lacking = missing(device)
-    return (
-        f"absent; only train.compile=true needs it: {lacking}" if lacking else f"torch.compile can be used on {device}"
-    )
+    if lacking := missing(device):
+        return f"absent; only train.compile=true needs it: {lacking}"
+    return f"torch.compile can be used on {device}"
 
 
 def _devices() -> str:
@@ -120,19 +116,14 @@ def _collectives() -> str:
     return "gloo, nccl" if nccl else "gloo"
 
 
-def _placement(name: str) -> Callable[[], str]:
+def _placement(name: str) -> str:
     """The packages have common names: another `models` in the way would be taken for ours."""
-
-    def check() -> str:
-        package = importlib.util.find_spec(name)
-        found = [Path(folder).resolve() for folder in (package.submodule_search_locations or ())] if package else []
-        wanted = Path(__file__).resolve().parents[2] / name
-        if wanted not in found:
-            where = ", ".join(map(str, found)) or "nowhere"
-            raise CheckFailed(f"found {where} instead of {wanted}; start `run` elsewhere or set PYTHONSAFEPATH=1")
-        return str(wanted)
-
-    return check
+    package = importlib.util.find_spec(name)
+    folders = [Path(folder).resolve() for folder in (package.submodule_search_locations or ())] if package else []
+    if (wanted := ROOT / name) not in folders:
+        where = ", ".join(map(str, folders)) or "nowhere"
+        raise CheckFailed(f"found {where} instead of {wanted}; start `run` elsewhere or set PYTHONSAFEPATH=1")
+    return str(wanted)
 
 
 def _disk() -> str:

@@ -52,9 +52,8 @@ def described(found: Header) -> str:
     """What was saved, in one line."""
     parallel = found.config.get("parallel", {})
     mesh = " ".join(f"{axis} {size}" for axis, size in found.plan.get("mesh", {}).items())
-    stage = parallel.get("zero", {}).get("stage")
     plan = f"{parallel.get('mode', 'unknown mode')}{f', mesh {mesh}' if mesh else ''}"
-    zero = f", ZeRO stage {stage}" if stage else ""
+    zero = f", ZeRO stage {stage}" if (stage := parallel.get("zero", {}).get("stage")) else ""
     ranks = f"{found.world_size} rank{'s' * (found.world_size > 1)}"
     total = sum(stamp.bytes for stamp in found.files.values())
     return f"step {found.step}, {found.form}, {ranks}, {plan}{zero}, {total:,} bytes in {len(found.files)} files"

@@ -23,13 +23,13 @@ from strategies.rules.traits import traits
 BAR = 960
 """Width of a bar."""
 CELL, GAP, MOST = 30, 10, 8
-"""Of the mesh: the side of a rank, the gap between blocks, and how many ranks are drawn along an axis."""
+"""Of the mesh: the side of a rank, the gap between blocks, and the largest number of ranks along an axis."""
 NODE_WIDTH, NODE_HEIGHT, LANE, STEP, MARGIN = 196, 22, 212, 40, 40
 AXIS = re.compile(r"[\w.]+")
 RESULT = -1
 """The operand of redistributions behind an operator."""
 LARGEST = 120
-"""Operators of a layer beyond which only those are drawn that have parameters or communicate."""
+"""Operators of a layer beyond which only those are visible that have parameters or communicate."""
 
 
 Drawing = dict[str, Any]
@@ -56,20 +56,20 @@ def gauge(used: float, limit: float) -> Drawing:
 def mesh_drawing(mesh: Mapping[str, int]) -> Drawing:
     """Every rank as a cell: the last axis runs across, the one before down, the others in blocks. Long axes are cut
     short, and axes of size 1 left out."""
-    sizes = [size for size in mesh.values() if size > 1] or [1]
+    sizes = [size for size in mesh.values() if size > 1]
+    sizes = [1] * (2 - len(sizes)) + sizes
     shown = [min(size, MOST) for size in sizes]
     while prod(shown) > MOST * MOST * 2:
         shown[max(range(len(shown)), key=lambda axis: shown[axis])] -= 1
     strides = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    across, down, outer = shown[-1], shown[-2] if len(shown) > 1 else 1, shown[:-2]
+    *outer, down, across = shown
     width, height = across * CELL + GAP, down * CELL + GAP
     per_row = max(1, 640 // width)
     cells = []
     for block, position in enumerate(product(*(range(size) for size in outer))):
         left, top = block % per_row * width, block // per_row * height
         for row, column in product(range(down), range(across)):
-            inner = (row, column) if len(shown) > 1 else (column,)
-            rank = sum(c * stride for c, stride in zip((*position, *inner), strides, strict=True))
+            rank = sum(c * stride for c, stride in zip((*position, row, column), strides, strict=True))
             cells.append({"rank": rank, "x": left + column * CELL, "y": top + row * CELL})
     blocks = prod(outer)
     size = {"width": min(blocks, per_row) * width, "height": -(-blocks // per_row) * height}
@@ -77,18 +77,18 @@ def mesh_drawing(mesh: Mapping[str, int]) -> Drawing:
 
 
 def layer_drawing(kind: LayerKind, axes: Sequence[str]) -> Drawing:
-    """The operators of one layer, with a stripe of its colour for each axis that slices them. Views are drawn only if
-    they communicate."""
+    """The operators of one layer, with a stripe of its colour for each axis that slices them; views only if they
+    communicate."""
     rows = kind.rows
-    drawn = [row for row in rows if row.matters or not traits(row.first["op"]).view]
-    if len(drawn) > LARGEST:
-        drawn = [row for row in rows if row.matters]
+    visible = [row for row in rows if row.matters or not traits(row.first["op"]).view]
+    if len(visible) > LARGEST:
+        visible = [row for row in rows if row.matters]
     by_name = {row.first["name"]: row for row in rows}
-    names = {row.first["name"] for row in drawn}
-    origins = {row.first["name"]: _origins(row.first, by_name, names) for row in drawn}
+    names = {row.first["name"] for row in visible}
+    origins = {row.first["name"]: _origins(row.first, by_name, names) for row in visible}
     places, size = _placed({name: [other for other in producers if other] for name, producers in origins.items()})
     nodes, edges = [], []
-    for row in drawn:
+    for row in visible:
         entry, (x, y) = row.first, places[row.first["name"]]
         used = set(AXIS.findall(row.layouts))
         stripes = [colour for axis, colour in zip(axes, cycle(COLOURS), strict=False) if axis in used]
@@ -127,16 +127,16 @@ def _placed(producers: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[int
     return places, {"width": width, "height": (max(depth.values(), default=0) + 1) * STEP}
 
 
-def _origins(entry: Mapping[str, Any], rows: Mapping[str, Row], drawn: set[str]) -> dict[str, set[int]]:
-    """The drawn operators of the layer from which an operator's operands come, through those that are not drawn, with
-    the positions of these operands; those from outside of the layer, and the result, are under an empty name."""
+def _origins(entry: Mapping[str, Any], rows: Mapping[str, Row], visible: set[str]) -> dict[str, set[int]]:
+    """The visible operators of the layer from which an operator's operands come, through the invisible ones, with the
+    positions of these operands; those from outside of the layer, and the result, are under an empty name."""
     origins: dict[str, set[int]] = {"": {RESULT}}
     for position, operand in enumerate(entry["inputs"]):
         queue = [operand]
         while queue:
             name = queue.pop(0)
-            if name in drawn or name not in rows:
-                origins.setdefault(name if name in drawn else "", set()).add(position)
+            if name in visible or name not in rows:
+                origins.setdefault(name if name in visible else "", set()).add(position)
             else:
                 queue += rows[name].first["inputs"]
     return origins
