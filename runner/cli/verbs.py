@@ -43,12 +43,16 @@ class Verb:
     keys: tuple[str, ...] = ()
 
     @property
+    def command(self) -> str:
+        """The verb with what follows it."""
+        name = self.target.rpartition(":")[0].rpartition(".")[2]
+        return self.usage or f"run {name} +recipe=NAME [KEY=VALUE ...]"
+
+    @property
     def help(self) -> str:
         """What `--help` prints about the verb."""
-        parts = [self.usage, f"    {self.summary}", f"For example:\n    {self.example}"]
+        parts = [self.command, f"    {self.summary}", f"For example:\n    {self.example}"]
         if self.composed:
-            name = self.target.rpartition(":")[0].rpartition(".")[2]
-            parts[0] = self.usage or f"run {name} +recipe=NAME [KEY=VALUE ...]"
             parts.append(f"Keys and their defaults:\n{table(self.keys)}")
             parts.append("All keys, recipes and groups: run --help. The config of a recipe: run +recipe=NAME --cfg job")
         return "\n\n".join([*parts, EXIT_CODES])
@@ -152,9 +156,8 @@ def page() -> str:
         f"{EXIT_CODES}\n"
     ]
     for name, verb in VERBS.items():
-        usage = verb.usage or f"run {name} +recipe=NAME [KEY=VALUE ...]"
         summary = f"{verb.summary[:1].upper()}{verb.summary[1:]}."
-        parts.append(f"## run {name}\n\n{summary}\n\n```text\n{usage}\n```\n")
+        parts.append(f"## run {name}\n\n{summary}\n\n```text\n{verb.command}\n```\n")
         parts.append(f"For example:\n\n```text\n{verb.example}\n```\n")
         if verb.keys:
             parts.append(f"Its keys: {', '.join(f'`{key}`' for key in verb.keys)}.\n")

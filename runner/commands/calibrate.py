@@ -172,7 +172,6 @@ def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tu
     missing: list[str] = []
 
     def known(key: str, value: T | None, otherwise: T, error: str = "") -> tuple[T, str]:
-        """The value of a constant, and the comment behind it."""
         if value is not None:
             return value, comments.get(error, "")
         missing.append(key)

@@ -15,8 +15,11 @@ USAGE = "write `run convert FROM TO [form=merged|sharded] [plan=FILE]`"
 
 
 def run(words: Sequence[str]) -> int:
-    """Convert and print a summary. Returns 0. Raises ConfigError for wrong arguments, and for files that are damaged or
-    cannot be converted."""
+    """Convert and print a summary. Returns 0.
+
+    Raises:
+        ConfigError: Wrong arguments, or files that are damaged or cannot be converted.
+    """
     source, target, form, plan = _read(words)
     from runner.conversion.convert import cut_of, opened, write
 

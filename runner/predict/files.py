@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -86,11 +87,8 @@ def by_row(output: Any, rows: int) -> dict[str, Tensor]:
 
     Raises ConfigError where there is none.
     """
-    found = {
-        name or OUTPUT: tensor.detach().cpu()
-        for name, tensor in _named(output, ())
-        if tensor.dim() and tensor.shape[0] == rows
-    }
+    named = ((name or OUTPUT, tensor) for name, tensor in _named(output, ()))
+    found = {name: tensor.detach().cpu() for name, tensor in named if tensor.dim() and tensor.shape[0] == rows}
     if not found:
         raise ConfigError(
             "MW317",
@@ -103,27 +101,21 @@ def by_row(output: Any, rows: int) -> dict[str, Tensor]:
 def _named(output: Any, where: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(output, Tensor):
         yield ".".join(where), output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from _named(value, (*where, str(key)))
+        return
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(output, Mapping):
+        children = output.items()
     elif is_dataclass(output) and not isinstance(output, type):
-        for field in fields(output):
-            yield from _named(getattr(output, field.name), (*where, field.name))
+        children = ((field.name, getattr(output, field.name)) for field in fields(output))
     elif isinstance(output, (tuple, list)):
-        for number, value in enumerate(output):
-            yield from _named(value, (*where, str(number)))
+        children = enumerate(output)
+    for name, child in children:
+        yield from _named(child, (*where, str(name)))
 
 
 def _plain(tensor: Tensor) -> list[Any]:
     """The rows as JSON values; non-finite numbers become null."""
     rows: list[Any] = tensor.tolist()
-    if not tensor.dtype.is_floating_point or bool(tensor.isfinite().all()):
-        return rows
-    finite: list[Any] = _without_infinities(rows)
-    return finite
-
-
-def _without_infinities(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_infinities(one) for one in value]
-    return value if math.isfinite(value) else None
+    if tensor.dtype.is_floating_point and not bool(tensor.isfinite().all()):
+        rows = numpy.where(tensor.isfinite().numpy(), tensor.double().numpy().astype(object), None).tolist()
+    return rows
