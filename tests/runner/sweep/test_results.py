@@ -101,8 +101,8 @@ def test_curves_keep_the_last_step_and_state_their_scale(tmp_path):
         "".join(f'{{"step": {n}, "loss": {10.0**-n}}}\n' for n in range(1, 8)), encoding="utf-8"
     )
     chart = curves({"#0": tmp_path})
-    assert chart is not None and chart.logarithmic
-    assert "step 7" in [label for _, _, label in chart.ticks]
+    assert chart is not None and chart["logarithmic"]
+    assert "step 7" in [label for _, _, label in chart["ticks"]]
     assert curves({"none": tmp_path / "none"}) is None
 
 
