@@ -11,7 +11,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +48,21 @@ def build(model: Model) -> Any:
                 "leaves out has the default of the class, at full size.",
             )
         return targets.call(function, model.args, model.target, "model")
+    given, name = dict(model.config), model.target
+    model_type = given.pop("model_type", None)
     if automatic:
-        return _automatic(function, model)
-    if kind is None:
+        kind, function, name = _automatic(function, name, model_type), function.from_config, f"{name}.from_config"
+    elif kind is None:
         raise ConfigError(
             "MW306",
-            f"model.config is given, but model.target = {model.target!r} has no config class as the models of "
+            f"model.config is given, but model.target = {name!r} has no config class as the models of "
             f"{LIBRARY} have; give its arguments as model.args.",
         )
-    given = dict(model.config)
-    if (named := given.pop("model_type", kind.model_type)) != kind.model_type:
+    elif model_type not in (None, kind.model_type):
         raise ConfigError(
-            "MW306", f"model.config.model_type = {named!r}, but {model.target} is of type {kind.model_type!r}."
+            "MW306", f"model.config.model_type = {model_type!r}, but {name} is of type {kind.model_type!r}."
         )
-    return targets.call(function, model.args | {"config": _configured(kind, given)}, model.target, "model")
+    return targets.call(function, model.args | {"config": _configured(kind, given)}, name, "model")
 
 
 def load(module: nn.Module, folder: Path) -> bool:
@@ -93,27 +95,19 @@ def described(module: nn.Module) -> str | None:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _automatic(function: Any, model: Model) -> Any:
-    """A model of a class such as AutoModelForCausalLM, which chooses by `model_type`."""
+def _automatic(function: Any, target: str, model_type: str | None) -> Any:
+    """The config class of a model type, by which a class such as AutoModelForCausalLM chooses the model."""
     from transformers import CONFIG_MAPPING
 
-    given = dict(model.config or {})
-    name = given.pop("model_type", None)
-    known = sorted(CONFIG_MAPPING)
-    if name not in known:
-        what = "is not set" if name is None else f"= {name!r} is not a type of model"
+    if model_type not in CONFIG_MAPPING:
+        what = "is not set" if model_type is None else f"= {model_type!r} is not a type of model"
+        near = closest(model_type or "", sorted(CONFIG_MAPPING))
+        raise ConfigError("MW306", f"model.config.model_type {what}; {target} chooses the model by it.{near}")
+    if (kind := CONFIG_MAPPING[model_type]) not in function._model_mapping:
         raise ConfigError(
-            "MW306",
-            f"model.config.model_type {what}; {model.target} chooses the model by it.{closest(name or '', known)}",
+            "MW306", f"model.target = {target!r} has no model of model.config.model_type = {model_type!r}."
         )
-    kind = CONFIG_MAPPING[name]
-    if kind not in function._model_mapping:
-        raise ConfigError(
-            "MW306", f"model.target = {model.target!r} has no model of model.config.model_type = {name!r}."
-        )
-    config = _configured(kind, given)
-    make: Callable[..., Any] = function.from_config
-    return targets.call(make, model.args | {"config": config}, f"{model.target}.from_config", "model")
+    return kind
 
 
 def _configured(kind: type, given: Mapping[str, Any]) -> Any:
@@ -121,9 +115,8 @@ def _configured(kind: type, given: Mapping[str, Any]) -> Any:
     try:
         config = kind(**given)
     except Exception as error:
-        raise ConfigError(
-            "MW306", f"model.config: {kind.__name__} cannot be made: {targets.describe(error)}."
-        ) from error
+        text = f"model.config: {kind.__name__} cannot be made: {targets.describe(error)}."
+        raise ConfigError("MW306", text) from error
     _check_known(kind, config, given, "model.config")
     _switch_cache_off(config, given)
     return config
@@ -143,12 +136,11 @@ def _check_known(kind: type, config: Any, given: Mapping[str, Any], where: str) 
 
 def _declared(kind: type) -> set[str]:
     """The public names that a config class gives its configs by itself."""
-    names = {name for name, one in inspect.signature(kind).parameters.items() if one.kind is not one.VAR_KEYWORD}
-    if not any(one.default is one.empty for one in inspect.signature(kind).parameters.values() if one.name in names):
-        try:
+    own = [one for one in inspect.signature(kind).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    names = {one.name for one in own}
+    if all(one.default is not one.empty for one in own):
+        with suppress(ValueError):  # a config made of others has no default
             names |= set(vars(kind()))
-        except ValueError:  # a config made of others has no default
-            return names
     return {name for name in names if not name.startswith("_")}
 
 

@@ -188,15 +188,14 @@ def _type(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
 
 def main(words: list[str]) -> int:
     """Write the files, or with `--check` only name those that differ. Returns the exit code."""
-    differing = [
-        file for file, text in files().items() if not file.exists() or file.read_text(encoding="utf-8") != text
-    ]
-    for file in differing:
-        print(f"{file.relative_to(ROOT)} {'differs from the schema' if '--check' in words else 'written'}")
-        if "--check" not in words:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(files()[file], encoding="utf-8")
-    return int("--check" in words and bool(differing))
+    check, code = "--check" in words, 0
+    for file, text in files().items():
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            print(f"{file.relative_to(ROOT)} {'differs from the schema' if check else 'written'}")
+            code = int(check)
+            if not check:
+                file.write_text(text, encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":

@@ -18,13 +18,7 @@ from runner.errors import allowed
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the config.
-
-    Attributes:
-        path: Its dotted path, such as `parallel.zero.stage`.
-        info: Its default, description and type.
-        section: The section that it holds, or None for a value.
-    """
+    """A key of the config, by its dotted path, with the section that it holds, or None for a value."""
 
     path: str
     info: FieldInfo
@@ -83,7 +77,7 @@ def enumerated(path: str) -> tuple[str, ...]:
 def open_mappings() -> dict[str, bool]:
     """The dotted keys whose own keys the user chooses, such as `model.args` and `parallel.strategies`, and whether each
     may be null."""
-    types = {key.path: set(_types(key.info.annotation)) for key in walk() if key.section is None}
+    types = {key.path: _types(key.info.annotation) for key in walk() if key.section is None}
     return {path: type(None) in kinds for path, kinds in types.items() if dict in kinds}
 
 
@@ -140,33 +134,32 @@ def _word(value: object) -> str:
 
 def _literals(annotation: Any) -> Iterator[object]:
     """The values of an enumeration, or of one among alternatives; small ranges of integers belong to it."""
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    elif annotation is bool:
-        yield from (True, False)
-    elif annotation is type(None):
-        yield None
-    elif get_origin(annotation) is Annotated and get_args(annotation)[0] is int:
-        marks = [mark for limit in get_args(annotation)[1:] for mark in getattr(limit, "metadata", [])]
-        low = next((mark.ge for mark in marks if hasattr(mark, "ge")), None)
-        high = next((mark.le for mark in marks if hasattr(mark, "le")), None)
-        yield from range(low, high + 1) if low is not None and high is not None and high - low < 10 else ()
-    else:
-        for inner in _alternatives(annotation):
-            yield from _literals(inner)
+    for kind in _alternatives(annotation):
+        if get_origin(kind) is Literal:
+            yield from get_args(kind)
+        elif kind is bool:
+            yield from (True, False)
+        elif kind is type(None):
+            yield None
+        elif get_origin(kind) is Annotated:
+            marks = [mark for limit in get_args(kind)[1:] for mark in getattr(limit, "metadata", [])]
+            low = next((mark.ge for mark in marks if hasattr(mark, "ge")), None)
+            high = next((mark.le for mark in marks if hasattr(mark, "le")), None)
+            yield from range(low, high + 1) if low is not None and high is not None and high - low < 10 else ()
 
 
-def _types(annotation: Any) -> Iterator[Any]:
+def _types(annotation: Any) -> set[Any]:
     """The alternatives of a type without their parameters: dict and NoneType of `dict[str, int] | None`."""
-    alternatives = _alternatives(annotation)
-    if alternatives:
-        for inner in alternatives:
-            yield from _types(inner)
+    return {get_origin(kind) or kind for kind in _alternatives(annotation)}
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """The types in a union; integers with their limits."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is Annotated and inner[0] is not int:
+        yield from _alternatives(inner[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for kind in inner:
+            yield from _alternatives(kind)
     else:
-        yield get_origin(annotation) or annotation
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) is Annotated:
-        return get_args(annotation)[:1]
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+        yield annotation
