@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from runner.config.schema import Config
 from runner.errors import ConfigError
 from strategies.capture import Captured, LossFunction, Objective, capture, run_once
 from strategies.capture.shapes import pretend, shapes_only
-from strategies.core.errors import StrategyError
+from strategies.core.addressing import means_module
+from strategies.core.errors import StrategyError, closest
+from strategies.runtime.offload import Offload
 
 DTYPES = {
     "fp32": torch.float32,
@@ -138,3 +141,23 @@ def captured_from_shapes(
             raise
     step = objective(config, names)
     return step, capture(step, tensors, training=True), tensors
+
+
+def offload_of(config: Config, folder: Path | None) -> Offload:
+    """What the config asks for, in the engine's terms; `folder` is that of `runner.launch.temporary_folder`."""
+    wanted = config.parallel.offload
+    larger_than = int(wanted.activations.larger_than * 1e6)
+    return Offload(
+        wanted.optimizer, wanted.parameters, wanted.activations.to, wanted.activations.modules, larger_than, folder
+    )
+
+
+def check_modules(config: Config, model: nn.Module) -> None:
+    """Raises ConfigError for a glob that matches no module."""
+    names = [name for name, _ in model.named_modules() if name]
+    for glob in config.parallel.offload.activations.modules:
+        if not any(means_module(glob, name) for name in names):
+            raise ConfigError(
+                "MW211",
+                f"parallel.offload.activations.modules: {glob!r} matches no module of the model.{closest(glob, names)}",
+            )

@@ -30,9 +30,9 @@ class Origins:
     """The origins of one composed config.
 
     Attributes:
-        overrides: the words of the command line, without the options of the command.
-        config_name: name of the primary config; None leaves only the command line to look at.
-        groups: the config groups that have a choice; `parallel=auto` chooses a file, it gives no value itself.
+        overrides: The words of the command line, without options.
+        config_name: The primary config; None leaves only the command line to look at.
+        groups: The config groups that have a choice; `parallel=auto` chooses a file, it gives no value itself.
     """
 
     overrides: tuple[str, ...] = ()

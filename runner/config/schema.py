@@ -310,21 +310,6 @@ class Config(Section):
         """Micro-batches of one optimizer step: those of accumulation, each cut into those of the pipeline."""
         return self.train.accumulate * self.parallel.pipeline.parts
 
-    def _all_devices(self, stages: int) -> None:
-        """Without a world_size, plan for all devices of a cluster that is only described."""
-        machine = self.cluster.machine
-        if machine is None or self.world_size is not None or self.job.name not in ("plan", "explain"):
-            return
-        for key, shape in self.parallel.meshes():
-            if prod(shape) * stages != machine.devices and self.parallel.mode != "stand_alone":
-                raise refusal(
-                    f"{key} = {list(shape)} has {prod(shape) * stages} devices, but world_size = null takes all "
-                    f"{machine.devices} of cluster = {self.cluster.name!r}; set world_size={prod(shape) * stages}, or "
-                    f"{key} for all of them.",
-                    key,
-                    "world_size",
-                )
-
     @model_validator(mode="after")
     def _devices_agree(self) -> Config:
         if self.parallel.mode == "stand_alone" and self.world_size not in (None, 1):
@@ -336,12 +321,21 @@ class Config(Section):
             )
         if self.parallel.pipeline.stages == "auto":
             return self  # a mesh is that of a stage; each candidate is checked against it
-        stages = self.parallel.pipeline.known
-        self._all_devices(stages or 1)
-        known = self.parallel.meshes()
+        stages, machine, known = self.parallel.pipeline.known or 1, self.cluster.machine, self.parallel.meshes()
+        planned = self.job.name in ("plan", "explain") and self.parallel.mode != "stand_alone"
         if self.world_size is not None:
-            key = "world_size" if stages is None else "world_size / parallel.pipeline.stages"
-            known = [(key, (self.world_size // (stages or 1),)), *known]
+            key = "world_size" if self.parallel.pipeline.known is None else "world_size / parallel.pipeline.stages"
+            known = [(key, (self.world_size // stages,)), *known]
+        elif machine is not None and planned:  # for all devices of a cluster that is only described
+            for key, shape in known:
+                if (devices := prod(shape) * stages) != machine.devices:
+                    raise refusal(
+                        f"{key} = {list(shape)} has {devices} devices, but world_size = null takes all "
+                        f"{machine.devices} of cluster = {self.cluster.name!r}; set world_size={devices}, or {key} for "
+                        "all of them.",
+                        key,
+                        "world_size",
+                    )
         for key, shape in known[1:]:
             first, expected = known[0][0], prod(known[0][1])
             if prod(shape) != expected:
@@ -351,7 +345,7 @@ class Config(Section):
                     key,
                     first,
                 )
-        machine, ranks = self.cluster.machine, prod(known[0][1]) * (stages or 1) if known else 1
+        ranks = prod(known[0][1]) * stages if known else 1
         if machine is not None and ranks > machine.devices:
             raise refusal(
                 f"{known[0][0]} = {_shown(known[0][1])} needs {ranks} devices, but cluster = "

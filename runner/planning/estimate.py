@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from runner.build import optimizers
-from runner.build.offload import offload_of
+from runner.build.modules import offload_of
 from runner.config.schema import Config
 from runner.planning import lowering
 from runner.planning.sources import wanted_recompute

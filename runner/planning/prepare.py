@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build import huggingface, optimizers, pretrained
-from runner.build.modules import DTYPES, captured_from_shapes, cast, check_half, objective
-from runner.build.offload import check_modules
+from runner.build.modules import DTYPES, captured_from_shapes, cast, check_half, check_modules, objective
 from runner.build.scores import Structure, scores, try_evaluation
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described

@@ -21,8 +21,7 @@ from torch import Tensor, fx, nn
 
 from runner import checkpoint as checkpoints
 from runner.build import optimizers
-from runner.build.modules import DTYPES, cast
-from runner.build.offload import offload_of
+from runner.build.modules import DTYPES, cast, offload_of
 from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.data.row_seeds import seed_generators
 from runner.errors import ConfigError

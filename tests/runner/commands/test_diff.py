@@ -8,7 +8,7 @@ import pytest
 from composing import compose_config
 
 from runner.commands import plan
-from runner.report.differences import differences
+from runner.commands.diff import differences
 
 
 @pytest.fixture(scope="module")
