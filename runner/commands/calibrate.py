@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -45,7 +44,9 @@ ENDING = 1.7
 def run(config: Config, run_dir: Path) -> float | None:
     """Measure, fit, write the file, print the constants. Returns the largest median error of what was fitted.
 
-    Raises RunFailed if there was no time to measure anything, and ConfigError for a file that cannot be written.
+    Raises:
+        RunFailed: There was no time to measure anything.
+        ConfigError: The file cannot be written.
     """
     started = time.monotonic() - (time.time() - begin()[0][1])
     with _written(Path(config.calibrate.file), config.calibrate.force) as partial:
@@ -81,29 +82,28 @@ def _written(name: Path, force: bool) -> Iterator[Path]:
 
 
 def _check(name: Path, file: Path, what: str, force: bool) -> None:
+    fault = None
     if not file.parent.is_dir() or file.is_dir():
-        raise ConfigError("MW806", f"{what} cannot be written there; name a file in a folder.")
-    if not file.exists():
+        fault = "cannot be written there; name a file in a folder."
+    elif not file.exists():
         if name.is_symlink() and not force:
-            raise ConfigError(
-                "MW806", f"{what} is a link to {file}, which does not exist; name another file, or add --force."
-            )
-        return
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise ConfigError("MW806", f"{what} is no regular file; name another one.")
-    if force:
-        return
+            fault = f"is a link to {file}, which does not exist; name another file, or add --force."
+    elif not file.is_file():
+        fault = "is no regular file; name another one."
+    elif not force and not _is_ours(file):
+        fault = (
+            "exists already and was not written by `run calibrate`; name another file, or add --force to overwrite it."
+        )
+    if fault is not None:
+        raise ConfigError("MW806", f"{what} {fault}")
+
+
+def _is_ours(file: Path) -> bool:
     try:
         with file.open(encoding="utf-8") as content:
-            ours = MARK in content.readline(200)
+            return MARK in content.readline(200)
     except (OSError, UnicodeDecodeError):
-        ours = False
-    if not ours:
-        raise ConfigError(
-            "MW806",
-            f"{what} exists already and was not written by `run calibrate`; name another file, or add --force to "
-            "overwrite it.",
-        )
+        return False
 
 
 def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float]:
@@ -152,12 +152,12 @@ def describe(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, float 
     if rank.rank > 0:
         return None
     config = Config.model_validate_json(payload["config"])
-    found = fit(measured.products, measured.copies, measured.calls)
+    fitted = fit(measured.products, measured.copies, measured.calls)
     assumed = cluster_of(config, measured.device, rank.world_size)
-    text, missing = described(Path(config.calibrate.file).stem, measured, found, assumed)
-    if missing and found.errors:
+    text, missing = described(Path(config.calibrate.file).stem, measured, fitted, assumed)
+    if missing and fitted.errors:
         print(f"calibrate: no time to measure {', '.join(missing)}, which are as in {assumed.name}", flush=True)
-    return text, max((error.middle for error in found.errors.values()), default=None)
+    return text, max((error.middle for error in fitted.errors.values()), default=None)
 
 
 def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tuple[str, tuple[str, ...]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,26 +118,17 @@ def run(config: Config, run_dir: Path) -> float | None:
         offload_folder(config, run_dir) as offload,
     ):
         folder = Path(scratch).absolute()
-        ours, theirs = folder / "sharded", folder / "reference"
-        ours.mkdir()
-        theirs.mkdir()
+        ours, theirs, exact = (folder / name for name in ("sharded", "reference", "fp64"))
+        for records in (ours, theirs, exact):
+            records.mkdir()
         prepared = prepare_decided(sharded, folder)
         capacity.check_plan(prepared, plan_files.write_plan(prepared, run_dir))
         print(headline(prepared, run_dir), flush=True)
-        start = partial(
-            launch.run_ranks,
-            "runner.training.trainer:train",
-            device=prepared.device,
-            timeout=config.launch.timeout,
-            threads=config.launch.threads,
-        )
-        start(
-            TrainingJob(prepared, folder, None, ours, offload=offload), world_size=prepared.world_size, run_dir=run_dir
-        )
-        print(
-            f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process",
-            flush=True,
-        )
+        settings = {"timeout": config.launch.timeout, "threads": config.launch.threads}
+        start = partial(launch.run_ranks, "runner.training.trainer:train", device=prepared.device, **settings)
+        ranks = prepared.world_size
+        start(TrainingJob(prepared, folder, None, ours, offload=offload), world_size=ranks, run_dir=run_dir)
+        print(f"verify: {config.verify.steps} steps on {ranks} ranks done; now the same on one process", flush=True)
         reference = prepare(_reference(prepared.config), None)
         (run_dir / "reference").mkdir(exist_ok=True)
         start(TrainingJob(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
@@ -148,13 +138,14 @@ def run(config: Config, run_dir: Path) -> float | None:
         magnified = not comparison.passed and comparison.worst <= MAGNIFIED
         if magnified and precision == "fp32" and config.verify.tolerance is None:
             print(f"verify: a difference is beyond {tolerance:g}; now the same on one process in fp64", flush=True)
-
-            def exactly(record: Path) -> None:
+            try:
                 double = prepare(_changed(reference.config, train={"precision": "fp64"}), None, say=lambda _: None)
-                job = TrainingJob(replace(double, single_draws=True), folder, None, record, ours)
+                job = TrainingJob(replace(double, single_draws=True), folder, None, exact, ours)
                 start(job, world_size=1, run_dir=run_dir / "reference_fp64")
-
-            comparison = rounded(comparison, theirs, folder / "fp64", exactly)
+                rounding = compare(theirs, exact, tolerance, ROUNDING["fp32"]).differences
+                comparison = replace(comparison, rounding=rounding)
+            except (ConfigError, StrategyError, RunFailed) as error:
+                comparison = replace(comparison, unmeasured=str(error).partition("\n")[0])
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
     print(table(comparison))
     if not comparison.passed:
@@ -227,18 +218,6 @@ def compare(ours: Path, theirs: Path, tolerance: float, rounding: float) -> Comp
     sharded, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
     weights = {("weight", name): value for name, value in _differences(sharded, truth).items()}
     return Comparison(absolute, {LOSS: relative, **gradients, **weights}, tolerance, steps)
-
-
-def rounded(comparison: Comparison, theirs: Path, record: Path, exactly: Callable[[Path], None]) -> Comparison:
-    """The comparison with the difference between the reference, recorded in `theirs`, and its fp64 run, which `exactly`
-    records; or with the reason why there is none."""
-    record.mkdir()
-    try:
-        exactly(record)
-    except (ConfigError, StrategyError, RunFailed) as error:
-        return replace(comparison, unmeasured=str(error).partition("\n")[0])
-    own = compare(theirs, record, comparison.tolerance, ROUNDING["fp32"])
-    return replace(comparison, rounding=own.differences)
 
 
 def _differences(
