@@ -53,12 +53,7 @@ class Stopped(Exception):
 
 
 def allowed(value: str, options: Iterable[str]) -> str:
-    """The end of an error paragraph: ` Allowed: a, b. Did you mean 'a'?`.
-
-    Args:
-        value: the given value; the closest option is named when one is close.
-        options: the allowed values, in the order to show. Without any, the sentence is empty.
-    """
+    """The end of an error paragraph: ` Allowed: a, b. Did you mean 'a'?`; empty without `options`."""
     options = list(options)
     if not options:
         return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import yaml
@@ -32,15 +33,7 @@ AREAS = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """One kind of refusal.
-
-    Attributes:
-        code: such as `MW204`.
-        title: a few words.
-        cause: when it happens.
-        remedy: what to do.
-        example: a command, config or code that is right; empty where the remedy says it all.
-    """
+    """One kind of refusal, with an example of what is right unless the remedy says it all."""
 
     code: str
     title: str
@@ -52,16 +45,12 @@ class Refusal:
 @cache
 def catalogue() -> dict[str, Refusal]:
     """Every refusal by its code, in the order of the codes."""
-    entries = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return {code: Refusal(code, **{key: value.strip() for key, value in entries[code].items()}) for code in entries}
+    entries = yaml.safe_load(FILE.read_text(encoding="utf-8")).items()
+    return {code: Refusal(code, **{key: value.strip() for key, value in entry.items()}) for code, entry in entries}
 
 
 def explanation(code: str) -> str:
-    """What `run explain CODE` prints.
-
-    Raises:
-        ConfigError: there is no such code.
-    """
+    """What `run explain CODE` prints. Raises ConfigError: there is no such code."""
     known = catalogue()
     if code not in known:
         raise ConfigError("MW112", f"explain: there is no code {code}.{allowed(code, known)}")
@@ -78,14 +67,11 @@ def page() -> str:
         "`run explain MW204` prints what stands here. Exit codes: 0 done, 1 failed, 2 wrong command or config, "
         "130 interrupted (Ctrl-C), 143 stopped by SIGTERM, 129 by SIGHUP. `MESHWRIGHT_TRACEBACK=1` shows tracebacks.\n"
     ]
-    area = ""
-    for code, refusal in catalogue().items():
-        if code[2] != area:
-            area = code[2]
-            parts.append(f"## {AREAS[area]}\n")
-        parts.append(f"### {code}: {refusal.title}\n\n{refusal.cause}\n\n{refusal.remedy}\n")
-        if refusal.example:
-            parts.append(f"```text\n{refusal.example}\n```\n")
+    for area, refusals in groupby(catalogue().values(), lambda refusal: refusal.code[2]):
+        parts.append(f"## {AREAS[area]}\n")
+        for one in refusals:
+            parts.append(f"### {one.code}: {one.title}\n\n{one.cause}\n\n{one.remedy}\n")
+            parts += [f"```text\n{one.example}\n```\n"] if one.example else []
     return "\n".join(parts)
 
 

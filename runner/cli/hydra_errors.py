@@ -30,12 +30,8 @@ OPTIONAL_PARTS = {"hydra/launcher": ("joblib", "submitit_local", "submitit_slurm
 
 
 def reword(error: Exception, overrides: list[str]) -> ConfigError:
-    """The ConfigError for an exception that Hydra, OmegaConf or the YAML reader raised while composing.
-
-    Args:
-        error: the exception.
-        overrides: the words of the command line, to name the one at fault.
-    """
+    """The ConfigError for an exception that Hydra, OmegaConf or the YAML reader raised while composing the `overrides`
+    of the command line."""
     origins = Origins(tuple(overrides))
     text = _one_line(f"{error} {error.__cause__ or ''}")
     if isinstance(error, OverrideParseException):

@@ -7,7 +7,7 @@ Functions are named, not imported: the command must be able to refuse a bad conf
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +25,12 @@ class Verb:
     """One verb of the command.
 
     Attributes:
-        summary: what it does, in a few words.
-        example: a command line that works on a fresh install.
+        example: A command line that works on a fresh install.
         target: `module:function`.
-        composed: whether it needs a config.
-        argument: the key of which a bare word behind the verb is the value; none: there is no such word.
-        usage: what follows the verb, where that is not a recipe.
-        keys: the config keys that `--help` shows, with all below them.
+        composed: Whether it needs a config.
+        argument: The key of which a bare word behind the verb is the value; none: there is no such word.
+        usage: What follows the verb, where that is not a recipe.
+        keys: The config keys that `--help` shows, with all below them.
     """
 
     summary: str
@@ -59,8 +58,7 @@ class Verb:
 
     def function(self) -> Callable[..., Any]:
         """Import the module and return the function. Raises what the import raises."""
-        module, _, name = self.target.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = pkgutil.resolve_name(self.target)
         return function
 
 

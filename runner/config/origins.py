@@ -80,11 +80,9 @@ class Origins:
             return label
         group = label.removeprefix("conf/").rpartition("/")[0]
         names = next((names for key, names in NAMED.items() if f"{dotted}.".startswith(f"{key}.")), ())
-        for key in (*names, group):
-            for override in reversed(self.overrides):
-                if _key(override) == key:
-                    return f"the command line: {as_typed(override)}"
-        return label
+        given = {_key(override): override for override in self.overrides}
+        key = next((key for key in (*names, group) if key in given), None)
+        return label if key is None else f"the command line: {as_typed(given[key])}"
 
     @cached_property
     def _files(self) -> list[tuple[str, list[str], Any]]:

@@ -170,12 +170,7 @@ def _edge(start: tuple[int, int], end: tuple[int, int], sent: str) -> Drawing:
 
 
 def plan_page(content: text.Content, title: str) -> str:
-    """The report of a plan.
-
-    Args:
-        content: that of plan.json with its predictions.
-        title: names the run.
-    """
+    """The report of a plan: of the content of plan.json, with its predictions."""
     layers, axes = kinds(content["operators"]), list(content["mesh"])
     memory, prediction, search = content["memory"], content["prediction"], content["search"]
 

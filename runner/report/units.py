@@ -8,12 +8,11 @@ from pathlib import Path
 
 def shown_seconds(seconds: float) -> str:
     """Seconds in the unit that suits them."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= (0.1 if unit == "ms" else 1.0) * size:
-            return f"{seconds / size:.2f} {unit}"
-    if not seconds:
-        return "0 ms"
-    return f"{seconds * 1e6:.1f} us" if seconds >= 5e-8 else "<0.1 us"
+    if seconds >= 1.0:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-4:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} us" if seconds >= 5e-8 else "<0.1 us" if seconds else "0 ms"
 
 
 def shown_bytes(count: float) -> str:
@@ -47,14 +46,10 @@ rows."""
 
 
 def text_table(rows: Sequence[Sequence[str]], *, numbers: Collection[int] = ()) -> str:
-    """Rows in aligned columns; the first one is the heading, which is bold on a terminal.
+    """Rows of equally many cells in aligned columns; the first one is the heading, which is bold on a terminal.
 
     Args:
-        rows: cells, equally many in every row.
-        numbers: the columns that are aligned to the right.
-
-    Returns:
-        Text without control characters unless standard output is a terminal.
+        numbers: The columns that are aligned to the right.
     """
     from rich.console import Console  # takes long to import, which commands without a table need not wait for
     from rich.table import Table

@@ -28,14 +28,12 @@ class SweepJob:
     """One job.
 
     Attributes:
-        number: its index in the sweep, from 0.
-        overrides: what makes it differ from the bare command, as typed.
-        verb: what it does.
-        sweep: the start of the sweep that requested it last, see `Sweep.mark`.
-        value: what the verb returns, such as the last loss of training.
-        evaluation: the last evaluation, by name.
-        seconds: how long it ran.
-        error: why it failed, the first paragraph.
+        number: Its index in the sweep, from 0.
+        overrides: What makes it differ from the bare command, as typed.
+        sweep: The start of the sweep that requested it last, see `Sweep.mark`.
+        value: What the verb returns, such as the last loss of training.
+        evaluation: The last evaluation, by name.
+        error: The first paragraph.
     """
 
     number: int
@@ -80,16 +78,16 @@ def read(folder: Path) -> SweepJob | None:
 
     try:
         content = read_json(folder / FILE)
-        found = SweepJob(**content | {"overrides": tuple(map(str, content["overrides"]))})
+        job = SweepJob(**content | {"overrides": tuple(map(str, content["overrides"]))})
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return found if isinstance(found.number, int) and isinstance(found.verb, str) else None
+    return job if isinstance(job.number, int) and isinstance(job.verb, str) else None
 
 
 def jobs(sweep: Path) -> list[tuple[Path, SweepJob]]:
     """Every job of a sweep folder, in the order of their numbers."""
-    found = [(path.parent, job) for path in sweep.rglob(FILE) if (job := read(path.parent)) is not None]
-    return sorted(found, key=lambda one: (one[1].number, str(one[0])))
+    readable = [(path.parent, job) for path in sweep.rglob(FILE) if (job := read(path.parent)) is not None]
+    return sorted(readable, key=lambda entry: (entry[1].number, str(entry[0])))
 
 
 def folder_of(sweep: str, number: int, overrides: Sequence[str]) -> str:
