@@ -149,9 +149,9 @@ def _mismatch(
     """The mismatched names, the closest matches, and the fix if only a prefix differs."""
     parts = []
     if missing:
-        parts.append(f"the files do not have {_listed(missing)}, which the model needs")
+        parts.append(f"the files do not have {listed(missing)}, which the model needs")
     if unexpected:
-        parts.append(f"the files have {_listed(unexpected)}, which the model does not know")
+        parts.append(f"the files have {listed(unexpected)}, which the model does not know")
     text = f"{' and '.join(parts)}."
     cure = next(_cures(missing, unexpected, wanted, list(stored_tensors), module), None)
     if cure is not None:
@@ -165,7 +165,8 @@ def _mismatch(
     return text + (f" Nearest to {name} is {near[0]}; model.rename can change names." if near else "")
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" ({more} more)" if more > 0 else "")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import home
+from runner.build.pretrained import listed
 from runner.checkpoint import Checkpoint, locate, read
 from runner.data.row_seeds import seed_generators
 from runner.errors import ConfigError
@@ -24,7 +25,8 @@ from strategies.runtime.shards import Shard, of_slice
 
 KEY = "predict.checkpoint"
 KINDS = ("parameter", "buffer")
-SHOWN = 3
+EVERY = 5.0
+"""Seconds between lines of progress."""
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -43,13 +45,13 @@ def check(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
     """Raise ConfigError unless `checkpoint` holds the parameters and buffers of this model, in their shapes."""
     expected = {one.name: one.spec.shape for one in sources if one.kind in KINDS and 0 not in one.spec.shape}
     stored = {name: checkpoint.tensors[f"model/{name}"].shape for name in checkpoint.names}
-    for names, what in (
-        ([name for name in expected if name not in stored], "does not have {}, which the model needs"),
-        ([name for name in stored if name not in expected], "has {}, which the model does not know"),
-    ):
-        if names:
-            more = f" ({len(names) - SHOWN} more)" if len(names) > SHOWN else ""
-            raise ConfigError("MW613", f"{KEY}: {checkpoint.path} {what.format(', '.join(names[:SHOWN]) + more)}.")
+    fault = None
+    if missing := [name for name in expected if name not in stored]:
+        fault = f"does not have {listed(missing)}, which the model needs"
+    elif unexpected := [name for name in stored if name not in expected]:
+        fault = f"has {listed(unexpected)}, which the model does not know"
+    if fault is not None:
+        raise ConfigError("MW613", f"{KEY}: {checkpoint.path} {fault}.")
     for name, shape in expected.items():
         if tuple(shape) != stored[name]:
             raise ConfigError(
@@ -61,24 +63,17 @@ def check(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
 
 def fill(checkpoint: Checkpoint, execution: Execution) -> None:
     """Load the stored values into this rank's shards. Calls no collective. Raises ConfigError as `check`."""
-    runner, program = execution.runner, execution.program
-    programs = [program, *(one for _, one in execution.evaluations.values())]
-    if runner is not None:
+    programs = [execution.program, *(program for _, program in execution.evaluations.values())]
+    if (runner := execution.runner) is not None:
         programs += [unit.program for units in runner.evaluations.values() for unit in units]
     expected: dict[str, list[Shard]] = {}
-    rank = execution.communicator.rank
-    for one in programs:
-        for source in one.sources:
-            key = f"model/{source.name}"
+    for program in programs:
+        for source in program.sources:
+            key, shape = f"model/{source.name}", source.spec.shape
             if source.kind in KINDS and key in checkpoint.tensors:
-                shape = source.spec.shape
-                block = one.layouts[source.id].block(shape, one.mesh, rank)
+                block = program.layouts[source.id].block(shape, program.mesh, execution.communicator.rank)
                 expected[key] = [of_slice(shape, block, execution.tensors[source.name])]
     checkpoint.fill(expected)
-
-
-EVERY = 5.0
-"""Seconds between lines of progress."""
 
 
 def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, Any]:
