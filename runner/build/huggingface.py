@@ -36,7 +36,7 @@ def build(model: Model) -> Any:
     if model.target.partition(".")[0] == LIBRARY:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
-    function = targets.resolve(model.target, "model.target")
+    function: Any = targets.resolve(model.target, "model.target")
     automatic = hasattr(function, "_model_mapping") and hasattr(function, "from_config")
     kind = None if automatic else getattr(function, "config_class", None)
     if model.config is None:
@@ -99,7 +99,7 @@ def _automatic(function: Any, target: str, model_type: str | None) -> Any:
     """The config class of a model type, by which a class such as AutoModelForCausalLM chooses the model."""
     from transformers import CONFIG_MAPPING
 
-    if model_type not in CONFIG_MAPPING:
+    if model_type is None or model_type not in CONFIG_MAPPING:
         what = "is not set" if model_type is None else f"= {model_type!r} is not a type of model"
         near = closest(model_type or "", sorted(CONFIG_MAPPING))
         raise ConfigError("MW306", f"model.config.model_type {what}; {target} chooses the model by it.{near}")

@@ -124,8 +124,10 @@ def run(config: Config, run_dir: Path) -> float | None:
         prepared = prepare_decided(sharded, folder)
         capacity.check_plan(prepared, plan_files.write_plan(prepared, run_dir))
         print(headline(prepared, run_dir), flush=True)
-        settings = {"timeout": config.launch.timeout, "threads": config.launch.threads}
-        start = partial(launch.run_ranks, "runner.training.trainer:train", device=prepared.device, **settings)
+        function, section = "runner.training.trainer:train", config.launch
+        start = partial(
+            launch.run_ranks, function, device=prepared.device, timeout=section.timeout, threads=section.threads
+        )
         ranks = prepared.world_size
         start(TrainingJob(prepared, folder, None, ours, offload=offload), world_size=ranks, run_dir=run_dir)
         print(f"verify: {config.verify.steps} steps on {ranks} ranks done; now the same on one process", flush=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -117,5 +116,7 @@ def _plain(tensor: Tensor) -> list[Any]:
     """The rows as JSON values; non-finite numbers become null."""
     rows: list[Any] = tensor.tolist()
     if tensor.dtype.is_floating_point and not bool(tensor.isfinite().all()):
-        rows = numpy.where(tensor.isfinite().numpy(), tensor.double().numpy().astype(object), None).tolist()
+        values = tensor.double().numpy().astype(object)
+        values[~tensor.isfinite().numpy()] = None
+        rows = values.tolist()
     return rows

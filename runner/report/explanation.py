@@ -158,6 +158,7 @@ def slices(prepared: Prepared, pattern: str) -> str:
         ConfigError: The pattern matches no tensor.
     """
     assert prepared.graph is not None and prepared.plan is not None
+    stages: list[tuple[OperatorGraph, Plan, int | None]]
     stages = [(stage.graph, stage.plan, stage.number) for stage in prepared.stages]
     tensors = [tensor for stage in stages or [(prepared.graph, prepared.plan, None)] for tensor in _tensors(*stage)]
     chosen = [tensor for tensor in tensors if any(fnmatchcase(name, pattern) for name in tensor.names)]

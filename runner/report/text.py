@@ -167,7 +167,7 @@ def decision_rows(content: Content) -> list[tuple[str, str, str]]:
 
 
 def _decided_values(choice: Content) -> list[str]:
-    values = choice | {"recompute": recompute_of(choice)}
+    values = {**choice, "recompute": recompute_of(choice)}
     if choice["stages"] == 1:
         values |= {"stages": "no pipeline", "micro_batches": "no pipeline"}
     return [*(str(values[entry]) for entry in DECIDED.values()), shown_seconds(choice["seconds"])]

@@ -138,7 +138,7 @@ def curves(folders: Mapping[str, Path]) -> dict[str, Any] | None:
     points = {title: curve for title, curve in points.items() if len(curve) > 1}
     if not points:
         return None
-    steps, losses = zip(*chain(*points.values()), strict=True)
+    steps, losses = [step for step, _ in chain(*points.values())], [loss for _, loss in chain(*points.values())]
     first, last, low, high = min(steps), max(steps), min(losses), max(losses)
     logarithmic = low > 0 and math.log10(high / low) > DECADES
 
