@@ -44,6 +44,13 @@ def deciding(layers: int, length: int, limit: str) -> JointDecision:
     )
 
 
+def capture(one: JointDecision) -> dict[int, joint.Capture]:
+    """Capture the model with the rows of every choice."""
+    for choice in one.choices:
+        one.searched(choice)
+    return one.captures
+
+
 def forget() -> None:
     """Clear the caches that one decision leaves to the next in a process, except captures."""
     shapes.forget()
@@ -79,9 +86,9 @@ def main() -> None:
         one = deciding(options.layers, options.length, limit)
         started = time.process_time()
         if seen is None:
-            seen = one.captures()
+            seen = capture(one)
             print(f"{len(seen)} captures of {options.layers} layers: {time.process_time() - started:.1f} s", flush=True)
-        one._seen.update(seen)
+        one.captures.update(seen)
         forget()
         started = time.process_time()
         with timed(joint.Planning, "plan") as searches, timed(Trace, "run") as traces:

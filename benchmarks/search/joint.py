@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.search import charts
 from benchmarks.search.outcome import Claim, Outcome, Setting
-from benchmarks.search_joint import deciding, forget
+from benchmarks.search_joint import capture, deciding, forget
 from runner.planning.joint import choice_of
 from runner.report.units import shown_seconds
 
@@ -57,7 +57,7 @@ def decided(length: int, limit: str, layers: int) -> Result:
     forget()
     one = deciding(layers, length, limit)
     started = time.process_time()
-    one.captures()
+    capture(one)
     captured = time.process_time() - started
     started = time.process_time()
     chosen = one.plan().search["decided"]

@@ -391,7 +391,8 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _a_limit_has_a_plan(self) -> Parallel:
-        if self.recompute.operators == "auto" and self.memory_limit is None and not self.open:
+        left = self.zero_or_pipeline_open or self.pipeline.stages is not None
+        if self.recompute.operators == "auto" and self.memory_limit is None and not left:
             raise refusal(
                 "parallel.recompute.operators = 'auto' recomputes what parallel.memory_limit demands, but that is "
                 "null; give a limit per rank such as parallel.memory_limit=16GB, or choose none, full or selective.",
@@ -403,8 +404,12 @@ class Parallel(Section):
     @property
     def open(self) -> bool:
         """Whether any key is left to the joint optimisation of ZeRO, pipeline and recompute."""
-        staged = self.recompute.operators == "auto" and self.pipeline.stages is not None  # each group needs one
-        return self.zero.stage == "auto" or self.pipeline.open or staged
+        return self.recompute.operators == "auto" or self.zero_or_pipeline_open
+
+    @property
+    def zero_or_pipeline_open(self) -> bool:
+        """Whether the ZeRO stage or the pipeline is left to it."""
+        return self.zero.stage == "auto" or self.pipeline.open
 
     def operands(self) -> list[tuple[Place, OperandForm]]:
         """Every operand form of this config with its place: those of the strategies and those of the dataset."""

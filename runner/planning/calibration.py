@@ -51,7 +51,7 @@ ADDED = 0.25
 drown."""
 TOGETHER = 3
 """Calls that are timed together, including the computation before them."""
-FEWEST = 3
+MIN_DIFFERENCES = 3
 """Differences of which the middle is taken: any one may be below zero."""
 LEAST = 1.0
 """Seconds to measure something that matters."""
@@ -151,7 +151,8 @@ class Bench:
         self.rank, self.size, self.device, self.timer = rank, world_size, device, timer
         self.cpu = device.type == "cpu"
         self.sides = SIDES[device.type]
-        self.sizes = tuple(self._sizes())
+        halves = range((world_size & -world_size).bit_length())  # the world size, divided repeatedly by two
+        self.sizes = [world_size >> power for power in halves if world_size >> power > 1]
         self.groups: dict[int, Any] = {}
         self.products: list[Product] = []
         self.copies: list[Copy] = []
@@ -159,15 +160,6 @@ class Bench:
         self.launch: float | None = None
         self.view: float | None = None
         self.overlap: float | None = None if world_size > 1 else 0.0
-
-    def _sizes(self) -> Iterator[int]:
-        """The world size, divided repeatedly by two."""
-        size = self.size
-        while size > 1:
-            yield size
-            if size % 2:
-                return
-            size //= 2
 
     def run(self) -> Measured:
         needed, title = [*self._needed_points()], ""
@@ -253,13 +245,13 @@ class Bench:
         alone = min(batches)
         found: list[float] = []
         if share >= self._needed(alone):
-            took = self._needed(alone) / FEWEST
-            while self.timer.fits(took) and (len(found) < FEWEST or self.timer.left > end):
+            took = self._needed(alone) / MIN_DIFFERENCES
+            while self.timer.fits(took) and (len(found) < MIN_DIFFERENCES or self.timer.left > end):
                 before = self.timer.left
                 without = self.timer.time(compute, TOGETHER)
                 found.append(self.timer.time(both, TOGETHER) - without)
                 took = before - self.timer.left
-        return max(median(found), ADDED * alone) if len(found) >= FEWEST else alone
+        return max(median(found), ADDED * alone) if len(found) >= MIN_DIFFERENCES else alone
 
     @cached_property
     def _between(self) -> tuple[Callable[[], None], float]:
@@ -270,7 +262,7 @@ class Bench:
 
     def _needed(self, call: float) -> float:
         """Seconds for the minimum number of differences of a call that takes `call` seconds standalone."""
-        return FEWEST * TOGETHER * (2 * self._between[1] + call)
+        return MIN_DIFFERENCES * TOGETHER * (2 * self._between[1] + call)
 
     def _enough(self, kind: str) -> float:
         """Seconds for an accurate measurement of a call: it takes no longer than the longest one of its kind."""

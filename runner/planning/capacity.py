@@ -9,6 +9,7 @@ silently. In a container the limits of its control groups apply (versions 1 and 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,31 +45,25 @@ def check_processes(config: Config, world_size: int) -> None:
     count = ranks_here(config, world_size)
     if not _checked(config) or count < 2:
         return
-    advice = "Set a smaller world_size, or start the ranks on more hosts (launch=torchrun, slurm, mpirun, ...)."
-    room, each = memory_at_hand(), _empty(config)
-    if room is not None and count * each > room:
-        raise ConfigError(
-            "MW503",
-            f"world_size = {count} is too large for this machine: a rank takes {_size(each)} of memory before it holds "
-            f"anything, all of them {_size(count * each)}, and {_size(room)} are at hand. {advice} {TRY_ANYWAY}",
-        )
-    for limit, what in (
-        (threads_at_hand(), "the kernel or a control group has room for"),
-        (own_processes(), "this user may have (ulimit -u)"),
-    ):
-        if limit is not None and count * THREADS > limit:
+    each, threads = _empty(config), count * THREADS
+    for limit, needed, code, why in (
+        (memory_at_hand(), count * each, "MW503",
+         f"a rank takes {_size(each)} of memory before it holds anything, all of them {_size(count * each)}, and {{}} "
+         "are at hand."),
+        (threads_at_hand(), threads, "MW504", f"a rank has {THREADS} threads or more, all of them {threads}, and the "
+         "kernel or a control group has room for {}."),
+        (own_processes(), threads, "MW504", f"a rank has {THREADS} threads or more, all of them {threads}, and this "
+         "user may have (ulimit -u) {}."),
+        (open_files(), count + FILES, "MW504", "a rank is connected to each of the others, and a process may hold {} "
+         "files open; raise that (ulimit -n)."),
+    ):  # fmt: skip
+        if limit is not None and needed > limit:
             raise ConfigError(
-                "MW504",
-                f"world_size = {count} is too large for this machine: a rank has {THREADS} threads or more, all of "
-                f"them {count * THREADS}, and {what} {limit}. {advice} {TRY_ANYWAY}",
+                code,
+                f"world_size = {count} is too large for this machine: "
+                f"{why.format(_size(limit) if code == 'MW503' else limit)} Set a smaller world_size, or start the "
+                f"ranks on more hosts (launch=torchrun, slurm, mpirun, ...). {TRY_ANYWAY}",
             )
-    files = open_files()
-    if files is not None and count + FILES > files:
-        raise ConfigError(
-            "MW504",
-            f"world_size = {count} is too large for this machine: a rank is connected to each of the others, and a "
-            f"process may hold {files} files open; raise that (ulimit -n). {advice} {TRY_ANYWAY}",
-        )
 
 
 def check_model(config: Config, device: str, world_size: int) -> None:
@@ -94,7 +89,7 @@ def check_model(config: Config, device: str, world_size: int) -> None:
     needs = {"building it": weights}
     count = ranks_here(config, world_size) if device == "cpu" and not config.parallel.offload.on_disk else 0
     if count:
-        replicated = config.parallel.mode == "data_parallel" and not config.parallel.open
+        replicated = config.parallel.mode == "data_parallel" and not config.parallel.zero_or_pipeline_open
         stage = config.parallel.zero.known if replicated else 3
         replicas = max(1, count // lowering.pipeline_groups(config))
         resident = weights * (replicas if stage < 3 else 1) + gradients * (replicas if stage < 2 else 1)
@@ -217,19 +212,14 @@ def _fields(file: Path) -> dict[str, int]:
 
 def open_files() -> int | None:
     """How many files and connections a process may hold open; None for any number."""
-    try:
-        import resource
-    except ImportError:  # not on every system
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
+    return _soft_limit(resource.RLIMIT_NOFILE)
 
 
 def own_processes() -> int | None:
     """How many threads this user may have in all; None for any number, which is root's."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    return None if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else soft
+    return None if os.geteuid() == 0 else _soft_limit(resource.RLIMIT_NPROC)
+
+
+def _soft_limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft

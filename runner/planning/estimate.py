@@ -6,9 +6,11 @@ The plans of one joint optimisation differ little, so `Programs` and `Traces` ca
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +18,7 @@ from runner.build import optimizers
 from runner.build.modules import offload_of
 from runner.config.schema import Config
 from runner.planning import lowering
+from runner.planning.memory_limit import MODES, Mode, RecomputedLayers, pareto_front
 from runner.planning.sources import wanted_recompute
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.core.mesh import Mesh
@@ -38,7 +41,7 @@ from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline import Stage, recompute_in
 from strategies.lowering.pipeline_schedule import Schedule, peak_activations
 from strategies.lowering.recompute import recomputed
-from strategies.memory.estimate import Outline, outline, stored_lower_bound
+from strategies.memory.estimate import Outline, outline, stored_by_module, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import OptimizerSettings
@@ -248,13 +251,24 @@ class Estimate:
             costs.append(replace(part.cost, recomputed=seconds))
         return self._step(costs)
 
-    def layers(self, recompute: Recompute | None) -> list[tuple[str, ...]]:
-        """The modules of every group that `recompute` names."""
-        by_group = []
+    def recompute_fronts(self, by_mode: Mapping[Mode, Recompute]) -> list[list[RecomputedLayers]]:
+        """What every group may recompute of this plan, which recomputes nothing, by estimates without a trace."""
+        fronts = []
         for group in range(self.groups):
-            own = [recompute_in(part.graph.operators, recompute) for part in self.of_group(group)]
-            by_group.append(tuple(name for one in own if one is not None for name in one.modules))
-        return by_group
+            layers: dict[str, dict[Mode, tuple[float, float]]] = defaultdict(dict)
+            for part, mode in product(self.of_group(group), MODES):
+                own = recompute_in(part.graph.operators, by_mode[mode])
+                if own is None:
+                    continue
+                before = stored_by_module(part.graph, part.plan, own)
+                behind = stored_by_module(part.graph, replace(part.plan, recompute=own), own)
+                for path in own.modules:
+                    seconds = recomputed_seconds(part.graph, part.works, replace(own, modules=(path,)))
+                    saves = max(before[path] - behind[path], float(mode == "full"))
+                    if mode == "full" or 0 < saves < layers[path]["full"][1]:
+                        layers[path][mode] = round(seconds, 9), saves
+            fronts.append(pareto_front(layers))
+        return fronts
 
     def bounds(self, similar: Estimate | None) -> MemoryBounds:
         """Memory bounds of every group, without tracing this plan.
@@ -338,25 +352,22 @@ def step_price(
         bound = step_lower_bound(graph, cluster, ())
         floor = bound.seconds(groups, ranks // groups, parallel.pipeline.parts, 1, again=False, waits=waits)
         return StepEvaluation(seconds, floor=config.train.accumulate * floor)
-    return StepEvaluation(seconds, running_of(config, graph, settings, cluster, ranks))
-
-
-def running_of(
-    config: Config, graph: OperatorGraph, settings: OptimizerSettings, cluster: Cluster, ranks: int
-) -> StepSavings:
-    """The properties of a step that are known before there is a plan."""
     cut = settings.cut
-    bucket = 0 if cut.at is not None else None if cut.size is None else max(cut.size, 1)
     used = {ref for operator in graph.operators if operator.id in graph.returning for ref in operator.operands}
     count = sum(source.trainable and Ref(source.id) in used for source in graph.of_kind("parameter"))
     constant = calling_seconds(count, cluster, settings)
     if settings.stage and ranks > 1:
         constant += norm_seconds(Mesh((("all", ranks),)), cluster)
-    wanted = wanted_recompute(config.parallel.recompute)
-    if wanted is not None:
+    if (wanted := wanted_recompute(parallel.recompute)) is not None:
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         recompute, alone = recomputed(graph, rules, wanted), Mesh((("alone", 1),))
         works = [operator_work(rules[operator.id], {}, operator, graph, alone, cluster) for operator in graph.operators]
         constant += config.parts * recomputed_seconds(graph, works, recompute) / ranks
-    overlapped = config.parallel.comm_async and not config.train.compile
-    return StepSavings(overlapped, bool(lowering.fused_bytes(config)), bucket, need_of(settings).moved, constant)
+    savings = StepSavings(
+        overlapped=parallel.comm_async and not config.train.compile,
+        joined=bool(lowering.fused_bytes(config)),
+        bucket=0 if cut.at is not None else None if cut.size is None else max(cut.size, 1),
+        optimizer_bytes=need_of(settings).moved,
+        constant=constant,
+    )
+    return StepEvaluation(seconds, savings)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from runner.errors import ConfigError
 from runner.planning import capacity, lowering
 from runner.planning.clusters import cluster_of, device_of
 from runner.planning.datasets import datasets, order_of
-from runner.planning.estimate import Estimate, MemoryBounds, Programs, estimate, settings_of
-from runner.planning.memory_limit import FewestLayers, SearchBudget
+from runner.planning.estimate import Estimate, MemoryBounds, Programs, estimate, settings_of, step_price
+from runner.planning.memory_limit import MODES, Mode, RecomputeSelection, SearchBudget
 from runner.planning.prepare import Accept, Prepared, accept_any, check_model, prepare
-from runner.planning.sources import cache_folder, request_of, wanted_recompute
+from runner.planning.sources import cached, from_file, request_of, wanted_recompute
 from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, Objective
 from strategies.core.errors import StrategyError, TooLarge
@@ -43,17 +43,17 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import step_lower_bound
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.recompute import recomputed, repeated_layers
+from strategies.memory.parts import over
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import OptimizerFactory
-from strategies.planner import plan_cache
 from strategies.planner.plan_file import check_form
 from strategies.planner.planner import Planning
+from strategies.planner.step_certificate import StepEvaluation
 from strategies.rules import rule_of
-from strategies.rules.sharding import Sharding
 from strategies.runtime import compiled
 from strategies.search.algorithms import with_cost
-from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
+from strategies.search.joint import AGAIN, KEEPING, Bound, Choice, Decision, Priced, decide
 from strategies.search.problem import Problem, plan_bytes
 
 ZERO = (0, 1, 2, 3)
@@ -68,7 +68,7 @@ EVERY = 5.0
 def prepare_decided(
     config: Config, folder: Path | None, say: Callable[[str], None] = print, accept: Accept = accept_any
 ) -> Prepared:
-    """`prepare`, after the joint optimisation of open keys.
+    """`prepare`, after the joint optimisation of open keys and of the plan within `parallel.memory_limit`.
 
     Raises:
         ConfigError, StrategyError: as `prepare`, and if no choice fits into the memory of a rank.
@@ -76,24 +76,28 @@ def prepare_decided(
     device, world_size = device_of(config)
     capacity.check_processes(config, world_size)
     capacity.check_model(config, device, world_size)
-    if not config.parallel.open:
-        return prepare(config, folder, say, accept=accept)
-    if config.parallel.plan is not None:
-        return prepare(decided(config, _decided_in(config.parallel.plan)), folder, say, accept=accept)
-    decision = JointDecision(config, say)
-    decision.check(accept)
-    plan = decision.plan()
-    return prepare(decided(config, plan.search["decided"]), folder, say, plan, accept)
-
-
-def decided(config: Config, content: Mapping[str, Any]) -> Config:
-    """The config with the decision in plan.json's `search.decided`. Raises ConfigError as `with_choice`."""
-    return with_choice(config, choice_of(content), content.get("modules"))
+    parallel, plan = config.parallel, None
+    if parallel.plan is not None and parallel.zero_or_pipeline_open:
+        config = with_choice(config, replace(choice_of(_decided_in(parallel.plan)), recompute="none"))
+    elif parallel.open or parallel.memory_limit is not None:
+        decision = JointDecision(config, say)
+        decision.check(accept)
+        plan = decision.plan()
+        if parallel.open:
+            config = with_choice(config, choice_of(plan.search["decided"]), plan.recompute)
+    return prepare(config, folder, say, plan, accept)
 
 
 def choice_of(content: Mapping[str, Any]) -> Choice:
     """The choice in plan.json's `search.decided`, or in its `runner_up`."""
     return Choice(content["stages"], content["zero"], content["micro_batches"], content["recompute"])
+
+
+def _modes(recompute: Recompute, graph: OperatorGraph) -> str:
+    """How layers are recomputed: full, selective, or `full and selective`."""
+    selective = {recompute.region(graph.by_name[name].path) for name in recompute.kept}
+    modes = [mode for mode, some in (("full", {*recompute.modules} - selective), ("selective", selective)) if some]
+    return " and ".join(modes)
 
 
 def _decided_in(name: str) -> dict[str, Any]:
@@ -105,18 +109,18 @@ def _decided_in(name: str) -> dict[str, Any]:
         raise ConfigError(
             "MW422",
             f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "
-            "be auto here, nor parallel.recompute of a pipeline; give all as in the run that made it.",
+            "be auto here; give both as in the run that made it.",
         )
     return found
 
 
-def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = None) -> Config:
+def with_choice(config: Config, choice: Choice, recompute: Recompute | None = None) -> Config:
     """The config with `choice` for the keys that are open.
 
     Args:
         config: with `auto` for some keys.
         choice: values for all of them.
-        modules: the modules to recompute; None for all that may be.
+        recompute: of the plan, if that is known.
 
     Raises:
         ConfigError: the sections of that config exclude each other.
@@ -129,138 +133,99 @@ def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = 
         parts = choice.micro_batches if staged else None
         parallel["pipeline"] |= {"stages": choice.stages if staged else None, "micro_batches": parts}
     if config.parallel.recompute.operators == "auto":
-        section = {"operators": choice.recompute} | ({} if modules is None else {"modules": list(modules)})
-        parallel["recompute"] = "none" if choice.recompute == "none" else parallel["recompute"] | section
+        mode = "selective" if choice.recompute == "selective" else "full"
+        section = parallel["recompute"] | {"operators": mode}
+        if recompute is not None:
+            handling = "keep" if recompute.keeps_communication else "recompute"
+            section |= {"modules": list(recompute.modules), "communication": handling}
+        parallel["recompute"] = "none" if choice.recompute == "none" else section
     try:
         return Config.model_validate(content)
     except ValidationError as error:
         raise ConfigError("MW205", *(one["msg"] for one in error.errors())) from None
 
 
-@dataclass(frozen=True)
-class _Search:
-    """A request, and its plan or the error. `sizes` are the bytes of a rank in the search's memory model, by ZeRO
-    stage."""
-
-    request: Request
-    plan: Plan | None
-    error: StrategyError | None
-    sizes: dict[int, float] = field(default_factory=dict)
-
-    def answers(self, request: Request) -> bool:
-        if self.plan is None or request.memory_limit is None:
-            return self.plan is not None and self.request.memory_limit is None
-        more = self.request.memory_limit is None or request.memory_limit <= self.request.memory_limit
-        needed = self.plan.search.get("bytes", math.inf)
-        return more and request.zero_stage == self.request.zero_stage and needed <= request.memory_limit
-
-    def refuses(self, request: Request) -> bool:
-        """Only a limit makes a search fail at one stage and not at others."""
-        if request.memory_limit is None or self.request.memory_limit is None:
-            return self.request.memory_limit is None
-        return request.zero_stage <= self.request.zero_stage and request.memory_limit <= self.request.memory_limit
-
-
-@dataclass(frozen=True)
 class Searches:
     """The plans of one graph on one number of ranks, each searched once.
 
-    Invariant: a reused result equals that of a separate search: the best plan for a larger budget that fits a smaller
-    one is the best for the smaller; and if no plan fits, none fits at a lower ZeRO stage or for a smaller budget. But
-    without a limit all ZeRO stages share the plan of stage 0: theirs are within a hundredth, except in pipelines, where
-    ZeRO 1 may lose a twentieth.
+    Without a limit all ZeRO stages share the plan of stage 0: theirs are within a hundredth, except in pipelines, where
+    ZeRO 1 may lose a twentieth. With a `step_cost`, that of the only stage that is searched, plans are compared by
+    their steps and get a certificate.
     """
 
-    graph: OperatorGraph
-    cluster: Cluster
-    done: list[_Search] = field(default_factory=list)
-    planning: list[Planning] = field(default_factory=list)
-    """Of all requests, which differ in ZeRO stage, limit and recompute; empty before the first."""
-    recomputes: dict[RecomputeRequest | None, Recompute | None] = field(default_factory=dict)
-
-    @cached_property
-    def rules(self) -> Mapping[str, Sharding]:
-        """The sharding rules of all operators, by id."""
-        return {operator.id: rule_of(operator, self.graph) for operator in self.graph.operators}
+    def __init__(self, graph: OperatorGraph, cluster: Cluster, step_cost: StepEvaluation | None) -> None:
+        self.graph, self.cluster, self.step_cost = graph, cluster, step_cost
+        self.rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        self.planning: Planning | None = None
+        self.plans: dict[tuple[int, int | None], Plan | StrategyError] = {}  # by ZeRO stage and budget
+        self.recomputes: dict[RecomputeRequest | None, Recompute | None] = {None: None}
+        self.sizes: dict[tuple[int, int], float] = {}  # by `id()` of a plan's operators and ZeRO stage
 
     def plan(self, request: Request, budget: int | None) -> Plan:
         """The best plan within `budget` bytes, with the recompute of `request`. Raises StrategyError."""
-        plain = replace(request, recompute=None, memory_limit=budget, runner_up=False)
-        search = next((one for one in self.done if one.answers(plain)), None)
-        if search is None:
-            for one in self.done:
-                if one.error is not None and one.refuses(plain):
-                    raise one.error
-            search = self._search(replace(plain, zero_stage=0) if budget is None else plain)
-        plan = search.plan
-        assert plan is not None
-        if "bytes" in plan.search and search.request.zero_stage != plain.zero_stage:
-            plan = replace(plan, search={**plan.search, "bytes": self._bytes(search, plain.zero_stage)})
-        return self.recomputing(plan, request)
+        stage = 0 if budget is None and self.step_cost is None else request.zero_stage
+        if (stage, budget) not in self.plans:
+            try:
+                if self.planning is None:
+                    plain = replace(request, recompute=None, memory_limit=None, runner_up=self.step_cost is not None)
+                    self.planning = Planning(self.graph, plain, self.cluster, self.step_cost)
+                self.plans[stage, budget] = self.planning.plan(stage, budget)
+            except StrategyError as error:
+                self.plans[stage, budget] = error
+        plan = self.plans[stage, budget]
+        if isinstance(plan, StrategyError):
+            raise plan
+        if "bytes" in plan.search and stage != request.zero_stage:
+            plan = replace(plan, search={**plan.search, "bytes": self.bytes(plan, request)})
+        return replace(plan, recompute=self.recompute(request.recompute))
 
-    def recomputing(self, plan: Plan, request: Request) -> Plan:
-        """`plan` with the recompute of `request`."""
-        wanted = request.recompute
-        if wanted not in self.recomputes:
-            self.recomputes[wanted] = None if wanted is None else recomputed(self.graph, self.rules, wanted)
-        return replace(plan, recompute=self.recomputes[wanted])
+    def recompute(self, wanted: RecomputeRequest | None) -> Recompute | None:
+        """What a request means for the graph."""
+        if wanted is not None and wanted not in self.recomputes:
+            self.recomputes[wanted] = recomputed(self.graph, self.rules, wanted)
+        return self.recomputes[wanted]
 
-    def _search(self, request: Request) -> _Search:
-        try:
-            if not self.planning:
-                self.planning.append(Planning(self.graph, request, self.cluster))
-            search = _Search(request, self.planning[0].plan(request.zero_stage, request.memory_limit), None)
-        except StrategyError as error:
-            self.done.append(_Search(request, None, error))
-            raise
-        self.done.append(search)
-        return search
-
-    def _bytes(self, search: _Search, stage: int) -> float:
-        """Bytes of a rank at another ZeRO stage, in the search's memory model."""
-        plan = search.plan
-        assert plan is not None
-        if stage not in search.sizes:
+    def bytes(self, plan: Plan, request: Request) -> float:
+        """Bytes of a rank in the search's memory model, at the ZeRO stage of `request`."""
+        key = id(plan.operators), request.zero_stage
+        if key not in self.sizes:
             planned = {operator.id: plan.operators[operator.name] for operator in self.graph.operators}
             outputs = {id: one.outputs for id, one in planned.items() if one.outputs is not None}
             problem = Problem(
-                self.graph, plan.mesh, self.rules, {}, {}, outputs, stage, search.request.optimizer_state_factor
+                self.graph, plan.mesh, self.rules, {}, {}, outputs, request.zero_stage, request.optimizer_state_factor
             )
-            search.sizes[stage] = plan_bytes(problem, {id: one.assignment for id, one in planned.items()})
-        return search.sizes[stage]
+            self.sizes[key] = plan_bytes(problem, {id: one.assignment for id, one in planned.items()})
+        return self.sizes[key]
 
 
 Capture = tuple[Objective, Captured, list[Tensor]]
 """A model, what was captured of it, and its batch entries."""
 
 
-@dataclass(frozen=True)
 class JointDecision:
     """The search for the fastest choice within the memory of a rank. Models are captured from shapes, once per number
     of rows that a micro-batch may have."""
 
-    config: Config
-    say: Callable[[str], None]
-    programs: Programs = field(default_factory=Programs)
-    traces: Traces = field(default_factory=Traces)
-    captures: dict[int, Capture] = field(default_factory=dict)
-    """By rows of a micro-batch."""
-    capturing: list[float] = field(default_factory=list)
-    """Seconds of every capture, which are no part of those of the search."""
-    searches: dict[tuple[int, int], Searches] = field(default_factory=dict)
-    """By rows and stages."""
-    estimates: dict[Choice, Estimate] = field(default_factory=dict)
-    """Of the fastest plan of each choice."""
-    settings_by_choice: dict[Choice, OptimizerSettings] = field(default_factory=dict)
-    """Of choices without recompute, which changes nothing."""
-    budgets: dict[tuple[int, int], SearchBudget] = field(default_factory=dict)
-    """By stages and ZeRO stage."""
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self.config, self.say = config, say
+        self.device, self.ranks = device_of(config)
+        self.cluster = cluster_of(config, self.device, self.ranks)
+        self.limit = config.parallel.memory_limit or self.cluster.memory
+        self.programs, self.traces = Programs(), Traces()
+        self.captures: dict[int, Capture] = {}  # by rows of a micro-batch
+        self.capturing = 0.0  # seconds, which are no part of those of the search
+        self.searches: dict[tuple[int, int], Searches] = {}  # by rows and stages
+        self.estimates: dict[Choice, Estimate] = {}  # of the fastest plan of each choice
+        self.settings: dict[Choice, OptimizerSettings] = {}  # of choices without recompute, which changes nothing
+        self.budgets: dict[tuple[int, int], SearchBudget] = {}  # by stages and ZeRO stage
 
     def check(self, accept: Accept) -> None:
         """Reject early what `prepare` would reject after the search. Raises ConfigError."""
         config = self.config
         if config.train.compile:
             compiled.check(self.device)
+        if not config.parallel.zero_or_pipeline_open:
+            lowering.rows_per_split(config)
         objective, captured, _ = self.captured(self.rows)
         check_model(config, objective.model)
         if config.model.weights is not None:
@@ -269,39 +234,44 @@ class JointDecision:
 
     def plan(self) -> Plan:
         """The best plan, with the decision in its `search`; from the plan cache where it is there."""
-        folder = cache_folder(self.config.parallel.plan_cache, self.say)
-        parallel = self.config.parallel
-        inputs = (self.config.data.batch_size, self.config.train, self.config.optimizer, parallel, self.device)
-        key = plan_cache.key_of(self.captured(self.rows)[1].graph, self._open_request, self.cluster, inputs)
-        if folder is not None and (cached := plan_cache.load(folder, key, self.say)) is not None:
-            return replace(cached, search={**cached.search, "loaded_from": "the plan cache"})
-        started = time.perf_counter() - sum(self.capturing)
+        config, graph = self.config, self.captured(self.rows)[1].graph
+        inputs = (config.data.batch_size, config.train, config.optimizer, config.parallel, self.device)
+        cache = None if config.parallel.plan is not None else config.parallel.plan_cache
+        return cached(cache, graph, self._open_request, self.cluster, inputs, self.say, self._made)
+
+    def _made(self) -> Plan:
+        started = time.perf_counter() - self.capturing
         with gc_paused():
-            decision = decide(self.bounds, self.limit, self._evaluate_aloud())
-        seconds = round(time.perf_counter() - sum(self.capturing) - started, 4)
+            decision = self._decide()
+        seconds = round(time.perf_counter() - self.capturing - started, 4)
         plan, cost = decision.priced.plan, decision.priced.seconds
-        search = with_cost(plan.search, cost, self.bounds[decision.choice].seconds)
-        plan = replace(plan, search={**search, "seconds": seconds, "decided": decision.to_json()})
-        if folder is not None:
-            plan_cache.store(folder, key, plan, self.say)
-        return plan
+        search: dict[str, Any] = {**plan.search}
+        if search["cost"] is None or not math.isclose(search["cost"], cost, rel_tol=1e-12):
+            search = with_cost(search, cost, None if self.only else self.bounds[decision.choice].seconds)
+        if self.config.parallel.open:
+            search |= {"seconds": seconds, "decided": decision.to_json()}
+            if decision.priced.modules is not None and plan.recompute is not None:
+                search["decided"]["recompute"] = _modes(plan.recompute, self.searched(decision.choice).graph)
+        return replace(plan, search=search)
+
+    def _decide(self) -> Decision:
+        """Raises StrategyError; where only recompute could be chosen, with the parts of the plan that needs least."""
+        try:
+            return decide(self.bounds, self.limit, self._evaluate_aloud())
+        except StrategyError as error:
+            if error.code != "MW502" or not self.only:
+                raise
+            smallest = self.fastest(max(self.bounds))
+            needed = max(smallest.memories, key=lambda one: one.peak)
+            every = self.config.parallel.recompute.operators == "auto"
+            again = smallest.parts[0].plan.recompute is not None
+            text = over(needed, self.limit, smallest.settings, recomputes=again, all_of_it=every)
+            raise StrategyError("MW502" if self.config.parallel.open else "MW501", text) from None
 
     @cached_property
-    def device(self) -> str:
-        return device_of(self.config)[0]
-
-    @cached_property
-    def ranks(self) -> int:
-        return device_of(self.config)[1]
-
-    @cached_property
-    def cluster(self) -> Cluster:
-        return cluster_of(self.config, self.device, self.ranks)
-
-    @cached_property
-    def limit(self) -> int:
-        """Bytes of a rank: the configured limit, else the memory of a device."""
-        return self.config.parallel.memory_limit or self.cluster.memory
+    def only(self) -> bool:
+        """Whether all choices have the same ZeRO stage and pipeline."""
+        return len({replace(choice, recompute="none") for choice in self.choices}) == 1
 
     @cached_property
     def batch(self) -> tuple[list[str], list[Tensor]]:
@@ -330,7 +300,7 @@ class JointDecision:
             own = [one[:rows] if one.dim() and len(one) == total else one for one in tensors]
             self.captures[rows] = captured_from_shapes(self.config, names, own, self.say)
             on_host(self.captures[rows][1].graph, self.config.parallel.place)
-            self.capturing.append(time.perf_counter() - started)
+            self.capturing += time.perf_counter() - started
         return self.captures[rows]
 
     @cached_property
@@ -352,7 +322,9 @@ class JointDecision:
         section, pipeline = parallel.recompute, parallel.pipeline
         zeros = ZERO if parallel.zero.stage == "auto" else (parallel.zero.stage,)
         kinds = section.operators if isinstance(section.operators, str) else str(list(section.operators))
-        recomputes = AGAIN if section.operators == "auto" else (kinds,)
+        recomputes: Sequence[str] = (kinds,)
+        if section.operators == "auto":
+            recomputes = [again for again in AGAIN if section.communication is None or not again.endswith(KEEPING)]
         if pipeline.stages == "auto":
             several = [count for count in range(1, self.ranks + 1) if self.ranks % count == 0]
         else:
@@ -379,7 +351,7 @@ class JointDecision:
                 continue  # a stage boundary would cut a layer
             if parallel.recompute.operators == "auto" and choice.recompute != "none" and not repeated:
                 continue
-            ranks, again = self.ranks // choice.stages, choice.recompute == "full"
+            ranks, again = self.ranks // choice.stages, parallel.recompute.operators == "full"
             settings = self._settings(choice)
             bounds[choice] = Bound(
                 self.config.train.accumulate * found.seconds(
@@ -403,41 +375,63 @@ class JointDecision:
 
     def _settings(self, choice: Choice) -> OptimizerSettings:
         key = replace(choice, recompute="none")
-        if key not in self.settings_by_choice:
+        if key not in self.settings:
             config, graph = with_choice(self.config, choice), self.captured(self.rows)[1].graph
-            self.settings_by_choice[key] = replace(settings_of(config, graph, self.device), factory=self._factory)
-        return self.settings_by_choice[key]
+            self.settings[key] = replace(settings_of(config, graph, self.device), factory=self._factory)
+        return self.settings[key]
 
     @cached_property
     def _open_request(self) -> Request:
         """The request with all open keys undecided."""
         return request_of(self.config, self.ranks)
 
-    def _request(self, choice: Choice, modules: Sequence[str] | None = None) -> Request:
+    def _request(self, choice: Choice) -> Request:
         return replace(
             self._open_request,
             world_size=self.ranks // choice.stages,
             zero_stage=choice.zero,
             overlap_gradients=choice.stages == 1 and self._open_request.overlap_gradients,
             micro_batches=lowering.pipeline_slots(self.config.train.accumulate, choice.stages, choice.micro_batches),
-            recompute=wanted_recompute(with_choice(self.config, choice, modules).parallel.recompute),
+            recompute=self._wanted(choice.recompute),
         )
+
+    def _wanted(self, again: str) -> RecomputeRequest | None:
+        """The request for what a choice recomputes."""
+        section = self.config.parallel.recompute
+        if section.operators != "auto":
+            return wanted_recompute(section)
+        if again == "none":
+            return None
+        handling = "keep" if again.endswith(KEEPING) else section.communication
+        return RecomputeRequest(again.removesuffix(KEEPING), section.modules, handling, section.slice_inputs)
 
     def searched(self, choice: Choice) -> Searches:
         """The searches that `choice` shares with choices of the same number of rows and stages."""
         rows = self._rows(choice)
         if (rows, choice.stages) not in self.searches:
-            self.searches[rows, choice.stages] = Searches(self.captured(rows)[1].graph, self.cluster)
+            objective, captured, tensors = self.captured(rows)
+            step_cost = None
+            if self.only:
+                config = with_choice(self.config, replace(choice, recompute="none"))
+                in_step = partial(lowering.training_step, config, objective, tensors, captured.graph)
+                step_cost = step_price(config, captured.graph, in_step, self.device, self.ranks, self.cluster)
+            self.searches[rows, choice.stages] = Searches(captured.graph, self.cluster, step_cost)
         return self.searches[rows, choice.stages]
 
     def best_plan(self, choice: Choice, budget: int | None) -> Plan:
         """The best plan of a choice within `budget` bytes of the search. Raises StrategyError."""
-        return self.searched(choice).plan(self._request(choice), budget)
+        searches, request, file = self.searched(choice), self._request(choice), self.config.parallel.plan
+        if file is None:
+            return searches.plan(request, budget)
+        plan = from_file(Path(file), searches.graph, request)
+        if self.config.parallel.recompute.operators == "auto":
+            plan = replace(plan, recompute=searches.recompute(request.recompute))
+        return replace(plan, search={key: value for key, value in plan.search.items() if key != "bytes"})
 
-    def estimate(self, choice: Choice, plan: Plan, modules: Sequence[str] | None = None) -> Estimate:
-        """The estimate of a plan of a choice that recomputes `modules`."""
+    def estimate(self, choice: Choice, plan: Plan) -> Estimate:
+        """The estimate of a plan of a choice."""
         objective, captured, tensors = self.captured(self._rows(choice))
-        config = with_choice(self.config, choice, modules)
+        config = with_choice(self.config, choice)
         in_step = lowering.training_step(config, objective, tensors, captured.graph, plan)
         return estimate(config, in_step, self._settings(choice), self.cluster, self.programs, self.traces)
 
@@ -470,21 +464,24 @@ class JointDecision:
         for less memory. Raises StrategyError where there is none.
         """
         plan, floor = self.best_plan(choice, None), 0
-        stored = replace(choice, recompute="none")
+        stored, repeats = replace(choice, recompute="none"), replace(choice, recompute="full")
+        if choice.recompute.endswith(KEEPING) and self.fastest(choice).seconds == self.fastest(repeats).seconds:
+            return  # no collectives to keep
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
             yield Priced(plan, self.fastest(plain).seconds_with_zero(self._settings(choice)), None)
         if stored in self.bounds and stored != choice:
             floor = max(self.memory_bounds(stored).recomputed)
             if floor <= self.limit:
                 yield Priced(plan, self.fastest(stored).seconds, None)
-                yield from self._recomputing_few(choice, plan)
+                if choice.recompute.startswith("full"):
+                    yield from self._recomputing_some(choice, plan)
             yield Priced(plan, self.fastest(stored).seconds_with_recompute(plan.recompute), None)
         price = self.fastest(choice)
         if not price.is_traced:
             yield Priced(plan, price.seconds, None)
         floor = max(floor, *self.memory_bounds(choice).least)
         yield Priced(plan, price.seconds, floor if floor > self.limit else price.peak_within(self.limit))
-        if "bytes" in plan.search:
+        if self.config.parallel.mode == "auto" and self.config.parallel.plan is None:
             yield from self._within_less(choice, plan)
 
     def memory_bounds(self, choice: Choice) -> MemoryBounds:
@@ -500,7 +497,8 @@ class JointDecision:
         limit are not traced."""
         budgets = self.budgets.setdefault((choice.stages, choice.zero), SearchBudget(self.limit, 1 / choice.stages))
         likely = self.memory_bounds(choice).likely or self.fastest(choice).likely
-        seen, best, too_large = [(plan.search["bytes"], max(likely))], None, self.fastest(choice).seconds
+        request, searches = self._request(choice), self.searched(choice)
+        seen, best, too_large = [(searches.bytes(plan, request), max(likely))], None, self.fastest(choice).seconds
         for _ in range(SMALLER_PLANS):
             if best is not None and best.seconds <= (1 + WORTH) * too_large:
                 break
@@ -508,7 +506,7 @@ class JointDecision:
                 smaller = self.smaller_plan(choice, budgets.next(seen), seen)
             except StrategyError:
                 break  # no other plan is small enough
-            if smaller is None or smaller.search["bytes"] in dict(seen):
+            if smaller is None or (estimated := searches.bytes(smaller, request)) in dict(seen):
                 break
             price = self.estimate(choice, smaller)
             if best is None:
@@ -517,7 +515,7 @@ class JointDecision:
                 break
             lower = max(price.bounds(None).least)
             size = price.peak_within(self.limit) if lower <= self.limit else lower
-            seen.append((smaller.search["bytes"], size if lower <= self.limit else max(price.likely)))
+            seen.append((estimated, size if lower <= self.limit else max(price.likely)))
             if size <= self.limit:
                 best = Priced(smaller, price.seconds, size)
             else:
@@ -537,20 +535,35 @@ class JointDecision:
         except TooLarge as refused:
             return self.best_plan(choice, math.ceil(refused.smallest))
 
-    def _recomputing_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
-        """`plan`, which recomputes all modules that it may, with as few of them as keep the limit; nothing where that
-        takes none or all of them."""
-        wanted, stored = plan.recompute, replace(choice, recompute="none")
+    def recompute_by_mode(self, choice: Choice) -> dict[Mode, Recompute]:
+        """What a choice that recomputes all layers in full may recompute instead, by mode."""
+        wanted, searches = self._wanted(choice.recompute), self.searched(choice)
+        assert wanted is not None
+        made = {mode: searches.recompute(replace(wanted, operators=mode)) for mode in MODES}
+        return {mode: one for mode, one in made.items() if one is not None}
+
+    def mixed(self, choice: Choice, modes: Mapping[str, Mode]) -> Recompute:
+        """The recompute of layers by their `modes`, communicating as in `choice`."""
+        by_mode, operators = self.recompute_by_mode(choice), self.searched(choice).graph.by_name
+        full = by_mode["full"]
+        kept = (
+            name
+            for name in by_mode["selective"].kept
+            if modes.get(full.region(operators[name].path) or "") == "selective"
+        )
+        return replace(full, modules=tuple(path for path in full.modules if path in modes), kept=tuple(kept))
+
+    def _recomputing_some(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
+        """`plan`, which recomputes all layers in full, with as little recompute as keeps the limit; nothing where that
+        takes none or all of it."""
+        stored = replace(choice, recompute="none")
         none = self.fastest(stored)
-        layers = none.layers(wanted)
-        if wanted is None or len(wanted.modules) < 2:
-            return
+        fronts = none.recompute_fronts(self.recompute_by_mode(choice))
 
         def bound(every: Sequence[int]) -> Priced:
             """A lower bound, where groups that recompute every layer need at least these bytes."""
-            first = FewestLayers(self.limit, layers, self.memory_bounds(stored).least, every, measured=True)
-            modules = tuple(first.lower_bound)
-            return Priced(plan, none.seconds_with_recompute(replace(wanted, modules=modules)), None)
+            first = RecomputeSelection(self.limit, fronts, self.memory_bounds(stored).least, every, measured=True)
+            return Priced(plan, none.seconds_with_recompute(self.mixed(choice, first.lower_bound)), None)
 
         if max(self.memory_bounds(stored).least) > self.limit:  # before the savings of recompute are known
             yield bound(self.memory_bounds(stored).recomputed)
@@ -566,13 +579,13 @@ class JointDecision:
         if max(every) > self.limit:
             return
         yield bound(self.memory_bounds(choice).least)
-        fewest = FewestLayers(self.limit, layers, without, every, measured=none.is_traced)
+        selection = RecomputeSelection(self.limit, fronts, without, every, measured=none.is_traced)
         best: Priced | None = None
-        while (names := fewest.next()) is not None and names != {*wanted.modules}:
-            modules = tuple(name for name in wanted.modules if name in names)
-            partly = self.searched(choice).recomputing(plan, self._request(choice, modules))
-            price = self.estimate(choice, partly, modules)
-            best = Priced(partly, price.seconds, price.peak, modules) if fewest.update(price.peaks) else None
+        while (modes := selection.next()) is not None and (recompute := self.mixed(choice, modes)) != plan.recompute:
+            partly = replace(plan, recompute=recompute if modes else None)
+            price = self.estimate(choice, partly)
+            if selection.update(price.peaks):
+                best = Priced(partly, price.seconds, price.peak, recompute.modules)
         if best is not None:
             yield replace(best, bytes=None)
             yield best

@@ -83,7 +83,7 @@ def with_reductions(reductions: Mapping[int, Mapping[str, tuple[str, ...]]]) -> 
         reductions: the axes by parameter, for every graph by its `id()`.
     """
 
-    def lower_alike(graph: OperatorGraph, plan: Plan, options: LoweringOptions, **given: Any) -> Program:
+    def lower_with(graph: OperatorGraph, plan: Plan, options: LoweringOptions, **given: Any) -> Program:
         wanted = reductions[id(graph)]
         program = lower(graph, plan, options, **given | {"open_axes": wanted})
         if program.reductions != wanted:
@@ -94,7 +94,7 @@ def with_reductions(reductions: Mapping[int, Mapping[str, tuple[str, ...]]]) -> 
             )
         return program
 
-    return lower_alike
+    return lower_with
 
 
 def _placed(config: Config, graph: OperatorGraph, program: Program) -> Program:

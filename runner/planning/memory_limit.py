@@ -1,111 +1,25 @@
-"""`parallel.memory_limit` and `parallel.recompute=auto`: how a plan is made to fit the memory of a rank.
+"""How a plan is made to keep the memory of a rank: by a search for less memory, and by recomputing layers.
 
-The search sums all stored bytes; a rank needs the peak over time, which requires a trace of its program. So
-plans are traced, and where one exceeds the limit either less memory is allowed to the search (`SearchBudget`) or layers
-are recomputed (`FewestLayers`). Memory is nearly affine in both variables, so both are found by regula falsi, in few
-traces.
+The search sums all stored bytes; a rank needs the peak over time, which requires a trace of its program. So plans are
+traced, and where one exceeds the limit either less memory is allowed to the search (`SearchBudget`) or layers are
+recomputed (`RecomputeSelection`). The peak is nearly affine in what either saves, so both are found by regula falsi, in
+few traces.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from runner.config.schema import Config
-from runner.planning.clusters import cluster_of
-from runner.planning.estimate import settings_of
-from strategies.core.errors import StrategyError
-from strategies.core.graph import OperatorGraph
-from strategies.core.plan import Plan
-from strategies.core.program import Program
-from strategies.core.request import RecomputeRequest, Request
-from strategies.lowering.pipeline_schedule import Schedule
-from strategies.memory.limit import check_limit
-from strategies.memory.parts import group_memory, memory
-from strategies.memory.recompute_selection import RecomputeSelection
-from strategies.memory.repeated_blocks import Traces
-from strategies.memory.trace import trace
-
-SMALLER = (0.85, 0.7, 0.5)
-"""Shares of the limit for which plans are searched again where the first one exceeds it."""
+Mode = Literal["full", "selective"]
+MODES: tuple[Mode, ...] = ("full", "selective")
 CLOSE = 0.97
 """Of the limit: between a plan that needs so much and a larger one no other is searched."""
 FLATTEST, USUAL = 0.25, 0.65
 """What a rank saves of a byte that the search saves: the least that is believed, and before any plan has shown it (a 7B
 llama on 8 devices: 0.48 to 0.68)."""
-
-
-def first_within(
-    plan: Plan, request: Request, fit: Callable[[Plan], Plan], search: Callable[[Request], Plan] | None
-) -> Plan:
-    """`plan` as `fit` makes it keep the limit, else the first plan searched for less memory that `fit` can.
-
-    Args:
-        plan: the plan found for `request`.
-        request: the planner's request.
-        fit: returns a plan that keeps the limit, or raises StrategyError.
-        search: finds the plan of a request; None for a plan of a file, to which there is no alternative.
-
-    Raises:
-        StrategyError: that of `fit` for `plan`, where no plan keeps the limit.
-    """
-    try:
-        return fit(plan)
-    except StrategyError as error:
-        if search is None or request.memory_limit is None:
-            raise
-        refused = error
-    tried = [plan.operators]
-    for share in SMALLER:
-        try:
-            smaller = search(replace(request, memory_limit=int(share * request.memory_limit)))
-            if smaller.operators not in tried:
-                tried.append(smaller.operators)
-                return fit(smaller)
-        except StrategyError:
-            continue  # the first error is raised
-    raise refused
-
-
-def within_limit(
-    config: Config, graph: OperatorGraph, plan: Plan, device: str, lowered: Callable[[Plan], Program]
-) -> Plan:
-    """`plan`, with the recompute that the limit asks for where that is `auto`.
-
-    Args:
-        config: with the limit; without one `plan` is returned unchanged.
-        graph: the graph of the plan.
-        plan: recomputes nothing where that is `auto`.
-        device: "cpu" or "cuda".
-        lowered: returns the program of a plan.
-
-    Raises:
-        StrategyError: the plan needs more than the limit.
-    """
-    limit, section = config.parallel.memory_limit, config.parallel.recompute
-    if limit is None:
-        return plan
-    settings = settings_of(config, graph, device)
-    if section.operators == "auto":
-        wanted = RecomputeRequest("full", section.modules, section.communication, section.slice_inputs)
-        cluster = cluster_of(config, device, plan.mesh.size)
-        return RecomputeSelection(graph, plan, wanted, settings, cluster, lowered).within(limit)
-    check_limit(memory(trace(lowered(plan), settings), settings), limit, plan, settings)
-    return plan
-
-
-def check_stages(
-    config: Config, graph: OperatorGraph, plan: Plan, device: str, programs: Sequence[Program], schedule: Schedule
-) -> None:
-    """Check the ranks of a pipeline whose stages have these `programs`. Raises StrategyError."""
-    limit = config.parallel.memory_limit
-    if limit is None:
-        return
-    settings, traces = settings_of(config, graph, device), Traces()
-    by_stage = {number: traces.of(program, settings) for number, program in enumerate(programs)}
-    for group, actions in enumerate(schedule):
-        check_limit(group_memory(group, by_stage, actions, len(schedule), settings), limit, plan, settings)
 
 
 @dataclass
@@ -146,53 +60,108 @@ class SearchBudget:
         return budget if budget > 0 else None
 
 
+@dataclass(frozen=True)
+class RecomputedLayers:
+    """The layers that are recomputed, by mode, the extra seconds of a step, and the bytes that are stored less."""
+
+    seconds: float
+    saves: float
+    paths: Mapping[Mode, tuple[str, ...]]
+
+
+def pareto_front(layers: Mapping[str, Mapping[Mode, tuple[float, float]]]) -> list[RecomputedLayers]:
+    """The best ways to recompute `layers`: a knapsack, solved exactly.
+
+    Of layers that cost and save the same the first ones are recomputed, in full before selectively: their second run
+    comes when the tensors of later ones are freed.
+
+    Args:
+        layers: extra seconds and saved bytes of each, by mode.
+
+    Returns:
+        What no other beats in both time and bytes, by rising time, from no layer to all in full.
+    """
+    kinds: dict[tuple[tuple[Mode, tuple[float, float]], ...], list[str]] = {}
+    for path, by_mode in layers.items():
+        kinds.setdefault(tuple(by_mode.items()), []).append(path)
+    front = [RecomputedLayers(0.0, 0.0, dict.fromkeys(MODES, ()))]
+    for kind, paths in kinds.items():
+        options, count = dict(kind), len(paths)
+        (full_seconds, full_saves), (seconds, saves) = options["full"], options.get("selective", (0.0, 0.0))
+        own = _undominated(
+            RecomputedLayers(
+                full * full_seconds + few * seconds,
+                full * full_saves + few * saves,
+                {"full": tuple(paths[:full]), "selective": tuple(paths[full : full + few])},
+            )
+            for full in range(count + 1)
+            for few in range(count - full + 1 if "selective" in options else 1)
+        )
+        front = _undominated(
+            RecomputedLayers(a.seconds + b.seconds, a.saves + b.saves, {m: (*a.paths[m], *b.paths[m]) for m in MODES})
+            for a in front
+            for b in own
+        )
+    return front
+
+
+def _undominated(every: Iterable[RecomputedLayers]) -> list[RecomputedLayers]:
+    front: list[RecomputedLayers] = []
+    for one in sorted(every, key=lambda one: (one.seconds, -one.saves)):
+        if not front or one.saves > front[-1].saves:
+            front.append(one)
+    return front
+
+
 @dataclass
-class _GroupLayers:
-    """How many `layers` a group of ranks recomputes: `low` are too few, at the bytes `above`, `high` are enough, at the
-    bytes `below`; `measured` says that `above` was traced."""
+class _GroupSelection:
+    """The position on its `front` of a group of ranks: at `low` it recomputes too little, at the bytes `above`, at
+    `high` enough, at the bytes `below`; `measured` says that `above` was traced."""
 
     limit: int
-    layers: tuple[str, ...]
+    front: Sequence[RecomputedLayers]
     above: int
     below: int
     measured: bool
-    low: int = field(init=False)
-    high: int = field(init=False)
 
     def __post_init__(self) -> None:
         enough = self.above <= self.limit
-        self.low, self.high = (-1, 0) if enough else (0 if self.measured else -1, len(self.layers))
+        self.low = 0 if self.measured and not enough else -1
+        self.high = 0 if enough else len(self.front) - 1
 
     @property
     def guess(self) -> int:
         if self.high - self.low <= 1:
             return self.high
-        guess = self.low + math.ceil((self.high - self.low) * (self.above - self.limit) / (self.above - self.below))
+        first, last = self.front[max(self.low, 0)].saves, self.front[self.high].saves
+        wanted = first + (last - first) * (self.above - self.limit) / (self.above - self.below)
+        guess = bisect_left(self.front, wanted, key=lambda one: one.saves)
         return min(max(guess, self.low + 1), self.high - 1)
 
-    def update(self, count: int, size: int) -> None:
+    def update(self, position: int, size: int) -> None:
         if size > self.limit:
-            if count >= self.high:  # other groups recomputed fewer layers, of which one was this group's too
-                self.high = len(self.layers)
-            self.low, self.above = count, size
-        elif count < self.high:
-            one_less = size + (size - self.below) / (self.high - count)
-            self.high, self.below = count, size
-            if one_less > self.limit:
-                self.low = count - 1
+            if position >= self.high:  # other groups recompute less, of which a layer was this group's too
+                self.high = len(self.front) - 1
+            self.low, self.above = position, size
+        elif position < self.high:
+            if position > 0:
+                before, own, last = (self.front[at].saves for at in (position - 1, position, self.high))
+                if size + (size - self.below) * (own - before) / (last - own) > self.limit:
+                    self.low = position - 1
+            self.high, self.below = position, size
 
 
-class FewestLayers:
-    """The fewest layers to recompute so that every group of ranks keeps the limit.
+class RecomputeSelection:
+    """The layers to recompute so that every group of ranks keeps the limit at the least extra time.
 
-    Each group has its own number, since groups of a pipeline keep different numbers of micro-batches; all are tried
-    together. A group's first layers are taken: they are recomputed when what later layers stored is freed.
+    Each group has its own front, since groups of a pipeline keep different numbers of micro-batches; all are tried
+    together.
     """
 
     def __init__(
         self,
         limit: int,
-        layers: Sequence[tuple[str, ...]],
+        fronts: Iterable[Sequence[RecomputedLayers]],
         none: Sequence[int],
         every: Sequence[int],
         *,
@@ -200,33 +169,35 @@ class FewestLayers:
     ) -> None:
         """Args:
         limit: bytes of a rank.
-        layers: what may be recomputed, by group.
-        none: bytes of every group that recomputes none of its layers.
-        every: bytes of every group that recomputes all of them.
+        fronts: what may be recomputed, by group, as `pareto_front` returns it.
+        none: bytes of every group that recomputes nothing.
+        every: bytes of every group that recomputes the last of its front.
         measured: whether `none` was traced, not estimated.
         """
         self.limit = limit
-        self.groups = [_GroupLayers(limit, *one, measured) for one in zip(layers, none, every, strict=True)]
+        self.groups = [_GroupSelection(limit, *one, measured) for one in zip(fronts, none, every, strict=True)]
         self.tried: list[int] = []
 
     @property
-    def lower_bound(self) -> set[str]:
-        """Layers that are recomputed in any case."""
-        return self._layers([max(group.guess - 1, 0) if group.high else 0 for group in self.groups])
+    def lower_bound(self) -> dict[str, Mode]:
+        """About the least that is recomputed in any case: the mode of every layer, by path."""
+        return self._layers([max(group.guess - 1, 0) for group in self.groups])
 
-    def next(self) -> set[str] | None:
-        """The layers to try; None where the last ones are the fewest, or all are too few."""
-        counts = [group.guess for group in self.groups]
-        if counts == self.tried:
+    def next(self) -> dict[str, Mode] | None:
+        """The mode of every layer to try; None where the last ones are the best, or all are too few."""
+        positions = [group.guess for group in self.groups]
+        if positions == self.tried:
             return None
-        self.tried = counts
-        return self._layers(counts)
+        self.tried = positions
+        return self._layers(positions)
 
     def update(self, sizes: Sequence[int]) -> bool:
         """Receive the bytes that every group needs with the last layers. Returns whether all keep the limit."""
-        for group, count, size in zip(self.groups, self.tried, sizes, strict=True):
-            group.update(count, size)
+        for group, position, size in zip(self.groups, self.tried, sizes, strict=True):
+            group.update(position, size)
         return max(sizes) <= self.limit
 
-    def _layers(self, counts: Sequence[int]) -> set[str]:
-        return {name for group, count in zip(self.groups, counts, strict=True) for name in group.layers[:count]}
+    def _layers(self, positions: Collection[int]) -> dict[str, Mode]:
+        """In full where any group does so."""
+        paths = [group.front[position].paths for group, position in zip(self.groups, positions, strict=True)]
+        return {path: mode for mode in reversed(MODES) for one in paths for path in one[mode]}

@@ -38,7 +38,6 @@ from runner.planning.datasets import (
     prediction_data,
 )
 from runner.planning.estimate import step_price
-from runner.planning.memory_limit import check_stages, first_within, within_limit
 from runner.planning.sources import planned, request_of
 from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError
@@ -51,7 +50,6 @@ from strategies.optimizer.updates import check_kind
 from strategies.planner.planner import follow
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
-from strategies.search.algorithms import with_cost
 
 WEIGHTS = "initial.pt"
 TRAINING = ("train", "verify")
@@ -206,14 +204,9 @@ def prepare(
         evaluated = flatten_batch(global_batch(evaluating, evaluation_collate, range(1)))
         check_prediction_names(evaluated[0], names, targeted)
     last = order.rows(order.steps_per_epoch - 1)[-(order.short % rows) :] if order.short % rows else []
+    values: Mapping[str, Tensor]
     prepared = Prepared(
-        config,
-        world_size,
-        device,
-        names,
-        shapes,
-        targeted,
-        rows,
+        *(config, world_size, device, names, shapes, targeted, rows),
         graph=None,
         plan=None,
         evaluations={},
@@ -227,10 +220,8 @@ def prepare(
     )
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)
-        if folder is not None:
-            weights.write(folder / WEIGHTS, {}, stored)
-        return prepared
-    if config.parallel.mode == "stand_alone":
+        values = {}
+    elif config.parallel.mode == "stand_alone":
         run_once(step, tensors)
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
@@ -246,7 +237,14 @@ def prepare(
         lowering.rows_per_split(config)
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
-        plan, in_step, stages = _planned(config, step, tensors, graph, plan, say)
+        step_of = partial(lowering.training_step, config, step, tensors, graph)
+        if plan is None:
+            cluster = cluster_of(config, device, world_size)
+            price = step_price(config, graph, step_of, device, world_size, cluster)
+            request = request_of(config, world_size // lowering.pipeline_groups(config))
+            plan = planned(config, graph, request, cluster, price, say)
+        in_step = step_of(plan)
+        stages = lowering.stages_of(config, *in_step)
         without_search = plan.to_json() | {"search": None}
         del without_search["recompute"]  # it changes no number
         fingerprint = digest(
@@ -259,54 +257,11 @@ def prepare(
         evaluations, evaluation_tensors = _evaluations(config, step, plan, stages, trials)
         values = evaluation_tensors | dict(captured.tensors)
         prepared = replace(
-            prepared,
-            graph=graph,
-            plan=plan,
-            evaluations=evaluations,
-            digest=fingerprint,
-            stages=stages,
-            step=in_step,
+            prepared, graph=graph, plan=plan, evaluations=evaluations, digest=fingerprint, stages=stages, step=in_step
         )
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return prepared
-
-
-def _planned(
-    config: Config,
-    step: Objective,
-    tensors: Sequence[Tensor],
-    graph: OperatorGraph,
-    plan: Plan | None,
-    say: Callable[[str], None],
-) -> tuple[Plan, tuple[OperatorGraph, Plan], tuple[Stage, ...]]:
-    """The plan of `graph`, searched unless one was decided jointly, within the memory limit; graph and plan of a step;
-    and the stages of a pipeline."""
-    device, world_size = device_of(config)
-    in_step = partial(lowering.training_step, config, step, tensors, graph)
-    cluster = cluster_of(config, device, world_size)
-    price = step_price(config, graph, in_step, device, world_size, cluster)
-    search = partial(planned, config, graph, cluster=cluster, price=price, say=say)
-    request = request_of(config, world_size // lowering.pipeline_groups(config))
-    searched, plan = plan is None, plan or search(request)
-    graph_and_plan = in_step(plan)
-    stages = lowering.stages_of(config, *graph_and_plan)
-    if stages:
-        programs = lowering.pipeline_programs(config, stages, lowering.training_options(config))
-        check_stages(config, graph, plan, device, programs, lowering.schedule_of(config))
-    elif searched:
-
-        def fit(plan: Plan) -> Plan:
-            return within_limit(
-                config, graph, plan, device, lambda plan: lowering.training_program(config, *in_step(plan))
-            )
-
-        fitted = first_within(plan, request, fit, search if config.parallel.plan is None else None)
-        if fitted != plan:
-            if fitted.recompute != plan.recompute and fitted.search["cost"] is not None:
-                fitted = replace(fitted, search=with_cost(fitted.search, price.seconds(fitted)))
-            plan, graph_and_plan = fitted, in_step(fitted)
-    return plan, graph_and_plan, stages
 
 
 def _described(

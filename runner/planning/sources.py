@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,28 @@ def planned(
     the planner rejects.
     """
     if config.parallel.plan is not None:
-        return _from_file(Path(config.parallel.plan), graph, request)
-    folder = cache_folder(config.parallel.plan_cache, say)
-    key = "" if folder is None else plan_cache.key_of(graph, request, cluster, _priced_by(config))
-    if folder is not None and (cached := plan_cache.load(folder, key, say)) is not None:
-        return _loaded(cached, "the plan cache")
+        return from_file(Path(config.parallel.plan), graph, request)
+    make = partial(make_plan, graph, request, cluster, price)
+    return cached(config.parallel.plan_cache, graph, request, cluster, _priced_by(config), say, make)
+
+
+def cached(
+    wanted: str | None,
+    graph: OperatorGraph,
+    request: Request,
+    cluster: Cluster,
+    inputs: tuple[object, ...],
+    say: Callable[[str], None],
+    make: Callable[[], Plan],
+) -> Plan:
+    """The plan of the cache that is `wanted` (as in `parallel.plan_cache`), else one that `make` searches, which is
+    stored there. `inputs` are those of the search besides graph, request and cluster."""
+    folder = cache_folder(wanted, say)
+    key = "" if folder is None else plan_cache.key_of(graph, request, cluster, inputs)
+    if folder is not None and (plan := plan_cache.load(folder, key, say)) is not None:
+        return _loaded(plan, "the plan cache")
     with search_progress(say, graph, request):
-        plan = make_plan(graph, request, cluster, price)
+        plan = make()
     if folder is not None:
         plan_cache.store(folder, key, plan, say)
     return plan
@@ -143,7 +159,8 @@ def cache_folder(wanted: str | None, say: Callable[[str], None]) -> Path | None:
     return folder / "plans"
 
 
-def _from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:
+def from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:
+    """The plan of `parallel.plan` with the recompute of `request`. Raises as `planned`."""
     plan = read_plan(read_content(file), graph, request.world_size, f"parallel.plan = {str(file)!r}")
     if request.recompute is not None:
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from strategies.core.graph import ITEM_BYTES, Operator, OperatorGraph, Ref
 from strategies.core.layout import Layout
-from strategies.core.plan import Plan
+from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Program
 from strategies.memory.trace import local_tensors, optimizer_need, parameters_of, persistent_bytes
 from strategies.memory.zero import ZeroBuffers
@@ -74,6 +75,19 @@ def stored_lower_bound(graph: OperatorGraph, plan: Plan) -> int:
         graph: The graph of a step, or of a stage of a pipeline.
         plan: Its plan.
     """
+    return int(sum(_stored(graph, plan).values()))
+
+
+def stored_by_module(graph: OperatorGraph, plan: Plan, modules: Recompute) -> dict[str | None, float]:
+    """`stored_lower_bound` of each of the `modules` that makes the tensors; None for what is made outside of them."""
+    by_module: dict[str | None, float] = defaultdict(float)
+    for ref, size in _stored(graph, plan).items():
+        by_module[modules.region(graph.by_id[ref.id].path)] += size
+    return by_module
+
+
+def _stored(graph: OperatorGraph, plan: Plan) -> dict[Ref, float]:
+    """Bytes of every result."""
     if id(graph) not in _uses:
         _uses[id(graph)] = {
             Ref(operator.id, index): tuple(_uses_of(graph, Ref(operator.id, index)))
@@ -82,7 +96,7 @@ def stored_lower_bound(graph: OperatorGraph, plan: Plan) -> int:
             for index in range(len(operator.results))
         }
         weakref.finalize(graph, _uses.pop, id(graph), None)
-    return _Stored(graph, plan, _uses[id(graph)]).total()
+    return _Stored(graph, plan, _uses[id(graph)]).by_result()
 
 
 def _uses_of(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
@@ -105,8 +119,8 @@ class _Stored:
     needed: dict[Ref, bool] = field(default_factory=dict)
     """Whether the second run of its module needs a result."""
 
-    def total(self) -> int:
-        return int(sum(self._bytes_of(ref, uses) for ref, uses in self.uses.items() if self.graph.specs[ref].floating))
+    def by_result(self) -> dict[Ref, float]:
+        return {ref: self._bytes_of(ref, uses) for ref, uses in self.uses.items() if self.graph.specs[ref].floating}
 
     def _bytes_of(self, ref: Ref, uses: Sequence[_Use]) -> float:
         """Bytes of a result; 0 where it need not be stored."""

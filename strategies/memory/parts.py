@@ -1,4 +1,5 @@
-"""Bytes of memory that a rank needs, by part, and the peak of every phase of a step."""
+"""Bytes of memory that a rank needs, by part, the peak of every phase of a step, and what to change where it is too
+much."""
 
 from __future__ import annotations
 
@@ -119,3 +120,50 @@ def group_memory(
         sum(one.host for one in stages),
         sum(one.disk for one in stages),
     )
+
+
+def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes: bool, all_of_it: bool = False) -> str:
+    """Why a plan does not fit, and what would help first.
+
+    Args:
+        needed: What it needs.
+        limit: Bytes of a rank.
+        settings: Of the optimizer step.
+        recomputes: Whether some layers are recomputed already.
+        all_of_it: Whether all layers are that may be.
+    """
+    order = ("activations", "optimizer", "parameters", "gradients", "buffers")
+    parts = {name: needed.by_part[name] for name in order}
+    largest = max(parts, key=lambda name: parts[name])
+    shown = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
+    what = "even with all repeated layers recomputed the plan" if all_of_it else "the plan"
+    return (
+        f"parallel.memory_limit = {in_words(limit)} per rank, but {what} needs {in_words(needed.peak)} at once, in "
+        f"{needed.peak_in} ({shown}). The largest part is {largest}: "
+        f"{_advice(largest, settings, recomputes or all_of_it)}, more ranks, or a higher limit."
+    )
+
+
+def _advice(part: str, settings: OptimizerSettings, recomputes: bool) -> str:
+    stage, offload, advice = settings.stage, settings.offload, []
+    if part == "activations":
+        advice += [] if recomputes else ["parallel.recompute=auto"]
+        advice += ["more train.accumulate"]
+        advice += ["parallel.offload.activations.to=host"] if offload.activations == "none" else []
+    elif part == "buffers":
+        advice += ["a smaller parallel.zero.options.reduce_bucket_size"]
+    else:
+        least = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
+        advice += [f"parallel.zero.stage={least}"] if stage < least else []
+        name = "parameters" if part == "parameters" else "optimizer"
+        advice += [f"parallel.offload.{name}=host"] if getattr(offload, name) == "none" and stage >= least else []
+        advice += ["sliced weights (parallel.strategies)"]
+    return "choose " + ", ".join(advice)
+
+
+def in_words(count: int) -> str:
+    """Bytes as people write them."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"

@@ -20,12 +20,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from strategies.core.graph import Ref, Source, rewrite
+from strategies.core.graph import Ref, Source, rewrite, with_leaves
 from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Ordinal, Program, Redistribute, Start, Wait
 from strategies.lowering.recompute import parts_of, region_of
 from strategies.memory.estimate import KnownBytes
@@ -35,7 +34,8 @@ from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import BucketLimits
 
-FEWEST = 6
+Step = TypeVar("Step", bound=Instruction)
+MIN_REPETITIONS = 6
 """Repetitions from which on a program is truncated."""
 PERIODS = 6
 """Distances between repetitions that are tried."""
@@ -75,7 +75,7 @@ def repeated_blocks(program: Program) -> RepeatedBlocks | None:
         while start + period < len(numbers):
             length = repetition.length(start, period)
             blocks = RepeatedBlocks(start, period, length // period + 1)
-            if blocks.count >= FEWEST and (best is None or blocks.count * period > best.count * best.period):
+            if blocks.count >= MIN_REPETITIONS and (best is None or blocks.count * period > best.count * best.period):
                 best = blocks if repetition.closed(blocks) else best
             start += length + 1
     return best
@@ -87,7 +87,10 @@ def truncated(program: Program, blocks: RepeatedBlocks, count: int) -> Program:
     first, last = blocks.start + blocks.period, blocks.start + blocks.period + less
     steps = program.instructions
     renamed = {one.id: steps[place - less].id for place, one in enumerate(steps[first:last], first)}
-    kept = (*steps[:first], *(_renamed(one, renamed) for one in steps[last:]))
+    kept = (
+        *steps[:first],
+        *(_renamed(one, renamed) if any(ref.id in renamed for ref in one.operands) else one for one in steps[last:]),
+    )
     used, unused = ({ref.id for one in some for ref in one.operands} for some in (kept, steps[first:last]))
     dropped = {source.id: source.name for source in program.sources if source.id in unused - used}
     names = set(dropped.values())
@@ -101,25 +104,24 @@ def truncated(program: Program, blocks: RepeatedBlocks, count: int) -> Program:
     )
 
 
-def _renamed(step: Instruction, names: Mapping[str, str]) -> Instruction:
+def _renamed(step: Step, names: Mapping[str, str]) -> Step:
     """An instruction that takes other values, by their ids."""
-    if not any(ref.id in names for ref in step.operands):
-        return step
 
-    def named(ref: Any) -> Any:
-        return Ref(names.get(ref.id, ref.id), ref.index) if isinstance(ref, Ref) else ref
+    def named(leaf: Any) -> Any:
+        return Ref(names.get(leaf.id, leaf.id), leaf.index) if isinstance(leaf, Ref) else leaf
 
-    if isinstance(step, Compute):
-        return replace(step, args=rewrite(step.args, named), kwargs=tuple(rewrite(dict(step.kwargs), named).items()))
-    if isinstance(step, Redistribute | Copy):
-        return replace(step, value=named(step.value))
-    if isinstance(step, Fused):
-        return replace(step, parts=tuple(replace(one, value=named(one.value)) for one in step.parts))
-    of = _renamed(step.of, names)
-    assert isinstance(of, Redistribute | Fused)
-    if isinstance(step, Start):
-        return replace(step, of=of)
-    return replace(step, of=of, start=names.get(step.start, step.start))
+    match step:
+        case Compute():
+            return with_leaves(step, named)
+        case Redistribute() | Copy():
+            return replace(step, value=named(step.value))
+        case Fused():
+            return replace(step, parts=tuple(_renamed(one, names) for one in step.parts))
+        case Start():
+            return replace(step, of=_renamed(step.of, names))
+        case Wait():
+            return replace(step, of=_renamed(step.of, names), start=names.get(step.start, step.start))
+    raise TypeError(step)
 
 
 def program_signature(program: Program, groups: Sequence[Mapping[str, Any]] = ()) -> Hashable:
@@ -185,11 +187,10 @@ class _Signatures:
 
     def _call(self, step: Instruction) -> Hashable:
         if isinstance(step, Compute):
-            return step.target, _frozen(step.args), _frozen(dict(step.kwargs)), step.multiple
+            return step.target, repr(rewrite((step.args, step.kwargs), _without_place)), step.multiple
         if isinstance(step, Copy):
             return step.host
-        of = step.of if isinstance(step, Start | Wait) else step
-        parts = of.parts if isinstance(of, Fused) else (of,)
+        parts = (step.of if isinstance(step, Start | Wait) else step).parts
         paths = tuple((self._path(one.forward), self._path(one.backward)) for one in parts)
         return paths, tuple((one.scale, one.differentiable, one.spec) for one in parts)
 
@@ -199,14 +200,8 @@ class _Signatures:
         return self.paths[id(steps)]
 
 
-def _frozen(value: Any) -> Hashable:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    if isinstance(value, (Ref, Ordinal)):
-        return type(value).__name__
-    return value if isinstance(value, (str, torch.dtype)) else (type(value).__name__, repr(value))
+def _without_place(leaf: Any) -> Any:
+    return type(leaf) if isinstance(leaf, Ref | Ordinal) else leaf
 
 
 class _Repetition:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,7 +36,7 @@ from strategies.runtime.activation_offload import Activations, look_up_parameter
 from strategies.runtime.communicator import Communicator, Landing, Launcher
 from strategies.runtime.disk import Disk, Extent
 from strategies.runtime.live_tensors import Live
-from strategies.runtime.module_tree import MODULE, build
+from strategies.runtime.module_tree import build
 
 Result = TypeVar("Result")
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -72,11 +71,6 @@ class Traced:
 def trace(program: Program, settings: OptimizerSettings) -> Traced:
     """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
     return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).run())
-
-
-def stored_in(program: Program, settings: OptimizerSettings, paths: Collection[str]) -> dict[str, int]:
-    """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
-    return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).stored_in(paths))
 
 
 def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
@@ -163,32 +157,20 @@ class _NoDisk(Disk):
         """There is no space to free."""
 
 
-class SavedTensors:
-    """The distinct storages that autograd has saved, without those of `others`."""
+@contextmanager
+def saved_tensors(others: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """Yields the bytes of the distinct storages that autograd saves inside, without those of `others`, by storage."""
+    known = {tensor.untyped_storage()._cdata: tensor for tensor in others}
+    sizes: dict[int, int] = {}
 
-    def __init__(self, others: Iterable[Tensor]) -> None:
-        self._others = {tensor.untyped_storage()._cdata: tensor for tensor in others}
-        self._bytes: dict[int, int] = {}
-
-    def add(self, tensor: Tensor) -> Tensor:
-        """Count a tensor; returns it."""
+    def add(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._others:
-            self._bytes[storage._cdata] = storage.nbytes()
+        if storage._cdata not in known:
+            sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    @property
-    def bytes(self) -> int:
-        """Their bytes."""
-        return sum(self._bytes.values())
-
-
-@contextmanager
-def saved_tensors(others: Iterable[Tensor]) -> Iterator[SavedTensors]:
-    """Counts what autograd saves inside, as long as the graph lives."""
-    saved = SavedTensors(others)
-    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
-        yield saved
+    with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
+        yield sizes
 
 
 def local_tensors(program: Program, device: str) -> dict[str, Tensor]:
@@ -279,26 +261,6 @@ class Trace:
             0 if zero is None else zero.host_in_update(),
         )
 
-    def stored_in(self, paths: Collection[str]) -> dict[str, int]:
-        """Bytes that one forward of each module leaves in memory, by path."""
-        stored, live = dict.fromkeys(paths, 0), self.live
-
-        def counted(path: str, forward: Callable[..., Any], *inputs: Any) -> Any:
-            before = live.now
-            results = forward(*inputs)
-            stored[path] += live.now - before
-            return results
-
-        with live:
-            updates = self._begin()
-            for unit in self.module.modules():
-                path = unit.meta.get(MODULE) if isinstance(unit, fx.GraphModule) else None
-                if path in stored:
-                    vars(unit)["forward"] = partial(counted, path, unit.forward)
-            self._forward()
-            del updates, self.outputs
-        return stored
-
     def _begin(self) -> BucketedUpdates | ZeroBuffers | None:
         """Attaches offload and what takes the gradients; then all that stays from step to step is alive."""
         offload = self.settings.offload
@@ -350,7 +312,7 @@ class Trace:
             del inputs
         kept = self.live.now - before
         hooked = self.settings.stage == 3 or self.settings.offload.activations != "none"
-        return kept if hooked else saved.bytes, kept  # other hooks see the tensors saved there
+        return kept if hooked else sum(saved.values()), kept  # other hooks see the tensors saved there
 
     def _backward(self, updates: BucketedUpdates | ZeroBuffers | None) -> None:
         """Backward of the loss, or of all outputs of a pipeline stage."""

@@ -16,9 +16,11 @@ from typing import Any
 
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
-from strategies.memory.limit import in_words
+from strategies.memory.parts import in_words
 
-AGAIN = ("none", "selective", "full")
+KEEPING = "_keep"
+"""Ends a recompute that keeps the results of collectives though it would repeat them by itself."""
+AGAIN = ("none", "selective", f"full{KEEPING}", "full")
 """Recompute, from no operator to all."""
 
 
@@ -89,7 +91,8 @@ class Decision:
 
 def _shown(choice: Choice, priced: Priced) -> dict[str, Any]:
     modules = None if priced.modules is None else list(priced.modules)
-    return asdict(choice) | {"modules": modules, "seconds": priced.seconds}
+    shown = asdict(choice) | {"recompute": choice.recompute.removesuffix(KEEPING)}
+    return shown | {"modules": modules, "seconds": priced.seconds}
 
 
 def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]) -> Decision:

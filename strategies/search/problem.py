@@ -24,7 +24,7 @@ from strategies.cost.collectives import collective_seconds, path_seconds
 from strategies.cost.step import MASTER, ZERO_COPIES
 from strategies.lowering.lowering import local_instructions
 from strategies.memory.estimate import saved
-from strategies.memory.limit import in_words
+from strategies.memory.parts import in_words
 from strategies.optimizer.buckets import LARGEST, PARTS, SMALLEST
 from strategies.rules.sharding import Assignment, Sharding
 

@@ -61,7 +61,7 @@ def _step(case: Case, plan: Plan, rank: int) -> Ran:
     entries = [shard(case.batch[one.name], program.layouts[one.id], program.mesh)[rank] for one in inputs]
     with saved_tensors([*tensors.values(), *entries]) as saved:
         loss = module(*entries, 11)
-    stored = saved.bytes
+    stored = sum(saved.values())
     del saved
     loss.backward()
     gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}

@@ -11,8 +11,7 @@ from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
 from runner.planning.estimate import Programs
-from runner.planning.joint import JointDecision, with_choice
-from runner.planning.sources import request_of
+from runner.planning.joint import JointDecision
 from strategies.core.errors import StrategyError, TooLarge
 from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
@@ -36,7 +35,11 @@ def stacked():
     deciding = JointDecision(compose_config(*DATA, "parallel.plan_cache=null"), print)
     found = {}
     for choice in deciding.bounds:
-        *before, found[choice] = bounds = list(deciding.evaluate(choice))
+        bounds = list(deciding.evaluate(choice))
+        if choice.recompute == "full_keep":
+            assert not bounds  # the layers have no collectives
+            continue
+        *before, found[choice] = bounds
         assert [one.seconds for one in bounds] == sorted(one.seconds for one in bounds)
         assert [one.bytes is None for one in bounds] == [True] * len(before) + [False]
         assert len(before) >= (choice.zero > 0) + (choice.recompute != "none")
@@ -98,37 +101,39 @@ STAGED = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
     ],
     ids=["ZeRO", "stages"],
 )
-def test_the_smallest_number_of_layers_that_keeps_the_limit_is_recomputed(words):
-    """Compared with brute force over the number of recomputed layers of every group of ranks."""
+def test_the_recompute_that_keeps_the_limit_takes_the_least_time(words):
+    """Compared with brute force over the layers of every group of ranks, in full or selectively."""
     words = (*DEEP, *words, "parallel.recompute=auto", "parallel.plan_cache=null")
     free = JointDecision(compose_config(*words), print)
     every = {one: free.fastest(one) for one in free.bounds if one.recompute == "full"}
     choice = min(every, key=lambda one: (every[one].seconds, one))
     none, full = free.fastest(replace(choice, recompute="none")).peak, every[choice].peak
-    plan = free.best_plan(choice, None)
-    layers = every[choice].layers(plan.recompute)
-    sizes = {}
-    for counts in product(*(range(1 + len(one)) for one in layers)):
-        modules = tuple(name for one, count in zip(layers, counts, strict=True) for name in one[:count])
-        if not modules:
-            continue
-        request = request_of(with_choice(free.config, choice, modules), free.ranks // choice.stages)
-        few = free.searched(choice).recomputing(plan, request)
-        sizes[modules] = free.estimate(choice, few, modules).peak
-    assert max(map(len, sizes)) == 6
+    plan, layers = free.best_plan(choice, None), every[choice].recompute_fronts(free.recompute_by_mode(choice))
+    counts = [[(all_, few) for all_ in range(4) for few in range(4 - all_)] for _ in layers]
+    if len(layers) == 1:
+        counts = [[(all_, few) for all_ in range(7) for few in range(7 - all_)]]
+    brute = []
+    for chosen in product(*counts):
+        modes = {}
+        for front, (all_, few) in zip(layers, chosen, strict=True):
+            paths = front[-1].paths["full"]
+            modes |= dict.fromkeys(paths[:all_], "full") | dict.fromkeys(paths[all_ : all_ + few], "selective")
+        price = free.estimate(choice, replace(plan, recompute=free.mixed(choice, modes)))
+        brute.append((price.seconds, price.peak))
     for share in (0.3, 0.7):
         limit = int(full + share * (none - full))
         one = JointDecision(compose_config(*words, f"parallel.memory_limit={limit}"), print)
-        found = [priced for priced in one.evaluate(choice) if priced.bytes is not None and priced.bytes <= limit]
-        assert len(found[0].modules) == min(len(modules) for modules in sizes if sizes[modules] <= limit)
-        assert sizes[found[0].modules] == found[0].bytes
-        assert found[0].plan.recompute.modules == found[0].modules
+        selected = next(priced for priced in one.evaluate(choice) if priced.bytes is not None and priced.bytes <= limit)
+        assert selected.seconds <= 1.001 * min(seconds for seconds, peak in brute if peak <= limit)
+        assert (selected.seconds, selected.bytes) in brute
+        assert 0 < len(selected.modules) <= 6 and selected.plan.recompute.modules == selected.modules
 
 
 def test_a_long_decision_reports_its_progress(monkeypatch):
     monkeypatch.setattr("runner.planning.joint.EVERY", 0.0)
     said = []
-    one = replace(with_limit(2**30), say=said.append)
+    one = with_limit(2**30)
+    one.say = said.append
     count = one.plan().search["decided"]["tried"]
     lines = [line for line in said if line.startswith("deciding: ")]
     assert lines[0].startswith(f"deciding: 1 of {len(one.bounds)} choices evaluated; now ")
@@ -154,8 +159,10 @@ def test_a_given_pipeline_computes_again_as_little_as_keeps_the_limit(start, com
     decided = ended.plan["search"]["decided"]
     assert ended.verdict["passed"]
     assert ended.plan["memory"]["peak"] <= limit
-    assert (decided["stages"], decided["micro_batches"], decided["recompute"]) == (2, 4, "full")
-    by_stage = [sum(int(name.rpartition(".")[2]) // 3 == stage for name in decided["modules"]) for stage in (0, 1)]
+    assert (decided["stages"], decided["micro_batches"], decided["recompute"]) == (2, 4, "full and selective")
+    kept = ended.plan["recompute"]["kept"]
+    full = [name for name in decided["modules"] if not any(one.startswith(f"{name}.") for one in kept)]
+    by_stage = [sum(int(name.rpartition(".")[2]) // 3 == stage for name in full) for stage in (0, 1)]
     assert by_stage[0] > by_stage[1]
     done = command("plan", *limited[:-1], f"parallel.memory_limit={least // 2}")
     assert done.code == 2 and "the smallest need is at least" in done.paragraphs[0]

@@ -9,11 +9,6 @@ import pytest
 from benchmarks import memory as benchmark
 from runner.config.parallel import Bytes
 from runner.config.section import Section
-from runner.planning.memory_limit import first_within
-from strategies.core.errors import StrategyError
-from strategies.core.mesh import Mesh
-from strategies.core.plan import Plan
-from strategies.core.request import Request
 
 
 class Limited(Section):
@@ -65,33 +60,6 @@ def test_auto_keeps_the_limit(command, tmp_path):
     content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     assert content["memory"]["peak"] <= 2_400_000
     assert content["recompute"]["modules"]
-
-
-def planned(least: int) -> Plan:
-    return Plan(Mesh((("d0", 8),)), {str(least): None}, {}, {}, search={"least": least})
-
-
-def test_a_plan_that_the_search_took_for_smaller_is_followed_by_others():
-    plans = {share: planned(share) for share in (1000, 850, 700, 500)}
-    searched = []
-
-    def search(request):
-        searched.append(request.memory_limit)
-        return plans[request.memory_limit]
-
-    def fit(plan):
-        if plan.search["least"] > 700:
-            raise StrategyError("MW501", f"needs {plan.search['least']}")
-        return plan
-
-    request = Request("auto", 8, memory_limit=1000)
-    assert first_within(plans[1000], request, fit, search) is plans[700] and searched == [850, 700]
-    assert first_within(plans[500], request, fit, search) is plans[500] and len(searched) == 2
-    with pytest.raises(StrategyError, match="needs 1000"):
-        first_within(plans[1000], request, fit, None)
-    plans[700] = plans[500] = plans[1000]
-    with pytest.raises(StrategyError, match="needs 1000"):
-        first_within(plans[1000], request, fit, search)
 
 
 @pytest.mark.parametrize(

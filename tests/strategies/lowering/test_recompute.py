@@ -73,7 +73,7 @@ def step(found: Captured, plan: Plan, *batch: Tensor, steps: int = 1) -> tuple[f
     for key in range(steps):
         with saved_tensors([*tensors.values(), *batch]) as saved:
             loss = module(*batch, *([key] if program.random else []))
-        stored = saved.bytes
+        stored = sum(saved.values())
         del saved
         loss.backward()
     kept = {name: one for name, one in tensors.items() if name not in trainable}

@@ -15,10 +15,11 @@ from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
 from strategies.core.program import LoweringOptions, Program
 from strategies.core.request import RecomputeRequest, Request
+from strategies.cost.step import step_cost
 from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline_schedule import Action
-from strategies.memory.parts import group_memory, memory
+from strategies.memory.parts import Memory, group_memory, memory, over
 from strategies.memory.trace import trace
 from strategies.memory.zero import FlatGroup
 from strategies.optimizer.replicated import BucketedUpdates
@@ -29,6 +30,7 @@ from strategies.runtime.communicator import Communicator
 from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import build
 from strategies.runtime.offload import Offload
+from tests.strategies.machines import cluster
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -195,3 +197,43 @@ def test_a_sharded_optimizer_keeps_its_part(gpt, stage):
     elements = sum(source.spec.elements for source in gpt.graph.of_kind("parameter"))
     assert found.optimizer == pytest.approx(elements / 4 * 12, rel=0.01)
     assert found.parameters == pytest.approx(4 * elements / (4 if stage == 3 else 1), rel=0.01)
+
+
+PARTS = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 5, "buffers": 0}
+
+
+@pytest.mark.parametrize(
+    ("largest", "settings", "advice"),
+    [
+        (
+            "activations",
+            OptimizerSettings(),
+            "parallel.recompute=auto, more train.accumulate, parallel.offload.activations.to=",
+        ),
+        ("optimizer", OptimizerSettings(), "parallel.zero.stage=1, sliced weights (parallel.strategies), more ranks"),
+        ("optimizer", OptimizerSettings(1), "parallel.offload.optimizer=host, sliced weights"),
+        ("gradients", OptimizerSettings(1), "parallel.zero.stage=2, sliced weights"),
+        ("parameters", OptimizerSettings(3), "parallel.offload.parameters=host, sliced weights"),
+        ("buffers", OptimizerSettings(3), "a smaller parallel.zero.options.reduce_bucket_size, more ranks"),
+    ],
+)
+def test_a_plan_that_does_not_fit_suggests_a_remedy(largest, settings, advice):
+    parts = PARTS | {largest: 3 * 2**20}
+    needed = Memory(**parts, persistent=0, peaks={"forward": 1, "backward": 2**22}, host=0, disk=0)
+    text = over(needed, 2**21, settings, recomputes=False)
+    assert text.startswith("parallel.memory_limit = 2 MiB per rank, but the plan needs 4 MiB at once, in backward (")
+    assert f"The largest part is {largest}: choose {advice}" in text
+
+
+def test_work_that_is_repeated_costs_time(gpt):
+    settings = OptimizerSettings(factory=adamw)
+    plans = [
+        make_plan(gpt.graph, Request("data_parallel", 2, recompute=one)) for one in (None, RecomputeRequest("full"))
+    ]
+    plain, full = (
+        step_cost(
+            gpt.graph, plan, lower(gpt.graph, plan, LoweringOptions(partial_loss=True)), cluster(2), settings
+        ).compute
+        for plan in plans
+    )
+    assert plain < full < 4 / 3 * plain  # a third, less the operators outside the layers
