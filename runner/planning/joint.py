@@ -403,7 +403,8 @@ class JointDecision:
         if again == "none":
             return None
         handling = "keep" if again.endswith(KEEPING) else section.communication
-        return RecomputeRequest(again.removesuffix(KEEPING), section.modules, handling, section.slice_inputs)
+        mode: Mode = "selective" if again == "selective" else "full"
+        return RecomputeRequest(mode, section.modules, handling, section.slice_inputs)
 
     def searched(self, choice: Choice) -> Searches:
         """The searches that `choice` shares with choices of the same number of rows and stages."""
