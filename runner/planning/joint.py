@@ -499,7 +499,8 @@ class JointDecision:
         budgets = self.budgets.setdefault((choice.stages, choice.zero), SearchBudget(self.limit, 1 / choice.stages))
         likely = self.memory_bounds(choice).likely or self.fastest(choice).likely
         request, searches = self._request(choice), self.searched(choice)
-        seen, best, too_large = [(searches.bytes(plan, request), max(likely))], None, self.fastest(choice).seconds
+        seen, tried = [(searches.bytes(plan, request), max(likely))], [plan.operators]
+        best, too_large = None, self.fastest(choice).seconds
         for _ in range(SMALLER_PLANS):
             if best is not None and best.seconds <= (1 + WORTH) * too_large:
                 break
@@ -507,8 +508,10 @@ class JointDecision:
                 smaller = self.smaller_plan(choice, budgets.next(seen), seen)
             except StrategyError:
                 break  # no other plan is small enough
-            if smaller is None or (estimated := searches.bytes(smaller, request)) in dict(seen):
+            if smaller is None or smaller.operators in tried:
                 break
+            tried.append(smaller.operators)
+            estimated = searches.bytes(smaller, request)
             price = self.estimate(choice, smaller)
             if best is None:
                 yield Priced(smaller, price.seconds, None)

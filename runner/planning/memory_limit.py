@@ -52,8 +52,8 @@ class SearchBudget:
         if small is not None:
             share = (self.limit - small[1]) / (large[1] - small[1])
             return int(small[0] + share * (large[0] - small[0]))
-        if len(seen) > 1:
-            first = max(seen)
+        first = max(seen)
+        if first[0] > large[0]:
             slope = (first[1] - large[1]) / (first[0] - large[0])
             self.slope = min(max(slope, FLATTEST * self.most), self.most)
         budget = int(large[0] - (large[1] - self.limit) / self.slope)
