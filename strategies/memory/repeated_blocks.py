@@ -20,12 +20,24 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from strategies.core.graph import Ref, Source, rewrite, with_leaves
-from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Ordinal, Program, Redistribute, Start, Wait
+from strategies.core.graph import Ref, Source, rewrite
+from strategies.core.program import (
+    KEY,
+    Compute,
+    Copy,
+    Fused,
+    Instruction,
+    Ordinal,
+    Program,
+    Redistribute,
+    Start,
+    Wait,
+    rewired,
+)
 from strategies.lowering.recompute import parts_of, region_of
 from strategies.memory.estimate import KnownBytes
 from strategies.memory.trace import Trace, Traced, on_shapes, trace
@@ -106,15 +118,9 @@ def truncated(program: Program, blocks: RepeatedBlocks, count: int) -> Program:
 
 def _renamed(step: Step, names: Mapping[str, str]) -> Step:
     """An instruction that takes other values, by their ids."""
-
-    def named(leaf: Any) -> Any:
-        return Ref(names.get(leaf.id, leaf.id), leaf.index) if isinstance(leaf, Ref) else leaf
-
     match step:
-        case Compute():
-            return with_leaves(step, named)
-        case Redistribute() | Copy():
-            return replace(step, value=named(step.value))
+        case Compute() | Redistribute() | Copy():
+            return cast(Step, rewired(step, lambda ref: Ref(names.get(ref.id, ref.id), ref.index)))
         case Fused():
             return replace(step, parts=tuple(_renamed(one, names) for one in step.parts))
         case Start():
