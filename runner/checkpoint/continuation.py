@@ -57,7 +57,7 @@ class Continuation:
         if self.data:
             yield (
                 f"the data changes: {'; '.join(_change(one) for one in self.data)}. It goes on at the same place of "
-                "the epoch, to whole batches, in the order that follows from the new values"
+                "the epoch, to complete batches, in the order that follows from the new values"
             )
 
 

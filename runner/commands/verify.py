@@ -173,7 +173,7 @@ def _about_rounding(comparison: Comparison, precision: str) -> str:
         "themselves in other orders of addition; "
     )
     if comparison.unmeasured is None:
-        return text + "train.precision=fp64 tells which it is."
+        return text + "train.precision=fp64 shows which it is."
     return text + f"by how much this one does is not known, because it does not run in fp64: {comparison.unmeasured}"
 
 

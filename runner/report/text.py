@@ -313,7 +313,7 @@ def next_better(content: Content) -> list[str]:
     prediction, lines = content["prediction"], []
     replicated = all(set(layout) <= set("(-, )") for one in content["operators"] for layout in one["out_layouts"])
     if prediction["ranks"] > 1 and replicated:
-        lines.append("nothing is sliced: every rank computes the whole batch, and world_size=1 would be no slower")
+        lines.append("nothing is sliced: every rank computes the entire batch, and world_size=1 would be no slower")
     if prediction["memory"] > prediction["memory_limit"]:
         lines.append(_does_not_fit(prediction))
     elif prediction["seconds"]:

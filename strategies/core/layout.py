@@ -52,8 +52,8 @@ class Layout:
         return frozenset(axis for dim in self.dims for axis in dim)
 
     @property
-    def whole(self) -> Layout:
-        """The same slices, nothing partial."""
+    def reduced(self) -> Layout:
+        """The layout once its partial sums are reduced: the same slices, nothing partial."""
         return Layout(self.dims) if self.partial else self
 
     def counts(self, mesh: Mesh) -> tuple[int, ...]:

@@ -235,7 +235,7 @@ class Emitter:
         forward = resharding_path(before, after, shape, mesh)
         if not forward:
             return value
-        backward = resharding_path(returned, before.whole, shape, mesh) if differentiable else ()
+        backward = resharding_path(returned, before.reduced, shape, mesh) if differentiable else ()
         fresh = self.emission.fresh(name)
         self.emission.instructions.append(
             Redistribute(fresh, value, forward, backward, 1.0, differentiable, spec, operator.name, -1, operator.path)
@@ -361,7 +361,7 @@ class _Lowering(Emission):
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
                 gradient = self.gradient[ref] and operator.id in self.graph.returning
-                back = resharding_path(after.whole, natural[index].whole, spec.shape, self.mesh) if gradient else ()
+                back = resharding_path(after.reduced, natural[index].reduced, spec.shape, self.mesh) if gradient else ()
                 name = f"{operator.id}_out"
                 self.local[ref] = self._redistribute(ref, after, back, name, gradient, operator.name, operator.path)
                 self.layouts[ref] = after
@@ -392,7 +392,7 @@ class _Lowering(Emission):
         if gradient and parameter:
             key = (ref, operator.id if operator.batch_slice is None else operator.batch_slice.of, position)
         if key not in self.slices:
-            back, scale = have.whole, 1.0
+            back, scale = have.reduced, 1.0
             if gradient and parameter:
                 left = left_axes(have, returned, spec.shape, self.mesh)
                 back, scale = Layout(have.dims, left), self._scale(source.name, left)
@@ -406,7 +406,7 @@ class _Lowering(Emission):
     def _handed_on(self, ref: Ref, wanted: Layout, name: str, gradient: bool) -> Ref:
         """The slice of a value that leaves the program, in the layout `wanted`."""
         spec, have = self.graph.specs[ref], self.layouts[ref]
-        back = resharding_path(wanted, have.whole, spec.shape, self.mesh) if gradient else ()
+        back = resharding_path(wanted, have.reduced, spec.shape, self.mesh) if gradient else ()
         return self._redistribute(ref, wanted, back, name, gradient, self.graph.by_id[ref.id].name, ())
 
     def _redistribute(

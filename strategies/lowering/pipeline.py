@@ -201,11 +201,11 @@ class _Cutting:
         have = (own.outputs or rule_of(producer, self.graph).result_layouts(own.assignment))[ref.index]
         later = ((user, at) for user, at in self.graph.users[ref] if self.placed[user.id] > self.placed[ref.id])
         layouts = [
-            rule_of(user, self.graph).operand_layouts(operators[user.name].assignment)[position].whole
+            rule_of(user, self.graph).operand_layouts(operators[user.name].assignment)[position].reduced
             for user, position in islice(later, 1)
         ]
         if not have.partial or not layouts:
-            layouts.append(have.whole)
+            layouts.append(have.reduced)
         shape = self.graph.specs[ref].shape
         return min(layouts, key=lambda layout: math.prod(layout.local_shape(shape, self.plan.mesh)))
 

@@ -77,8 +77,8 @@ def check_shape(optimizer: Optimizer, state: str, value: Tensor, name: str, know
         raise StrategyError(
             "MW609",
             f"{type(optimizer).__name__} keeps {state!r} of shape {tuple(value.shape)} for slices of {name}; "
-            "no whole state can be made from that, so no checkpoint can hold it. Use an elementwise optimizer such as "
-            "torch.optim.AdamW, or a plan that does not slice parameters.",
+            "no complete state can be made from that, so no checkpoint can hold it. Use an elementwise optimizer such "
+            "as torch.optim.AdamW, or a plan that does not slice parameters.",
         )
 
 

@@ -244,7 +244,7 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
         what = f"ZeRO stage {stage} flattens them" if stage else f"this plan slices {sliced[0]}"
         raise StrategyError(
             "MW323",
-            f"Optimizer {kind} treats every parameter as a whole matrix, but {what}: the updates would differ from "
+            f"Optimizer {kind} treats every parameter as one matrix, but {what}: the updates would differ from "
             "training on one device. Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with "
             "parallel.zero.stage=0.",
         )

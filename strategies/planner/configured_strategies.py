@@ -101,7 +101,7 @@ def _read(
             if factor is None:
                 if _many(slicing):
                     raise StrategyError(
-                        "MW404", f"{where}: {place} must stay whole for {operator.op}; write 1 (or null) there."
+                        "MW404", f"{where}: {place} must be replicated for {operator.op}; write 1 (or null) there."
                     )
                 continue
             if isinstance(slicing, int) and not sharding.fits(factor, slicing):

@@ -50,7 +50,7 @@ class PlanCost:
 
     def used(self, have: Layout, wanted: Layout, returned: Layout | None, spec: TensorSpec) -> float:
         """Seconds to carry a value to a use and its gradient back (None: there is none)."""
-        back = 0.0 if returned is None else self.resharded(returned, have.whole, spec)
+        back = 0.0 if returned is None else self.resharded(returned, have.reduced, spec)
         return self.resharded(have, wanted, spec) + back
 
     def operator(self, operator: Operator, assignment: Assignment) -> float:
@@ -64,7 +64,7 @@ class PlanCost:
             spec, have = operator.results[index], natural[index]
             seconds += self.resharded(have, handed, spec)
             if trained and Ref(operator.id, index) in problem.graph.trained:
-                seconds += self.resharded(handed.whole, have.whole, spec)
+                seconds += self.resharded(handed.reduced, have.reduced, spec)
         if assignment and self.node_cost.communicates(operator, sharding):
             seconds += self.node_cost.local_communication(operator, sharding, assignment)
         return seconds

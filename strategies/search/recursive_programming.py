@@ -258,7 +258,7 @@ class Partitioning:
         """Seconds by the layout of a value and those of its use."""
         key = tuple(given), tuple(uses), self._specs.setdefault(spec, len(self._specs))
         if key not in self._use_seconds:
-            reduced = [self._number(self._layouts[number].whole) for number in given]
+            reduced = [self._number(self._layouts[number].reduced) for number in given]
             self._use_seconds[key] = np.array(
                 [
                     [

@@ -242,7 +242,7 @@ class Propagation:
             node = self.graph.by_id[ref.id]
             if isinstance(node, Source) and node.trainable:
                 summed.append((layout, node.spec))
-        return sum(self.link_seconds.seconds(layout, layout.whole, spec) for layout, spec in summed if layout.partial)
+        return sum(self.link_seconds.seconds(layout, layout.reduced, spec) for layout, spec in summed if layout.partial)
 
     def _have(self, ref: Ref, operator: Operator) -> Layout | None:
         """The layout of an operand, if that is decided: of a parameter the one that another user wants, a configured
@@ -284,9 +284,9 @@ class Edge:
         if not self.trained:
             return 0.0
         if self.returned is not None:
-            before, after = self.returned, sharding.result_layouts(assignment)[self.position].whole
+            before, after = self.returned, sharding.result_layouts(assignment)[self.position].reduced
         else:
-            before, after = sharding.gradient_layouts(assignment)[self.position], self.layout.whole
+            before, after = sharding.gradient_layouts(assignment)[self.position], self.layout.reduced
         return link_seconds.seconds(before, after, self.spec)
 
 

@@ -221,7 +221,7 @@ class StrategySpace:
                 tensor = spec.shape, spec.item_bytes, problem.mesh, self.resharding.cluster
                 total = total + resharding_seconds(have, then, *tensor)
                 if trained and Ref(operator.id, index) in graph.trained:
-                    total = total + resharding_seconds(then.whole, have.whole, *tensor)
+                    total = total + resharding_seconds(then.reduced, have.reduced, *tensor)
         return total
 
     def _bytes(self, operator: Operator, wanted: Sequence[Layouts], given: Sequence[Layouts]) -> Seconds:

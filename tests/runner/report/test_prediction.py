@@ -115,7 +115,7 @@ def test_useless_ranks_are_reported(start, capsys):
     }
     assert not any("d" in layout for layout in layouts)
     out = capsys.readouterr().out
-    assert "nothing is sliced: every rank computes the whole batch" in out and "idle" not in out
+    assert "nothing is sliced: every rank computes the entire batch" in out and "idle" not in out
     start(*SMALL, *MODES["auto"], verb="plan", folder="sliced")
     assert "nothing is sliced" not in capsys.readouterr().out
 

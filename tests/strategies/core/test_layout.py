@@ -70,9 +70,9 @@ def test_size_one_axes_never_matter(case):
 @given(placed())
 def test_partial_says_nothing_about_blocks(case):
     mesh, layout, shape = case
-    assert layout.whole.partial == frozenset()
-    assert layout.whole.block(shape, mesh, 0) == layout.block(shape, mesh, 0)
-    assert layout.whole.whole == layout.whole
+    assert layout.reduced.partial == frozenset()
+    assert layout.reduced.block(shape, mesh, 0) == layout.block(shape, mesh, 0)
+    assert layout.reduced.reduced == layout.reduced
 
 
 def test_order_inside_a_dim_is_major_to_minor():

@@ -457,9 +457,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dense1": wanted((2, 1), (4, 1), (2,))},
         FIRST + "dim 0 of operand 2 .* is the same loop as dim 0 of operand 1",
     ),
-    "must stay whole": (
+    "must be replicated": (
         {"norm": wanted((1, 8), (8,), (8,))},
-        r"dim 1 of operand 0 \(shape \(24, 16\)\) must stay whole for layer_norm",
+        r"dim 1 of operand 0 \(shape \(24, 16\)\) must be replicated for layer_norm",
     ),
     "no rule": ({"renorm": wanted((8, 1))}, "operator renorm has no sharding rule"),
     "result too many": (
@@ -518,7 +518,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dense1": wanted(cube("dp"), cube(None, None))},
         FIRST + "operand 0 has 2 dims .* the strategy gives 1",
     ),
-    "layout of an unsliced dim": ({"norm": wanted(cube(None, "dp"))}, "must stay whole"),
+    "layout of an unsliced dim": ({"norm": wanted(cube(None, "dp"))}, "must be replicated"),
     "layout loops disagree": (
         {"dense1": wanted(cube("dp", "sp"), cube(None, "mp"))},
         FIRST + "dim 1 of operand 1 .* is the same loop",

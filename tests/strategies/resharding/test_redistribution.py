@@ -92,7 +92,7 @@ def check(draw, seed):
     tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
     forward = resharding_path(before, after, shape, mesh)
     if not after.partial:
-        backward = resharding_path(after.whole, before.whole, shape, mesh)
+        backward = resharding_path(after.reduced, before.reduced, shape, mesh)
     pieces = pieces_of(tensor, before, mesh, generator)
     assert_layout(*carry([forward], [pieces], mesh), tensor, after, mesh)
     if after.partial:
@@ -104,7 +104,7 @@ def check(draw, seed):
     instruction = Redistribute("r", Ref("x"), forward, backward, 1.0, True, spec, "x", 0, ())
     (results,) = redistribute(instruction, mesh, [inputs])
     torch.autograd.backward(results, shard(weight, after, mesh))
-    assert_layout([leaf.grad for leaf in inputs], weight, before.whole, mesh)
+    assert_layout([leaf.grad for leaf in inputs], weight, before.reduced, mesh)
 
 
 def test_random_redistributions(draw):
