@@ -30,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.recovery import NET, PLANS
 from runner import checkpoint as checkpoints
-from strategies.runtime.flight_recorder import BEGUN, EVALUATION, PHASE, SAVES, SAVING, STEP, read_cells
+from strategies.runtime.flight_recorder import EVALUATION, PHASE, SAVES, SAVING, STARTED, STEP, read_cells
 
 STEPS, EVERY = 96, 6
 WORDS = (
@@ -163,7 +163,7 @@ def phase_of(cells: Sequence[Sequence[int]], forks: int, prepared: bool, ranks: 
     the plan is written."""
     if not prepared:
         return "preparation" if forks else "import"
-    started = max((one[BEGUN] for one in cells), default=0)
+    started = max((one[STARTED] for one in cells), default=0)
     if not started:
         return BETWEEN if forks < min(ranks, 2) else "start"
     if max(one[STEP] for one in cells) == STEPS:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from runner.launch.liveness import ASLEEP, QUIET, Signs
 from strategies.runtime.flight_recorder import (
-    BEGUN,
     FIRST,
     GROUP,
     KIND,
@@ -25,6 +24,7 @@ from strategies.runtime.flight_recorder import (
     PLACE,
     SAVES,
     SAVING,
+    STARTED,
     STEP,
     read_cells,
     read_texts,
@@ -102,7 +102,7 @@ def read_state(path: Path) -> RankState | None:
 
 def any_step_done(paths: Iterable[Path]) -> bool:
     """Whether any of the ranks that write `paths` has done a step since it was started."""
-    return any(cells[BEGUN] > 1 for cells in map(read_cells, paths) if cells)
+    return any(cells[STARTED] > 1 for cells in map(read_cells, paths) if cells)
 
 
 def absent(wait: AwaitedCall, ranks: Sequence[RankState | None], halted: Collection[int] = ()) -> list[int]:
@@ -222,7 +222,7 @@ class Stall:
                 self._seen[rank], self._since[rank] = content, now
             if cells:
                 waiting[rank] = cells[GROUP] >= FIRST
-                steps = max(steps, cells[BEGUN])
+                steps = max(steps, cells[STARTED])
         for sign in self.signs:
             sign.look()
         limit = now - self._timeout - GRACE

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import count, pairwise
 from pathlib import Path
 
-from strategies.runtime.flight_recorder import BEGUN, PHASE, PROGRESS, START, read_cells
+from strategies.runtime.flight_recorder import PHASE, PROGRESS, START, STARTED, read_cells
 
 Marks = tuple[tuple[str, float], ...]
 """(phase, wall time at its end), in order; the first one is the start of the process."""
@@ -67,7 +67,7 @@ class Starting:
             return
         self._said = now
         records = [cells for cells in map(read_cells, self._files) if cells]
-        self._over = any(cells[BEGUN] or cells[PROGRESS] or cells[PHASE] != START for cells in records)
+        self._over = any(cells[STARTED] or cells[PROGRESS] or cells[PHASE] != START for cells in records)
         if not self._over:
             who = f"{len(records)} of {len(self._files)} ranks run, none of them is ready"
             print(f"starting: {who}; {now - self._started:.0f} s so far", flush=True)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STEP, PHASE, GROUP, NUMBER, KIND, PLACE, BEGUN, PROGRESS, SAVES = range(9)
-"""Cells. BEGUN counts the steps of this process; GROUP is that of the call that is waited for, 0 for none, and NUMBER
+STEP, PHASE, GROUP, NUMBER, KIND, PLACE, STARTED, PROGRESS, SAVES = range(9)
+"""Cells. STARTED counts the steps of this process; GROUP is that of the call that is waited for, 0 for none, and NUMBER
 that call's among those of its group. PROGRESS grows inside of a phase: rows that were read, bytes that were written.
 SAVES grows by one when this rank begins to save, and by one more when it has written its part."""
 FIRST, CELLS = 16, 2048
@@ -107,7 +107,7 @@ class FlightRecorder:
     def begin(self, step: int) -> None:
         """Record that another step begins."""
         self.cells[STEP] = step
-        self.cells[BEGUN] += 1
+        self.cells[STARTED] += 1
 
 
 recorder = FlightRecorder()

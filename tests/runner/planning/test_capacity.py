@@ -13,7 +13,7 @@ from runner.errors import ConfigError
 from runner.launch.startup import EVERY, MANY, Starting
 from runner.planning import capacity as machine
 from runner.planning.joint import prepare_decided
-from strategies.runtime.flight_recorder import BEGUN, CELLS
+from strategies.runtime.flight_recorder import CELLS, STARTED
 
 LARGE = ("+recipe=llama_8b", "data.batch_size=8")
 GB = 10**9
@@ -83,7 +83,7 @@ def test_a_slow_start_is_reported(tmp_path, monkeypatch, capsys):
     starting.look()
     starting.look()
     assert capsys.readouterr().out.startswith("starting: 1 of 17 ranks run")
-    cells[BEGUN] = 1
+    cells[STARTED] = 1
     files[2].write_bytes(cells.tobytes())
     monkeypatch.setattr(time, "monotonic", lambda: started + 3 * EVERY)
     starting.look()
