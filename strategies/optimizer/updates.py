@@ -98,9 +98,9 @@ class Updates(ABC):
         """The training program; call this one."""
         return self._root
 
-    def short(self, *args: Any) -> Any:
+    def short(self, *args: Any, **kwargs: Any) -> Any:
         """The training program of a short last micro-batch, or that of all others where there is none."""
-        return (self._short or self._root)(*args)
+        return (self._short or self._root)(*args, **kwargs)
 
     @property
     @abstractmethod

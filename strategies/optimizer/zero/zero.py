@@ -215,10 +215,10 @@ class ZeroUpdates(Updates):
     def optimizer(self) -> Optimizer:
         return self._state.optimizer
 
-    def short(self, *args: Any) -> Any:
+    def short(self, *args: Any, **kwargs: Any) -> Any:
         self._engine.module = self._short or self._root
         try:
-            return self._engine(*args)
+            return self._engine(*args, **kwargs)
         finally:
             self._engine.module = self._root
 
