@@ -59,6 +59,8 @@ from strategies.search.problem import Problem, plan_bytes
 ZERO = (0, 1, 2, 3)
 SMALLER_PLANS = 4
 """How often a plan that is too large is searched again for less memory, at most."""
+BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5)
+"""Of the limit: budgets of a search where no plan that was measured before keeps it."""
 WORTH = 0.005
 """Of the seconds: what another plan must gain."""
 EVERY = 5.0
@@ -526,8 +528,27 @@ class JointDecision:
                 too_large = max(too_large, price.seconds)
                 if best is None:
                     yield Priced(smaller, price.seconds, size)
+        if best is None:  # propagation has other plans within other budgets, which need not be near one another
+            best = self._within_shares(choice, tried)
         if best is not None:
             yield best
+
+    def _within_shares(self, choice: Choice, tried: list[Any]) -> Priced | None:
+        """The first plan that keeps the limit of those found within shares of it; `tried` ones do not."""
+        for share in BUDGET_SHARES:
+            try:
+                plan = self.best_plan(choice, int(share * self.limit))
+            except StrategyError:
+                return None
+            if plan.operators not in tried:
+                tried.append(plan.operators)
+                price = self.estimate(choice, plan)
+                if (
+                    max(price.bounds(None).least) <= self.limit
+                    and (size := price.peak_within(self.limit)) <= self.limit
+                ):
+                    return Priced(plan, price.seconds, size)
+        return None
 
     def smaller_plan(self, choice: Choice, budget: int | None, seen: Sequence[tuple[float, int]]) -> Plan | None:
         """The best plan within `budget`, or if that is too little the smallest of all; None where nothing is left to

@@ -165,7 +165,17 @@ def test_a_given_pipeline_computes_again_as_little_as_keeps_the_limit(start, com
     by_stage = [sum(int(name.rpartition(".")[2]) // 3 == stage for name in full) for stage in (0, 1)]
     assert by_stage[0] > by_stage[1]
     done = command("plan", *limited[:-1], f"parallel.memory_limit={least // 2}")
-    assert done.code == 2 and "the smallest need is at least" in done.paragraphs[0]
+    assert done.code == 2 and "[MW502]" in done.paragraphs[0]
+
+
+@pytest.mark.slow
+def test_a_plan_of_another_budget_keeps_the_limit(start):
+    """Propagation within the limit finds what plans of the smaller budgets around it miss."""
+    recompute = ("parallel.recompute.operators=auto", "parallel.recompute.communication=keep")
+    limit = 2061064
+    assert (
+        start("+recipe=gpt", *recompute, f"parallel.memory_limit={limit}", verb="plan").plan["memory"]["peak"] <= limit
+    )
 
 
 def test_one_process_agrees_with_what_was_decided(start):
