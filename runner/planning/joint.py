@@ -268,7 +268,9 @@ class JointDecision:
             every = self.config.parallel.recompute.operators == "auto"
             again = smallest.parts[0].plan.recompute is not None
             text = over(needed, self.limit, smallest.settings, recomputes=again, all_of_it=every)
-            raise StrategyError("MW502" if self.config.parallel.open else "MW501", text) from None
+            if not self.config.parallel.open:
+                raise StrategyError("MW501", text) from None
+            raise StrategyError("MW502", text) from None
 
     @cached_property
     def only(self) -> bool:

@@ -162,9 +162,9 @@ class Transfer:
         sizes = [math.prod(shape) for shape in shapes]
         if self.kind == ALL_GATHER:
             parts = torch.split(received.view(self.size, sum(sizes)), sizes, 1)
-            pieces = ([row.view(*shape) for row in part] for part, shape in zip(parts, shapes, strict=True))
+            pieces = ([row.view(shape) for row in part] for part, shape in zip(parts, shapes, strict=True))
             return [self._joined(number, piece) for number, piece in enumerate(pieces)]
-        return [part.view(*shape) for part, shape in zip(torch.split(received, sizes), shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(torch.split(received, sizes), shapes, strict=True)]
 
     def _pack_blocks(self, tensor: Tensor) -> tuple[Tensor, Unpack]:
         assert self.give is not None and self.get is not None
