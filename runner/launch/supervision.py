@@ -175,8 +175,9 @@ class Supervision:
         else:
             sentence, number, hung = self._hang(cause, here)
             named = here[number]
+        code = failure.HUNG if shown is None else shown.code
         raise RunFailed(
-            failure.HUNG if shown is None else shown.code,
+            code,
             f"{sentence}{failure.end_of_log(shown, named.log, named.output())}",
             rank=named.number if self.name is None else None,
             hung=hung,
