@@ -88,6 +88,7 @@ ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONC
 UTF8 = {"PYTHONUTF8": "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "environment"),
     [

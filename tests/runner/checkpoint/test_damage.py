@@ -145,6 +145,7 @@ def test_what_is_stored_is_what_was_there(tmp_path):
     assert all(saver.buffer_bytes > 0 for saver in savers[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_copies_of_what_zero_splits_up(start, stage):
     """Any one of four real ranks loses its files, and the run ends like an undamaged one."""

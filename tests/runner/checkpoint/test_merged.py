@@ -40,6 +40,7 @@ def test_the_file_is_the_state_dict(start):
     networks.Classifier(norm=True).load_state_dict(weights, strict=True)
 
 
+@pytest.mark.slow
 def test_runs_under_any_plan_go_on_from_it_alone(start):
     words = (*SMALL, *ADAM)
     first = start(*words, *MODES["semi_auto"], "train.steps=2", "checkpoint.form=merged", folder="merged").folder

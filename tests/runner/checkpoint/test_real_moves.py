@@ -54,6 +54,7 @@ def largest(ours, truth):
     )
 
 
+@pytest.mark.slow
 def test_a_chain_of_plans_trains_as_one_process_does(start, capfd):
     truth = start(*COMMON, *ALONE, "train.steps=8", folder="alone").folder
     capfd.readouterr()

@@ -79,6 +79,7 @@ def check_as_if_never_stopped(start, uninterrupted, kind, folder, except_step=No
     assert rest[0] == rest[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "stage 1")) for kind in KINDS])
 def test_in_two_parts(start, uninterrupted, kind, capfd):
     """The first part ends normally; its last step is evaluated and measured, because a run's last step always is."""
@@ -150,6 +151,7 @@ def visible(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], here]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stage 0"])
 def test_everything_is_killed(start, uninterrupted, tmp_path, kind):
     uninterrupted(kind)

@@ -248,6 +248,7 @@ def test_files_of_somebody_else_are_not_replaced(command, tmp_path, job, verb, n
     assert command(verb, QUICK, "hydra.run.dir=out", "run.overwrite=true").code == 0
 
 
+@pytest.mark.slow
 def test_two_real_runs_at_once(tmp_path):
     """A second run is refused while the first one trains; once that is killed, the folder is free."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}

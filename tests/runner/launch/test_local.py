@@ -234,6 +234,7 @@ def parent(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "stopped"),
     [

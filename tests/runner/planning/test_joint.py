@@ -90,6 +90,7 @@ DEEP = (*GPT, "model.args.layers=6", "data.batch_size=8")
 STAGED = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -140,6 +141,7 @@ def test_a_long_decision_reports_its_progress(monkeypatch):
     assert lines[-1].startswith(f"deciding: {count} of ")
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_train_as_one_process(start):
     words = (*DEEP, "world_size=2", "parallel.zero.stage=1", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
     ended = start(*words, "parallel.memory_limit=6MB", "train.precision=fp32", verb="verify")

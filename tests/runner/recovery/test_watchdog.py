@@ -68,6 +68,7 @@ def test_a_search_that_is_stopped_is_named(run):
         run("stop")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_silent_for_long_is_given_up(run, monkeypatch):
     monkeypatch.setattr(liveness, "QUIET", 1.0)
     with pytest.raises(RunFailed, match=r"^the search .* hung: .* It was in \S*troubles.py:\d+ \(sleep\)"):
@@ -104,12 +105,14 @@ def test_a_full_disk_in_training_is_named(start, trouble):
         start(*TWO, "train.steps=2")
 
 
+@pytest.mark.slow
 def test_slow_rows_are_no_hang(start, trouble):
     """A step takes longer than the silence limit, on all ranks."""
     trouble("slow rows")
     assert len(start(*TWO, "data.batch_size=10", "train.steps=2", "launch.timeout=1").losses) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("who", ["slow rank 0", pytest.param("slow files", marks=pytest.mark.slow)])
 def test_a_slow_save_is_no_hang(start, trouble, who, background):

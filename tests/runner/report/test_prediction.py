@@ -38,6 +38,7 @@ def test_speed_and_flops(start):
     assert sum(part["forward"] for part in parts) == pytest.approx(plan["cost"]["forward"])
 
 
+@pytest.mark.slow
 def test_no_device_and_no_memory_is_needed_and_no_plan_does_more_than_the_peak(start):
     """The utilization of bf16 matmuls is relative to the bf16 peak, whatever the dtype of their parameters."""
     options = ("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16")
@@ -67,6 +68,7 @@ def test_memory_binds_where_it_does_not_suffice(start, capsys):
     assert shrunk["parallel.recompute=full parallel.zero.stage=3"] < shrunk["parallel.recompute=full"]
 
 
+@pytest.mark.slow
 def test_what_would_fit_is_what_it_takes(start, capsys):
     limit = "cluster.machine.memory=6.0e8"
     prediction = plan_of(start, limit)["prediction"]

@@ -7,6 +7,8 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 from runner.errors import RunFailed
 from runner.sweep.job import SweepJob
 from runner.sweep.results import Sweep, bars, curves, printed, table
@@ -111,6 +113,7 @@ def test_bars_are_shares_of_the_largest():
     assert [bar["width"] for bar in chart] == [112.5, 450.0, 1.0] and bars({}) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):
     seen = []
 

@@ -29,6 +29,7 @@ def test_what_is_no_number_of_bytes(given):
         Limited(limit=given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "texts"),
     [

@@ -104,6 +104,7 @@ def check(made: Problem, machine: Cluster, updating: OptimizerSettings, scalar: 
     return bound / least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", MACHINES)
 @pytest.mark.parametrize(
     "updating", [OptimizerSettings(overlap=True), OptimizerSettings(1, accumulate=2), OptimizerSettings(3)], ids=str

@@ -128,6 +128,7 @@ def test_a_hang_is_reported_with_call_and_location(start: Start, tmp_path: Path)
     assert of_run(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_sigterm_stops_between_two_steps(start: Start, tmp_path: Path) -> None:
     process = start("train.steps=100000", *HERE)
     assert process.stdout is not None
