@@ -470,8 +470,6 @@ class JointDecision:
         """
         plan, floor = self.best_plan(choice, None), 0
         stored, repeats = replace(choice, recompute="none"), replace(choice, recompute="full")
-        if choice.recompute.endswith(KEEPING) and self.fastest(choice).seconds == self.fastest(repeats).seconds:
-            return  # no collectives to keep
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
             yield Priced(plan, self.fastest(plain).seconds_with_zero(self._settings(choice)), None)
         if stored in self.bounds and stored != choice:
@@ -482,6 +480,8 @@ class JointDecision:
                     yield from self._recomputing_some(choice, plan)
             yield Priced(plan, self.fastest(stored).seconds_with_recompute(plan.recompute), None)
         price = self.fastest(choice)
+        if choice.recompute.endswith(KEEPING) and price.seconds == self.fastest(repeats).seconds:
+            return  # no collectives to keep
         if not price.is_traced:
             yield Priced(plan, price.seconds, None)
         floor = max(floor, *self.memory_bounds(choice).least)
@@ -609,6 +609,9 @@ class JointDecision:
         selection = RecomputeSelection(self.limit, fronts, without, every, measured=none.is_traced)
         best: Priced | None = None
         while (modes := selection.next()) is not None and (recompute := self.mixed(choice, modes)) != plan.recompute:
+            if best is None:  # a trace takes ten times as long as the estimate, which counts repeated collectives too
+                least = replace(plan, recompute=self.mixed(choice, selection.lower_bound))
+                yield Priced(plan, self.estimate(choice, least).seconds, None)
             partly = replace(plan, recompute=recompute if modes else None)
             price = self.estimate(choice, partly)
             if selection.update(price.peaks):
