@@ -8,7 +8,7 @@ and cluster; nothing is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,8 +46,7 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
     made = {model_name(operator) for part in parts for operator in part.graph.operators}
     for part, found in zip(parts, costs, strict=True):
         together: dict[str, OperatorCost] = {}
-        for operator in part.graph.operators:
-            name, cost = model_name(operator), found[operator.name]
+        for name, cost in _by_model_operator(part, found):
             together[name] = cost + together[name] if name in together else cost
         for operator in model_operators(part.graph, part.plan):
             entry = next(entries)
@@ -72,6 +71,20 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
         "speedups": speedups(step),
         "shrunk": smaller_needs(content, step) if content["memory"]["peak"] > cluster.memory else {},
     }
+
+
+def _by_model_operator(part: StageEstimate, costs: Mapping[str, OperatorCost]) -> Iterator[tuple[str, OperatorCost]]:
+    """The cost of every operator, with the name of the model's operator that it belongs to: what cuts or joins batch
+    splits belongs to its first user."""
+    users: dict[int, str] = {}
+    every = []
+    for operator in reversed(part.graph.operators):
+        name, cost = model_name(operator), costs[operator.name]
+        if part.plan.operators[operator.name].origin == "copies":
+            name, cost = users.get(operator.id, name), replace(cost, results=0)
+        users |= dict.fromkeys((ref.id for ref in operator.operands), name)
+        every.append((name, cost))
+    return reversed(every)
 
 
 def _producer(part: StageEstimate, ref: Ref) -> str:
