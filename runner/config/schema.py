@@ -55,7 +55,9 @@ class Train(Section):
     clip: Positive | None = setting(None, "Maximum norm of the gradient; null: no clipping")
     random: Literal["fast", "exact"] = setting("fast", "exact: random operators draw the numbers of a single process")
     compile: StrictBool = setting(False, "Pass each rank's program through torch.compile")
-    measure_memory: StrictBool = setting(False, "Count each rank's tensors while it trains, into memory.json")
+    measure_memory: StrictBool = setting(
+        False, "Count each rank's tensors (on CPUs in the first 5 steps), into memory.json"
+    )
     resume: str | None = setting(None, "auto (the newest checkpoint of the run) or the path of a checkpoint")
     log_every: Count = setting(10, "Interval of lines in the log", unit="steps")
 

@@ -1,4 +1,5 @@
-"""The results of a sweep: a table of its jobs, printed and as `results.csv`, and a page with their curves.
+"""The results of a sweep: a table of its jobs, printed and as `results.csv`; the Pareto front of their plans; and a
+page with curves.
 
 Made from the folder alone, by the command that started the sweep, when all of its jobs have ended.
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
@@ -19,6 +19,8 @@ from runner.report.units import shown_path, text_table
 from runner.run_folder.lock import SWEEP, Occupant, leave, occupy
 from runner.run_folder.metrics import records
 from runner.sweep.job import STARTED, SweepJob, jobs
+from runner.sweep.pareto import ComparedPlan, compared, front_chart, front_table
+from runner.sweep.scale import BELOW, HEIGHT, LEFT, WIDTH, Scale
 
 TABLE, PAGE = "results.csv", "report.html"
 VALUES = {
@@ -31,12 +33,8 @@ VALUES = {
 """What the value of a verb is."""
 ERROR = 60
 """Characters of an error in the printed table."""
-WIDTH, HEIGHT, LEFT, BELOW = 900, 320, 70, 24
-"""Of the pictures, in pixels."""
 POINTS = 300
 """The maximum number of points per curve."""
-DECADES = 1.5
-"""Losses that span more have a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,14 @@ class Sweep:
         rows = table([job for _, job in all_jobs], [folder.relative_to(self.folder) for folder, _ in all_jobs])
         with (self.folder / TABLE).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
-        (self.folder / PAGE).write_text(page(self.folder, rows, all_jobs), encoding="utf-8")
+        plans = compared([(titled(job, rows[0]), folder) for folder, job in all_jobs if job.status == "done"])
+        (self.folder / PAGE).write_text(page(self.folder, rows, all_jobs, plans), encoding="utf-8")
         print(printed(rows))
+        if plans:
+            print(f"\n{text_table(front_table(plans), numbers=range(1, 5))}")
+            print(
+                f"Pareto front of step time and peak memory: {sum(one.best for one in plans)} of {len(plans)} plans\n"
+            )
         mine = [job.status for _, job in all_jobs if job.sweep == self.mark]
         done, count = mine.count("done"), self.count or len(mine)
         print(
@@ -114,17 +118,26 @@ def printed(rows: Sequence[Sequence[str]]) -> str:
     return text_table([[*row[:-1], row[-1] if len(row[-1]) <= ERROR else f"{row[-1][: ERROR - 3]}..."] for row in rows])
 
 
-def page(folder: Path, rows: Sequence[Sequence[str]], all_jobs: Sequence[tuple[Path, SweepJob]]) -> str:
+def titled(job: SweepJob, head: Sequence[str]) -> str:
+    """A job by its number and what was varied, the keys in the `head` of the table."""
+    return " ".join((f"#{job.number}", *(word for word in job.overrides if word.partition("=")[0] in head)))
+
+
+def page(
+    folder: Path,
+    rows: Sequence[Sequence[str]],
+    all_jobs: Sequence[tuple[Path, SweepJob]],
+    plans: Sequence[ComparedPlan],
+) -> str:
     """The report of a sweep."""
-    titles = [
-        " ".join((f"#{job.number}", *(word for word in job.overrides if word.partition("=")[0] in rows[0])))
-        for _, job in all_jobs
-    ]
+    titles = [titled(job, rows[0]) for _, job in all_jobs]
     values = {title: job.value for title, (_, job) in zip(titles, all_jobs, strict=True) if job.value is not None}
     return render(
         "sweep.html",
         name=folder.name,
         rows=rows,
+        plans=front_table(plans) if plans else None,
+        front=front_chart(plans) if plans else None,
         curves=curves(dict(zip(titles, (place for place, _ in all_jobs), strict=True))),
         value=VALUES.get(all_jobs[0][1].verb, "value"),
         bars=bars(values),
@@ -139,25 +152,16 @@ def curves(folders: Mapping[str, Path]) -> dict[str, Any] | None:
     if not points:
         return None
     steps, losses = [step for step, _ in chain(*points.values())], [loss for _, loss in chain(*points.values())]
-    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
-    logarithmic = low > 0 and math.log10(high / low) > DECADES
-
-    def y(loss: float) -> float:
-        at, bottom, top = (math.log(value) if logarithmic else value for value in (loss, low, high))
-        return round(HEIGHT - (at - bottom) / ((top - bottom) or 1) * (HEIGHT - 20), 1)
-
-    def x(step: float) -> float:
-        return round(LEFT + (step - first) / ((last - first) or 1) * (WIDTH - LEFT - 10), 1)
-
-    middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
-    ticks = [(0.0, y(loss) + 4, f"{loss:.4g}") for loss in sorted({low, middle, high})]
+    first, last = min(steps), max(steps)
+    y, x = Scale(losses, HEIGHT, 20), Scale(steps, LEFT, WIDTH - 10, linear=True)
+    ticks = [(0.0, y(loss) + 4, f"{loss:.4g}") for loss in y.ticks]
     ticks += [(x(step) - 40 * (step == last), HEIGHT + 18, f"step {step:g}") for step in sorted({first, last})]
     paths = [
         {"title": title, "path": "M" + " L".join(f"{x(step)} {y(loss)}" for step, loss in curve), "colour": colour}
         for (title, curve), colour in zip(points.items(), cycle(COLOURS), strict=False)
     ]
     size = {"width": WIDTH, "height": HEIGHT + BELOW}
-    return {**size, "curves": paths, "ticks": ticks, "logarithmic": logarithmic}
+    return {**size, "curves": paths, "ticks": ticks, "logarithmic": y.logarithmic}
 
 
 def bars(values: Mapping[str, float]) -> list[dict[str, Any]]:

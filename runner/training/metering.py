@@ -1,9 +1,9 @@
 """Measured tensor memory of a rank during training: the peak in each phase of a step, and the persistent bytes between
 steps.
 
-On a CPU every storage that an operator sees is counted (`strategies.runtime.live_tensors`), on a GPU torch's allocator
-is queried.
-Invariant: measuring changes no number of the training.
+On a CPU every storage that an operator sees is counted (`strategies.runtime.live_tensors`) in the first `COUNTED`
+steps, on a GPU torch's allocator is queried in all.
+Invariant: measuring changes no number of the training, nor the time of the steps that are not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from strategies.runtime.live_tensors import Live, bytes_of
 
+COUNTED = 5
+"""Steps that are counted on a CPU, where counting takes time; all that follow allocate the same."""
+
 
 class Meter:
     """Bytes of one rank. `steps` holds one entry per step: `before` it, at the `ends` of its phases and their `peaks`,
@@ -25,6 +28,7 @@ class Meter:
 
     def __init__(self, device: str) -> None:
         self._live = Live("cpu") if device == "cpu" else None
+        self._counting = True
         self.steps: list[dict[str, Any]] = []
 
     def __enter__(self) -> Meter:
@@ -33,8 +37,9 @@ class Meter:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._live is not None:
+        if self._live is not None and self._counting:
             self._live.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._counting = False
 
     def _now(self) -> int:
         return torch.cuda.memory_allocated() if self._live is None else self._live.now
@@ -45,7 +50,7 @@ class Meter:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Attribute allocations inside the block to the data: they count once the model takes them."""
-        if self._live is None:
+        if self._live is None or not self._counting:
             yield
             return
         self._live.counting = False
@@ -56,6 +61,10 @@ class Meter:
 
     def begin(self, hosted: Sequence[Tensor]) -> None:
         """A new step; `hosted` stand for the host's memory."""
+        if self._live is not None and len(self.steps) == COUNTED:
+            self.__exit__(None, None, None)
+        if not self._counting:
+            return
         if self._live is not None:
             self._live.hosted(hosted)
         self.steps.append({"before": self._now(), "kept": 0, "host": 0, "ends": {}, "peaks": {}})
@@ -63,6 +72,9 @@ class Meter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of the current step."""
+        if not self._counting:
+            yield
+            return
         if self._live is None:
             torch.cuda.reset_peak_memory_stats()
         else:

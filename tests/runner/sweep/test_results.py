@@ -11,6 +11,7 @@ import pytest
 
 from runner.errors import RunFailed
 from runner.sweep.job import SweepJob
+from runner.sweep.pareto import compared, front_chart, front_table
 from runner.sweep.results import Sweep, bars, curves, printed, table
 
 QUICK = "+recipe=quickstart"
@@ -188,3 +189,70 @@ def test_batches_go_on_after_a_failed_one(command, job, tmp_path):
 def test_the_command_of_a_sweep_never_imports_torch():
     code = "import runner.cli.main, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def planned(folder: Path, number: int, predicted: tuple[float, int], measured: tuple[float, int] | None) -> None:
+    """The files of a job that trained with a plan; without measured memory where `measured` is None."""
+    place = folder / str(number)
+    place.mkdir(parents=True, exist_ok=True)
+    prediction = {"seconds": predicted[0], "memory": predicted[1]}
+    (place / "plan.json").write_text(json.dumps({"prediction": prediction}), encoding="utf-8")
+    if measured is not None:
+        (place / "memory.json").write_text(json.dumps({"measured": [{"peak": 1}, {"peak": measured[1]}]}))
+        slow_first = [9.0] * 5 + [measured[0]] * 3
+        lines = (json.dumps({"step": n, "seconds": value}) + "\n" for n, value in enumerate(slow_first, 1))
+        (place / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def test_the_pareto_front_is_that_of_what_was_measured(tmp_path):
+    planned(tmp_path, 0, (1.0, 100), (2.0, 110))  # beaten by 1 in both, though predicted to be the fastest
+    planned(tmp_path, 1, (1.5, 90), (1.4, 95))
+    planned(tmp_path, 2, (3.0, 50), None)
+    planned(tmp_path, 3, (1.2, 100), (1.3, 95))
+    (tmp_path / "4").mkdir()  # hybrid mode has no plan
+    plans = compared([(f"#{n}", tmp_path / str(n)) for n in range(5)])
+    assert [(one.title, one.best) for one in plans] == [("#3", True), ("#1", False), ("#0", False), ("#2", True)]
+    assert plans[0].costs == (1.3, 95) and plans[-1].costs == (3.0, 50)
+    rows = front_table(plans)
+    assert rows[1][1:] == ["1.30 s", "1.20 s", "95 B", "100 B", "yes"] and rows[-1][1:] == [
+        "",
+        "3.00 s",
+        "",
+        "50 B",
+        "yes",
+    ]
+    chart = front_chart(plans)
+    assert [one["best"] for one in chart["points"]] == [True, False, False, True]
+    assert [one["predicted"] is None for one in chart["points"]] == [False, False, False, True]
+    assert chart["front"].count("H") == 1
+
+
+def test_a_sweep_of_something_else_has_no_front(tmp_path):
+    for number in (0, 1):
+        planned(tmp_path, number, (1.0, 100), (2.0 + number, 110))
+    assert compared([(f"#{n}", tmp_path / str(n)) for n in range(2)]) == []
+
+
+def test_the_front_is_printed_and_drawn(tmp_path, capsys):
+    sweep = Sweep.begin(tmp_path / "sweep")
+    put(sweep, GOOD)
+    put(sweep, SweepJob(1, (QUICK, "lr=2", "seed=0"), "train", "s", status="done", value=0.5))
+    for number in (0, 1):
+        planned(sweep.folder, number, (1.0 + number, 100 - number), (2.0 + number, 110 - number))
+    assert sweep.end()
+    assert "Pareto front of step time and peak memory: 2 of 2 plans" in capsys.readouterr().out
+    page = Counting((sweep.folder / "report.html").read_text(encoding="utf-8"))
+    assert page.open == [] and page.seen.count("circle") == 4
+
+
+@pytest.mark.slow
+def test_plans_of_real_runs_are_compared(command, tmp_path):
+    words = ("-m", "+recipe=data_parallel", "world_size=2", "train.steps=7")
+    sweeps = ("parallel.zero.stage=0,2", "train.measure_memory=true", "hydra.sweep.dir=mine")
+    done = command(*words, *sweeps)
+    assert done.code == 0, done.out
+    assert "Pareto front of step time and peak memory" in done.out
+    plans = compared([(str(n), tmp_path / "mine" / str(n)) for n in (0, 1)])
+    assert len(plans) == 2
+    for one in plans:
+        assert one.bytes == pytest.approx(one.predicted_bytes, rel=0.01)
