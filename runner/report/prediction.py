@@ -76,7 +76,7 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
 def _by_model_operator(part: StageEstimate, costs: Mapping[str, OperatorCost]) -> Iterator[tuple[str, OperatorCost]]:
     """The cost of every operator, with the name of the model's operator that it belongs to: what cuts or joins batch
     splits belongs to its first user."""
-    users: dict[int, str] = {}
+    users: dict[str, str] = {}
     every = []
     for operator in reversed(part.graph.operators):
         name, cost = model_name(operator), costs[operator.name]
