@@ -22,6 +22,7 @@ from runner.predict import predictor
 from runner.report import plan_files
 from runner.report.text import headline
 from runner.run_folder import lineage
+from runner.server import roles
 from runner.training import fault_injection as faults
 from runner.training.agreement import require_shared
 from runner.training.trainer import TrainingJob, train
@@ -76,7 +77,7 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     }
 
 
-def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any] | None:
     """Train on one rank from a pickled preparation."""
     resume = payload["resume"]
     prepared: Prepared = pickle.loads(payload["prepared"])
@@ -84,6 +85,8 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
         require_shared(prepared.config, rank.run_dir)
     continued = None if resume is None else Path(resume)
     job = TrainingJob(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
+    if prepared.config.parallel.elastic:
+        return roles.train(rank, job)
     return train(rank, job)
 
 

@@ -38,6 +38,8 @@ MAGNIFIED = 0.1
 TIMES = 3.0
 """How many times one process's own rounding a sharded run may differ from it."""
 WORST = 5
+FUNCTION = "runner.training.trainer:train"
+"""The entry of a rank."""
 
 
 Differences = dict[tuple[str, str], float]
@@ -124,12 +126,17 @@ def run(config: Config, run_dir: Path) -> float | None:
         prepared = prepare_decided(sharded, folder)
         capacity.check_plan(prepared, plan_files.write_plan(prepared, run_dir))
         print(headline(prepared, run_dir), flush=True)
-        function, section = "runner.training.trainer:train", config.launch
-        start = partial(
-            launch.run_ranks, function, device=prepared.device, timeout=section.timeout, threads=section.threads
+        section, ranks, elastic = config.launch, prepared.world_size, config.parallel.elastic
+        how = {"device": prepared.device, "timeout": section.timeout, "threads": section.threads}
+        launch.run_ranks(
+            "runner.server.roles:train" if elastic else FUNCTION,
+            TrainingJob(prepared, folder, None, ours, offload=offload),
+            world_size=ranks,
+            run_dir=run_dir,
+            elastic=elastic,
+            **how,
         )
-        ranks = prepared.world_size
-        start(TrainingJob(prepared, folder, None, ours, offload=offload), world_size=ranks, run_dir=run_dir)
+        start = partial(launch.run_ranks, FUNCTION, **how)
         print(f"verify: {config.verify.steps} steps on {ranks} ranks done; now the same on one process", flush=True)
         reference = prepare(_reference(prepared.config), None)
         (run_dir / "reference").mkdir(exist_ok=True)

@@ -83,6 +83,7 @@ AS_WRITTEN = any_of("stand_alone", "hybrid")
 NO_PLAN = "this mode runs the module without a plan"
 A_MODE = "choose parallel.mode data_parallel, semi_auto or auto"
 SHARDED = any_of(1, 2, 3)
+SERVER, ON_WORKERS = "parameter_server", "workers run the plain program"
 MODE, STAGE, STAGES = "parallel.mode", "parallel.zero.stage", "parallel.pipeline.stages"
 FUSION, OFFLOAD, PIPELINE = "parallel.comm_fusion", "parallel.offload", "parallel.pipeline"
 RECOMPUTE, CUTS = "parallel.recompute.operators", "parallel.pipeline.cuts"
@@ -193,6 +194,42 @@ RULES: tuple[Rule, ...] = (
     Rule("parallel.copies", ABOVE_1, MODE, AS_WRITTEN, NO_PLAN, f"{A_MODE}, or parallel.copies=1"),
     Rule("parallel.memory_limit", GIVEN, MODE, AS_WRITTEN, NO_PLAN, f"{A_MODE}, or parallel.memory_limit=null"),
     Rule(STAGES, GIVEN, MODE, AS_WRITTEN, NO_PLAN, f"{A_MODE}, or drop it with parallel.pipeline.stages=null"),
+    # servers
+    *(Rule(key, kind, MODE, any_of(SERVER), why, remedy) for key, kind, why, remedy in (
+        (STAGE, none_of(0), "its servers hold the optimizer states", "choose parallel.zero.stage=0"),
+        (STAGES, GIVEN, "every worker computes the entire model", "drop it with parallel.pipeline.stages=null"),
+        (RECOMPUTE, none_of("none"), ON_WORKERS, "choose parallel.recompute.operators=none"),
+        (ACTIVATIONS, none_of("none"), ON_WORKERS, "choose parallel.offload.activations.to=none"),
+        ("parallel.copies", ABOVE_1, ON_WORKERS, "use parallel.copies=1"),
+        ("parallel.place", GIVEN, ON_WORKERS, "drop it with parallel.place={}"),
+        ("parallel.mesh", GIVEN, "parallel.server says how many ranks work", "drop it with parallel.mesh=null"),
+        ("parallel.plan", GIVEN, "every worker computes the entire model", "drop it with parallel.plan=null"),
+        ("parallel.memory_limit", GIVEN, "there is nothing to search", "drop it with parallel.memory_limit=null"),
+        ("parallel.dataset_strategy", none_of("data_parallel"), "a batch is divided by rows", "drop it"),
+        *((f"{FUSION}.{name}.mode", any_of("size", "index"), "nothing is reduced between workers",
+           f"use {FUSION}.{name}.mode=auto") for name in ("all_reduce", "all_gather", "reduce_scatter")),
+        (COMPILE, ON, ON_WORKERS, "use train.compile=false"),
+        ("train.precision", any_of("bf16", "fp16"), "servers hold what workers compute with",
+         "choose train.precision=bf16_autocast, fp32 or fp64"),
+        ("train.measure_memory", ON, "only ranks of one program are measured", "use train.measure_memory=false"),
+        ("data.drop_last", OFF, "a short batch has no equal slices", "use data.drop_last=true"),
+        ("data.unbatched", GIVEN, "a batch is divided by rows", "choose another mode"),
+        ("device", any_of("cuda"), "workers compute on CPUs", "use device=cpu"),
+        ("launch.launcher", none_of("local"), "servers and workers are forks of this command", "use launch=local"),
+        ("launch.min_ranks", GIVEN, "ranks that are killed are replaced", "drop it with launch.min_ranks=null"),
+        ("launch.rescue", ON, "the state is on the servers, not on rank 0", "use launch.rescue=false"),
+        ("job.name", any_of("predict", "calibrate"), "it is a way to train",
+         "use parallel=data_parallel, which reads the same checkpoints"))),
+    *(Rule(f"parallel.server.{name}", kind, MODE, none_of(SERVER), "there are no servers",
+           "choose parallel=parameter_server, or drop it") for name, kind in (
+               ("workers", GIVEN), ("servers", ABOVE_1), ("consistency", none_of("sync")), ("replicas", ABOVE_0))),
+    Rule("parallel.server.staleness", GIVEN, "parallel.server.consistency", none_of("bounded"),
+         "only bounded workers have a bound", "choose consistency=bounded, or staleness=null"),
+    Rule("parallel.server.staleness", UNSET, "parallel.server.consistency", any_of("bounded"),
+         "it is the bound", "set parallel.server.staleness=N"),
+    *(Rule(f"checkpoint.{name}", GIVEN, "parallel.server.consistency", any_of("bounded", "async"),
+           "slices are handed out ahead, up to the next save, so its step must be known", "use checkpoint.every")
+      for name in ("minutes", "best")),
     # ZeRO
     Rule("parallel.zero.options", GIVEN, STAGE, any_of(0), "stage 0 runs without DeepSpeed, which the options are for",
          "choose stage 1, 2 or 3, or drop the options"),

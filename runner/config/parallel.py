@@ -264,7 +264,7 @@ class Pipeline(Section):
         return self.micro_batches or 2 * self.known
 
 
-Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
+Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid", "parameter_server"]
 Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]
 DatasetStrategy = Literal["data_parallel", "full_batch"]
 SHORT = {"recompute": "operators", "zero": "stage", "pipeline": "stages"}
@@ -290,9 +290,52 @@ class Zero(Section):
         return 0 if self.stage == "auto" else self.stage
 
 
+class Server(Section):
+    """Servers that hold parameters and optimizer states, and workers that pull and push. Rank 0 coordinates them, the
+    next `servers` ranks serve, the others work."""
+
+    servers: Count = setting(1, "Ranks that hold the parameters and optimizer states, each an equal part of them")
+    workers: Count | None = setting(
+        None, "Slices of a batch, and ranks that compute them; null: all ranks but rank 0 and the servers"
+    )
+    consistency: Literal["sync", "bounded", "async"] = setting(
+        "sync",
+        "sync: a step is one update of all slices, as on one device; bounded: each slice updates on arrival, at most "
+        "staleness steps ahead of the slowest; async: as far ahead as it gets",
+    )
+    staleness: int | None = setting(
+        None, "Of bounded: how many steps the fastest worker may be ahead of the slowest", unit="steps", strict=True,
+        ge=0,
+    )  # fmt: skip
+    replicas: int = setting(
+        0, "Further servers that hold each part, and take over where one is killed", strict=True, ge=0, le=1
+    )
+
+    @model_validator(mode="after")
+    def _replicas_elsewhere(self) -> Server:
+        if self.replicas and self.servers == 1:
+            raise refusal(
+                "parallel.server.replicas = 1 keeps each part on a second server, but parallel.server.servers = 1; "
+                "take 2 servers or more, or replicas=0.",
+                "parallel.server.replicas",
+                "parallel.server.servers",
+            )
+        return self
+
+    @property
+    def ahead(self) -> int | None:
+        """By how many steps slices may be handed out early; None for any number."""
+        return {"sync": 0, "bounded": self.staleness, "async": None}[self.consistency]
+
+    def working(self, world_size: int) -> int:
+        """The number of workers among `world_size` ranks."""
+        return world_size - 1 - self.servers
+
+
 class Parallel(Section):
     mode: Mode = setting(
-        "stand_alone", "stand_alone, data_parallel, semi_auto, auto or hybrid; parallel=MODE chooses it"
+        "stand_alone",
+        "stand_alone, data_parallel, semi_auto, auto, hybrid or parameter_server; parallel=MODE chooses it",
     )
     search: Search = setting("sharding_propagation", "Algorithm of mode auto for operators without a strategy")
     mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None = setting(
@@ -325,6 +368,7 @@ class Parallel(Section):
     offload: OffloadForm = setting(OffloadForm(), "Offload to host memory or disk")
     place: dict[Glob, Literal["host"]] = setting({}, "Module or operator (globs): host")
     pipeline: Pipeline = setting(Pipeline(), "Pipeline parallelism; pipeline=4 sets stages")
+    server: Server = setting(Server(), "Servers and workers of mode parameter_server")
     plan: str | None = setting(
         None, "A plan.json, or the folder of the run that wrote it, instead of strategies and search", min_length=1
     )
@@ -334,16 +378,6 @@ class Parallel(Section):
     dump_ir: StrictBool | Annotated[str, Field(min_length=1)] = setting(
         False, "Write the program of every rank before and after slicing: true (ir/ in the run folder), or a folder"
     )
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _mode_available(cls, mode: Any) -> Any:
-        if mode == "parameter_server":
-            raise refusal(
-                "parallel.mode = 'parameter_server' is not available yet; until then data_parallel is the nearest.",
-                "parallel.mode",
-            )
-        return mode
 
     @field_validator(*SHORT, mode="before")
     @classmethod
@@ -400,6 +434,11 @@ class Parallel(Section):
                 "parallel.memory_limit",
             )
         return self
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ranks other than rank 0 may be killed, and come back, while the others go on."""
+        return self.mode == "parameter_server"
 
     @property
     def open(self) -> bool:

@@ -307,6 +307,36 @@ class Config(Section):
             )
         return self
 
+    def _with_workers(self) -> Config:
+        """Check the number of ranks of mode parameter_server."""
+        server, key = self.parallel.server, "parallel.server"
+        if self.world_size is None and server.workers is None:
+            raise refusal(
+                f"parallel.mode = 'parameter_server' needs the number of workers: set {key}.workers=N, or world_size = "
+                "1 + servers + workers.",
+                f"{key}.workers",
+                "world_size",
+            )
+        workers = server.workers or server.working(self.world_size or 0)
+        ranks = 1 + server.servers + workers
+        if workers < 1 or self.world_size not in (None, ranks):
+            raise refusal(
+                f"world_size = {self.world_size} is not rank 0, which coordinates, + {key}.servers = {server.servers} "
+                f"+ {key}.workers = {'null' if server.workers is None else server.workers}; take "
+                f"world_size={1 + server.servers + max(workers, 1)}, or null with a number of workers.",
+                "world_size",
+                f"{key}.workers",
+            )
+        if self.data.batch_size % (self.train.accumulate * workers):
+            raise refusal(
+                f"data.batch_size = {self.data.batch_size} cannot be divided into slices for {workers} workers "
+                f"(train.accumulate = {self.train.accumulate} of each); take a multiple of "
+                f"{self.train.accumulate * workers}.",
+                "data.batch_size",
+                f"{key}.workers",
+            )
+        return self
+
     @property
     def parts(self) -> int:
         """Micro-batches of one optimizer step: those of accumulation, each cut into those of the pipeline."""
@@ -321,6 +351,8 @@ class Config(Section):
                 "world_size",
                 "parallel.mode",
             )
+        if self.parallel.elastic:
+            return self._with_workers()
         if self.parallel.pipeline.stages == "auto":
             return self  # a mesh is that of a stage; each candidate is checked against it
         stages, machine, known = self.parallel.pipeline.known or 1, self.cluster.machine, self.parallel.meshes()

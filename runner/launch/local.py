@@ -1,7 +1,7 @@
 """The ranks of one run on this machine: forks of the fork server, supervised until the last one has ended.
 
 Invariant: however `run_ranks` ends (result, failure, Ctrl-C, SIGTERM), no rank and nothing that a rank started is alive
-afterwards; should the parent be killed, the fork server ends them.
+afterwards; should the parent be killed, the fork server ends them. Elastic ranks that are killed are started anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from runner.launch.supervision import SupervisedRank, Supervision
 
 STOP = 1.0  # seconds between asking a rank to end and killing it
 RESCUE = 10.0  # seconds for the other ranks to save their state
+SHORT_LIFE, SHORT_LIVES = 1.0, 5  # seconds; so many lives of at most this length, one after the other, are the last
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def run_ranks(
     rescue: bool = False,
     part: LocalRanks | None = None,
     name: str | None = None,
+    elastic: bool = False,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return its result in rank 0.
 
@@ -78,6 +80,7 @@ def run_ranks(
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
             result is None.
         name: the name of a single process that is not a rank, such as "the preparation".
+        elastic: as in `GroupOrders`.
 
     Raises:
         RunFailed, ConfigError, StrategyError: as `Supervision.wait`.
@@ -87,7 +90,7 @@ def run_ranks(
     part = part or LocalRanks((*range(world_size),), (*range(world_size),))
     if network.is_loopback(part.address):
         network.require_loopback()
-    group = GroupOrders(entry, world_size, run_dir.absolute(), device, timeout, threads)
+    group = GroupOrders(entry, world_size, run_dir.absolute(), device, timeout, threads, elastic)
     (group.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # the parent's output comes before that of rank 0
     warm()
@@ -143,11 +146,26 @@ class _LocalRank(SupervisedRank):
         super().__init__(number, run_dir)
         self.connection, self.far_end = connection.Pipe()
         self._process: Fork | None = None
+        self._orders: Orders | None = None
+        self._started, self._short_lives = 0.0, 0
 
     def start(self, orders: Orders, name: str) -> None:
         """Start the process and hand it the far end of the connection with its `orders`."""
+        self._orders, self._started = orders, time.monotonic()
         self._process = fork(enter, (orders,), name, orders.group.timeout)
         self.far_end.close()
+
+    def start_again(self) -> bool:
+        """Start another process with the same orders; False where the last ones have ended too soon."""
+        assert self._orders is not None
+        self._short_lives = self._short_lives + 1 if time.monotonic() < self._started + SHORT_LIFE else 0
+        if self._short_lives >= SHORT_LIVES:
+            return False
+        self.close()
+        self.connection, self.far_end = connection.Pipe()
+        self.report, self.wordless, self.log_start = None, False, self.log.stat().st_size if self.log.exists() else 0
+        self.start(replace(self._orders, connection=self.far_end), f"rank {self.number}")
+        return True
 
     @property
     def pid(self) -> int:
@@ -205,6 +223,25 @@ class _LocalSupervision(Supervision):
 
     def check(self, now: float) -> None:
         self.starting.look()
+
+    def replace_killed(self) -> None:
+        first = self._forks[0].report
+        if not self.group.elastic or isinstance(first, Failure):
+            return
+        for place, rank in enumerate(self._forks[1:], 1):
+            if not isinstance(rank.report, Failure) or rank.report.code != failure.KILLED:
+                continue
+            if first is not None:  # all work is done
+                rank.report = Done(None)
+                continue
+            what = rank.report.what
+            if rank.start_again():
+                print(f"rank {rank.number} {what}; it is started anew, and the others go on", flush=True)
+                if self.stall.signs:
+                    self.stall.signs = [
+                        Signs(rank.pid, computing=True) if at == place else sign
+                        for at, sign in enumerate(self.stall.signs)
+                    ]
 
     def raise_failed(self, failures: Sequence[Failure]) -> None:
         if failures and (ending := server_ending()):  # which leaves no exit codes

@@ -26,6 +26,8 @@ class GroupOrders:
         device: "cpu" (gloo) or "cuda" (nccl).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
+        elastic: rank 0 has a process group of its own and the others have none: they find each other by themselves. One
+            of the others that is killed is started anew.
     """
 
     entry: str
@@ -34,6 +36,7 @@ class GroupOrders:
     device: str
     timeout: float
     threads: int
+    elastic: bool = False
 
 
 @dataclass(frozen=True)

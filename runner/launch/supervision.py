@@ -123,6 +123,9 @@ class Supervision:
     def check(self, now: float) -> None:
         """Called while the ranks run. Raises RunFailed."""
 
+    def replace_killed(self) -> None:
+        """Start ranks anew that others can do without."""
+
     def wait(self, interrupts: Interrupts) -> None:
         """Return when every rank has reported success.
 
@@ -135,6 +138,7 @@ class Supervision:
         while True:
             for rank in self.ranks:
                 rank.listen()
+            self.replace_killed()
             failures = [rank.report for rank in self.ranks if isinstance(rank.report, Failure)]
             now = time.monotonic()
             if failures:

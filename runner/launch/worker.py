@@ -1,7 +1,8 @@
 """One rank: its process group, its device, and the function that it was started for.
 
 `runner.launch` starts it; there is no command for it. Invariant: the default process group exists exactly while
-the entry function runs, and ranks leave together: no rank closes its connections while another still needs them.
+the entry function runs, and ranks leave together: no rank closes its connections while another still needs them. Of
+elastic ranks only rank 0 has a group, of one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def work(orders: Orders) -> Any:
     )
     recorder.attach(flight_record_of(group.run_dir, orders.rank))
     torch.set_num_threads(group.threads)
+    if group.elastic and orders.rank:
+        return _entry(group.entry)(context, _payload(orders.payload.number))
     timeout = timedelta(seconds=group.timeout)
     store = _store(orders, timeout)
     store.set_timeout(timeout)
@@ -51,7 +54,8 @@ def work(orders: Orders) -> Any:
         torch.cuda.set_device(context.device)
     for name, value in network.variables(orders.address).items():
         os.environ.setdefault(name, value)
-    dist.init_process_group(backend, store=store, rank=orders.rank, world_size=group.world_size, timeout=timeout)
+    size = 1 if group.elastic else group.world_size
+    dist.init_process_group(backend, store=store, rank=orders.rank, world_size=size, timeout=timeout)
     value = _entry(group.entry)(context, _payload(orders.payload.number))
     if dist.is_initialized():  # an entry may have ended it itself
         dist.barrier()

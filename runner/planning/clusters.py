@@ -27,6 +27,8 @@ def device_of(config: Config) -> tuple[str, int]:
     Raises:
         ConfigError: this machine has too few GPUs.
     """
+    if config.parallel.elastic:
+        return "cpu", config.world_size or 1 + config.parallel.server.servers + (config.parallel.server.workers or 1)
     machine, alone = config.cluster.machine, config.parallel.mode == "stand_alone"
     if machine is not None and config.world_size is None and config.job.name in DESCRIBING:
         return "cpu", 1 if alone else machine.devices

@@ -150,6 +150,13 @@ def deepspeed_options(config: Config) -> dict[str, Any]:
     return {key: max(count + count % 2, 2) for key, count in elements.items()} | dict(zero.options)
 
 
+def planned_ranks(config: Config, world_size: int) -> int:
+    """Of `world_size` ranks those that a plan slices its operators over."""
+    if config.parallel.elastic:
+        return config.parallel.server.working(world_size)
+    return world_size // pipeline_groups(config)
+
+
 # Pipelines
 
 

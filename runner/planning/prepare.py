@@ -38,6 +38,7 @@ from runner.planning.datasets import (
     prediction_data,
 )
 from runner.planning.estimate import step_price
+from runner.planning.slices import sliced
 from runner.planning.sources import planned, request_of
 from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError
@@ -166,7 +167,7 @@ def prepare(
     if config.train.compile:
         compiled.check(device)
     if not planless and plan is None and config.parallel.plan is None:
-        check(request_of(config, world_size // lowering.pipeline_groups(config)))
+        check(request_of(config, lowering.planned_ranks(config, world_size)))
     training, evaluating, collate = datasets(config)
     evaluation_collate = collate
     if config.job.name == "predict":
@@ -241,9 +242,11 @@ def prepare(
         if plan is None:
             cluster = cluster_of(config, device, world_size)
             price = step_price(config, graph, step_of, device, world_size, cluster)
-            request = request_of(config, world_size // lowering.pipeline_groups(config))
+            request = request_of(config, lowering.planned_ranks(config, world_size))
             plan = planned(config, graph, request, cluster, price, say)
         in_step = step_of(plan)
+        if config.parallel.elastic:
+            sliced(config, *in_step)
         stages = lowering.stages_of(config, *in_step)
         without_search = plan.to_json() | {"search": None}
         del without_search["recompute"]  # it changes no number

@@ -91,6 +91,7 @@ class Metrics(ExitStack):
         grad_norm: float | None = None,
         offload: Mapping[str, int] | None = None,
         loss_scale: LossScale | None = None,
+        server: Mapping[str, float] | None = None,
     ) -> None:
         """Record one optimizer step.
 
@@ -102,6 +103,7 @@ class Metrics(ExitStack):
             samples: rows of the global batch, over all ranks and micro-batches.
             grad_norm: norm of all gradients before clipping, where it is known.
             loss_scale: in fp16, what the next step's loss is multiplied by, and how many steps were skipped so far.
+            server: what servers and workers of mode parameter_server have done in this step.
             offload: bytes that were moved away from the device and back in this step, by kind.
         """
         rate = samples / seconds if seconds > 0 else 0.0
@@ -110,7 +112,8 @@ class Metrics(ExitStack):
             values["grad_norm"] = grad_norm
         if loss_scale is not None:
             values |= {"loss_scale": loss_scale.value, "skipped_steps": loss_scale.skipped}
-        self._write(step, values | ({"offload": dict(offload)} if offload else {}))
+        more = {"offload": offload, "server": server}
+        self._write(step, values | {name: dict(one) for name, one in more.items() if one})
         self._plot(step, {**values, **(offload or {})}, "train")
         self._steps += 1
         self._seconds += seconds

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from runner import checkpoint as checkpoints
 from runner.build import optimizers
 from runner.build.modules import DTYPES, cast, offload_of
+from runner.config.schema import Config
 from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.data.row_seeds import seed_generators
 from runner.errors import ConfigError
@@ -43,6 +44,7 @@ from runner.training.metering import Meter
 from runner.training.metrics import metrics_of
 from runner.training.offloading import activations, change
 from runner.training.offloading import summary as traffic_summary
+from strategies.core.graph import Source
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.stages import make_updates
 from strategies.optimizer.updates import Updates, axes_needed
@@ -114,9 +116,7 @@ class Trainer:
     def _updates(self) -> Updates:
         config, program = self.config, self.execution.program
         sources = program.sources if self.prepared.graph is None else self.prepared.graph.sources
-        names = [source.name for source in sources if source.kind == "parameter"]
-        trainable = [source.name for source in sources if source.trainable and source.kind == "parameter"]
-        groups = optimizers.parameter_groups(names, trainable, config.optimizer)
+        groups = groups_of(sources, config)
         evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in self.execution.evaluations.items()})
         return make_updates(
             config.parallel.zero.known,
@@ -205,11 +205,12 @@ class Trainer:
                         grad_norm=norm,
                         offload=change(moved, self._moved()),
                         loss_scale=self.updates.loss_scale,
+                        server=self._served(),
                     )
                 evaluated = self.evaluator is not None and self._due(step)
                 if self.evaluator is not None and evaluated:
                     recorder.at(EVALUATION)
-                    results = self.evaluator.run()
+                    results = self._evaluated(self.evaluator)
                     if metrics is not None:
                         metrics.evaluation(step, results)
                 self.keeper.after(step, self.prepared.steps, results if evaluated else None)
@@ -252,6 +253,14 @@ class Trainer:
         if self.job.record is not None and self.order.short and step == self.prepared.steps:
             return max(number, self.order.steps_per_epoch - 1)
         return number
+
+    def _evaluated(self, evaluator: Evaluator) -> dict[str, float]:
+        """The results of an evaluation with the current parameters (collective)."""
+        return evaluator.run()
+
+    def _served(self) -> dict[str, float]:
+        """What servers and workers have done in this step, where there are any."""
+        return {}
 
     def _micro_batches(self, step: int) -> tuple[float, int]:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the global batch,
@@ -448,6 +457,13 @@ class Trainer:
         for name, own in self.updates.gradients():
             if name in given and given[name].shape == own.shape:
                 own.copy_(given[name])
+
+
+def groups_of(sources: Sequence[Source], config: Config) -> list[dict[str, Any]]:
+    """The parameter groups, by name, of a model with these sources."""
+    names = [source.name for source in sources if source.kind == "parameter"]
+    trainable = [source.name for source in sources if source.trainable and source.kind == "parameter"]
+    return optimizers.parameter_groups(names, trainable, config.optimizer)
 
 
 @contextmanager

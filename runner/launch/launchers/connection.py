@@ -116,6 +116,20 @@ def call(address: str, port: int, secret: bytes, silence: float) -> Connection:
     return connection
 
 
+def answer(plain: socket.socket, secret: bytes, silence: float, patience: float) -> Connection:
+    """The connection of a caller who knows the secret; each of its words may take `patience` seconds.
+    Raises OSError, EOFError or AuthenticationError."""
+    connection = _opened(plain, silence)
+    try:
+        _may_wait(connection, patience)
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def _opened(plain: socket.socket, silence: float) -> Connection:
     """The connection of a socket, which fails after `silence` seconds without a sign of life from the other end."""
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -198,10 +212,7 @@ class Acceptor:
         """Learn who calls; each word may take `patience` seconds."""
         connection: Connection | None = None
         try:
-            connection = _opened(plain, self._silence)
-            _may_wait(connection, patience)
-            deliver_challenge(connection, self._secret)
-            answer_challenge(connection, self._secret)
+            connection = answer(plain, self._secret, self._silence, patience)
             hello = Hello.read(messages.receive(connection))
             _may_wait(connection, 0.0)
         except (OSError, EOFError, AuthenticationError):

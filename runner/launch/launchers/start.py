@@ -91,6 +91,7 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
             stoppable=stoppable,
             rescue=launch.rescue and stoppable,
             part=part_by_hand(launch),
+            elastic=config.parallel.elastic,
         )
     run_dir, address = run_dir.absolute(), address_of(launch)
     group = GroupOrders(entry, ready.world_size, run_dir, ready.device, launch.timeout, launch.threads)

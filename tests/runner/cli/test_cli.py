@@ -67,7 +67,7 @@ BAD = [
     ([QUICK, "device=gpu"], "Allowed: auto, cpu, cuda"),
     ([QUICK, "parallel=atuo"], "Did you mean 'auto'?"),
     ([QUICK, "parallel.mode=atuo"], "Did you mean 'auto'?"),
-    ([QUICK, "parallel.mode=parameter_server"], "not available yet"),
+    ([QUICK, "parallel=parameter_server"], "drop it with parallel.strategies=null"),
     ([QUICK, "parallel.search=sharding_propogation"], "Did you mean 'sharding_propagation'?"),
     ([QUICK, "parallel=stand_alone"], "parallel.mode from the command line: parallel=stand_alone"),
     ([QUICK, "parallel=data_parallel"], "drop it with parallel.strategies=null"),
@@ -240,7 +240,7 @@ def test_help_shows_verbs_recipes_and_examples(command):
         assert re.search(rf"^  {name} +{re.escape(verb.summary)}", text, re.M)
         assert verb.example in text
     assert re.search(r"^  quickstart +The smallest", text, re.M)
-    assert "parallel: auto, data_parallel, hybrid, semi_auto, stand_alone" in text
+    assert "parallel: auto, data_parallel, hybrid, parameter_server, semi_auto, stand_alone" in text
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -1,0 +1,257 @@
+"""Rank 0 of mode parameter_server: training as on one process, with gradients and updates that happen elsewhere.
+
+It holds a mirror of the model, which is filled where evaluation, checkpoints and verification need it, and written back
+after a checkpoint was loaded. So all of these are those of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.build import optimizers
+from runner.checkpoint import Content
+from runner.launch.orders import RankContext
+from runner.planning.slices import sliced
+from runner.server import partition
+from runner.server.fleet import Fleet
+from runner.server.shard import plain
+from runner.server.worker import constants, served
+from runner.training.evaluate import Evaluator
+from runner.training.trainer import Trainer, TrainingJob, groups_of
+from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.state import OptimizerScalars, States, is_scalar
+from strategies.optimizer.updates import Updates
+from strategies.runtime.shards import Shards
+
+
+class ServedUpdates(BucketedUpdates):
+    """The optimizer on the servers of `fleet`; this process has a mirror of it.
+
+    Args:
+        fleet: servers and workers.
+        shards: the pieces of every server.
+        slices: of a step.
+        sync: whether a step is one update.
+    """
+
+    def __init__(
+        self, *given: Any, fleet: Fleet, shards: Sequence[partition.Shard], slices: int, sync: bool, **shared: Any
+    ) -> None:
+        super().__init__(*given, **shared)
+        self.fleet, self._shards, self._slices, self._sync = fleet, shards, slices, sync
+        self.step_number = 1
+        self._mirrored = True
+        """Whether the mirror has what the servers have."""
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The options of the parameter groups, as they are now."""
+        return [plain(group) for group in self._optimizer.param_groups]
+
+    def reduce(self) -> None:
+        """Synchronous: let every server add up the gradients of the step; slices that a server has taken with it are
+        computed again."""
+        self._mirrored = False
+        if not self._sync:
+            return
+        step = self.step_number
+        while True:
+            answers = [
+                self.fleet.ask_primary(shard, "prepare", step=step, slices=self._slices)[0]
+                for shard in self.fleet.shards
+            ]
+            missing = sorted({number for answer in answers for number in answer["missing"]})
+            if not missing:
+                break
+            self.fleet.compute_again([(step, number) for number in missing])
+        self._square = sum(answer["square"] for answer in answers)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for shard, pieces in enumerate(self._shards):
+            _, (total,) = self.fleet.ask_primary(shard, "gradient")
+            parts = total.split([piece.size for piece in pieces])
+            for piece, part in zip(pieces, parts, strict=True):
+                self._gradient(piece.name).view(-1)[piece.start : piece.stop] = part
+        yield from super().gradients()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def update(self, measure: bool = True) -> float | None:
+        step, self.step_number = self.step_number, self.step_number + 1
+        if not self._sync:
+            return None
+        norm, scale = math.sqrt(self._square), 1.0
+        if self._clip is not None:
+            scale = self._clip / (norm + 1e-6)
+            scale = 1.0 if scale >= 1.0 else scale
+        self.fleet.tell_holders("apply", step=step, scale=scale, options=self.options)
+        return norm
+
+    def weight(self, name: str) -> Tensor:
+        self.mirror()
+        return super().weight(name)
+
+    def pieces(self, write: bool = False) -> Iterator[Shards]:
+        if not write:
+            self.mirror()
+        return super().pieces(write)
+
+    def plain(self) -> OptimizerScalars:
+        self.mirror()
+        return super().plain()
+
+    def begin(self, states: States, plain: OptimizerScalars) -> None:
+        super().begin(states, plain)
+        self._mirrored = True
+
+    def mirror(self) -> None:
+        """Read parameters and optimizer states of all servers."""
+        if self._mirrored:
+            return
+        self._mirrored = True
+        for shard, pieces in enumerate(self._shards):
+            fields, tensors = self.fleet.ask_primary(shard, "state")
+            for piece, part in zip(pieces, tensors[0].split([one.size for one in pieces]), strict=True):
+                parameter = self._owned[piece.name]
+                parameter.data.view(-1)[piece.start : piece.stop] = part
+                mirror = self._optimizer.state[parameter]
+                for key, stored in fields["states"].get(piece.name, {}).items():
+                    value = tensors[stored["tensor"]] if "tensor" in stored else stored["value"]
+                    if is_scalar(value, part):
+                        mirror[key] = value
+                    else:
+                        mirror.setdefault(key, torch.zeros_like(parameter, dtype=value.dtype))
+                        mirror[key].view(-1)[piece.start : piece.stop] = value
+
+    def serve(self, done: int) -> None:
+        """Give the servers what the mirror has, after step `done`."""
+        self.step_number = done + 1
+        states = []
+        for pieces in self._shards:
+            found: dict[str, dict[str, Any]] = {}
+            tensors = [torch.cat([self._owned[one.name].detach().view(-1)[one.start : one.stop] for one in pieces])]
+            for piece in pieces:
+                parameter = self._owned[piece.name]
+                found[piece.name] = {}
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        found[piece.name][key] = {"tensor": len(tensors)}
+                        whole = is_scalar(value, parameter)
+                        tensors.append(value if whole else value.view(-1)[piece.start : piece.stop])
+                    else:
+                        found[piece.name][key] = {"value": value}
+            fields = {"version": done if self._sync else 0, "states": found, "options": self.options, "arrived": []}
+            states.append((fields | {"prepared": False}, tensors))
+        self.fleet.place(states)
+
+
+class Coordinator(Trainer):
+    """Training whose slices workers compute."""
+
+    updates: ServedUpdates
+
+    def __init__(self, rank: RankContext, job: TrainingJob) -> None:
+        prepared = job.prepared
+        assert prepared.step is not None
+        self._identity = prepared.identity()
+        program = sliced(prepared.config, *prepared.step).program
+        self._elements, self._constants = served(program), constants(program)
+        self._server = prepared.config.parallel.server
+        self._slices, self._sync = program.mesh.size, self._server.consistency == "sync"
+        self._handed_out = 0
+        """The last step whose slices were handed out."""
+        self._before: dict[str, int] = {}
+        timeout = prepared.config.launch.timeout
+        self.fleet = Fleet(job.folder, self._server.servers, self._server.replicas, timeout, self._welcome)
+        parallel = prepared.config.parallel.model_copy(update={"mode": "stand_alone"})
+        alone = replace(
+            prepared,
+            config=prepared.config.model_copy(update={"parallel": parallel}),
+            graph=None, plan=None, step=None, evaluations={}, digest=prepared.digest,
+        )  # fmt: skip
+        super().__init__(replace(rank, world_size=1), replace(job, prepared=alone))
+
+    def _welcome(self) -> list[Tensor]:
+        """The tensors of the model that no server holds."""
+        return [self.execution.tensors[name].detach() for name in self._constants]
+
+    def _updates(self) -> Updates:
+        config, execution = self.config, self.execution
+        return ServedUpdates(
+            execution.module,
+            execution.program,
+            execution.communicator,
+            optimizers.optimizer_factory(config.optimizer),
+            groups_of(execution.program.sources, config),
+            clip=config.train.clip,
+            fleet=self.fleet,
+            shards=partition.partition(self._elements, self._server.servers),
+            slices=self._slices,
+            sync=self._sync,
+        )
+
+    def _content(self) -> Content:
+        return replace(super()._content(), config=self._identity["config"])
+
+    def _restore(self) -> int:
+        first = super()._restore()
+        self._handed_out = first - 1
+        self.updates.serve(first - 1)
+        return first
+
+    def run(self) -> dict[str, Any]:
+        try:
+            return super().run()
+        finally:
+            self.fleet.close()
+
+    def _micro_batches(self, step: int) -> tuple[float, int]:
+        """Let workers compute the slices of `step`, and hand out those of later steps where they may run ahead.
+        Returns the mean loss over the global batch, and the number of its rows."""
+        last = self._last_ahead(step)
+        fresh = [(later, number) for later in range(self._handed_out + 1, last + 1) for number in range(self._slices)]
+        self._handed_out = max(self._handed_out, last)
+        if not self._sync and self.updates.options != self._options:
+            self._options = self.updates.options
+            self.fleet.tell_holders("configure", options=self._options)
+        clip = None if self._sync else self.config.train.clip
+        self.fleet.hand_out(fresh, {"ahead": self.keeper.ahead, "sync": self._sync, "clip": clip})
+        units = [(step, number) for number in range(self._slices)]
+        self.fleet.wait_for(units)
+        self._reports = [self.fleet.results.pop(unit) for unit in units]
+        return sum(report["loss"] for report in self._reports), self.order.batch_size
+
+    def _last_ahead(self, step: int) -> int:
+        """The last step whose slices may be handed out: none beyond the next evaluation or save, which see the
+        parameters after their step."""
+        ahead = self._server.ahead
+        last = self.prepared.steps if ahead is None else min(step + ahead, self.prepared.steps)
+        every = self.config.checkpoint.every
+        for later in range(step, last + 1):
+            if (every is not None and later % every == 0) or (self.evaluator is not None and self._due(later)):
+                return later
+        return last
+
+    def _evaluated(self, evaluator: Evaluator) -> dict[str, float]:
+        self.updates.mirror()
+        return super()._evaluated(evaluator)
+
+    def _served(self) -> dict[str, float]:
+        staleness = [report["staleness"] for report in self._reports]
+        counts = dict(self.fleet.counts)
+        changed = {key: count - self._before.get(key, 0) for key, count in counts.items()}
+        self._before = counts
+        return {
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": max(staleness),
+            **{f"bytes_{way}": sum(report[way] for report in self._reports) for way in ("pulled", "pushed")},
+            **{key: count for key, count in changed.items() if count},
+        }
+
+    _options: Sequence[Mapping[str, Any]] = ()
+    _reports: Sequence[Mapping[str, Any]] = ()

@@ -1,0 +1,92 @@
+"""What each rank of mode parameter_server does: rank 0 coordinates, the next ones serve, the others work."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.build import optimizers
+from runner.launch import network
+from runner.launch.launchers.connection import SECRET_FILE
+from runner.launch.orders import RankContext
+from runner.planning.slices import sliced
+from runner.server import partition
+from runner.server.coordinator import Coordinator
+from runner.server.fleet import OVER, PLACE
+from runner.server.links import BROKEN, Link, connect
+from runner.server.store import Store
+from runner.server.worker import Worker, served
+from runner.training.fault_injection import Faults
+from runner.training.trainer import TrainingJob, groups_of
+from strategies.core.mesh import Mesh
+from strategies.runtime.communicator import Communicator
+
+LOOK = 0.05
+"""Seconds between two looks for the coordinator."""
+
+
+def train(rank: RankContext, job: TrainingJob) -> dict[str, Any] | None:
+    """Train on this rank; the entry of every rank. Returns the result of `Trainer.run` on rank 0."""
+    if rank.rank == 0:
+        return Coordinator(rank, job).run()
+    try:
+        if (found := _coordinator(rank, job)) is not None:
+            role = _serve if rank.rank <= job.prepared.config.parallel.server.servers else _work
+            role(rank, job, *found)
+    except BROKEN as error:
+        if not _is_over(job):
+            raise ConnectionError(f"connection closed by the coordinator: {error}") from error
+    return None
+
+
+def _is_over(job: TrainingJob) -> bool:
+    return (job.folder / PLACE).read_text(encoding="utf-8") == OVER
+
+
+def _work(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> None:
+    """Compute slices until the coordinator has enough."""
+    worker = Worker(rank, job, link, secret)
+    link.send("worker")
+    worker.run()
+
+
+def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[Link, bytes] | None:
+    """A connection to the coordinator, and the secret; None where all is done. Raises ConnectionError if there is none
+    in time."""
+    timeout = job.prepared.config.launch.timeout
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            place = (job.folder / PLACE).read_text(encoding="utf-8")
+            if place == OVER:
+                return None
+            secret = (job.folder / SECRET_FILE).read_bytes()
+            return connect((network.LOOPBACK, int(place)), secret, timeout), secret
+        except BROKEN:
+            time.sleep(LOOK)
+    raise ConnectionError(f"timed out after {timeout * 1000:.0f} ms: rank {rank.rank} found no coordinator")
+
+
+def _serve(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> None:
+    """Hold shards until the coordinator closes the connection; raises ConnectionError where that is too soon."""
+    prepared, config = job.prepared, job.prepared.config
+    assert prepared.step is not None and prepared.graph is not None
+    program = sliced(config, *prepared.step).program
+    dtypes = {source.name: source.spec.dtype for source in program.sources}
+    elements = served(program)
+    store = Store(
+        partition.partition(elements, config.parallel.server.servers),
+        groups_of(prepared.graph.sources, config),
+        optimizers.optimizer_factory(config.optimizer),
+        getattr(torch, dtypes[next(iter(elements))]),
+        secret,
+        config.launch.timeout,
+        Faults(config, rank, nn.Module(), Communicator(Mesh((("world", 1),)), 0)),
+    )
+    link.send("server", server=rank.rank - 1, address=store.address)
+    store.wait(link)
+    if not _is_over(job):
+        raise ConnectionError("it has ended")

@@ -1,0 +1,180 @@
+"""A server: holds shards, the first as their primary, others as the replica of another server's.
+
+Every connection has a thread; a shard has a lock. A primary hands each prepared or applied gradient to its replica
+before it acknowledges it. The replica does the same arithmetic in the same order, so it holds the same bits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.launch import network
+from runner.server.links import BROKEN, Address, Link, accept, connect
+from runner.server.partition import Shard
+from runner.server.shard import ServedShard
+from runner.training.fault_injection import Faults
+from strategies.optimizer.updates import Groups, OptimizerFactory
+
+Answer = tuple[dict[str, Any], Sequence[Tensor]]
+DONE: Answer = ({}, ())
+
+
+@dataclass
+class _Held:
+    """A shard that this server holds; `replica` leads to who holds it too, where this is the primary."""
+
+    shard: ServedShard
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    replica: Link | None = None
+
+
+class Store:
+    """The shards of one server.
+
+    Args:
+        shards: the pieces of all shards.
+        groups, factory, dtype: as of `ServedShard`.
+        secret, timeout: of connections.
+        faults: those of this rank.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        groups: Groups,
+        factory: OptimizerFactory,
+        dtype: torch.dtype,
+        secret: bytes,
+        timeout: float,
+        faults: Faults,
+    ) -> None:
+        self._shards, self._groups, self._factory, self._dtype = shards, groups, factory, dtype
+        self._secret, self._timeout, self._faults = secret, timeout, faults
+        self._held: dict[int, _Held] = {}
+        self._failed: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._listener = network.listener(network.LOOPBACK)
+        accept(self._listener, secret, timeout, self._serve)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def wait(self, coordinator: Link) -> None:
+        """Return when the coordinator closes its connection. Raises what a request has raised."""
+
+        def closed() -> None:
+            with suppress(*BROKEN):
+                coordinator.patient().receive()
+            self._failed.put(None)
+
+        threading.Thread(target=closed, daemon=True).start()
+        if (error := self._failed.get()) is not None:
+            raise error
+
+    def _serve(self, link: Link, hello: Mapping[str, Any]) -> None:
+        link.patient()
+        try:
+            while True:
+                fields, tensors = link.receive()
+                answer, results = self._handle(fields, tensors)
+                link.send("", results, **answer)
+        except BROKEN:
+            link.close()
+        except BaseException as error:
+            self._failed.put(error)
+
+    def _handle(self, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        op, number = fields["op"], fields.get("shard", -1)
+        if op == "load":
+            shard = ServedShard(self._shards[number], self._groups, self._factory, self._dtype)
+            shard.load(fields, tensors)
+            self._held[number] = _Held(shard)
+            return DONE
+        if op == "ping":
+            return DONE
+        held = self._held[number]
+        if op == "pull":  # a lock: an update that is half done would be a version of nobody
+            with held.lock:
+                return {"version": held.shard.version}, [held.shard.values.clone()]
+        with held.lock:
+            return getattr(self, f"_{op}")(held, fields, tensors)
+
+    def _push(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        """A slice of a synchronous step."""
+        held.shard.push(fields["step"], fields["slice"], tensors[0])
+        return DONE
+
+    def _prepare(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        self._faults.begin(fields["step"])
+        self._faults.at("collective")
+        if missing := held.shard.prepare(fields["step"], fields["slices"]):
+            return {"missing": missing}, ()
+        assert held.shard.total is not None
+        alone = self._forward(held, "prepared", [held.shard.total], shard=fields["shard"], step=fields["step"])
+        return {"missing": [], "square": held.shard.square(), "alone": alone}, ()
+
+    def _prepared(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        """What the primary has prepared."""
+        if fields["step"] == held.shard.version + 1:
+            held.shard.total = tensors[0]
+        return DONE
+
+    def _apply(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        self._faults.at("optimizer")
+        held.shard.apply(fields["step"], fields["scale"], fields["options"])
+        return DONE
+
+    def _arrive(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        """A slice that updates at once; `pulled` is the version from which its gradient was computed."""
+        self._faults.begin(fields["step"])
+        self._faults.at("optimizer")
+        staleness, alone = held.shard.version - fields["pulled"], False
+        if held.shard.arrive(fields["unit"], fields["floor"], tensors[0]):
+            alone = self._forward(held, "arrive", tensors, **{k: v for k, v in fields.items() if k != "op"})
+        return {"staleness": staleness, "alone": alone}, ()
+
+    def _gradient(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        """The prepared gradient."""
+        assert held.shard.total is not None
+        return {}, [held.shard.total]
+
+    def _configure(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        held.shard.configure(fields["options"])
+        return DONE
+
+    def _state(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        answer, found = held.shard.state()
+        return answer, [tensor.clone() for tensor in found]
+
+    def _replicate(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        """Give the server at `address` the shard as it is now, and from now on every change."""
+        state, found = held.shard.state()
+        try:
+            link = connect(tuple(fields["address"]), self._secret, self._timeout)
+            link.send("replica")
+            link.ask("load", found, shard=fields["shard"], **state)
+        except BROKEN:
+            return {"alone": True}, ()
+        held.replica = link
+        return {"alone": False}, ()
+
+    def _forward(self, held: _Held, op: str, tensors: Sequence[Tensor], **fields: Any) -> bool:
+        """Hand a change to the replica. Returns whether there was one that is gone now."""
+        if held.replica is None:
+            return False
+        try:
+            held.replica.ask(op, tensors, **fields)
+        except BROKEN:
+            held.replica = None
+            return True
+        return False

@@ -1,0 +1,215 @@
+"""A worker: computes the gradient of one slice of a batch after the other, with parameters from the servers.
+
+A slice is what one rank of a data-parallel plan computes, so the sum of all slices is the gradient of one device. Any
+worker can compute any slice. All parameters are views of one flat tensor, and so are their gradients: what a server
+holds is a part of each, which is received and sent without another copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.build.modules import DTYPES, cast
+from runner.data.loader import Block, LocalBatches
+from runner.data.row_seeds import seed_generators
+from runner.launch.orders import RankContext
+from runner.planning.datasets import datasets, order_of
+from runner.planning.prepare import WEIGHTS
+from runner.planning.slices import sliced
+from runner.server import partition
+from runner.server.links import BROKEN, Link, connect
+from runner.training.fault_injection import Faults
+from runner.training.trainer import TrainingJob
+from strategies.core.program import Program
+from strategies.rules.random import mix
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.flight_recorder import DATA, FORWARD, recorder
+from strategies.runtime.module_tree import build
+
+
+def served(program: Program) -> dict[str, int]:
+    """The number of elements of every parameter that servers hold, by name."""
+    sizes = {source.name: math.prod(source.spec.shape) for source in program.sources if source.kind == "parameter"}
+    return {name: sizes[name] for name in program.trainable_names}
+
+
+def constants(program: Program) -> list[str]:
+    """The tensors of the model that nobody changes, by name."""
+    changed = served(program)
+    return [one.name for one in program.sources if one.kind in ("parameter", "buffer") and one.name not in changed]
+
+
+class Worker:
+    """The program of all slices on one set of parameters.
+
+    Args:
+        coordinator: leads to the coordinator, which has said nothing yet.
+        secret: of connections.
+    """
+
+    def __init__(self, rank: RankContext, job: TrainingJob, coordinator: Link, secret: bytes) -> None:
+        self._rank, self._prepared, self._config = rank, job.prepared, job.prepared.config
+        self._coordinator, self._secret = coordinator, secret
+        assert job.prepared.step is not None
+        self._sliced = sliced(self._config, *job.prepared.step)
+        self._program, self._slices = self._sliced.program, self._sliced.slices
+        self._tensors = weights.read_slices(job.folder / WEIGHTS, self._sliced.stored, 0, rank.device)
+        sizes = served(self._program)
+        shards = partition.partition(sizes, self._config.parallel.server.servers)
+        dtype = self._tensors[next(iter(sizes))].dtype
+        self._values, self._gradients = (torch.zeros(sum(sizes.values()), dtype=dtype) for _ in range(2))
+        for name, value, gradient in zip(sizes, *(flat.split([*sizes.values()]) for flat in self._flat), strict=True):
+            parameter = self._tensors[name]
+            parameter.data = value.view(parameter.shape)
+            parameter.grad = gradient.view(parameter.shape)
+        parts = [partition.size(shard) for shard in shards]
+        self._pulled, self._pushed = (flat.split(parts) for flat in self._flat)
+        self._servers: list[Link] = []
+        self._layout: list[list[Any]] = []
+        training, _, self._collate = datasets(self._config)
+        seed_generators(self._config.train.seed)
+        self._training, self._order = training, order_of(self._config, len(training))
+        self._slice = cache(self._build)
+        self._facts = self._batches(
+            [
+                _full(shape) if position in self._sliced.counted else ((0, 1), *_full(shape[1:]))
+                for position, shape in enumerate(job.prepared.shapes)
+            ]
+        )
+
+    @property
+    def _flat(self) -> tuple[Tensor, Tensor]:
+        return self._values, self._gradients
+
+    def _build(self, number: int) -> tuple[torch.nn.Module, LocalBatches, Faults]:
+        """What computes slice `number`."""
+        program = self._program
+        communicator = Communicator(program.mesh, number)
+        module = build(program, self._tensors, communicator, self._rank.device)
+        entries = self._sliced.entries
+        blocks = [program.layouts[one.id].block(one.spec.shape, program.mesh, number) for one in entries]
+        return module, self._batches(blocks), Faults(self._config, self._rank, module, communicator)
+
+    def _batches(self, blocks: Sequence[Block]) -> LocalBatches:
+        names, shapes, seed = self._prepared.names, self._prepared.shapes, self._config.train.seed
+        return LocalBatches(self._training, self._collate, blocks, names=names, shapes=shapes, seed=seed)
+
+    def run(self) -> None:
+        """Compute slices until the connection to the coordinator is closed, which raises EOFError or OSError."""
+        _, tensors = self._coordinator.receive()
+        for name, tensor in zip(constants(self._program), tensors, strict=True):
+            with torch.no_grad():
+                self._tensors[name].copy_(tensor)
+        self._coordinator.patient()
+        while True:
+            order, _ = self._coordinator.receive()
+            self._connect(order["servers"])
+            step, number = order["unit"]
+            recorder.begin(step)
+            while True:
+                try:
+                    report = self._compute(order, step, number)
+                    break
+                except BROKEN:
+                    self._coordinator.send("lost", servers=sorted({server for server, *_ in self._layout}))
+                    answer, _ = self._coordinator.receive()
+                    self._layout = []
+                    self._connect(answer["servers"])
+            self._coordinator.send("done", **report)
+
+    def _connect(self, layout: list[list[Any]]) -> None:
+        """Connect to the primary of every shard."""
+        if layout == self._layout:
+            return
+        for link in self._servers:
+            link.close()
+        self._servers, self._layout = [], layout
+        for _, address, port in layout:
+            try:
+                link = connect((address, port), self._secret, self._config.launch.timeout)
+                link.send("worker")
+            except OSError:
+                link = _Unreachable()  # it was killed since; the next request says so
+            self._servers.append(link)
+
+    def _compute(self, order: Mapping[str, Any], step: int, number: int) -> dict[str, Any]:
+        """Pull, compute slice `number` of `step`, and push. Raises OSError or EOFError where a server is gone."""
+        module, batches, faults = self._slice(number)
+        faults.begin(step)
+        sent, received = ([getattr(link, way) for link in self._servers] for way in ("sent", "received"))
+        for shard, link in enumerate(self._servers):
+            link.send("pull", shard=shard)
+        versions = [link.receive([part])[0]["version"] for link, part in zip(self._servers, self._pulled, strict=True)]
+        loss = self._gradient(module, batches, faults, step - 1 + order["ahead"], step)
+        self._clip(order["clip"])
+        faults.at("collective")
+        answers = []
+        for shard, (link, part) in enumerate(zip(self._servers, self._pushed, strict=True)):
+            if order["sync"]:
+                link.send("push", [part], shard=shard, step=step, slice=number)
+            else:
+                unit = (step * self._slices) + number
+                floor = order["floor"][0] * self._slices + order["floor"][1]
+                link.send("arrive", [part], shard=shard, step=step, unit=unit, floor=floor, pulled=versions[shard])
+        for link in self._servers:
+            answers.append(link.receive()[0])
+        return {
+            "loss": loss,
+            "staleness": max(answer.get("staleness", 0) for answer in answers),
+            "alone": [shard for shard, answer in enumerate(answers) if answer.get("alone")],
+            "pushed": sum(link.sent for link in self._servers) - sum(sent),
+            "pulled": sum(link.received for link in self._servers) - sum(received),
+        }
+
+    def _gradient(self, module: torch.nn.Module, batches: LocalBatches, faults: Faults, batch: int, step: int) -> float:
+        """Forward and backward of the slice in all micro-batches of global batch number `batch`. Returns its part of
+        the loss."""
+        self._gradients.zero_()
+        rows, epoch = self._order.rows(batch), self._order.epoch(batch)
+        size, count, total = self._prepared.rows, self._config.train.accumulate, 0.0
+        for micro in range(count):
+            recorder.at(DATA)
+            faults.at("data")
+            part = rows[micro * size : (micro + 1) * size]
+            entries = cast(batches.load(part, epoch), DTYPES[self._config.train.precision])
+            if counted := self._sliced.counted:
+                batch = cast(self._facts.load(part, epoch), DTYPES[self._config.train.precision])
+                entries += self._sliced.facts_of([batch[position] for position in counted], self._tensors)
+            recorder.at(FORWARD)
+            key = (mix(self._config.train.seed, step, micro),) if self._program.random else ()
+            loss = module(*entries, *key)
+            (loss / count if count > 1 else loss).backward()
+            total += float(loss.detach().double()) / count
+        return total
+
+    def _clip(self, limit: float | None) -> None:
+        """Scale the gradient of a slice that updates alone: `limit` is for the gradient of its mean loss."""
+        if limit is None:
+            return
+        norm = float(self._gradients.double().norm()) * self._slices
+        if not (scale := limit / (norm + 1e-6)) >= 1.0:
+            self._gradients.mul_(scale)
+
+
+def _full(shape: Sequence[int]) -> Block:
+    return tuple((0, size) for size in shape)
+
+
+class _Unreachable(Link):
+    """A connection that nobody answered."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+
+    def send(self, op: str, tensors: Any = (), **fields: Any) -> None:
+        raise ConnectionError("the server is gone")
+
+    def close(self) -> None:
+        pass

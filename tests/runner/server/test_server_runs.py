@@ -1,0 +1,106 @@
+"""Parameter servers in real processes: equal to one device, whoever is killed."""
+
+import pytest
+from small import DOUBLE, MODES, SMALL
+
+from runner import checkpoint as checkpoints
+from runner.errors import ConfigError, RunFailed
+from strategies.core.errors import StrategyError
+
+SERVED = (*SMALL, "parallel=parameter_server", "world_size=5", "parallel.server.servers=2", "train.log_every=1")
+REPLICAS, PATIENCE = "parallel.server.replicas=1", "launch.timeout=30"
+ADAM = ("optimizer={target: torch.optim.AdamW, args: {lr: 0.05}}", "train.clip=0.1")
+MOMENTUM = ("optimizer={target: torch.optim.SGD, args: {lr: 0.1, momentum: 0.9}}", "train.accumulate=2")
+
+
+def kill(rank, step, phase):
+    return f"{{kind: kill, rank: {rank}, step: {step}, phase: {phase}}}"
+
+
+def stored(run):
+    """Checksums of the tensors of the last checkpoint."""
+    path = checkpoints.newest(run.folder / "checkpoints")
+    files = checkpoints.read(path).header.files
+    return {name: stamp for name, stamp in files.items() if name.endswith("safetensors")}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [ADAM, pytest.param(MOMENTUM, marks=pytest.mark.slow), pytest.param((), marks=pytest.mark.slow)]
+)
+def test_a_synchronous_step_equals_one_device(start, optimizer):
+    assert start(*SERVED, DOUBLE, *optimizer, verb="verify").value < 1e-10
+
+
+def test_killed_workers_and_servers_change_no_bit(start):
+    calm = start(*SERVED, *ADAM, folder="calm")
+    kills = [
+        kill(3, 2, "forward"), kill(4, 3, "collective"), kill(1, 2, "collective"), kill(2, 4, "optimizer"),
+        kill(3, 5, "backward"), kill(4, 6, "data"),
+    ]  # fmt: skip
+    hit = start(*SERVED, *ADAM, REPLICAS, PATIENCE, f"launch.faults=[{', '.join(kills)}]", folder="hit")
+    assert len([*(hit.folder / "faults").iterdir()]) == len(kills)
+    assert stored(hit) == stored(calm) and hit.losses == calm.losses
+    counts = [record["server"] for record in hit.records if "server" in record]
+    assert (
+        sum(one.get("workers_lost", 0) for one in counts) == 4
+        and sum(one.get("servers_lost", 0) for one in counts) == 2
+    )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_and_in_another_mode(start):
+    long = start(*SERVED, *ADAM, DOUBLE, "checkpoint.every=3", folder="long")
+    first = f"train.resume={long.folder}/checkpoints/step-00000003"
+    again = start(*SERVED, *ADAM, DOUBLE, first, "parallel.server.servers=1", "world_size=4", folder="again")
+    assert again.losses == pytest.approx(long.losses[3:], rel=1e-12)
+    moved = start(*SMALL, *MODES["data_parallel"], *ADAM, DOUBLE, first, folder="moved")
+    assert moved.losses == pytest.approx(long.losses[3:], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_without_a_replica_the_newest_checkpoint_is_left(start):
+    fault = f"launch.faults=[{kill(1, 5, 'collective')}]"
+    with pytest.raises(RunFailed) as caught:
+        start(*SERVED, fault, PATIENCE, folder="lost")
+    assert caught.value.code == "MW711"
+    calm = start(*SERVED, folder="calm")
+    again = start(*SERVED, fault, PATIENCE, "checkpoint.every=2", "launch.max_restarts=1", folder="again")
+    assert stored(again) == stored(calm)
+    assert "step-00000004" in (again.folder / "restarts.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", [("async",), pytest.param(("bounded", 1), marks=pytest.mark.slow)])
+def test_slices_update_on_arrival(start, words):
+    consistency, *staleness = words
+    bound = [f"parallel.server.staleness={number}" for number in staleness]
+    kills = f"launch.faults=[{kill(3, 2, 'forward')}, {kill(4, 4, 'collective')}, {kill(1, 3, 'optimizer')}]"
+    steps = "train.steps=30"
+    arriving = f"parallel.server.consistency={consistency}"
+    run = start(*SERVED, arriving, *bound, REPLICAS, PATIENCE, kills, steps)
+    counts = [record["server"] for record in run.records if "server" in record]
+    hit = [mark.name.rpartition("-on-")[2][0] for mark in (run.folder / "faults").iterdir()]
+    lost = {"servers_lost": hit.count("1"), "workers_lost": hit.count("3") + hit.count("4")}
+    assert len(counts) == 30 and hit and {key: sum(one.get(key, 0) for one in counts) for key in lost} == lost
+    most = max(one["staleness_max"] for one in counts)
+    assert 0 < most <= (60 if consistency == "async" else 2 * (2 * 1 + 1))  # slices of all within the bound
+    assert run.losses == pytest.approx(start(*SERVED, steps, folder="sync").losses, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("world_size=3",), "MW205"),
+        (("parallel.server.servers=1", "world_size=4", REPLICAS), "MW205"),
+        (("parallel.zero.stage=1",), "MW205"),
+        (("parallel.pipeline.stages=2",), "MW205"),
+        (("parallel.server.consistency=bounded",), "MW205"),
+        (("data.batch_size=15",), "MW205"),
+        (("launch=torchrun",), "MW205"),
+        (("parallel=data_parallel", "world_size=4"), "MW205"),
+        (("+model.args.norm=true",), "MW413"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(start, words, code):
+    with pytest.raises((ConfigError, StrategyError)) as caught:
+        start(*SERVED, *words, verb="plan")
+    assert caught.value.code == code
