@@ -11,7 +11,7 @@ import pytest
 from small import ALONE, MODES, SMALL
 
 from runner import launch
-from runner.errors import RunFailed
+from runner.errors import ConfigError, RunFailed
 from runner.launch import forks, hangs, liveness
 from runner.launch.hangs import GRACE, Stall, diagnose, read_state
 from runner.launch.liveness import Signs
@@ -51,7 +51,6 @@ def trouble(tmp_path, monkeypatch):
     [
         ("SIGKILL", r"the preparation was killed by SIGKILL \(was memory short\?\)"),
         ("SIGSTOP", r"the preparation hung: it has shown no sign of life for 1 s\. It was stopped"),
-        pytest.param("raise", "the preparation failed: RuntimeError: the data is", marks=pytest.mark.slow),
     ],
 )
 def test_a_preparation_that_fails_is_tried_again(start, trouble, capfd, what, pattern):
@@ -61,6 +60,14 @@ def test_a_preparation_that_fails_is_tried_again(start, trouble, capfd, what, pa
     assert re.search(f"restart 1 of 1: {pattern}.* It is prepared again", capfd.readouterr().out)
     assert json.loads((ended.folder / "restarts.jsonl").read_text(encoding="utf-8"))["resume"] is None
     assert len(ended.losses) == 2
+
+
+@pytest.mark.slow
+def test_what_the_data_raises_is_wrong_input_and_not_tried_again(start, trouble, capfd):
+    trouble("raise")
+    with pytest.raises(ConfigError, match="RuntimeError: the data is not there yet"):
+        start(*TWO, "train.steps=2", "launch.max_restarts=1")
+    assert "restart" not in capfd.readouterr().out
 
 
 def test_a_search_that_is_stopped_is_named(run):
