@@ -49,7 +49,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         print("done: the ranks of this command; the output of rank 0 is where it was started", flush=True)
         return None
     if result["stopped"] is not None:
-        raise stopped(result["stopped"], Interrupts.requested)
+        raise stopped(result["stopped"], Interrupts.requested or signal.SIGTERM)
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)
     result = with_recorded(result, run_dir)

@@ -127,6 +127,12 @@ RULES: tuple[Rule, ...] = (
     # launch
     Rule("launch.min_ranks", GIVEN, "launch.max_restarts", any_of(0),
          "a run goes on with fewer ranks when it is restarted", "set launch.max_restarts too"),
+    Rule("launch.max_ranks", GIVEN, "launch.min_ranks", UNSET,
+         "a run that never continues with fewer ranks has none to take back", "set launch.min_ranks too"),
+    Rule("launch.standby", GIVEN, "launch.hosts", UNSET,
+         "a spare host takes the place of one of them", "name the hosts of the run in launch.hosts"),
+    Rule("launch.standby", GIVEN, "launch.max_restarts", any_of(0),
+         "a lost host is replaced when the run is restarted", "set launch.max_restarts too"),
     Rule("launch.rescue", ON, "launch.launcher", none_of("local"),
          "other launchers stop the survivors of a failure at once", "choose launch=local or launch.rescue=false"),
     *(Rule("launch.launcher", any_of("local"), f"launch.{name}", GIVEN, "it starts all ranks on this machine",

@@ -112,6 +112,12 @@ class Launch(Section):
     min_ranks: Count | None = setting(
         None, "Continue with this many ranks and a new plan when a rank or host is lost for good; null: never"
     )
+    max_ranks: Count | None = setting(
+        None, "Grow back to this many ranks at most once lost ones return, with a new plan; null: never"
+    )
+    standby: Annotated[tuple[Host, ...], BeforeValidator(_in_order), HOSTS] = setting(
+        (), "HOST:RANKS of spare hosts such as [node9:8], each of which takes the place of one that is lost"
+    )
     check_memory: StrictBool = setting(True, "Refuse ranks for which this machine lacks memory or processes")
     rescue: StrictBool = setting(False, "Survivors of a failure save their memory, so that a restart loses no step")
     faults: tuple[Fault, ...] = setting(
@@ -138,10 +144,12 @@ class Launch(Section):
     @model_validator(mode="after")
     def _table_is_complete(self) -> Launch:
         names, ranks = [host.name for host in self.hosts], [rank for host in self.hosts for rank in host.ranks]
-        if twice := _repeated(names):
+        if twice := _repeated([*names, *(host.name for host in self.standby)]):
             raise refusal(
-                f"launch.hosts names {twice} more than once; give every host once, with all of its ranks.",
+                f"launch.hosts and launch.standby name {twice} more than once; give every host once, with all of its "
+                "ranks.",
                 "launch.hosts",
+                "launch.standby",
             )
         if twice := _repeated(ranks):
             raise refusal(
@@ -180,6 +188,13 @@ class Launch(Section):
                 "with as many ranks or more.",
                 "launch.min_ranks",
                 "launch.hosts",
+            )
+        if self.max_ranks is not None and self.min_ranks is not None and self.max_ranks < self.min_ranks:
+            raise refusal(
+                f"launch.max_ranks = {self.max_ranks} is less than launch.min_ranks = {self.min_ranks}; give at least "
+                "as many.",
+                "launch.max_ranks",
+                "launch.min_ranks",
             )
         in_order = [rank for host in self.hosts for rank in host.ranks]
         if self.launcher not in ("local", "rank_table") and in_order != sorted(in_order):

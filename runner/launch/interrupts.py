@@ -30,8 +30,8 @@ class Interrupts:
     Signals that were ignored before (background jobs of a script, nohup) stay ignored.
     """
 
-    requested: ClassVar[int] = signal.SIGTERM
-    """The signal at which ranks were last requested to stop; one that reaches a rank alone is SIGTERM."""
+    requested: ClassVar[int | None] = None
+    """The signal at which ranks were last requested to stop; None where a signal reached a rank alone."""
     _raised: ClassVar[tuple[int, float] | None] = None
     """The last signal that has raised, and when."""
     _once_more: ClassVar[threading.Timer | None] = None
@@ -48,7 +48,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if not Interrupts._blocks:
-            Interrupts._raised, Interrupts.requested = None, signal.SIGTERM
+            Interrupts._raised, Interrupts.requested = None, None
         Interrupts._blocks += 1
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection
@@ -63,6 +63,7 @@ def run_ranks(
     threads: int,
     stoppable: bool = False,
     rescue: bool = False,
+    until: Callable[[], bool] | None = None,
     part: LocalRanks | None = None,
     name: str | None = None,
     elastic: bool = False,
@@ -77,6 +78,7 @@ def run_ranks(
         stoppable: the ranks can stop after the current step, and return; the first signal requests it, Ctrl-C only
             where that saves something.
         rescue: after a failure the other ranks get time to save their state.
+        until: as in `Supervision`.
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
             result is None.
         name: the name of a single process that is not a rank, such as "the preparation".
@@ -95,7 +97,7 @@ def run_ranks(
     sys.stdout.flush()  # the parent's output comes before that of rank 0
     warm()
     ranks = [_LocalRank(rank, group.run_dir) for rank in part.ranks]
-    supervision = _LocalSupervision(ranks, group, rescue, name)
+    supervision = _LocalSupervision(ranks, group, rescue, name, until)
     with Interrupts(supervision.stop_ranks if stoppable else None) as interrupts, ExitStack() as resources:
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
@@ -216,8 +218,15 @@ class _LocalRank(SupervisedRank):
 class _LocalSupervision(Supervision):
     """Supervises forks; all of them end with the fork server."""
 
-    def __init__(self, ranks: Sequence[_LocalRank], group: GroupOrders, rescue: bool, name: str | None) -> None:
-        super().__init__(ranks, group, name)
+    def __init__(
+        self,
+        ranks: Sequence[_LocalRank],
+        group: GroupOrders,
+        rescue: bool,
+        name: str | None,
+        until: Callable[[], bool] | None,
+    ) -> None:
+        super().__init__(ranks, group, name, until)
         self._forks, self._rescue = ranks, rescue
         self.starting = Starting([rank.flight_record for rank in ranks])
 

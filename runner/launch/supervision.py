@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -103,13 +103,20 @@ class Supervision:
         ranks: the handles; of all ranks, or those of one host.
         group: what the ranks share.
         name: the name of a lone process that is not a rank.
+        until: called while the ranks run; once it is True they stop after the step at hand, and return.
     """
 
     poll_interval = 1.0
     """Seconds between two looks at what sends no message."""
 
-    def __init__(self, ranks: Sequence[SupervisedRank], group: GroupOrders, name: str | None = None) -> None:
-        self.ranks, self.group, self.name = ranks, group, name
+    def __init__(
+        self,
+        ranks: Sequence[SupervisedRank],
+        group: GroupOrders,
+        name: str | None = None,
+        until: Callable[[], bool] | None = None,
+    ) -> None:
+        self.ranks, self.group, self.name, self.until = ranks, group, name, until
         self.stall = Stall([rank.flight_record for rank in ranks], group.timeout)
 
     def patience(self, failures: Sequence[Failure]) -> float:
@@ -143,7 +150,9 @@ class Supervision:
             now = time.monotonic()
             if failures:
                 if interrupts.stopping:
-                    raise error_of(interrupts.requested)  # which reached ranks that were not training yet
+                    raise error_of(
+                        interrupts.requested or signal.SIGTERM
+                    )  # which reached ranks that were not training yet
                 limit = now + self.patience(failures)
                 deadline = min(deadline or limit, limit)
                 if now >= deadline or all(rank.report for rank in self.ranks):
@@ -154,6 +163,10 @@ class Supervision:
                 self.raise_failed([])
             else:
                 self.check(now)
+                if self.until is not None and not self.nothing_to_save() and self.until():
+                    self.until = None
+                    for rank in self.ranks:
+                        rank.send(messages.STOP)
             self.receive(self.poll_interval if deadline is None else min(self.poll_interval, max(0.0, deadline - now)))
 
     def raise_failed(self, failures: Sequence[Failure]) -> None:

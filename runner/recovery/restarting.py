@@ -1,6 +1,8 @@
 """A run that fails, in its preparation or in training, is restarted from its newest checkpoint in the same folder, up
 to the configured number of times.
 
+A run that goes on with fewer ranks can take lost ones back: it then stops between two steps, and starts with more.
+
 First `runner.launch` stops the surviving ranks; then every rank starts anew, so only the files of the failed attempt
 are used. Invariant: after a restart training is bitwise identical to an undisturbed run, as long as all ranks are
 available. Does not import torch.
@@ -10,15 +12,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
+from runner.launch.interrupts import Interrupts
 from runner.launch.launchers.start import Ready, make_ready, run_alone, start
 from runner.launch.startup import marked
-from runner.recovery.shrinking import smaller
+from runner.recovery.growing import Return
+from runner.recovery.resizing import resized, with_standby
 from runner.run_folder import lineage
 from strategies.core.errors import StrategyError
 
@@ -30,8 +36,9 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
     """Prepare, and train on all ranks, `1 + launch.max_restarts` times at most; returns what rank 0 returns. `payload`
     has the "folder" of the preparation and the "marks" of the time until now.
 
-    A host that no longer answers, and a rank that has failed twice without a save in between, are permanently down: if
-    `launch.min_ranks` allows it, the run goes on without them. Raises RunFailed as the last attempt did; wrong input
+    A host that no longer answers, and a rank that has failed twice without a save in between, are permanently down: a
+    host of `launch.standby` takes the place of the former, or, if `launch.min_ranks` allows it, the run goes on without
+    them, and with `launch.max_ranks` takes them back later. Raises RunFailed as the last attempt did; wrong input
     (ConfigError, StrategyError) is not tried again.
     """
     most, count, before = config.launch.max_restarts, 0, None
@@ -39,28 +46,50 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
     ready: Ready | None = None
     given: str | None = None
     failed: RunFailed | None = None
+    lost = Lost(config)
     while True:
         try:
             if ready is None:
                 ready = make_ready(config, run_dir, folder)
-                given = ready.resume
+                given, lost.ranks = ready.resume, ready.world_size
                 lineage.begin(config, run_dir, ready.resume, ready.ancestry)
                 payload = payload | {"marks": () if count else marked(marks, "imports, capture and plan")}
             elif failed is not None:
-                began, newest, fewer = time.monotonic(), _newest(config, run_dir) or given, False
+                began, newest, who = time.monotonic(), _newest(config, run_dir) or given, "It"
                 gone = failed.hosts or (failed.rank is not None and before == (failed.rank, newest))
                 before = (failed.rank, newest)
-                if gone and config.launch.min_ranks is not None:
+                if gone and lost.replace(failed.hosts):
+                    config = lost.complete
+                    who = f"With {', '.join(host.name for host in config.launch.hosts)}, it"
+                elif gone and config.launch.min_ranks is not None:
+                    left = range(_left(ready, config, failed), config.launch.min_ranks - 1, -1)
                     try:
-                        config, ready = smaller(config, _left(ready, config, failed), failed.hosts, run_dir, folder)
-                        fewer = True
+                        config, ready = resized(config, left, failed.hosts, run_dir, folder)
+                        lost.add(failed.hosts)
+                        who = _searched(ready)
                     except ConfigError as refused:
                         print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
                 ready = replace(ready, resume=newest)
                 payload = payload | {"marks": ()}  # the time to the first step is reported once
-                how = _going_on(ready, fewer, time.monotonic() - began)
+                how = _going_on(ready, who, time.monotonic() - began)
                 _report(run_dir, count, most, failed, newest, ready.world_size, how)
-            return start("runner.commands.entries:train_prepared", ready, config, run_dir, payload)
+            failed = None
+            with lost.returning(ready.world_size, run_dir) as returned:
+                result = start("runner.commands.entries:train_prepared", ready, config, run_dir, payload, returned)
+            if returned is None or not returned.requested or result["stopped"] is None or Interrupts.requested:
+                return result
+            began, newest = time.monotonic(), _newest(config, run_dir) or given
+            more = range(lost.without(returned), ready.world_size, -1)
+            try:
+                config, ready = resized(lost.complete, more, lost.hosts, run_dir, folder)
+                who = _searched(ready)
+            except ConfigError as refused:
+                print(f"no larger run can be prepared. {refused}", flush=True)
+                who = "It"
+            ready, payload = replace(ready, resume=newest), payload | {"marks": ()}
+            cause, how = str(returned), _going_on(ready, who, time.monotonic() - began)
+            _record(run_dir, {"restart": count, "cause": cause, "resume": newest, "ranks": ready.world_size})
+            print(f"growing: {cause}. {how}", flush=True)
         except (ConfigError, StrategyError) as refused:
             if not count or ready is None:
                 raise
@@ -78,6 +107,52 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                 _report(run_dir, count, most, failed, None, config.world_size, "It is prepared again.")
 
 
+class Lost:
+    """What a run goes on without.
+
+    Attributes:
+        complete: the config with all ranks; spare hosts have taken the places of others.
+        ranks: of the complete run.
+        hosts: those that are down.
+        tries: how often a rank on a host that is up was tried again.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.complete, self.ranks = config, 0
+        self.hosts: tuple[str, ...] = ()
+        self.tries = 0
+
+    def replace(self, hosts: Collection[str]) -> bool:
+        """Give the places of `hosts` to spare ones, if the run is complete and there are enough of them."""
+        replaced = None if self.hosts else with_standby(self.complete, hosts)
+        self.complete = replaced or self.complete
+        return replaced is not None
+
+    def add(self, hosts: Collection[str]) -> None:
+        """Go on without `hosts`, or without a rank."""
+        self.hosts += tuple(hosts)
+        self.tries += not hosts
+
+    @contextmanager
+    def returning(self, ranks: int, run_dir: Path) -> Iterator[Return | None]:
+        """What says when a run of `ranks` ranks can grow; None where it is not to."""
+        most = self.complete.launch.max_ranks
+        if most is None or ranks >= min(most, self.ranks):
+            yield None
+            return
+        found = Return(self.complete.launch, self.hosts, run_dir / "checkpoints", 2 ** max(self.tries - 1, 0))
+        try:
+            yield found
+        finally:
+            found.close()
+
+    def without(self, returned: Return) -> int:
+        """Take back what has returned; the number of ranks that there are now, `launch.max_ranks` at most."""
+        self.hosts = tuple(name for name in self.hosts if name not in returned.returned)
+        down = sum(len(host.ranks) for host in self.complete.launch.hosts if host.name in self.hosts)
+        return min(self.complete.launch.max_ranks or self.ranks, self.ranks - down)
+
+
 def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
     """The number of ranks that are not down."""
     lost = sum(len(host.ranks) for host in config.launch.hosts if host.name in failed.hosts)
@@ -89,13 +164,16 @@ def _report(
 ) -> None:
     """Record and print a restart."""
     cause = str(failed).partition("\n")[0].rstrip(".")
-    restart = {"restart": count, "cause": cause, "resume": resume, "ranks": ranks}
+    _record(run_dir, {"restart": count, "cause": cause, "resume": resume, "ranks": ranks})
+    print(f"restart {count} of {most}: {cause}. {how}", flush=True)
+
+
+def _record(run_dir: Path, restart: dict[str, Any]) -> None:
     try:
         with (run_dir / RESTARTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(restart) + "\n")
     except OSError as error:  # the disk may be full: that is why it is started again
         print(f"{RESTARTS} cannot be written: {error.strerror}", flush=True)
-    print(f"restart {count} of {most}: {cause}. {how}", flush=True)
 
 
 def _newest(config: Config, run_dir: Path) -> str | None:
@@ -104,9 +182,11 @@ def _newest(config: Config, run_dir: Path) -> str | None:
     return newest
 
 
-def _going_on(ready: Ready, fewer: bool, seconds: float) -> str:
-    ranks = f"{ready.world_size} rank{'s' if ready.world_size > 1 else ''}"
-    who = f"With {ranks}, and a plan searched anew, it" if fewer else "It"
+def _searched(ready: Ready) -> str:
+    return f"With {ready.world_size} rank{'s' if ready.world_size > 1 else ''}, and a plan searched anew, it"
+
+
+def _going_on(ready: Ready, who: str, seconds: float) -> str:
     if ready.resume is None:
         return f"There is no checkpoint yet. {who} starts from the beginning."
     return f"{who} goes on from {Path(ready.resume).name}, found in {seconds:.1f} s."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,17 @@ def run_alone(entry: str, payload: object, config: Config, run_dir: Path, name: 
     )
 
 
-def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
+def start(
+    entry: str,
+    ready: Ready,
+    config: Config,
+    run_dir: Path,
+    payload: dict[str, Any],
+    until: Callable[[], bool] | None = None,
+) -> Any:
     """Run `entry` on all ranks with `payload` and the pickled preparation; returns the result of rank 0, None if
-    another command started it. Exceptions are those of `runner.launch.run_ranks`."""
+    another command started it. Once `until` is True the ranks stop after the step at hand. Exceptions are those of
+    `runner.launch.run_ranks`."""
     launch, content = config.launch, payload | {"prepared": ready.prepared, "resume": ready.resume}
     stoppable = config.job.name == "train"
     if launch.launcher == "local" or launch.by_hand:
@@ -90,6 +99,7 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
             threads=launch.threads,
             stoppable=stoppable,
             rescue=launch.rescue and stoppable,
+            until=until,
             part=part_by_hand(launch),
             elastic=config.parallel.elastic,
         )
@@ -105,7 +115,7 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
         plan = described(launch, group.world_size, folder, meeting(launch))
         for name, text in plan.files.items():
             (folder / name).write_text(text, encoding="utf-8")
-        return supervise(plan, acceptor, task, launch, stoppable=stoppable)
+        return supervise(plan, acceptor, task, launch, stoppable=stoppable, until=until)
 
 
 def check(launch: Launch) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,12 @@ class LaunchedSupervision(Supervision):
 
     poll_interval = 0.2
 
-    def __init__(self, acceptor: Acceptor, task: Task, launch: Launch) -> None:
+    def __init__(self, acceptor: Acceptor, task: Task, launch: Launch, until: Callable[[], bool] | None = None) -> None:
         run_dir = task.group.run_dir
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         hosts = [seat[0] for seat in task.seats] or [""] * task.group.world_size
-        super().__init__([SupervisedRank(number, run_dir, host) for number, host in enumerate(hosts)], task.group)
+        ranks = [SupervisedRank(number, run_dir, host) for number, host in enumerate(hosts)]
+        super().__init__(ranks, task.group, until=until)
         self.names = {network.resolve(host.name): host.name for host in launch.hosts}
         self.acceptor, self.launcher = acceptor, task.launcher
         self.log = run_dir / LOG
@@ -132,7 +133,15 @@ class LaunchedSupervision(Supervision):
         return failure.end_of_log(None, self.log, read_since(self.log, self.log_start))
 
 
-def supervise(started: Started, acceptor: Acceptor, task: Task, launch: Launch, *, stoppable: bool) -> Any:
+def supervise(
+    started: Started,
+    acceptor: Acceptor,
+    task: Task,
+    launch: Launch,
+    *,
+    stoppable: bool,
+    until: Callable[[], bool] | None = None,
+) -> Any:
     """Start the commands, supervise the ranks until the last one is done, and return the result of rank 0.
 
     Args:
@@ -141,6 +150,7 @@ def supervise(started: Started, acceptor: Acceptor, task: Task, launch: Launch, 
         task: the description of the run for the ranks.
         launch: the hosts; commands for others of them go through `launch.remote`, or are printed for the user.
         stoppable: the ranks can stop after the current step, and return; the first signal requests it.
+        until: as in `Supervision`.
 
     Raises:
         RunFailed, ConfigError, StrategyError: as `Supervision.wait`; a launcher failed, or a host is down.
@@ -148,7 +158,7 @@ def supervise(started: Started, acceptor: Acceptor, task: Task, launch: Launch, 
     """
     here = {host.name for host in launch.hosts if network.is_here(network.resolve(host.name))}
     directory = Path.cwd()
-    supervision = LaunchedSupervision(acceptor, task, launch)
+    supervision = LaunchedSupervision(acceptor, task, launch, until)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts(supervision.stop_ranks if stoppable else None) as interrupts:

@@ -12,8 +12,8 @@ from small import MODES, SMALL
 from runner.cli import recipes
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.recovery import shrinking
-from runner.recovery.shrinking import candidates, hosts_left
+from runner.recovery import resizing
+from runner.recovery.resizing import candidates, hosts_left
 
 HOSTS = [
     {"name": name, "ranks": ranks, "devices": [0, 1]} for name, ranks in (("a", [0, 3]), ("b", [1, 4]), ("c", [2, 5]))
@@ -74,10 +74,10 @@ def test_every_form_of_pipeline_has_a_valid_smaller_one(form, count):
 
 
 def test_why_no_smaller_run_fits_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(shrinking, "candidates", lambda config, count, lost: [{"world_size": "many"}])
+    monkeypatch.setattr(resizing, "candidates", lambda config, count, lost: [{"world_size": "many"}])
     made = compose_config(*SMALL, *MODES["data_parallel"], "launch.max_restarts=1", "launch.min_ranks=2")
     with pytest.raises(ConfigError, match=r"With 3 ranks: .*world_size.*With 2 ranks: "):
-        shrinking.smaller(made, 3, (), tmp_path, tmp_path)
+        resizing.resized(made, range(3, 1, -1), (), tmp_path, tmp_path)
 
 
 PIPELINE = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", "train.log_every=1", "data.batch_size=24")

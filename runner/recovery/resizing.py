@@ -1,33 +1,44 @@
-"""Going on with fewer ranks: the config of a smaller run, and its plan, which is searched anew.
+"""Going on with fewer ranks, with more again, or on a spare host: the config of such a run, and its plan, which is
+searched anew where the number of ranks is another one.
 
-The configured strategies are kept if they fit the smaller number of ranks; otherwise the plan is searched. The global
-batch size does not change. Does not import torch.
+The configured strategies are kept if they fit the number of ranks; otherwise the plan is searched. The global batch
+size does not change. Does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from runner.config.launch import Host
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch.launchers.start import Ready, make_ready
 from strategies.core.errors import StrategyError
 
+Resized = tuple[Config, Ready]
 
-def smaller(config: Config, ranks: int, lost: Collection[str], run_dir: Path, folder: Path) -> tuple[Config, Ready]:
-    """The largest run of at most `ranks` ranks, and no fewer than launch.min_ranks, that can be prepared without the
-    hosts `lost`: its config and its preparation, which goes to `folder`.
 
-    Raises ConfigError, with the reason for each number of ranks, if there is none, and RunFailed as `make_ready`.
+def resized(config: Config, counts: Sequence[int], lost: Collection[str], run_dir: Path, folder: Path) -> Resized:
+    """The run of the first number of ranks in `counts` that can be prepared without the hosts `lost`.
+
+    Args:
+        config: of the complete run.
+        run_dir: the folder to which plan.json goes.
+        folder: the temporary folder to which the preparation goes.
+
+    Returns:
+        Its config and its preparation.
+
+    Raises:
+        ConfigError: there is none; with the reason for each number of ranks.
+        RunFailed: as `make_ready`.
     """
-    least = config.launch.min_ranks
-    assert least is not None
     refused = []
-    for count in range(ranks, least - 1, -1):
+    for count in counts:
         why = ""
         for values in candidates(config, count, lost):
             try:
@@ -39,15 +50,18 @@ def smaller(config: Config, ranks: int, lost: Collection[str], run_dir: Path, fo
             except (ConfigError, StrategyError) as error:
                 why = str(error)
         refused.append(f"With {count} ranks: {why}")
-    raise ConfigError("MW708", " ".join(refused) or f"launch.min_ranks = {least}, but {ranks} are left.")
+    least = f"launch.min_ranks = {config.launch.min_ranks}, but fewer are left."
+    raise ConfigError("MW708", " ".join(refused) or least)
 
 
 def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """Values of a `Config` for `count` ranks, the closest to `config` first: with its own strategies or with those that
     a search finds, each with its pipeline and then without."""
     own = config.model_dump()
-    own["world_size"] = count
     own["train"]["resume"] = "auto"
+    if count == config.world_size and not lost:
+        yield own
+    own["world_size"] = count
     own["parallel"] |= {"mesh": None, "plan": None}
     own["launch"] |= {
         "hosts": hosts_left(own["launch"]["hosts"], count, lost),
@@ -74,6 +88,22 @@ def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterat
     for pipeline in pipelines:
         for plan in plans:
             yield own | {"parallel": plan | pipeline}
+
+
+def with_standby(config: Config, lost: Collection[str]) -> Config | None:
+    """The config with a spare host in the place of each host that is lost; None where `launch.standby` has not enough
+    of them, or none with as many ranks."""
+    hosts, spare = list(config.launch.hosts), list(config.launch.standby)
+    for place, host in enumerate(hosts):
+        if host.name not in lost:
+            continue
+        found = next((one for one in spare if len(one.ranks) >= len(host.ranks)), None)
+        if found is None:
+            return None
+        spare.remove(found)
+        hosts[place] = Host(name=found.name, ranks=host.ranks, devices=found.devices[: len(host.ranks)])
+    launch = config.launch.model_copy(update={"hosts": tuple(hosts), "standby": tuple(spare)})
+    return config.model_copy(update={"launch": launch}) if lost else None
 
 
 def hosts_left(hosts: Iterable[Mapping[str, Any]], count: int, lost: Collection[str]) -> list[dict[str, Any]]:
