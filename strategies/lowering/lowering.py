@@ -209,13 +209,17 @@ class Emitter:
         before = Layout(after.dims, frozenset(self._axes(factors)))
         return self._carried(value, f"{value.id}_sum", before, after, before, tuple(shape), dtype, differentiable)
 
-    def gather_over(self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None) -> Ref:
-        axes, after = self._axes(factors), Layout.replicated(len(shape) + 1)
-        before, partial = Layout((axes, *after.dims[1:])), Layout(after.dims, frozenset(axes))
-        row = self.call("aten.unsqueeze.default", value, 0)
-        return self._carried(
-            row, f"{value.id}_gathered", before, after, partial, (self.slices(*factors), *shape), dtype
-        )
+    def gather_over(
+        self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None, dim: int | None = None
+    ) -> Ref:
+        axes, name = self._axes(factors), f"{value.id}_gathered"
+        if dim is None:
+            value, shape, dim = self.call("aten.unsqueeze.default", value, 0), (1, *shape), 0
+        dim %= len(shape)
+        after = Layout.replicated(len(shape))
+        before = Layout((*after.dims[:dim], axes, *after.dims[dim + 1 :]))
+        whole = (*shape[:dim], shape[dim] * self.slices(*factors), *shape[dim + 1 :])
+        return self._carried(value, name, before, after, Layout(after.dims, frozenset(axes)), whole, dtype)
 
     def _carried(
         self,

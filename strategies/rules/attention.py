@@ -1,16 +1,20 @@
 """Scaled dot-product attention: q [*b, h, s, d], k [*b, h, t, d], v [*b, h, t, e] -> [*b, h, s, e].
 
-Batch dims, heads, the query sequence s and the value dim e pass; keys t and the contraction d stay replicated. With
-grouped queries a slice of heads keeps all of its groups, so heads are cut as finely as there are heads of keys. A
-slice of a causal query sequence sees the keys up to its own end, by a mask with its offset. Without dropout every
-slice calls torch's fused operator. With dropout and `random=exact` both sides compute an explicit softmax: only that
-defines which probabilities are dropped (the mask is generated for the global [*b, h, s, t] and sliced to the block).
+Batch dims, heads, the query sequence s and the value dim e pass; the contraction d stays replicated. Where there are as
+many keys as queries, keys and values are sliced with the queries (context parallel): every rank has a slice of the
+sequence, and gathers keys and values before it computes; the adjoint scatters their gradients. Other keys t stay
+replicated. With grouped queries a slice of heads keeps all of its groups, so heads are cut as finely as there are heads
+of keys. A slice of a causal query sequence sees the keys up to its own end, by a mask with its offset. Without dropout
+every slice calls torch's fused operator. With dropout and `random=exact` both sides compute an explicit softmax: only
+that defines which probabilities are dropped (the mask is generated for the global [*b, h, s, t] and sliced to the
+block).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch.nn import functional
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.random import Rows, kept_block, random_rows, starts_of
-from strategies.rules.registry import arguments, local_function, rule
+from strategies.rules.registry import arguments, changed, local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
@@ -75,25 +79,35 @@ def attention_block(
     return (probabilities * kept.to(query.device) * left) @ value
 
 
-def _attention(operator: Operator, local: Local) -> Ref:
-    given = local.arguments
-    tensors = tuple(given[name] for name in ("query", "key", "value"))
+def _attention(operator: Operator, local: Local, *, together: bool) -> Ref:
+    """`together`: keys and values are sliced with the queries."""
+    given, keys = local.arguments, local.operand_shape(1)[-2]
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    slices = local.slices("s")
+    if together and slices > 1:
+        keys *= slices
+        key, value = (
+            local.gather_over(part, "s", shape=local.operand_shape(index), dim=-2)
+            for index, part in ((1, key), (2, value))
+        )
     causal, dropout, rest = given["is_causal"], given["dropout_p"], (given["scale"], given["enable_gqa"])
     start: Any = local.position("s", local.operand_shape(0)[-2]) if causal else None
     if dropout == 0:
-        shifted = causal and local.slices("s") > 1
-        return local.call("local.causal_attention", *tensors, start, 0.0, *rest) if shifted else local.itself()
+        if causal and slices > 1:
+            return local.call("local.causal_attention", query, key, value, start, 0.0, *rest)
+        return local.itself(key=key, value=value)
     factors = _result_dims(len(operator.results[0].shape))[:-1]  # slices of the value dim share their probabilities
     seeds = local.key, local.ordinal
     if not local.exact:
         where = local.position(factors)
         if not causal:
-            return local.call("local.seeded_slice", operator.target, *seeds, where, *local.args, **local.kwargs)
-        shifted_call = "local.causal_attention", *seeds, where, *tensors, start, dropout, *rest
+            args, kwargs = changed(operator.target, local.args, local.kwargs, key=key, value=value)
+            return local.call("local.seeded_slice", operator.target, *seeds, where, *args, **kwargs)
+        shifted_call = "local.causal_attention", *seeds, where, query, key, value, start, dropout, *rest
         return local.call("local.seeded_slice", *shifted_call)
     starts = starts_of(local, factors, local.result_shape()[:-1])
-    shape, rows = random_rows(operator, (*operator.results[0].shape[:-1], local.operand_shape(1)[-2]))
-    block = *tensors, given["attn_mask"], start, dropout, *rest, *seeds, shape, (*starts, 0), rows
+    shape, rows = random_rows(operator, (*operator.results[0].shape[:-1], keys))
+    block = query, key, value, given["attn_mask"], start, dropout, *rest, *seeds, shape, (*starts, 0), rows
     return local.call("local.attention_block", *block)
 
 
@@ -120,10 +134,12 @@ def attention(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     shape = operator.results[0].shape
     names, lead = _result_dims(len(shape)), shape[:-2]
     grouped = given["enable_gqa"] and len(shape) > 2
+    together = query[-2] == key[-2]
+    of_keys = "s" if together else None
     operands: list[Dims] = [
         (*_leading(query[:-2], lead, names), "s", None),
-        (*_leading(key[:-2], lead, names, grouped), None, None),
-        (*_leading(value[:-2], lead, names, grouped), None, "e"),
+        (*_leading(key[:-2], lead, names, grouped), of_keys, None),
+        (*_leading(value[:-2], lead, names, grouped), of_keys, "e"),
     ]
     operands += [(*_leading(mask.shape[:-1], shape[:-1], names), None) for mask in specs[3:]]
     heads = math.gcd(*(s[-3] for s in (query, key, value) if s[-3] > 1)) if grouped else 0
@@ -133,7 +149,7 @@ def attention(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
         specs,
         operands,
         [names],
-        local=_attention,
+        local=partial(_attention, together=together),
         flops=2.0 * math.prod(shape[:-1]) * key[-2] * (query[-1] + value[-1]),
         sizes={"h": heads} if grouped else {},
         padded=names[:-2] if padded else (),

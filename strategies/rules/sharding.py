@@ -33,9 +33,9 @@ class Local(Protocol):
 
     `sum_over` adds a value of local shape `shape` over the slices of factors; with `differentiable` the ranks'
     gradients of the sum are added in backward. `gather_over` stacks the slices' values on a new dim 0,
-    [slices, *shape]; in backward each slice gets the sum of the ranks' gradients of its own part. `dtype` is that of
-    the value (the operator's, if none is given). Both are collectives in backward too, so every rank must use a
-    differentiable result in a way that autograd sees (times zero, if need be).
+    [slices, *shape], or joins them along an existing `dim`; in backward each slice gets the sum of the ranks' gradients
+    of its own part. `dtype` is that of the value (the operator's, if none is given). Both are collectives in backward
+    too, so every rank must use a differentiable result in a way that autograd sees (times zero, if need be).
     """
 
     @property
@@ -64,7 +64,9 @@ class Local(Protocol):
         differentiable: bool = False,
         dtype: str | None = None,
     ) -> Ref: ...
-    def gather_over(self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None) -> Ref: ...
+    def gather_over(
+        self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None, dim: int | None = None
+    ) -> Ref: ...
     def operand_shape(self, index: int = 0) -> tuple[int, ...]: ...
     def result_shape(self, index: int = 0) -> tuple[int, ...]: ...
 

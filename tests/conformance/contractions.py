@@ -161,8 +161,6 @@ def attention(args: Args, attrs: Attrs) -> Tensor:
 
 
 def spread_attention(record: Recorded) -> dict[str, OperatorStrategy]:
-    if record.attrs.get("enable_ring_attention"):
-        raise NotMapped("ring attention: keys and values that stay sliced along the sequence")
     kind = record.attrs.get("input_layout", "BNSD")
     rows = [form.entries[0] for form in record.inputs[:2]]
     if kind == "TND" and (rows[0] == rows[1] or not isinstance(rows[0], int)):

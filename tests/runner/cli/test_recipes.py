@@ -18,6 +18,7 @@ NAMES = [
     "ffn_fused",
     "gpt",
     "gpt_interleaved",
+    "gpt_long",
     "gpt_multi_copy",
     "gpt_offload_disk",
     "gpt_offload_host",

@@ -10,8 +10,9 @@ from runner.training.reference import ExactRandom
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import LoweringOptions
-from strategies.lowering.lowering import lower
+from strategies.core.program import LoweringOptions, Redistribute
+from strategies.core.steps import ALL_GATHER, REDUCE_SCATTER
+from strategies.lowering.lowering import local_instructions, lower
 from strategies.rules import rule_of
 from strategies.rules.attention import attention_block
 from strategies.runtime.simulate import Simulation
@@ -57,6 +58,9 @@ CASES = [
     ("queries without keys", attend(), *qkv(), BLIND),
     ("bias", attend(), *qkv(), x(1, 6, 12, 5)),
     ("bias of keys", attend(), *qkv(), x(5)),
+    ("as many keys", attend(), *qkv(12, 12)),
+    ("as many keys, mask", attend(enable_gqa=True), *qkv(12, 12, heads=12, kv=6), mask(2, 1, 12, 12)),
+    ("as many keys, bias", attend(scale=0.3), *qkv(12, 12), x(6, 12, 12)),
     ("broadcast batch", attend(), x(2, 6, 12, 4), x(1, 6, 5, 4), x(6, 5, 6)),
     ("broadcast heads", attend(is_causal=True), x(2, 6, 12, 4), x(2, 1, 12, 4), x(2, 6, 12, 6)),
     ("one batch dim", attend(is_causal=True), x(6, 12, 4), x(6, 12, 4), x(6, 12, 2)),
@@ -116,6 +120,45 @@ def test_open_attention_is_torchs(arguments, start, grouped):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_keys_and_values_are_sliced_with_the_queries(cases):
+    """Gathered for the computation, and their gradients scattered; keys of another number stay replicated."""
+    graph = cases.captured.graph
+    found = {cases.case_of(f"{operator.module}.x"): operator for operator in attentions(cases)}
+    for name, sliced in (("causal", True), ("grouped, causal", True), ("as many keys, bias", True), ("plain", False)):
+        operator, assignment = found[name], {"s": ("a", "b")}
+        sharding = rule_of(operator, graph)
+        query, *others = sharding.operand_layouts(assignment)[:3]
+        assert query.dims[-2] == ("a", "b")
+        assert {other.dims[-2] for other in others} == {("a", "b") if sliced else ()}
+        carried = [
+            step
+            for step in local_instructions(operator, sharding, assignment, graph, MESH)
+            if isinstance(step, Redistribute)
+        ]
+        assert [[step.kind for step in part.collectives] for part in carried] == [[ALL_GATHER, REDUCE_SCATTER]] * (
+            2 * sliced
+        )
+
+
+@pytest.mark.parametrize(
+    "assignment", [{"s": ("a", "b", "c")}, {"s": ("c", "a"), "h": ("b",)}, {"s": ("b",), "b0": ("c",)}]
+)
+def test_sequences_sliced_over_several_axes(cases, assignment):
+    """Every attention that can be, in the same way: forward and all gradients of one device."""
+    graph = cases.captured.graph
+    chosen = {o.name: assignment for o in attentions(cases) if rule_of(o, graph).legal(assignment, MESH)}
+    assert len(chosen) >= 8
+    loss, *want = cases.suite()
+    parameters = {name: p for name, p in cases.suite.named_parameters() if p.requires_grad}
+    gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
+    results, found = run(cases, chosen, exact=True)
+    for ranks, expected in zip(results, want, strict=True):
+        for got in ranks:
+            torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-10)
+
+
 KEY = 77
 MESH = Mesh((("a", 2), ("b", 3), ("c", 2)))
 DROPPING = [
@@ -127,6 +170,7 @@ DROPPING = [
     ("grouped", attend(dropout_p=0.4, enable_gqa=True, is_causal=True), *qkv(12, 12, heads=12, kv=6)),
     ("one head of keys", attend(dropout_p=0.4, enable_gqa=True), *qkv(heads=12, kv=1)),
     ("one batch dim", attend(dropout_p=0.4), x(6, 12, 4), x(6, 5, 4), x(6, 5, 2)),
+    ("as many keys, masked", attend(dropout_p=0.4), *qkv(12, 12), mask(2, 1, 12, 12)),
     ("all", attend(dropout_p=1.0), *qkv()),
 ]
 
