@@ -6,6 +6,7 @@ The plans of one joint optimisation differ little, so `Programs` and `Traces` ca
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from strategies.core.program import LoweringOptions, Program
 from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import step_lower_bound
 from strategies.cost.roofline import Work, operator_work
+from strategies.cost.server import Servers, served
 from strategies.cost.step import (
     StepCost,
     calling_seconds,
@@ -151,6 +153,8 @@ class Estimate:
     traces: Traces
     traced: dict[int, Memory] = field(default_factory=dict)
     """By group of ranks."""
+    servers: Servers | None = None
+    """The parameter servers, where there are any."""
 
     @property
     def groups(self) -> int:
@@ -323,12 +327,23 @@ def estimate(
         lowered = lowering.pipeline_programs(config, stages, lowering.training_options(config), programs)
     else:
         pairs, lowered = [in_step], (lowering.training_program(config, *in_step, programs),)
-    parts = []
+    parts, servers = [], servers_of(config, in_step[0]) if config.parallel.elastic else None
     for (graph, plan), program in zip(pairs, lowered, strict=True):
         works = programs.works(graph, plan, cluster)
         cost = step_cost(graph, plan, program, cluster, settings, works)
+        if servers is not None:
+            cost = served(cost, servers, cluster)
         parts.append(StageEstimate(graph, plan, program, works, cost))
-    return Estimate(parts, stages, schedule, settings, cluster, traces)
+    return Estimate(parts, stages, schedule, settings, cluster, traces, servers=servers)
+
+
+def servers_of(config: Config, graph: OperatorGraph) -> Servers:
+    """The servers of mode parameter_server, for the trained parameters of `graph`."""
+    section, trained = config.parallel.server, [one for one in graph.of_kind("parameter") if one.trainable]
+    size = sum(math.prod(one.spec.shape) * one.spec.item_bytes for one in trained)
+    workers = section.workers or section.working(config.world_size or 0)
+    sync = section.consistency == "sync"
+    return Servers(section.servers, workers, section.replicas, size, size, sync)
 
 
 def step_price(

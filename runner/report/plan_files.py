@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             cluster=cluster,
             in_step=prepared.step,
         )
+    if (servers := step.servers) is not None:
+        content["cost"], content["communication"] = step.parts[0].cost.to_json(), servers.communication()
+        content["server"] = asdict(servers) | {"bytes_pulled": servers.pulled, "bytes_pushed": servers.pulled}
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
         content["search"] |= {"cost": content["cost"]["total"]}

@@ -20,6 +20,7 @@ from strategies.core.request import RecomputeRequest
 from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.roofline import backward_work
+from strategies.cost.server import served
 from strategies.cost.step import step_cost
 from strategies.lowering.recompute import recomputed
 from strategies.memory.parts import memory
@@ -54,6 +55,9 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
             entry["predicted"] = asdict(together[model_name(operator)])
     seconds = content["cost"]["total"]
     shares = shares_of(costs)
+    if step.servers is not None:
+        shares = {name: seconds for name, seconds in shares.items() if not name.endswith(" link")}
+        shares["server links"] = parts[0].cost.communication
     shares |= {"optimizer": content["cost"]["optimizer"], "waiting": content["cost"].get("waiting", 0.0)}
     content["prediction"] = {
         "cluster": cluster.name,
@@ -167,7 +171,10 @@ def speedups(step: Estimate) -> dict[str, float]:
     """How many times as fast the slowest stage would be with one rate doubled."""
 
     def seconds(cluster: Cluster) -> float:
-        return max(step_cost(part.graph, part.plan, part.program, cluster, step.settings).total for part in step.parts)
+        costs = [step_cost(part.graph, part.plan, part.program, cluster, step.settings) for part in step.parts]
+        if step.servers is not None:
+            costs = [served(cost, step.servers, cluster) for cost in costs]
+        return max(cost.total for cost in costs)
 
     before = max(part.cost.total for part in step.parts)
     return {name: before / seconds(other) for name, other in doubled(step.cluster).items() if before}

@@ -248,7 +248,7 @@ def totals(content: Content) -> str:
     memory = ", ".join(f"{part} {shown_bytes(needed[part])}" for part in MEMORY)
     times = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step_parts(cost).items() if seconds > 0)
     lines = [
-        f"sent per step and rank: {sent}",
+        f"sent per step and {'server' if 'server' in content else 'rank'}: {sent}",
         f"memory per rank: {memory}; at most {shown_bytes(needed['peak'])} at once, in {needed['peak_in']}",
         f"estimated time per step: {cost['total'] * 1e3:.2f} ms on {cost['cluster']}: {times}",
     ]

@@ -40,6 +40,8 @@ def test_killed_workers_and_servers_change_no_bit(start):
     hit = start(*SERVED, *ADAM, REPLICAS, PATIENCE, f"launch.faults=[{', '.join(kills)}]", folder="hit")
     assert len([*(hit.folder / "faults").iterdir()]) == len(kills)
     assert stored(hit) == stored(calm) and hit.losses == calm.losses
+    predicted = {key: calm.plan["server"][key] for key in ("bytes_pulled", "bytes_pushed")}
+    assert all({key: one["server"][key] for key in predicted} == predicted for one in calm.records)
     counts = [record["server"] for record in hit.records if "server" in record]
     assert (
         sum(one.get("workers_lost", 0) for one in counts) == 4

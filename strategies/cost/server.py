@@ -1,0 +1,67 @@
+"""What a step costs on parameter servers: the links of the servers carry what all workers pull and push.
+
+A worker computes what a rank of data parallelism does. In a synchronous step pull, compute, push, replica and update
+follow one another; where slices update on arrival, servers and workers work at the same time, and the slower ones set
+the pace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from strategies.cost.cluster import Cluster
+from strategies.cost.step import StepCost
+
+
+@dataclass(frozen=True)
+class Servers:
+    """`servers` that hold `size` bytes of parameters in equal parts, with `replicas` of each, for `workers`.
+
+    Attributes:
+        rows: bytes that one worker pulls, and pushes, in a step.
+        sync: whether a step is one update.
+    """
+
+    servers: int
+    workers: int
+    replicas: int
+    size: int
+    rows: int
+    sync: bool
+
+    @property
+    def pulled(self) -> int:
+        """Bytes that all workers pull in a step; they push as many."""
+        return self.workers * self.rows
+
+    @property
+    def replicated(self) -> int:
+        """Bytes that servers hand to replicas in a step: one gradient of all slices, or one of each."""
+        return self.replicas * (self.size if self.sync else self.pulled)
+
+    def communication(self) -> dict[str, int]:
+        """Bytes over the link of one server in a step."""
+        sent = {"pull": self.pulled, "push": self.pulled, "replicate": self.replicated}
+        return {name: -(-count // self.servers) for name, count in sent.items() if count}
+
+
+def served(cost: StepCost, servers: Servers, cluster: Cluster) -> StepCost:
+    """The cost of a step whose compute is that of `cost`."""
+    ranks, reached = 1 + servers.servers + servers.workers, 1
+    link = cluster.levels[0].link
+    for level in reversed(cluster.levels):  # the innermost level that joins all ranks
+        reached *= level.size
+        if reached >= ranks:
+            link = level.link
+            break
+    seconds = {
+        name: count / link.bandwidth + servers.workers * (link.latency + link.call)
+        for name, count in servers.communication().items()
+    }
+    updates = (1 if servers.sync else servers.workers) * (1 + servers.replicas)
+    optimizer = cost.optimizer * updates / servers.servers
+    if not servers.sync:
+        alone = cost.compute + 2 * servers.rows / link.bandwidth
+        pace = max(alone, sum(seconds.values()) + optimizer)
+        seconds, optimizer = {"servers": max(0.0, pace - cost.compute)}, 0.0
+    return replace(cost, redistributions=seconds, weights={}, gradients=0.0, exposed=0.0, optimizer=optimizer)
