@@ -228,7 +228,8 @@ RULES: tuple[Rule, ...] = (
          "use parallel=data_parallel, which reads the same checkpoints"))),
     *(Rule(f"parallel.server.{name}", kind, MODE, none_of(SERVER), "there are no servers",
            "choose parallel=parameter_server, or drop it") for name, kind in (
-               ("workers", GIVEN), ("servers", ABOVE_1), ("consistency", none_of("sync")), ("replicas", ABOVE_0))),
+               ("workers", GIVEN), ("servers", ABOVE_1), ("consistency", none_of("sync")), ("replicas", ABOVE_0),
+               ("cache_rows", ABOVE_0))),
     Rule("parallel.server.staleness", GIVEN, "parallel.server.consistency", none_of("bounded"),
          "only bounded workers have a bound", "choose consistency=bounded, or staleness=null"),
     Rule("parallel.server.staleness", UNSET, "parallel.server.consistency", any_of("bounded"),

@@ -311,6 +311,11 @@ class Server(Section):
         0, "Further servers that hold each part, and take over where one is killed", strict=True, ge=0, le=1
     )
 
+    cache_rows: int = setting(
+        0, "Rows of each embedding table that a worker keeps; of these only the changed ones are pulled again",
+        unit="rows", strict=True, ge=0,
+    )  # fmt: skip
+
     @model_validator(mode="after")
     def _replicas_elsewhere(self) -> Server:
         if self.replicas and self.servers == 1:

@@ -20,6 +20,7 @@ from runner.build.modules import offload_of
 from runner.config.schema import Config
 from runner.planning import lowering
 from runner.planning.memory_limit import MODES, Mode, RecomputedLayers, pareto_front
+from runner.planning.slices import sliced
 from runner.planning.sources import wanted_recompute
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.core.mesh import Mesh
@@ -51,6 +52,8 @@ from strategies.planner.description import cost_of_stages
 from strategies.planner.step_certificate import StepEvaluation, StepSavings
 from strategies.rules import rule_of
 
+ID = 8
+"""Bytes of the id, the version or the position of a row."""
 TYPICAL_STORED = 1.5
 """Bytes stored for backward, relative to their lower bound (a 7B llama on 8 devices: 1.3 to 1.8)."""
 
@@ -327,7 +330,7 @@ def estimate(
         lowered = lowering.pipeline_programs(config, stages, lowering.training_options(config), programs)
     else:
         pairs, lowered = [in_step], (lowering.training_program(config, *in_step, programs),)
-    parts, servers = [], servers_of(config, in_step[0]) if config.parallel.elastic else None
+    parts, servers = [], servers_of(config, *in_step) if config.parallel.elastic else None
     for (graph, plan), program in zip(pairs, lowered, strict=True):
         works = programs.works(graph, plan, cluster)
         cost = step_cost(graph, plan, program, cluster, settings, works)
@@ -337,13 +340,21 @@ def estimate(
     return Estimate(parts, stages, schedule, settings, cluster, traces, servers=servers)
 
 
-def servers_of(config: Config, graph: OperatorGraph) -> Servers:
-    """The servers of mode parameter_server, for the trained parameters of `graph`."""
-    section, trained = config.parallel.server, [one for one in graph.of_kind("parameter") if one.trainable]
-    size = sum(math.prod(one.spec.shape) * one.spec.item_bytes for one in trained)
-    workers = section.workers or section.working(config.world_size or 0)
+def servers_of(config: Config, graph: OperatorGraph, plan: Plan) -> Servers:
+    """The servers of mode parameter_server. Of a table each id of a slice may name another row."""
+    section, of_slice = config.parallel.server, sliced(config, graph, plan)
+    item = next(one.spec.item_bytes for one in graph.of_kind("parameter") if one.name in of_slice.elements)
+    dense = sum(count for name, count in of_slice.elements.items() if name not in of_slice.widths) * item
+    pull = push = summed = dense
+    for table in of_slice.tables:
+        shapes = [of_slice.entries[entry].spec.shape for entry in table.entries]
+        named = config.train.accumulate * sum(map(math.prod, shapes))
+        rows, of_all = min(named // of_slice.slices, table.rows), min(named, table.rows)
+        pull += rows * (table.width * item + ID * (section.cache_rows > 0))
+        push += rows * (table.width * item + ID * (2 + (section.cache_rows > 0)))
+        summed += of_all * (table.width * item + ID)
     sync = section.consistency == "sync"
-    return Servers(section.servers, workers, section.replicas, size, size, sync)
+    return Servers(section.servers, of_slice.slices, section.replicas, pull, push, summed, sync)
 
 
 def step_price(

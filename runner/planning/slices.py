@@ -6,6 +6,7 @@ A worker computes those for the entire batch, and they enter its slice as furthe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,21 +24,64 @@ from strategies.core.program import Compute, Instruction, Program, Redistribute
 from strategies.lowering.lowering import lower
 from strategies.runtime.simulate import Simulation
 
+POSITIONS = "positions_of_"
+"""Begins the ids of inputs that are positions of rows."""
 WEIGHT = "local.target_weight"
 """Takes its first operand for the dtype alone."""
 
 
+EMBEDDING = "aten.embedding.default"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parameter of which a slice uses only the rows that entries of the batch name.
+
+    Attributes:
+        name: of the parameter.
+        entries: the positions of these entries in the batch.
+        rows, width: its shape.
+        padding: the row that is not trained, if there is one.
+    """
+
+    name: str
+    entries: tuple[int, ...]
+    rows: int
+    width: int
+    padding: int | None
+
+
 @dataclass(frozen=True)
 class SlicedProgram:
-    """A program in which no rank communicates, with the facts of a batch as its last inputs.
+    """A program in which no rank communicates, with the facts of a batch as its last inputs, before them the positions
+    of the rows of tables: one input per entry of a table.
 
     Attributes:
         program: of a slice.
         facts: computes the facts from the batch; None where there are none.
+        tables: the parameters of which only rows are needed.
     """
 
     program: Program
     facts: Program | None
+    tables: tuple[Table, ...] = ()
+
+    @cached_property
+    def elements(self) -> dict[str, int]:
+        """The number of elements of every parameter that is trained, by name."""
+        sizes = {one.name: math.prod(one.spec.shape) for one in self.program.sources if one.kind == "parameter"}
+        return {name: sizes[name] for name in self.program.trainable_names}
+
+    @property
+    def constants(self) -> list[str]:
+        """The tensors of the model that nobody changes, by name."""
+        sources = (one for one in self.program.sources if one.kind in ("parameter", "buffer"))
+        return [one.name for one in sources if one.name not in self.elements]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The width of every table, by name."""
+        return {table.name: table.width for table in self.tables}
 
     @property
     def slices(self) -> int:
@@ -52,8 +96,12 @@ class SlicedProgram:
     @cached_property
     def entries(self) -> list[Source]:
         """The entries of a batch."""
-        facts = set() if self.facts is None else {ref.id for ref in self.facts.outputs}
-        return [one for one in self.program.sources if one.kind == "input" and one.id not in facts]
+        added = set() if self.facts is None else {ref.id for ref in self.facts.outputs}
+        return [
+            one
+            for one in self.program.sources
+            if one.kind == "input" and one.id not in added and not one.id.startswith(POSITIONS)
+        ]
 
     @cached_property
     def counted(self) -> list[int]:
@@ -82,7 +130,7 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
     Raises:
         StrategyError: slices would need one another's values, or a buffer is written.
     """
-    program = lower(graph, plan, lowering.training_options(config))
+    program, tables = _with_tables(lower(graph, plan, lowering.training_options(config)))
     if program.updates:
         name = next(source.name for source in program.sources if source.id == program.updates[0][0])
         raise StrategyError(
@@ -91,6 +139,9 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
             "have to agree on. Use norms without running statistics, such as LayerNorm or GroupNorm, or "
             "parallel=data_parallel.",
         )
+    if program.mesh.size > 1 and set(program.loss_axes) != set(program.mesh.names):
+        raise _dependent("the loss")
+    program = replace(program, instructions=tuple(map(_alone, program.instructions)))
     made = {one.id: one for one in program.instructions}
     carrying = [one for one in program.instructions if _communicates(one)]
     behind: dict[str, Instruction] = {}
@@ -112,12 +163,8 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
                 behind[name] = step
             else:
                 raise _dependent(one.operator)
-    axes = set(program.mesh.names)
-    for what, added in (("the loss", program.loss_axes), *program.reductions.items()):
-        if program.mesh.size > 1 and set(added) != axes:
-            raise _dependent(what)
     if not carrying:
-        return SlicedProgram(program, None)
+        return SlicedProgram(program, None, tables)
     scalar = Layout(())
     outputs = tuple(Ref(one.id) for one in carrying)
     facts = replace(
@@ -135,7 +182,71 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
         layouts=program.layouts | {one.id: scalar for one in carrying},
         instructions=tuple(one for one in program.instructions if one not in carrying),
     )
-    return SlicedProgram(of_slice, facts)
+    return SlicedProgram(of_slice, facts, tables)
+
+
+def _with_tables(program: Program) -> tuple[Program, tuple[Table, ...]]:
+    """`program` with positions as further inputs in place of the ids of rows; and the tables.
+
+    A parameter is a table where all its uses are embeddings by entries of the batch. What is done to the row of the
+    padding is left to who adds up gradients.
+    """
+    inputs = [source for source in program.sources if source.kind == "input"]
+    position = {source.id: number for number, source in enumerate(inputs)}
+    changed: dict[str, Instruction] = {}
+    added: list[Source] = []
+    layouts: dict[str, Layout] = {}
+    tables = []
+    for source in program.sources:
+        if source.kind != "parameter" or source.name not in program.trainable_names:
+            continue
+        uses = [one for one in program.instructions if any(ref.id == source.id for ref in one.operands)]
+        paddings = {one.args[2] if len(one.args) > 2 else -1 for one in uses if _looks_up(one, source.id, position)}
+        if not all(_looks_up(one, source.id, position) for one in uses) or len(paddings) != 1:
+            continue
+        entries = []
+        for one in uses:
+            assert isinstance(one, Compute)
+            entry = one.args[1].id
+            name = f"{POSITIONS}{one.id}"
+            spec = next(own.spec for own in inputs if own.id == entry)
+            added.append(Source(name, "input", name, spec))
+            layouts[name] = program.layouts[entry]
+            changed[one.id] = replace(one, args=(one.args[0], Ref(name)))
+            entries.append(position[entry])
+        rows, width = source.spec.shape
+        padding = next(iter(paddings))
+        tables.append(Table(source.name, tuple(entries), rows, width, None if padding < 0 else padding))
+    rewired = replace(
+        program,
+        sources=(*program.sources, *added),
+        layouts=program.layouts | layouts,
+        instructions=tuple(changed.get(one.id, one) for one in program.instructions),
+    )
+    return rewired, tuple(tables)
+
+
+def _looks_up(step: Instruction, table: str, entries: Mapping[str, int]) -> bool:
+    """Whether `step` is a plain embedding of `table` by an entry of the batch."""
+    return (
+        isinstance(step, Compute)
+        and step.target == EMBEDDING
+        and step.args[0] == Ref(table)
+        and isinstance(step.args[1], Ref)
+        and step.args[1].id in entries
+        and not any(step.args[3:])
+        and not step.kwargs
+    )
+
+
+def _alone(step: Instruction) -> Instruction:
+    """`step` without the sum of gradients over slices. The loss is the sum of those of the slices, and so is every
+    gradient, wherever on its way back it is added up: here where it has arrived at the parameters."""
+    if not isinstance(step, Redistribute) or not step.differentiable:
+        return step
+    if step.forward:
+        raise _dependent(step.operator)
+    return replace(step, backward=(), scale=1.0)
 
 
 def _dependent(what: str) -> StrategyError:

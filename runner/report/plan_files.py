@@ -45,7 +45,10 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         )
     if (servers := step.servers) is not None:
         content["cost"], content["communication"] = step.parts[0].cost.to_json(), servers.communication()
-        content["server"] = asdict(servers) | {"bytes_pulled": servers.pulled, "bytes_pushed": servers.pulled}
+        content["server"] = asdict(servers) | {
+            "bytes_pulled": servers.workers * servers.pull,
+            "bytes_pushed": servers.workers * servers.push,
+        }
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
         content["search"] |= {"cost": content["cost"]["total"]}

@@ -18,10 +18,9 @@ from runner.build import optimizers
 from runner.checkpoint import Content
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
-from runner.server import partition
 from runner.server.fleet import Fleet
+from runner.server.partition import Shard, partition
 from runner.server.shard import plain
-from runner.server.worker import constants, served
 from runner.training.evaluate import Evaluator
 from runner.training.trainer import Trainer, TrainingJob, groups_of
 from strategies.optimizer.replicated import BucketedUpdates
@@ -41,7 +40,7 @@ class ServedUpdates(BucketedUpdates):
     """
 
     def __init__(
-        self, *given: Any, fleet: Fleet, shards: Sequence[partition.Shard], slices: int, sync: bool, **shared: Any
+        self, *given: Any, fleet: Fleet, shards: Sequence[Shard], slices: int, sync: bool, **shared: Any
     ) -> None:
         super().__init__(*given, **shared)
         self.fleet, self._shards, self._slices, self._sync = fleet, shards, slices, sync
@@ -73,10 +72,9 @@ class ServedUpdates(BucketedUpdates):
         self._square = sum(answer["square"] for answer in answers)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for shard, pieces in enumerate(self._shards):
-            _, (total,) = self.fleet.ask_primary(shard, "gradient")
-            parts = total.split([piece.size for piece in pieces])
-            for piece, part in zip(pieces, parts, strict=True):
+        for number, shard in enumerate(self._shards):
+            _, total = self.fleet.ask_primary(number, "gradient")
+            for piece, part in zip(shard.pieces, total, strict=True):
                 self._gradient(piece.name).view(-1)[piece.start : piece.stop] = part
         yield from super().gradients()
         self._optimizer.zero_grad(set_to_none=True)
@@ -114,9 +112,9 @@ class ServedUpdates(BucketedUpdates):
         if self._mirrored:
             return
         self._mirrored = True
-        for shard, pieces in enumerate(self._shards):
-            fields, tensors = self.fleet.ask_primary(shard, "state")
-            for piece, part in zip(pieces, tensors[0].split([one.size for one in pieces]), strict=True):
+        for number, shard in enumerate(self._shards):
+            fields, tensors = self.fleet.ask_primary(number, "state")
+            for piece, part in zip(shard.pieces, tensors, strict=False):
                 parameter = self._owned[piece.name]
                 parameter.data.view(-1)[piece.start : piece.stop] = part
                 mirror = self._optimizer.state[parameter]
@@ -132,10 +130,10 @@ class ServedUpdates(BucketedUpdates):
         """Give the servers what the mirror has, after step `done`."""
         self.step_number = done + 1
         states = []
-        for pieces in self._shards:
+        for shard in self._shards:
             found: dict[str, dict[str, Any]] = {}
-            tensors = [torch.cat([self._owned[one.name].detach().view(-1)[one.start : one.stop] for one in pieces])]
-            for piece in pieces:
+            tensors = [self._owned[one.name].detach().view(-1)[one.start : one.stop] for one in shard.pieces]
+            for piece in shard.pieces:
                 parameter = self._owned[piece.name]
                 found[piece.name] = {}
                 for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -146,7 +144,7 @@ class ServedUpdates(BucketedUpdates):
                     else:
                         found[piece.name][key] = {"value": value}
             fields = {"version": done if self._sync else 0, "states": found, "options": self.options, "arrived": []}
-            states.append((fields | {"prepared": False}, tensors))
+            states.append((fields | {"prepared": 0}, tensors))
         self.fleet.place(states)
 
 
@@ -159,10 +157,9 @@ class Coordinator(Trainer):
         prepared = job.prepared
         assert prepared.step is not None
         self._identity = prepared.identity()
-        program = sliced(prepared.config, *prepared.step).program
-        self._elements, self._constants = served(program), constants(program)
+        self._sliced = sliced(prepared.config, *prepared.step)
         self._server = prepared.config.parallel.server
-        self._slices, self._sync = program.mesh.size, self._server.consistency == "sync"
+        self._slices, self._sync = self._sliced.slices, self._server.consistency == "sync"
         self._handed_out = 0
         """The last step whose slices were handed out."""
         self._before: dict[str, int] = {}
@@ -178,7 +175,7 @@ class Coordinator(Trainer):
 
     def _welcome(self) -> list[Tensor]:
         """The tensors of the model that no server holds."""
-        return [self.execution.tensors[name].detach() for name in self._constants]
+        return [self.execution.tensors[name].detach() for name in self._sliced.constants]
 
     def _updates(self) -> Updates:
         config, execution = self.config, self.execution
@@ -190,7 +187,7 @@ class Coordinator(Trainer):
             groups_of(execution.program.sources, config),
             clip=config.train.clip,
             fleet=self.fleet,
-            shards=partition.partition(self._elements, self._server.servers),
+            shards=partition(self._sliced.elements, self._sliced.widths, self._server.servers),
             slices=self._slices,
             sync=self._sync,
         )

@@ -1,4 +1,5 @@
-"""Which server holds which part of the parameters: equal contiguous pieces of all parameters one after the other."""
+"""Which server holds which part of the parameters: equal contiguous pieces of all dense parameters one after the other,
+and equal contiguous rows of every table."""
 
 from __future__ import annotations
 
@@ -9,41 +10,69 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements from `start` to `stop` of the flattened parameter `name`."""
+    """The elements from `start` to `stop` of the flattened parameter `name`; of a table complete rows of `width`."""
 
     name: str
     start: int
     stop: int
+    width: int | None = None
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows of a table that these are."""
+        assert self.width is not None
+        return self.start // self.width, self.stop // self.width
 
-Shard = tuple[Piece, ...]
-"""What one server holds, in one flat tensor: at most one piece of each parameter."""
+
+@dataclass(frozen=True)
+class Shard:
+    """What one server holds: at most one piece of each parameter, those of `dense` in one flat tensor."""
+
+    dense: tuple[Piece, ...]
+    tables: tuple[Piece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return (*self.dense, *self.tables)
+
+    @property
+    def size(self) -> int:
+        """The elements of the dense pieces."""
+        return sum(piece.size for piece in self.dense)
 
 
-def partition(elements: Mapping[str, int], servers: int) -> tuple[Shard, ...]:
-    """The pieces of each server, in the order of the parameters; those of the servers follow one another.
+def partition(elements: Mapping[str, int], tables: Mapping[str, int], servers: int) -> tuple[Shard, ...]:
+    """The shards of all servers, whose dense pieces follow one another.
 
     Args:
         elements: the number of elements of every parameter, in order.
-        servers: at most as many as there are elements.
+        tables: the width of those that are tables.
     """
-    total = sum(elements.values())
-    cuts = [total * server // servers for server in range(servers + 1)]
-    shards: list[list[Piece]] = [[] for _ in range(servers)]
+    dense: list[list[Piece]] = [[] for _ in range(servers)]
+    total = sum(count for name, count in elements.items() if name not in tables)
     first = 0
     for name, count in elements.items():
-        for server, (begin, end) in enumerate(pairwise(cuts)):
+        if name in tables:
+            continue
+        for server, (begin, end) in enumerate(pairwise(_cuts(total, servers))):
             start, stop = max(begin - first, 0), min(end - first, count)
             if start < stop:
-                shards[server].append(Piece(name, start, stop))
+                dense[server].append(Piece(name, start, stop))
         first += count
-    return tuple(map(tuple, shards))
+    rows = [
+        tuple(
+            Piece(name, begin * width, end * width, width)
+            for name, width in tables.items()
+            for begin, end in [_cuts(elements[name] // width, servers)[server : server + 2]]
+        )
+        for server in range(servers)
+    ]
+    return tuple(Shard(tuple(pieces), own) for pieces, own in zip(dense, rows, strict=True))
 
 
-def size(shard: Shard) -> int:
-    """Its elements."""
-    return sum(piece.size for piece in shard)
+def _cuts(total: int, parts: int) -> list[int]:
+    return [total * part // parts for part in range(parts + 1)]

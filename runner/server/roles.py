@@ -13,12 +13,12 @@ from runner.launch import network
 from runner.launch.launchers.connection import SECRET_FILE
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
-from runner.server import partition
 from runner.server.coordinator import Coordinator
 from runner.server.fleet import OVER, PLACE
 from runner.server.links import BROKEN, Link, connect
+from runner.server.partition import partition
 from runner.server.store import Store
-from runner.server.worker import Worker, served
+from runner.server.worker import Worker
 from runner.training.fault_injection import Faults
 from runner.training.trainer import TrainingJob, groups_of
 from strategies.core.mesh import Mesh
@@ -74,14 +74,13 @@ def _serve(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> No
     """Hold shards until the coordinator closes the connection; raises ConnectionError where that is too soon."""
     prepared, config = job.prepared, job.prepared.config
     assert prepared.step is not None and prepared.graph is not None
-    program = sliced(config, *prepared.step).program
-    dtypes = {source.name: source.spec.dtype for source in program.sources}
-    elements = served(program)
+    of_slice = sliced(config, *prepared.step)
+    dtypes = {source.name: source.spec.dtype for source in of_slice.program.sources}
     store = Store(
-        partition.partition(elements, config.parallel.server.servers),
+        partition(of_slice.elements, of_slice.widths, config.parallel.server.servers),
         groups_of(prepared.graph.sources, config),
         optimizers.optimizer_factory(config.optimizer),
-        getattr(torch, dtypes[next(iter(elements))]),
+        getattr(torch, dtypes[next(iter(of_slice.elements))]),
         secret,
         config.launch.timeout,
         Faults(config, rank, nn.Module(), Communicator(Mesh((("world", 1),)), 0)),

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.server import partition
+from runner.server.gradients import Gradient, Rows, added
+from runner.server.partition import Shard
 from strategies.optimizer.updates import Groups, OptimizerFactory
 
 
@@ -21,20 +22,25 @@ class ServedShard:
     """The numbers of a shard.
 
     Args:
-        pieces: what it holds.
+        shard: what it holds.
         groups: parameter groups by name, as for `strategies.optimizer.updates.Updates`.
-        factory: makes the optimizer.
+        factory: makes the optimizer, which does to rows that no batch has used what it does to zero gradients.
         dtype: of the parameters.
 
     Attributes:
-        values: all pieces, one after the other; [elements of the shard].
+        values: all dense pieces, one after the other; [elements].
         version: updates that were applied: steps where synchronous, else slices.
+        total: the sum of the gradients of step `version` + 1, once it is prepared.
     """
 
-    def __init__(self, pieces: partition.Shard, groups: Groups, factory: OptimizerFactory, dtype: torch.dtype) -> None:
-        self.values = torch.zeros(partition.size(pieces), dtype=dtype)
-        parts = self.values.split([piece.size for piece in pieces])
-        self._parameters = {piece.name: nn.Parameter(part) for piece, part in zip(pieces, parts, strict=True)}
+    def __init__(self, shard: Shard, groups: Groups, factory: OptimizerFactory, dtype: torch.dtype) -> None:
+        self._shard = shard
+        self.values = torch.zeros(shard.size, dtype=dtype)
+        parts = self.values.split([piece.size for piece in shard.dense])
+        self._parameters = {piece.name: nn.Parameter(part) for piece, part in zip(shard.dense, parts, strict=True)}
+        for piece in shard.tables:
+            first, last = piece.rows
+            self._parameters[piece.name] = nn.Parameter(torch.zeros(last - first, piece.width or 0, dtype=dtype))
         self._optimizer = factory(
             [
                 {key: value for key, value in group.items() if key != "names"}
@@ -43,12 +49,36 @@ class ServedShard:
             ]
         )
         self.version = 0
-        self._pushed: dict[int, Tensor] = {}
+        self._changed = [torch.zeros(piece.rows[1] - piece.rows[0], dtype=torch.int64) for piece in shard.tables]
+        """Of every row of the tables the version that has changed it last."""
+        self._pushed: dict[int, Gradient] = {}
         self._arrived: set[int] = set()
-        self.total: Tensor | None = None
-        """The sum of the gradients of step `version` + 1, once it is prepared."""
+        self.total: Gradient | None = None
 
-    def push(self, step: int, number: int, gradient: Tensor) -> None:
+    @property
+    def _tables(self) -> list[nn.Parameter]:
+        return [self._parameters[piece.name] for piece in self._shard.tables]
+
+    def pull(self, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """The dense values, and of each table the rows that have changed.
+
+        Args:
+            wanted: per table the rows [n], and the versions [n] in which the worker has them, -1 where it does not; or
+                no versions [0] where it has none.
+
+        Returns:
+            The dense values; per table the positions of the rows that are sent (none [0] where all are), and the rows.
+        """
+        results = [self.values.clone()]
+        for table, changed, ids, versions in zip(self._tables, self._changed, wanted[::2], wanted[1::2], strict=True):
+            positions = torch.empty(0, dtype=torch.int64)
+            if len(versions):
+                positions = (changed[ids] > versions).nonzero().view(-1)
+                ids = ids[positions]
+            results += [positions, table.detach()[ids]]
+        return results
+
+    def push(self, step: int, number: int, gradient: Gradient) -> None:
         """Take slice `number` of `step`; one of another step, or one that comes again, is dropped."""
         if step == self.version + 1 and self.total is None:
             self._pushed[number] = gradient
@@ -59,16 +89,9 @@ class ServedShard:
             return []
         if missing := [number for number in range(slices) if number not in self._pushed]:
             return missing
-        self.total = self._pushed[0].clone()
-        for number in range(1, slices):
-            self.total += self._pushed[number]
+        self.total = added([self._pushed[number] for number in range(slices)])
         self._pushed.clear()
         return []
-
-    def square(self) -> float:
-        """The sum of the squares of the prepared gradient."""
-        assert self.total is not None
-        return float(self.total.double().square().sum())
 
     def apply(self, step: int, scale: float, options: Sequence[Mapping[str, Any]]) -> None:
         """Update with `scale` times the prepared gradient of `step`, with these options of the parameter groups."""
@@ -76,10 +99,10 @@ class ServedShard:
             return
         assert self.total is not None
         self.configure(options)
-        self._update(self.total if scale == 1.0 else self.total * scale)
+        self._update(self.total.times(scale))
         self.total = None
 
-    def arrive(self, unit: int, floor: int, gradient: Tensor) -> bool:
+    def arrive(self, unit: int, floor: int, gradient: Gradient) -> bool:
         """Update with the gradient of one slice, unless it has arrived before. No unit below `floor` comes again."""
         if unit in self._arrived or unit < floor:
             return False
@@ -87,15 +110,29 @@ class ServedShard:
         self._update(gradient)
         return True
 
-    def _update(self, gradient: Tensor) -> None:
-        parts = gradient.split([parameter.numel() for parameter in self._parameters.values()])
-        for parameter, part in zip(self._parameters.values(), parts, strict=True):
-            parameter.grad = part
+    def gradient(self) -> list[Tensor]:
+        """The prepared gradient of every piece, flat."""
+        assert self.total is not None
+        parts = [*self.total.dense.split([piece.size for piece in self._shard.dense])]
+        return parts + [_spread(rows, table).view(-1) for rows, table in self._rows(self.total)]
+
+    def _rows(self, gradient: Gradient) -> list[tuple[Rows, nn.Parameter]]:
+        return [*zip(gradient.tables, self._tables, strict=True)]
+
+    def _update(self, gradient: Gradient) -> None:
+        parts = gradient.dense.split([piece.size for piece in self._shard.dense])
+        for piece, part in zip(self._shard.dense, parts, strict=True):
+            self._parameters[piece.name].grad = part
+        for rows, table in self._rows(gradient):
+            table.grad = _spread(rows, table)
+        before = [table.detach().clone() for table in self._tables]
         if self._parameters:
             self._optimizer.step()
         for parameter in self._parameters.values():
             parameter.grad = None
         self.version += 1
+        for changed, old, table in zip(self._changed, before, self._tables, strict=True):
+            changed[(old != table.detach()).any(1)] = self.version
 
     def configure(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Set options of the parameter groups, such as the learning rate."""
@@ -104,32 +141,51 @@ class ServedShard:
                 group[key] = tuple(value) if isinstance(value, list) else value
 
     def state(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Everything that another process needs to go on with this shard: plain data, and tensors."""
-        tensors, states = [self.values], {}
+        """Everything that another process needs to go on with this shard: plain data, and tensors, of which the first
+        are the pieces, flat."""
+        tensors, states = [self._parameters[piece.name].detach().view(-1) for piece in self._shard.pieces], {}
         for name, parameter in self._parameters.items():
             states[name] = {}
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     states[name][key] = {"tensor": len(tensors)}
-                    tensors.append(value)
+                    tensors.append(value.view(-1) if value.shape == parameter.shape else value)
                 else:
                     states[name][key] = {"value": value}
         options = [plain(group) for group in self._optimizer.param_groups]
         fields = {"version": self.version, "states": states, "options": options, "arrived": sorted(self._arrived)}
-        if self.total is not None:
-            tensors.append(self.total)
-        return fields | {"prepared": self.total is not None}, tensors
+        prepared = [] if self.total is None else self.total.tensors()
+        return fields | {"prepared": len(prepared)}, tensors + prepared
 
     def load(self, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         """Take over what `state` has returned."""
-        self.values.copy_(tensors[0])
+        pieces = self._shard.pieces
+        for piece, tensor in zip(pieces, tensors, strict=False):
+            self._parameters[piece.name].detach().view(-1).copy_(tensor)
         self.version, self._arrived = fields["version"], set(fields["arrived"])
+        for changed in self._changed:
+            changed.fill_(self.version)
         self.configure(fields["options"])
-        self.total = tensors[-1] if fields["prepared"] else None
+        if count := fields["prepared"]:
+            self.total = Gradient.of(tensors[-count:])
         for name, states in fields["states"].items():
-            self._optimizer.state[self._parameters[name]] = {
-                key: tensors[value["tensor"]] if "tensor" in value else value["value"] for key, value in states.items()
+            parameter = self._parameters[name]
+            self._optimizer.state[parameter] = {
+                key: _like(tensors[value["tensor"]], parameter) if "tensor" in value else value["value"]
+                for key, value in states.items()
             }
+
+
+def _spread(rows: Rows, table: Tensor) -> Tensor:
+    """Rows as a tensor like `table`, with zeros elsewhere."""
+    result = torch.zeros_like(table)
+    result[rows.ids] = rows.values
+    return result
+
+
+def _like(state: Tensor, parameter: Tensor) -> Tensor:
+    """A flat state in the shape of its parameter; other states as they are."""
+    return state.view(parameter.shape) if state.dim() and state.numel() == parameter.numel() else state
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from runner.launch import network
+from runner.server.gradients import Gradient
 from runner.server.links import BROKEN, Address, Link, accept, connect
 from runner.server.partition import Shard
 from runner.server.shard import ServedShard
@@ -105,13 +106,13 @@ class Store:
         held = self._held[number]
         if op == "pull":  # a lock: an update that is half done would be a version of nobody
             with held.lock:
-                return {"version": held.shard.version}, [held.shard.values.clone()]
+                return {"version": held.shard.version}, held.shard.pull(tensors)
         with held.lock:
             return getattr(self, f"_{op}")(held, fields, tensors)
 
     def _push(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """A slice of a synchronous step."""
-        held.shard.push(fields["step"], fields["slice"], tensors[0])
+        held.shard.push(fields["step"], fields["slice"], Gradient.of(tensors))
         return DONE
 
     def _prepare(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
@@ -119,14 +120,15 @@ class Store:
         self._faults.at("collective")
         if missing := held.shard.prepare(fields["step"], fields["slices"]):
             return {"missing": missing}, ()
-        assert held.shard.total is not None
-        alone = self._forward(held, "prepared", [held.shard.total], shard=fields["shard"], step=fields["step"])
-        return {"missing": [], "square": held.shard.square(), "alone": alone}, ()
+        total = held.shard.total
+        assert total is not None
+        alone = self._forward(held, "prepared", total.tensors(), shard=fields["shard"], step=fields["step"])
+        return {"missing": [], "square": total.square(), "alone": alone}, ()
 
     def _prepared(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """What the primary has prepared."""
         if fields["step"] == held.shard.version + 1:
-            held.shard.total = tensors[0]
+            held.shard.total = Gradient.of(tensors)
         return DONE
 
     def _apply(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
@@ -139,14 +141,13 @@ class Store:
         self._faults.begin(fields["step"])
         self._faults.at("optimizer")
         staleness, alone = held.shard.version - fields["pulled"], False
-        if held.shard.arrive(fields["unit"], fields["floor"], tensors[0]):
+        if held.shard.arrive(fields["unit"], fields["floor"], Gradient.of(tensors)):
             alone = self._forward(held, "arrive", tensors, **{k: v for k, v in fields.items() if k != "op"})
         return {"staleness": staleness, "alone": alone}, ()
 
     def _gradient(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """The prepared gradient."""
-        assert held.shard.total is not None
-        return {}, [held.shard.total]
+        return {}, held.shard.gradient()
 
     def _configure(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         held.shard.configure(fields["options"])

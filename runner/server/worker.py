@@ -22,28 +22,17 @@ from runner.launch.orders import RankContext
 from runner.planning.datasets import datasets, order_of
 from runner.planning.prepare import WEIGHTS
 from runner.planning.slices import sliced
-from runner.server import partition
+from runner.server.gradients import Gradient
 from runner.server.links import BROKEN, Link, connect
+from runner.server.partition import partition
+from runner.server.tables import PulledTable
 from runner.training.fault_injection import Faults
 from runner.training.trainer import TrainingJob
-from strategies.core.program import Program
 from strategies.rules.random import mix
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import DATA, FORWARD, recorder
 from strategies.runtime.module_tree import build
-
-
-def served(program: Program) -> dict[str, int]:
-    """The number of elements of every parameter that servers hold, by name."""
-    sizes = {source.name: math.prod(source.spec.shape) for source in program.sources if source.kind == "parameter"}
-    return {name: sizes[name] for name in program.trainable_names}
-
-
-def constants(program: Program) -> list[str]:
-    """The tensors of the model that nobody changes, by name."""
-    changed = served(program)
-    return [one.name for one in program.sources if one.kind in ("parameter", "buffer") and one.name not in changed]
 
 
 class Worker:
@@ -60,17 +49,24 @@ class Worker:
         assert job.prepared.step is not None
         self._sliced = sliced(self._config, *job.prepared.step)
         self._program, self._slices = self._sliced.program, self._sliced.slices
+        section = self._config.parallel.server
         self._tensors = weights.read_slices(job.folder / WEIGHTS, self._sliced.stored, 0, rank.device)
-        sizes = served(self._program)
-        shards = partition.partition(sizes, self._config.parallel.server.servers)
-        dtype = self._tensors[next(iter(sizes))].dtype
+        shards = partition(self._sliced.elements, self._sliced.widths, section.servers)
+        sizes = {name: size for name, size in self._sliced.elements.items() if name not in self._sliced.widths}
+        dtype = self._tensors[next(iter(self._sliced.elements))].dtype
         self._values, self._gradients = (torch.zeros(sum(sizes.values()), dtype=dtype) for _ in range(2))
-        for name, value, gradient in zip(sizes, *(flat.split([*sizes.values()]) for flat in self._flat), strict=True):
+        flat = (tensor.split([*sizes.values()]) for tensor in (self._values, self._gradients))
+        for name, value, gradient in zip(sizes, *flat, strict=True):
             parameter = self._tensors[name]
             parameter.data = value.view(parameter.shape)
             parameter.grad = gradient.view(parameter.shape)
-        parts = [partition.size(shard) for shard in shards]
-        self._pulled, self._pushed = (flat.split(parts) for flat in self._flat)
+        parts = [shard.size for shard in shards]
+        self._pulled, self._pushed = self._values.split(parts), self._gradients.split(parts)
+        bounds = [[piece.rows for piece in shard.tables] for shard in shards]
+        self._tables = [
+            PulledTable(table, self._tensors[table.name], [own[number] for own in bounds], section.cache_rows)
+            for number, table in enumerate(self._sliced.tables)
+        ]
         self._servers: list[Link] = []
         self._layout: list[list[Any]] = []
         training, _, self._collate = datasets(self._config)
@@ -83,10 +79,6 @@ class Worker:
                 for position, shape in enumerate(job.prepared.shapes)
             ]
         )
-
-    @property
-    def _flat(self) -> tuple[Tensor, Tensor]:
-        return self._values, self._gradients
 
     def _build(self, number: int) -> tuple[torch.nn.Module, LocalBatches, Faults]:
         """What computes slice `number`."""
@@ -104,7 +96,7 @@ class Worker:
     def run(self) -> None:
         """Compute slices until the connection to the coordinator is closed, which raises EOFError or OSError."""
         _, tensors = self._coordinator.receive()
-        for name, tensor in zip(constants(self._program), tensors, strict=True):
+        for name, tensor in zip(self._sliced.constants, tensors, strict=True):
             with torch.no_grad():
                 self._tensors[name].copy_(tensor)
         self._coordinator.patient()
@@ -144,20 +136,22 @@ class Worker:
         module, batches, faults = self._slice(number)
         faults.begin(step)
         sent, received = ([getattr(link, way) for link in self._servers] for way in ("sent", "received"))
-        for shard, link in enumerate(self._servers):
-            link.send("pull", shard=shard)
-        versions = [link.receive([part])[0]["version"] for link, part in zip(self._servers, self._pulled, strict=True)]
-        loss = self._gradient(module, batches, faults, step - 1 + order["ahead"], step)
+        micro_batches = self._load(batches, faults, step - 1 + order["ahead"])
+        self._pull()
+        loss = self._gradient(module, micro_batches, step)
         self._clip(order["clip"])
         faults.at("collective")
         answers = []
         for shard, (link, part) in enumerate(zip(self._servers, self._pushed, strict=True)):
+            rows = [table.gradient(shard) for table in self._tables]
+            gradient = Gradient(part, tuple(rows)).tensors()
             if order["sync"]:
-                link.send("push", [part], shard=shard, step=step, slice=number)
+                link.send("push", gradient, shard=shard, step=step, slice=number)
             else:
                 unit = (step * self._slices) + number
                 floor = order["floor"][0] * self._slices + order["floor"][1]
-                link.send("arrive", [part], shard=shard, step=step, unit=unit, floor=floor, pulled=versions[shard])
+                pulled = self._versions[shard]
+                link.send("arrive", gradient, shard=shard, step=step, unit=unit, floor=floor, pulled=pulled)
         for link in self._servers:
             answers.append(link.receive()[0])
         return {
@@ -168,20 +162,43 @@ class Worker:
             "pulled": sum(link.received for link in self._servers) - sum(received),
         }
 
-    def _gradient(self, module: torch.nn.Module, batches: LocalBatches, faults: Faults, batch: int, step: int) -> float:
-        """Forward and backward of the slice in all micro-batches of global batch number `batch`. Returns its part of
-        the loss."""
-        self._gradients.zero_()
+    def _load(self, batches: LocalBatches, faults: Faults, batch: int) -> list[list[Tensor]]:
+        """The inputs of the program in every micro-batch of global batch number `batch`; ids of rows are positions."""
         rows, epoch = self._order.rows(batch), self._order.epoch(batch)
-        size, count, total = self._prepared.rows, self._config.train.accumulate, 0.0
-        for micro in range(count):
+        size, dtype, loaded, facts = self._prepared.rows, DTYPES[self._config.train.precision], [], []
+        for micro in range(self._config.train.accumulate):
             recorder.at(DATA)
             faults.at("data")
             part = rows[micro * size : (micro + 1) * size]
-            entries = cast(batches.load(part, epoch), DTYPES[self._config.train.precision])
+            loaded.append(cast(batches.load(part, epoch), dtype))
+            facts.append([])
             if counted := self._sliced.counted:
-                batch = cast(self._facts.load(part, epoch), DTYPES[self._config.train.precision])
-                entries += self._sliced.facts_of([batch[position] for position in counted], self._tensors)
+                batch_entries = cast(self._facts.load(part, epoch), dtype)
+                facts[-1] = self._sliced.facts_of([batch_entries[one] for one in counted], self._tensors)
+        positions = [table.need(loaded) for table in self._tables]
+        return [
+            [*entries, *(one for own in positions for one in own[micro]), *facts[micro]]
+            for micro, entries in enumerate(loaded)
+        ]
+
+    def _pull(self) -> None:
+        """Read the dense parameters and the rows that are needed from all servers, at the same time."""
+        for shard, link in enumerate(self._servers):
+            link.send("pull", [tensor for table in self._tables for tensor in table.request(shard)], shard=shard)
+        self._versions = []
+        for shard, (link, part) in enumerate(zip(self._servers, self._pulled, strict=True)):
+            fields, (_, *rows) = link.receive([part])
+            self._versions.append(fields["version"])
+            for table, positions, values in zip(self._tables, rows[::2], rows[1::2], strict=True):
+                table.receive(shard, fields["version"], positions, values)
+        for table in self._tables:
+            table.begin()
+
+    def _gradient(self, module: torch.nn.Module, micro_batches: list[list[Tensor]], step: int) -> float:
+        """Forward and backward of the slice in all micro-batches. Returns its part of the loss."""
+        self._gradients.zero_()
+        count, total = len(micro_batches), 0.0
+        for micro, entries in enumerate(micro_batches):
             recorder.at(FORWARD)
             key = (mix(self._config.train.seed, step, micro),) if self._program.random else ()
             loss = module(*entries, *key)
@@ -193,9 +210,11 @@ class Worker:
         """Scale the gradient of a slice that updates alone: `limit` is for the gradient of its mean loss."""
         if limit is None:
             return
-        norm = float(self._gradients.double().norm()) * self._slices
+        parts = [self._gradients, *(table.gradients for table in self._tables)]
+        norm = math.sqrt(sum(float(part.double().square().sum()) for part in parts)) * self._slices
         if not (scale := limit / (norm + 1e-6)) >= 1.0:
-            self._gradients.mul_(scale)
+            for part in parts:
+                part.mul_(scale)
 
 
 def _full(shape: Sequence[int]) -> Block:

@@ -15,33 +15,30 @@ from strategies.cost.step import StepCost
 
 @dataclass(frozen=True)
 class Servers:
-    """`servers` that hold `size` bytes of parameters in equal parts, with `replicas` of each, for `workers`.
+    """`servers` that hold equal parts of the parameters, with `replicas` of each, for `workers`.
 
     Attributes:
-        rows: bytes that one worker pulls, and pushes, in a step.
+        pull, push: bytes that one worker receives and sends in a step, at most.
+        summed: bytes of the gradient of all slices, at most.
         sync: whether a step is one update.
     """
 
     servers: int
     workers: int
     replicas: int
-    size: int
-    rows: int
+    pull: int
+    push: int
+    summed: int
     sync: bool
-
-    @property
-    def pulled(self) -> int:
-        """Bytes that all workers pull in a step; they push as many."""
-        return self.workers * self.rows
 
     @property
     def replicated(self) -> int:
         """Bytes that servers hand to replicas in a step: one gradient of all slices, or one of each."""
-        return self.replicas * (self.size if self.sync else self.pulled)
+        return self.replicas * (self.summed if self.sync else self.workers * self.push)
 
     def communication(self) -> dict[str, int]:
         """Bytes over the link of one server in a step."""
-        sent = {"pull": self.pulled, "push": self.pulled, "replicate": self.replicated}
+        sent = {"pull": self.workers * self.pull, "push": self.workers * self.push, "replicate": self.replicated}
         return {name: -(-count // self.servers) for name, count in sent.items() if count}
 
 
@@ -61,7 +58,7 @@ def served(cost: StepCost, servers: Servers, cluster: Cluster) -> StepCost:
     updates = (1 if servers.sync else servers.workers) * (1 + servers.replicas)
     optimizer = cost.optimizer * updates / servers.servers
     if not servers.sync:
-        alone = cost.compute + 2 * servers.rows / link.bandwidth
+        alone = cost.compute + (servers.pull + servers.push) / link.bandwidth
         pace = max(alone, sum(seconds.values()) + optimizer)
         seconds, optimizer = {"servers": max(0.0, pace - cost.compute)}, 0.0
     return replace(cost, redistributions=seconds, weights={}, gradients=0.0, exposed=0.0, optimizer=optimizer)

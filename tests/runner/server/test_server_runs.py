@@ -1,10 +1,15 @@
 """Parameter servers in real processes: equal to one device, whoever is killed."""
 
+import math
+
 import pytest
+import torch
+from composing import compose_config
 from small import DOUBLE, MODES, SMALL
 
 from runner import checkpoint as checkpoints
 from runner.errors import ConfigError, RunFailed
+from runner.planning.datasets import datasets, order_of
 from strategies.core.errors import StrategyError
 
 SERVED = (*SMALL, "parallel=parameter_server", "world_size=5", "parallel.server.servers=2", "train.log_every=1")
@@ -86,6 +91,37 @@ def test_slices_update_on_arrival(start, words):
     most = max(one["staleness_max"] for one in counts)
     assert 0 < most <= (60 if consistency == "async" else 2 * (2 * 1 + 1))  # slices of all within the bound
     assert run.losses == pytest.approx(start(*SERVED, steps, folder="sync").losses, rel=0.05)
+
+
+TABLE = (
+    "+recipe=vocab_ffn", "parallel=parameter_server", "world_size=5", "parallel.server.servers=2", DOUBLE,
+    "parallel.strategies=null", "parallel.dataset_strategy=data_parallel", "train.log_every=1",
+)  # fmt: skip
+
+
+def test_workers_move_the_rows_that_a_slice_names(start):
+    words = (*TABLE, "model.args.vocabulary=5000", "train.steps=3", "train.accumulate=2")
+    run = start(*words, folder="rows")
+    config = compose_config(*words)
+    training, _, _ = datasets(config)
+    order, wide, pulled, pushed = order_of(config, len(training)), 32 * 8, [], []
+    dense = sum(math.prod(one["shape"]) for name, one in run.plan["parameters"].items() if name != "embedding.weight")
+    for step in range(3):
+        rows = order.rows(step)
+        slices = [[*rows[first : first + 4], *rows[first + 8 : first + 12]] for first in (0, 4)]
+        used = [len(torch.unique(torch.stack([training[row]["input_ids"] for row in one]))) for one in slices]
+        pulled.append(sum(8 * dense + wide * count for count in used))
+        pushed.append(sum(8 * dense + (wide + 16) * count for count in used))
+    counts = [record["server"] for record in run.records if "server" in record]
+    assert [one["bytes_pulled"] for one in counts] == pulled
+    assert [one["bytes_pushed"] for one in counts] == pushed
+    assert pulled[0] <= run.plan["server"]["bytes_pulled"] < 2 * 8 * (dense + 5000 * 32)
+
+
+@pytest.mark.parametrize("cache", [0, pytest.param(20, marks=pytest.mark.slow)])
+def test_tables_equal_one_device(start, cache):
+    words = (f"parallel.server.cache_rows={cache}", "verify.steps=4", "train.clip=0.1")
+    assert start(*TABLE, *words, verb="verify").value < 1e-10
 
 
 @pytest.mark.parametrize(
