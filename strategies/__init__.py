@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from strategies.optimizer.stages import make_updates
     from strategies.optimizer.updates import axes_needed
     from strategies.planner.planner import make_plan
+    from strategies.rules.declared import sharding_rule
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build
     from strategies.runtime.simulate import Simulation
@@ -70,6 +71,7 @@ _MODULES = {
     "NamedMatrix": "core.request",
     "Request": "core.request",
     "OperatorStrategy": "core.request",
+    "sharding_rule": "rules.declared",
 }
 
 __all__ = [
@@ -93,6 +95,7 @@ __all__ = [
     "lower",
     "make_plan",
     "make_updates",
+    "sharding_rule",
 ]
 
 

@@ -58,7 +58,9 @@ def _run(command: str, folder: Path) -> None:
 
 
 def _own_recipe(folder: Path, name: str) -> None:
-    """Write the recipe that a page shows, as +recipe=mine, where its commands use it."""
+    """Write the recipe that a page shows, as +recipe=mine, where its commands use it, and its modules."""
+    for file, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", TEXTS[name], re.S):
+        (folder / file).write_text(code, encoding="utf-8")
     blocks = [block for block in re.findall(r"```yaml\n(.*?)```", TEXTS[name], re.S) if "@package" in block]
     for block in blocks:
         (folder / "recipes").mkdir(exist_ok=True)

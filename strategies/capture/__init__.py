@@ -2,8 +2,8 @@
 
 `model` is the entry point; `tracing` runs the export and keeps what it would lose; `exported` reads the result after
 `regions` (no_grad, autocast), `numbers` (Python scalars from tensors), `functional` (writes become values) and `causal`
-(masks) have rewritten it; `unsupported` checks custom backwards and what else a graph cannot hold; `nodes` has helpers
-for fx nodes that they share; `shapes` builds models without storage.
+(masks) have rewritten it; `autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph
+cannot hold; `nodes` has helpers for fx nodes that they share; `shapes` builds models without storage.
 """
 
 from strategies.capture.model import Captured, LossFunction, Objective, capture, loss_in, run_once

@@ -17,11 +17,12 @@ from torch import Tensor, fx, nn
 
 from strategies.capture.causal import shorten_masks
 from strategies.capture.functional import make_functional
-from strategies.capture.nodes import at, op_of, source_of
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, at, function_target, modules_of, op_of, source_of
 from strategies.capture.numbers import resolve_numbers
 from strategies.capture.regions import flatten
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.rules.declared import lines_of
 from strategies.rules.registry import LOCAL_FUNCTIONS
 from strategies.rules.traits import traits
 
@@ -159,7 +160,8 @@ class _Reader:
                 )
         results = tuple(map(_spec, values))
         paths = _paths(node)
-        args, kwargs = self._plain(node.args), self._plain(dict(node.kwargs))
+        given = node.args[2:] if node.target is AUTOGRAD_FUNCTION else node.args
+        args, kwargs = self._plain(given), self._plain(dict(node.kwargs))
         self.operators.append(
             Operator(
                 id=node.name,
@@ -173,6 +175,7 @@ class _Reader:
                 multiple=multiple,
                 source=source_of(node),
                 path=_relative(paths),
+                lines=lines_of(op),
             )
         )
         self.values[node] = [Ref(node.name, i) for i in range(len(results))] if multiple else Ref(node.name)
@@ -191,7 +194,10 @@ class _Reader:
 def _target(node: fx.Node) -> str:
     """The target of an operator, in the form that `resolve` looks up."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
+        foreign = node.target.namespace != "aten"
+        return f"{node.target}@{','.join(modules_of(node))}" if foreign else str(node.target)
+    if node.target is AUTOGRAD_FUNCTION:
+        return function_target(*node.args[:2])  # type: ignore[arg-type]
     if LOCAL_FUNCTIONS.get(op_of(node)) is node.target:
         return f"local.{op_of(node)}"
     raise StrategyError(
@@ -220,21 +226,16 @@ def _relative(paths: list[str]) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _label(operator: Operator) -> str:
-    """The torch name of what an operator does (capture names normalization that returns its statistics otherwise)."""
-    return operator.op.removesuffix("_training")
-
-
 def _named(operators: list[Operator]) -> tuple[Operator, ...]:
-    """Give every operator its unique plan name `module.path[.op][@k]`."""
+    """Give every operator its unique plan name `module.path[.label][@k]`."""
     kinds: dict[str, set[str]] = {}
     for operator in operators:
-        kinds.setdefault(operator.module, set()).add(_label(operator))
+        kinds.setdefault(operator.module, set()).add(operator.label)
 
     def base(operator: Operator) -> str:
         if not operator.module:
-            return _label(operator)
-        return operator.module if len(kinds[operator.module]) == 1 else f"{operator.module}.{_label(operator)}"
+            return operator.label
+        return operator.module if len(kinds[operator.module]) == 1 else f"{operator.module}.{operator.label}"
 
     total, seen, named = Counter(map(base, operators)), Counter[str](), []
     for operator in operators:

@@ -18,17 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree
 
+from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.nodes import in_library, short
 from strategies.capture.tracing import traceable
-from strategies.capture.unsupported import (
-    calls_noted,
-    check_backwards,
-    check_hooks,
-    check_nodes,
-    functions_behind,
-    refusing_unseen,
-)
+from strategies.capture.unsupported import check_hooks, check_nodes, refusing_unseen
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.rules.random import draws
@@ -106,18 +100,16 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     """
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
-    behind: list[type] = []
-
-    def capturable(objective: nn.Module, inputs: Any, output: Any) -> Tensor:
-        loss = _checked_loss(objective, inputs, output)
-        behind.extend(functions_behind(loss))  # while autograd still knows what the user wrote
-        return loss
-
     if training:
         check_hooks(objective)
-    hook = objective.register_forward_hook(capturable if training else _plain_outputs)
+    hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
     try:
-        with traceable(objective), refusing_unseen(training), calls_noted() as calls, warnings.catch_warnings():
+        with (
+            traceable(objective),
+            refusing_unseen(training),
+            functions_as_operators(training),
+            warnings.catch_warnings(),
+        ):
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
@@ -129,7 +121,6 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    check_backwards(behind, calls)
     check_nodes(exported.graph, training)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(_needed(graph), tensors)

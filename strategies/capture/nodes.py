@@ -7,6 +7,7 @@ the module call and the source line of the node that it serves.
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+from strategies.rules.registry import FUNCTION, resolve
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
@@ -24,6 +28,26 @@ STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 """Where source lines are not the user's (site-packages may be inside the standard library's folder)."""
 WHENCE = ("nn_module_stack", "stack_trace", "without_grad", "autocast")
 """What a new node inherits from the node that it serves."""
+
+
+class _AutogradFunction(HigherOrderOperator):
+    """The target of a node that stands for a torch.autograd.Function."""
+
+    def __init__(self) -> None:
+        super().__init__("meshwright_autograd_function")  # type: ignore[no-untyped-call]
+
+    def __call__(self, name: str, autocast: str | None, *args: Any) -> Any:
+        """Call the function `name` (`module::Class`) under torch.autocast of a dtype, or none."""
+        return resolve(function_target(name, autocast))(*args)
+
+
+AUTOGRAD_FUNCTION = _AutogradFunction()
+
+
+def function_target(name: str, autocast: str | None) -> str:
+    """The target of an operator, as `resolve` looks it up, for the autograd function `module::Class`."""
+    module, _, path = name.partition("::")
+    return f"{FUNCTION}{f':{autocast}' if autocast else ''}.{path}@{module}"
 
 
 @contextmanager
@@ -55,6 +79,15 @@ def source_of(node: fx.Node) -> str:
     return ""
 
 
+def modules_of(node: fx.Node) -> list[str]:
+    """The Python modules outside of torch from which a node was called, innermost first: to import them registers the
+    operators that they call."""
+    files = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    frames = re.findall(r'File "([^"]+)", line \d+', node.meta.get("stack_trace") or "")
+    called = (files.get(filename) for filename in reversed(frames) if not in_library(filename))
+    return list(dict.fromkeys(name for name in called if name is not None))
+
+
 def at(node: fx.Node) -> str:
     """` at file:line`, for errors, or nothing."""
     source = source_of(node)
@@ -62,9 +95,12 @@ def at(node: fx.Node) -> str:
 
 
 def op_of(node: fx.Node) -> str:
-    """The name of what a node calls, without namespace and overload."""
+    """The name of what a node calls, without overload: `relu`, or `library::name` if it is not torch's own, which may
+    have torch's name and another meaning."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name).split("::")[1]
+        return str(node.target._schema.name).removeprefix("aten::")
+    if node.target is AUTOGRAD_FUNCTION:
+        return str(node.args[0])
     return getattr(node.target, "__name__", str(node.target))
 
 

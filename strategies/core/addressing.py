@@ -1,8 +1,8 @@
 """The names by which a config means operators and modules, with globs per dotted segment.
 
-An operator answers to its plan name `module.path[.op][@k]`, to `module.path.op` in any case, and to both without `@k`
-(then all of them are meant). `dense1.matmul` is the product of a linear operator as MindSpore writes it: x [m, k], w
-[k, n].
+An operator answers to its plan name `module.path[.label][@k]`, to `module.path.label` in any case, and to both without
+`@k` (then all of them are meant). `dense1.matmul` is the product of a linear operator as MindSpore writes it: x [m, k],
+w [k, n].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from strategies.core.graph import Operator
 def addresses(operator: Operator) -> tuple[str, ...]:
     """Every name that means this operator, without `@k`."""
     plain = operator.name.partition("@")[0]
-    full = f"{operator.module}.{operator.op}" if operator.module else operator.op
+    full = f"{operator.module}.{operator.label}" if operator.module else operator.label
     product = (f"{operator.module}.matmul",) if operator.op == "linear" and operator.module else ()
     return tuple(dict.fromkeys((plain, full, *product)))
 

@@ -93,8 +93,9 @@ class BatchSlice:
 class Operator:
     """One call of a torch operator on the global tensors.
 
-    `args` and `kwargs` are plain data with `Ref`s in place of tensors; `name` is the unique plan name
-    `module.path[.op][@k]`; `path` are the nested module calls that lead here, each relative to the one before.
+    `args` and `kwargs` are plain data with `Ref`s in place of tensors; `op` is torch's name without overload (`relu`),
+    with its library or module where it is not torch's own (`mylib::scan`, `kernels::Scan`); `name` is the unique plan
+    name `module.path[.label][@k]`; `path` are the nested module calls that lead here, each relative to the one before.
     """
 
     id: str
@@ -110,6 +111,8 @@ class Operator:
     path: tuple[str, ...]
     batch_slice: BatchSlice | None = None
     """The slice of the batch that this operator computes, where the batch is split."""
+    lines: tuple[str, ...] = ()
+    """The lines of factor notation that its author declared for it (`strategies.sharding_rule`)."""
 
     @cached_property
     def operands(self) -> tuple[Ref, ...]:
@@ -119,6 +122,12 @@ class Operator:
     @cached_property
     def keywords(self) -> dict[str, Any]:
         return dict(self.kwargs)
+
+    @property
+    def label(self) -> str:
+        """What it does, in plan names: `op` without library (capture names normalization that returns its statistics
+        otherwise)."""
+        return self.op.rpartition("::")[2].rpartition(".")[2].removesuffix("_training")
 
     @property
     def where(self) -> str:
@@ -215,7 +224,9 @@ class OperatorGraph:
 
     def signature(self) -> tuple[Any, ...]:
         """What the graph computes, without where its source stands: equal for equal programs."""
-        operators = tuple((o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path) for o in self.operators)
+        operators = tuple(
+            (o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path, o.lines) for o in self.operators
+        )
         return self.sources, operators, self.outputs, self.parameter_order, self.updates
 
     def of_kind(self, *kinds: Kind) -> tuple[Source, ...]:

@@ -237,7 +237,7 @@ def as_trained(graph: OperatorGraph, stages: Sequence[Stage]) -> dict[str, int]:
         least = max((found[node.id] for node in nodes if isinstance(node, Operator)), default=0)
         owned = [source for source in nodes if isinstance(source, Source) and source.name in stages_by_parameter]
         allowed = set(range(len(stages))).intersection(*(stages_by_parameter[source.name] for source in owned))
-        wanted = named.get(operator.name, named.get(f"{operator.module}.{operator.op}", least))
+        wanted = named.get(operator.name, named.get(f"{operator.module}.{operator.label}", least))
         later = sorted(number for number in allowed if number >= least)
         if not later:
             raise StrategyError(

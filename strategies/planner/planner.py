@@ -499,7 +499,7 @@ def follow(plan: Plan, graph: OperatorGraph) -> Plan:
     for operator in graph.operators:
         sharding = shardings[operator.name]
         # a module that counts its batches in training holds one operator more there, so names are longer
-        model = plan.operators.get(operator.name) or plan.operators.get(f"{operator.module}.{operator.op}")
+        model = plan.operators.get(operator.name) or plan.operators.get(f"{operator.module}.{operator.label}")
         legal = model is not None and sharding.legal(model.assignment, plan.mesh)
         operators[operator.name] = (
             replace(model, outputs=None) if model is not None and legal else OperatorPlan({}, "default")

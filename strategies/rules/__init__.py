@@ -12,6 +12,7 @@ import weakref
 from importlib import import_module
 
 from strategies.core.graph import Operator, OperatorGraph
+from strategies.rules.declared import rule_of_lines
 from strategies.rules.random import draw_replicated, draws
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, replicated
@@ -47,6 +48,6 @@ def _of_graph(graph: OperatorGraph) -> dict[int, tuple[Operator, Sharding]]:
 
 def _rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     specs = graph.operand_specs(operator)
-    rule = RULES.get(operator.op)
+    rule = rule_of_lines(operator.lines) if operator.lines else RULES.get(operator.op)
     sharding = rule(operator, specs) if rule else None
     return sharding or replicated(operator, specs, draw_replicated if draws(operator) else None)

@@ -102,7 +102,7 @@ class _Reading:
         self.terms, self.outputs = _spread(line.operands, len(specs)), _spread(line.results, len(operator.results))
         self.lengths: dict[str, int] = {}
 
-    def dims(self) -> tuple[list[Dims], list[Dims], dict[str, int]] | None:
+    def dims(self, strict: bool) -> tuple[list[Dims], list[Dims], dict[str, int]] | None:
         """Factors of operands and results, and their sizes; None where the call does not fit the line."""
         if self.terms is None or self.outputs is None or not self._measure():
             return None
@@ -117,6 +117,11 @@ class _Reading:
             for name, size in zip(own, shape, strict=True):
                 if name is not None:
                     sizes[name] = max(size, sizes.get(name, size))
+        for at, (own, shape) in enumerate(tensors):
+            broadcast = (1,) if at < len(specs) else ()
+            pairs = zip(own, shape, strict=True)
+            if strict and any(name is not None and size not in (sizes[name], *broadcast) for name, size in pairs):
+                return None
         passing = sizes.keys() - (chosen if self.line.how == "!" else set())
         factors: list[Dims] = [
             tuple(
@@ -226,6 +231,7 @@ def notation(
     sizes: Mapping[str, int] | None = None,
     local: LocalProgram | None = None,
     flops: float | None = None,
+    strict: bool = False,
 ) -> Sharding | None:
     """The sharding that a line of notation gives one call, or None where its shapes do not fit the line.
 
@@ -238,10 +244,11 @@ def notation(
         sizes: factor -> the number that its slice count must divide, for dims that are cut coarser.
         local: the local program, if a slice is computed by something else than the operator.
         flops: of one forward, if not one per element.
+        strict: whether dims with one letter must have one size, but for operands of size 1.
     """
     line = parse(text)
     reading = _Reading(line, operator, specs)
-    read = reading.dims()
+    read = reading.dims(strict)
     if read is None or reading.terms is None:
         return None
     operands, results, known = read

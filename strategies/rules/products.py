@@ -139,7 +139,7 @@ def _experts(operator: Operator, local: Local) -> Ref:
     return local.call("local.expert_products", x, weights, ends, first_row, first_expert)
 
 
-@rule("_grouped_mm", "grouped_mm_fallback")
+@rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_mm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """Rows x [t, k] sorted by expert, weights [e, k, n], end offsets of each expert's rows [e] -> [t, n].
 

@@ -3,10 +3,14 @@ an operator's arguments by the names that torch's schema gives them, whether a c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, reduce
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from strategies.core.graph import Operator, TensorSpec
 from strategies.rules.sharding import Sharding
@@ -14,13 +18,16 @@ from strategies.rules.sharding import Sharding
 Rule = Callable[[Operator, Sequence[TensorSpec]], Sharding | None]
 RULES: dict[str, Rule] = {}
 LOCAL_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+FUNCTION = "function"
+"""How targets begin that are torch.autograd.Functions."""
 
 R = TypeVar("R", bound=Rule)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rule(*operators: str) -> Callable[[R], R]:
-    """Register a rule for torch operators, by name without overload. A rule returns None for calls it cannot cover."""
+    """Register a rule for operators, by name without overload (`relu`; `library::name` for those that are not torch's).
+    A rule returns None for calls it cannot cover."""
 
     def register(function: R) -> R:
         for name in operators:
@@ -39,18 +46,65 @@ def local_function(function: F) -> F:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The callable behind a target: `aten.relu.default`, or `local.<name>`."""
-    space, name, *overload = target.split(".")
+    """The callable behind a target.
+
+    | target                              | is                                                                     |
+    |-------------------------------------|------------------------------------------------------------------------|
+    | `aten.relu.default`                 | torch's operator                                                       |
+    | `local.lookup_slice`                | a local function                                                       |
+    | `mylib.scan.default@nets,kernels`   | an operator of another library; importing these modules registers it   |
+    | `function.Scan@kernels`             | `apply` of the torch.autograd.Function `Scan` of the module `kernels`  |
+    | `function:bfloat16.Scan@kernels`    | the same under torch.autocast of this dtype                            |
+
+    A process that did not capture the graph, such as a rank, imports what it needs here.
+    """
+    path, _, modules = target.partition("@")
+    space, _, rest = path.partition(".")
     if space == "local":
-        return LOCAL_FUNCTIONS[name]
-    packet = getattr(getattr(torch.ops, space), name)
-    function: Callable[..., Any] = getattr(packet, overload[0] if overload else "default")
+        return LOCAL_FUNCTIONS[rest]
+    if space.startswith(FUNCTION):
+        return _applied(rest, modules, space.partition(":")[2])
+    name, _, overload = rest.partition(".")
+    library = getattr(torch.ops, space)
+    for module in modules.split(",") if modules else ():
+        if not hasattr(library, name):
+            import_module(module)
+    function: Callable[..., Any] = getattr(getattr(library, name), overload or "default")
     return function
 
 
+@cache
+def _applied(name: str, module: str, autocast: str) -> Callable[..., Any]:
+    function = function_class(name, module)
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args)
+
+    def under_autocast(*args: Any) -> Any:
+        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+        with torch.autocast(device, getattr(torch, autocast)):
+            return function.apply(*args)
+
+    applied = under_autocast if autocast else call
+    applied.__name__ = applied.__qualname__ = function.__name__  # in generated code
+    applied.__module__ = module
+    return applied
+
+
+def function_class(name: str, module: str) -> Any:
+    """The torch.autograd.Function of this qualified name in a module. Raises ImportError or AttributeError."""
+    return reduce(getattr, name.split("."), import_module(module))
+
+
 def named(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> value of every argument of torch operator `target`, in the schema's order; defaults where the call has
-    none."""
+    """Name -> value of every argument of operator `target`, in the schema's order (of an autograd function: in that of
+    its forward); defaults where the call has none."""
+    if target.startswith(FUNCTION):
+        path, _, module = target.partition("@")
+        function = function_class(path.partition(".")[2], module)
+        names = list(inspect.signature(function.forward).parameters)
+        with_context = function.setup_context is torch.autograd.Function.setup_context
+        return dict(zip(names[1:] if with_context else names, args, strict=False))
     schema: Any = resolve(target)._schema  # type: ignore[attr-defined]
     values = {argument.name: argument.default_value for argument in schema.arguments}
     return values | dict(zip(values, args, strict=False)) | dict(kwargs)

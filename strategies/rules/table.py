@@ -165,7 +165,7 @@ def line(
 
     Args:
         text: the line, as `strategies.rules.notation` explains it.
-        names: torch's names of the operators, without namespace and overload.
+        names: torch's names of the operators, without overload; `library::name` for those of other libraries.
         padded: whether factors that are not summed over may have padded slices: what padding holds reaches nothing but
             padding, and is no reason for infinite gradients.
         product: whether every combination of the factors is multiplied and added.

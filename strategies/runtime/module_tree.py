@@ -462,7 +462,8 @@ class _Tree:
         function = self._once(key, (lambda: with_place(make())) if placing else make)
         if part is None:
             return function
-        name = "_".join(step.target.split(".")[:2]) if isinstance(step, Compute) else function.__name__
+        words = step.target.partition("@")[0].split(".")[:2] if isinstance(step, Compute) else [function.__name__]
+        name = variable("_".join(words))
         return self._once((key, kept, part.carries), partial(watched, function, part, name))
 
     def _once(self, key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

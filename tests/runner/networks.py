@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from strategies import collectives
+from strategies import collectives, sharding_rule
 
 FEATURES, CLASSES = 12, 4
 
@@ -46,6 +46,36 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.drop(functional.gelu(self.norm(self.inner(x)))))
+
+
+@sharding_rule("b d -> b d")
+class Doubled(torch.autograd.Function):
+    """Returns its operand; gradients are doubled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@torch.library.custom_op("networks_of_tests::gelu", mutates_args=())
+def softmax_of_columns(x: Tensor) -> Tensor:
+    """No rule, and the name of an operator of torch that has one."""
+    return x.softmax(0)
+
+
+softmax_of_columns.register_fake(torch.empty_like)
+softmax_of_columns.register_autograd(lambda ctx, gradient: gradient.clamp(-0.01, 0.01))
+
+
+class OwnOperators(Classifier):
+    """A classifier with an operator of an autograd function and one of a library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(softmax_of_columns(Doubled.apply(self.inner(x))))
 
 
 class Odd(Classifier):

@@ -17,6 +17,14 @@ SHAPES = {
     "dropout in single precision": (("model.args.dropout=0.5",), "train.precision=fp32"),
     "batch norm": (("model.args.norm=true",), DOUBLE),
     "tied weights": (("model.target=networks.Tied",), DOUBLE),
+    "own operators": (
+        (
+            "model.target=networks.OwnOperators",
+            "parallel=semi_auto",
+            "parallel.strategies={Doubled: [[2,2]], inner.matmul: [[2,1],[1,2]]}",
+        ),
+        DOUBLE,
+    ),
     "tied weights, sliced": (
         ("model.target=networks.Tied", "parallel=semi_auto", "parallel.strategies={enter.matmul: [[2,1],[1,2]]}"),
         DOUBLE,

@@ -45,7 +45,7 @@ WITHOUT = {
     "cauchy": "its numbers are too far apart to compare",
     "empty": "what it returns is not defined",
     "empty_like": "what it returns is not defined",
-    "grouped_mm_fallback": "it exists only where transformers is imported",
+    "transformers::grouped_mm_fallback": "it exists only where transformers is imported",
     "multinomial": "it draws by probabilities that rounding may tip over",
     "new_empty": "what it returns is not defined",
     "random": "its numbers are too large to compare",

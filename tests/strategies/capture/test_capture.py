@@ -310,14 +310,6 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     ),
     "numpy": (lambda net, x: net.dense(x.numpy()), "failed on the example batch|not a torch operator"),
     "nonzero": (lambda net, x: net.dense(x)[x > 0], "whose shape depends on values"),
-    "own backward": (
-        lambda net, x: Triple.apply(net.dense(x)),
-        "torch.autograd.Function Triple, whose own backward is lost",
-    ),
-    "own backward, bound early": (
-        lambda net, x: triple(net.dense(x)),
-        "torch.autograd.Function Triple, whose own backward is lost",
-    ),
     "reentrant checkpoint": (
         lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True),
         "use_reentrant=False",

@@ -5,14 +5,16 @@ import torch
 import torch.nn.functional as F
 
 from strategies.rules.normalization import batch_norm_training, instance_norm_training
+from strategies.rules.registry import RULES
 
 # operators that capture makes are reached here under a name of their own
-LIBRARY = torch.library.Library("norms_of_tests", "FRAGMENT")
+LIBRARY = torch.library.Library("norm_tests", "FRAGMENT")
 for made in (batch_norm_training, instance_norm_training):
     arguments = "Tensor x, Tensor? w, Tensor? b, Tensor mean, Tensor variance, float momentum, float eps"
     LIBRARY.define(f"{made.__name__}({arguments}) -> (Tensor, Tensor, Tensor)")
     LIBRARY.impl(made.__name__, made, "CompositeImplicitAutograd")
-OPS = torch.ops.norms_of_tests
+    RULES[f"norm_tests::{made.__name__}"] = RULES[made.__name__]
+OPS = torch.ops.norm_tests
 
 torch.manual_seed(1)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from strategies.core.mesh import Mesh
 from strategies.rules import rule_of
 from strategies.rules.products import expert_products
+from strategies.rules.registry import RULES
 
 torch.manual_seed(1)
 
@@ -43,6 +44,7 @@ def _back(ctx, gradient):
 
 
 grouped.register_autograd(_back, setup_context=_keep)
+RULES["rule_tests::grouped_mm_fallback"] = RULES["transformers::grouped_mm_fallback"]
 
 
 def x(*shape):
@@ -74,7 +76,7 @@ def ends(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-COVERS = "_grouped_mm grouped_mm_fallback"
+COVERS = "_grouped_mm transformers::grouped_mm_fallback"
 CASES = [
     ("rows of experts", grouped, x(12, 6), x(4, 6, 8), ends(2, 7, 7, 12)),
     ("uneven", grouped, x(11, 6), x(3, 6, 7), ends(5, 6, 11)),

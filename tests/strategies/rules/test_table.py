@@ -81,9 +81,10 @@ def scores() -> Iterator[str]:
         ),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
-    lines.line("... s d, t d -> ... s t", "scores", padded=True, product=True)
-    yield "scores"
-    del RULES["scores"], lines._lines["scores"]
+    name = "meshwright_tests::scores"
+    lines.line("... s d, t d -> ... s t", name, padded=True, product=True)
+    yield name
+    del RULES[name], lines._lines[name]
 
 
 def test_adding_an_operator_is_one_line(scores, capture_cases, check, known, mesh):

@@ -1,0 +1,249 @@
+"""torch.autograd.Functions in a captured graph: one opaque operator with the author's own forward and backward.
+
+Export looks through a function to the operators of its forward, of which autograd would make another backward. So a
+call of a function is recorded as one node, and ranks call the function itself: both directions are the author's. It
+runs replicated, or sliced where its author declared a rule (`strategies.sharding_rule`).
+
+Two kinds are looked through, as nothing is lost: where no gradient flows (as in evaluation), and a function of an
+installed library whose backward is what autograd makes of its forward (a memory-saving activation, for instance),
+because its operators have rules. The latter is tried out on random numbers, on small and large gradients and on
+gradients that are not finite.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, replaced
+from strategies.core.errors import StrategyError
+from strategies.rules.declared import function_name, lines_of
+from strategies.rules.registry import function_class
+
+LIBRARY = "GeneratedBackwardFor_"
+"""The name that autograd gives to the backward of a torch.library operator, which stays one node of the graph."""
+PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
+"""What a function may take beside tensors: ranks get it from a file."""
+TOLERANCE = 1e-8
+"""Relative to the largest element of a gradient, in double precision."""
+ELEMENTS, LENGTH = 1 << 16, 6
+"""Functions of more elements are tried on tensors of which no dim is longer."""
+SCALES = (1e-4, 1.0, 1e4)
+
+
+@contextmanager
+def functions_as_operators(training: bool) -> Iterator[None]:
+    """Around an export: record calls of torch.autograd.Functions, however the user holds on to their `apply`. Raises
+    StrategyError, within the call, for a function that ranks could not call."""
+    tried: dict[tuple[type, str], bool] = {}
+
+    def apply(cls: Any, *args: Any) -> Any:
+        run = super(_SingleLevelFunction, cls).apply
+        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        if tracing is None or cls.__name__.startswith(LIBRARY):
+            return run(*args)
+        learns = training and _learns(args)
+        if lines_of(function_name(cls)) or (learns and _opaque(cls, args, tried)):
+            return _recorded(cls, args, run, tracing.tracer)
+        flows = torch.is_grad_enabled() and (learns or not training)
+        with torch.set_grad_enabled(flows):  # which ends what forward itself switches, in the graph too
+            return run(*args)
+
+    level: Any = _SingleLevelFunction  # between Function, which calls it, and the class whose method it stands for
+    level.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del level.apply
+
+
+def _opaque(function: Any, args: Sequence[Any], tried: dict[tuple[type, str], bool]) -> bool:
+    """Whether the backward of a function is lost if its operators are seen."""
+    if function.__name__ == "CheckpointFunction":
+        raise StrategyError(
+            "MW904",
+            "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model is "
+            "captured; call it with use_reentrant=False.",
+        )
+    if not _installed(function):
+        return True
+    key = function, _kind(args)
+    if key not in tried:
+        derivatives = replaced(torch.autograd, "_engine_run_backward", _engine_run_backward)
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), derivatives:
+            tried[key] = _as_autograd(function, args)
+    return not tried[key]
+
+
+def _learns(args: Sequence[Any]) -> bool:
+    """Whether autograd makes gradients for arguments of a function: for tensors that are arguments themselves."""
+    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _installed(function: type) -> bool:
+    """Whether a class belongs to an installed library."""
+    return "-packages" in (getattr(sys.modules.get(function.__module__), "__file__", None) or "")
+
+
+class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether random numbers are drawn."""
+
+    draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _recorded(function: Any, args: Sequence[Any], run: Callable[..., Any], tracer: Any) -> Any:
+    """What `run` returns for `args`, as results of one node."""
+    name = function_name(function)
+    _check_found(function, name)
+    for position, arg in enumerate(args):
+        if isinstance(arg, Tensor):
+            continue
+        for odd in (leaf for leaf in tree_leaves(arg) if not isinstance(leaf, PLAIN)):
+            tensor = isinstance(odd, Tensor)
+            what = "tensors in a list, for which autograd makes no gradient" if tensor else f"a {type(odd).__name__}"
+            raise _refusal(function, f"takes {what} (argument {position})", "pass tensors and numbers one by one")
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    versions = [tensor._version for tensor in tensors]
+    beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+    include = torch._C._dispatch_tls_local_include_set().remove(torch._C.DispatchKey.PreDispatch)
+    exclude = torch._C._dispatch_tls_local_exclude_set() | beneath
+    watched = _Watched()  # type: ignore[no-untyped-call]
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction(), watched:
+        results = run(*args)
+    if watched.draws:
+        raise _refusal(function, "draws random numbers", "draw them outside (torch.rand_like) and pass them to it")
+    if versions != [tensor._version for tensor in tensors]:
+        raise _refusal(function, "writes into its arguments", "write into a clone")
+    if not all(isinstance(result, Tensor) for result in (results if isinstance(results, tuple) else (results,))):
+        raise _refusal(function, "returns something that is no tensor", "return tensors alone")
+    given = [torch.ops.aten.alias.default(arg) if _unseen(arg, tracer) else arg for arg in args]
+    proxies = [tracer.unwrap_proxy(arg) if isinstance(arg, Tensor) else arg for arg in given]
+    node = tracer.create_proxy(
+        "call_function", AUTOGRAD_FUNCTION, (name, _autocast(tensors), *proxies), {}, function.__name__.lower()
+    )
+    return track_tensor_tree(results, node, constant=None, tracer=tracer)
+
+
+def _unseen(arg: Any, tracer: Any) -> bool:
+    """Whether the graph does not know a tensor yet, such as an attribute of a module that is no buffer."""
+    return isinstance(arg, Tensor) and isinstance(tracer.unwrap_proxy(arg), Tensor)
+
+
+def _autocast(tensors: Sequence[Tensor]) -> str | None:
+    """The dtype of the autocast around a call, if there is one."""
+    device = next((tensor.device.type for tensor in tensors), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _check_found(function: Any, name: str) -> None:
+    """Raises StrategyError for a function that other processes do not find by its name."""
+    module, _, path = name.partition("::")
+    try:
+        found = function_class(path, module)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not function:
+        raise _refusal(function, f"is not found as {module}.{path}", "define it at the top of a module")
+
+
+def _refusal(function: type, what: str, remedy: str) -> StrategyError:
+    return StrategyError(
+        "MW904",
+        f"The torch.autograd.Function {function.__name__} {what}, so the ranks could not call it as one operator; "
+        f"{remedy}.",
+    )
+
+
+class _Context:
+    """What a forward may do with its context, without effect."""
+
+    def __init__(self, count: int) -> None:
+        self.needs_input_grad = (True,) * count
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def _kind(args: Sequence[Any]) -> str:
+    """Shapes, dtypes and constants of a call."""
+    return repr([(arg.dtype, tuple(arg.shape)) if isinstance(arg, Tensor) else arg for arg in args])
+
+
+def _as_autograd(function: type, args: Sequence[Any]) -> bool:
+    """Whether the backward of `function` is that of its forward, on tensors of the shapes of `args`."""
+    if not any(isinstance(arg, Tensor) for arg in args):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    longest = LENGTH if any(isinstance(arg, Tensor) and arg.numel() > ELEMENTS for arg in args) else ELEMENTS
+    with torch.random.fork_rng([]), torch.enable_grad():
+        for scale in SCALES:
+            given = [_random(arg, generator, min(scale, 3.0), longest) for arg in args]
+            try:
+                ours = _gradients(function.apply, given, scale)  # type: ignore[attr-defined]
+                plain = _gradients(_forward(function, len(given)), given, scale)
+            except Exception:  # whatever user code raises on numbers that it did not expect
+                return False
+            if len(ours) != len(plain) or not all(map(_equal, ours, plain)):
+                return False
+    return True
+
+
+def _forward(function: Any, count: int) -> Any:
+    if function.setup_context is not Function.setup_context:
+        return function.forward
+    return lambda *args: function.forward(_Context(count), *args)
+
+
+def _random(arg: Any, generator: torch.Generator, scale: float, longest: int) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    shape = [min(int(size), longest) for size in arg.shape]
+    if arg.is_floating_point():
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    return torch.randint(0, 2, shape, generator=generator).to(arg.dtype)
+
+
+def _gradients(function: Any, args: Sequence[Any], scale: float) -> list[Tensor]:
+    """The gradients of floating-point arguments for fixed gradients of the results, of which some are not finite."""
+    leaves = tree_map_only(Tensor, lambda t: t.clone().requires_grad_(t.is_floating_point()), list(args))
+    copies = tree_map_only(Tensor, lambda t: t.clone(), leaves)  # which the forward may write
+    results = function(*copies)
+    results = [r for r in (results if isinstance(results, tuple) else (results,)) if isinstance(r, Tensor)]
+    results = [result for result in results if result.requires_grad]
+    fixed = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(r.shape, generator=fixed, dtype=r.dtype) * scale for r in results]
+    for gradient in upstream:
+        gradient.view(-1)[:2] = torch.tensor([torch.inf, torch.nan], dtype=gradient.dtype)[: gradient.numel()]
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gradients = torch.autograd.grad(results, wanted, upstream, allow_unused=True)
+    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, gradients, strict=True)]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        return False
+    size = float(other[finite].abs().max()) if finite.any() else 0.0
+    return torch.allclose(one[finite], other[finite], rtol=TOLERANCE, atol=TOLERANCE * size)
