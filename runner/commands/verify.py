@@ -38,7 +38,7 @@ MAGNIFIED = 0.1
 TIMES = 3.0
 """How many times one process's own rounding a sharded run may differ from it."""
 WORST = 5
-FUNCTION = "runner.training.trainer:train"
+ENTRY = "runner.training.trainer:train"
 """The entry of a rank."""
 
 
@@ -127,20 +127,14 @@ def run(config: Config, run_dir: Path) -> float | None:
         capacity.check_plan(prepared, plan_files.write_plan(prepared, run_dir))
         print(headline(prepared, run_dir), flush=True)
         section, ranks, elastic = config.launch, prepared.world_size, config.parallel.elastic
-        how = {"device": prepared.device, "timeout": section.timeout, "threads": section.threads}
-        launch.run_ranks(
-            "runner.server.roles:train" if elastic else FUNCTION,
-            TrainingJob(prepared, folder, None, ours, offload=offload),
-            world_size=ranks,
-            run_dir=run_dir,
-            elastic=elastic,
-            **how,
-        )
-        start = partial(launch.run_ranks, FUNCTION, **how)
+        start = partial(launch.run_ranks, device=prepared.device, timeout=section.timeout, threads=section.threads)
+        entry = "runner.server.roles:train" if elastic else ENTRY
+        job = TrainingJob(prepared, folder, None, ours, offload=offload)
+        start(entry, job, world_size=ranks, run_dir=run_dir, elastic=elastic)
         print(f"verify: {config.verify.steps} steps on {ranks} ranks done; now the same on one process", flush=True)
         reference = prepare(_reference(prepared.config), None)
         (run_dir / "reference").mkdir(exist_ok=True)
-        start(TrainingJob(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
+        start(ENTRY, TrainingJob(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
         precision = config.train.precision
         tolerance = config.verify.tolerance or TOLERANCE[precision]
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision])
@@ -150,7 +144,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             try:
                 double = prepare(_changed(reference.config, train={"precision": "fp64"}), None, say=lambda _: None)
                 job = TrainingJob(replace(double, single_draws=True), folder, None, exact, ours)
-                start(job, world_size=1, run_dir=run_dir / "reference_fp64")
+                start(ENTRY, job, world_size=1, run_dir=run_dir / "reference_fp64")
                 rounding = compare(theirs, exact, tolerance, ROUNDING["fp32"]).differences
                 comparison = replace(comparison, rounding=rounding)
             except (ConfigError, StrategyError, RunFailed) as error:

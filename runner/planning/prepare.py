@@ -47,7 +47,7 @@ from strategies.core.plan import Plan
 from strategies.core.request import check
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.pipeline import Stage
-from strategies.optimizer.updates import check_kind
+from strategies.optimizer.updates import check_elementwise, check_kind
 from strategies.planner.planner import follow
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
@@ -349,6 +349,8 @@ def check_model(config: Config, model: nn.Module) -> None:
         made = factory(groups)
         if config.parallel.mode not in ("stand_alone", "hybrid"):
             check_kind(made)
+        if config.parallel.elastic:
+            check_elementwise(made, "servers")
         optimizers.check_scheduler(config.optimizer.scheduler, made)
     if config.evaluate.metric is not None and config.loss.target is None:
         raise ConfigError(

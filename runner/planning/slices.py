@@ -143,12 +143,11 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
         raise _dependent("the loss")
     program = replace(program, instructions=tuple(map(_alone, program.instructions)))
     made = {one.id: one for one in program.instructions}
-    carrying = [one for one in program.instructions if _communicates(one)]
+    carrying = [one for one in program.instructions if isinstance(one, Redistribute) and one.collectives]
     behind: dict[str, Instruction] = {}
     sources = {source.id: source for source in program.sources}
     stubs: dict[str, Source] = {}
     for one in carrying:
-        assert isinstance(one, Redistribute)
         for name in _behind(one.value, made):
             if name in behind:
                 continue
@@ -201,12 +200,12 @@ def _with_tables(program: Program) -> tuple[Program, tuple[Table, ...]]:
         if source.kind != "parameter" or source.name not in program.trainable_names:
             continue
         uses = [one for one in program.instructions if any(ref.id == source.id for ref in one.operands)]
-        paddings = {one.args[2] if len(one.args) > 2 else -1 for one in uses if _looks_up(one, source.id, position)}
-        if not all(_looks_up(one, source.id, position) for one in uses) or len(paddings) != 1:
+        lookups = [one for one in uses if isinstance(one, Compute) and _looks_up(one, source.id, position)]
+        paddings = {one.args[2] if len(one.args) > 2 else -1 for one in lookups}
+        if len(lookups) < len(uses) or len(paddings) != 1:
             continue
         entries = []
-        for one in uses:
-            assert isinstance(one, Compute)
+        for one in lookups:
             entry = one.args[1].id
             name = f"{POSITIONS}{one.id}"
             spec = next(own.spec for own in inputs if own.id == entry)
@@ -226,11 +225,10 @@ def _with_tables(program: Program) -> tuple[Program, tuple[Table, ...]]:
     return rewired, tuple(tables)
 
 
-def _looks_up(step: Instruction, table: str, entries: Mapping[str, int]) -> bool:
+def _looks_up(step: Compute, table: str, entries: Mapping[str, int]) -> bool:
     """Whether `step` is a plain embedding of `table` by an entry of the batch."""
     return (
-        isinstance(step, Compute)
-        and step.target == EMBEDDING
+        step.target == EMBEDDING
         and step.args[0] == Ref(table)
         and isinstance(step.args[1], Ref)
         and step.args[1].id in entries
@@ -255,10 +253,6 @@ def _dependent(what: str) -> StrategyError:
         f"parallel.mode = parameter_server: {what} needs values of all slices of the batch at once, so no worker can "
         "compute a slice alone. Use a model whose rows do not depend on one another, or parallel=data_parallel.",
     )
-
-
-def _communicates(instruction: Instruction) -> bool:
-    return isinstance(instruction, Redistribute) and bool(instruction.collectives)
 
 
 def _behind(value: Ref, made: dict[str, Instruction]) -> list[str]:

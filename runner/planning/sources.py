@@ -51,7 +51,7 @@ def request_of(config: Config, world_size: int) -> Request:
     dataset, limit, need = parallel.dataset_strategy, parallel.memory_limit, optimizers.need_of(config.optimizer)
     groups = lowering.pipeline_groups(config)
     return Request(
-        "data_parallel" if parallel.elastic else parallel.mode,
+        "data_parallel" if parallel.mode == "parameter_server" else parallel.mode,
         world_size,
         parallel.search,
         tuple(parallel.mesh.items()) if parallel.mesh else None,

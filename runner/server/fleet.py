@@ -11,6 +11,7 @@ import os
 import queue
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Fleet:
         try:
             while True:
                 fields, _ = link.receive()
-                self._events.put(lambda fields=fields: self._heard(link, fields))
+                self._events.put(partial(self._heard, link, fields))
         except BROKEN:
             self._events.put((lambda: self._worker_gone(link)) if member is None else (lambda: self._probe(member)))
 

@@ -110,7 +110,8 @@ class Link:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor with elements."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def connect(address: Address, secret: bytes, timeout: float) -> Link:

@@ -36,7 +36,7 @@ class ServedShard:
     def __init__(self, shard: Shard, groups: Groups, factory: OptimizerFactory, dtype: torch.dtype) -> None:
         self._shard = shard
         self.values = torch.zeros(shard.size, dtype=dtype)
-        parts = self.values.split([piece.size for piece in shard.dense])
+        parts = torch.split(self.values, [piece.size for piece in shard.dense])
         self._parameters = {piece.name: nn.Parameter(part) for piece, part in zip(shard.dense, parts, strict=True)}
         for piece in shard.tables:
             first, last = piece.rows
@@ -113,14 +113,14 @@ class ServedShard:
     def gradient(self) -> list[Tensor]:
         """The prepared gradient of every piece, flat."""
         assert self.total is not None
-        parts = [*self.total.dense.split([piece.size for piece in self._shard.dense])]
+        parts = [*torch.split(self.total.dense, [piece.size for piece in self._shard.dense])]
         return parts + [_spread(rows, table).view(-1) for rows, table in self._rows(self.total)]
 
     def _rows(self, gradient: Gradient) -> list[tuple[Rows, nn.Parameter]]:
         return [*zip(gradient.tables, self._tables, strict=True)]
 
     def _update(self, gradient: Gradient) -> None:
-        parts = gradient.dense.split([piece.size for piece in self._shard.dense])
+        parts = torch.split(gradient.dense, [piece.size for piece in self._shard.dense])
         for piece, part in zip(self._shard.dense, parts, strict=True):
             self._parameters[piece.name].grad = part
         for rows, table in self._rows(gradient):
@@ -143,7 +143,8 @@ class ServedShard:
     def state(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Everything that another process needs to go on with this shard: plain data, and tensors, of which the first
         are the pieces, flat."""
-        tensors, states = [self._parameters[piece.name].detach().view(-1) for piece in self._shard.pieces], {}
+        tensors = [self._parameters[piece.name].detach().view(-1) for piece in self._shard.pieces]
+        states: dict[str, dict[str, Any]] = {}
         for name, parameter in self._parameters.items():
             states[name] = {}
             for key, value in self._optimizer.state.get(parameter, {}).items():

@@ -108,7 +108,8 @@ class Store:
             with held.lock:
                 return {"version": held.shard.version}, held.shard.pull(tensors)
         with held.lock:
-            return getattr(self, f"_{op}")(held, fields, tensors)
+            answer: Answer = getattr(self, f"_{op}")(held, fields, tensors)
+            return answer
 
     def _push(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """A slice of a synchronous step."""

@@ -55,13 +55,13 @@ class Worker:
         sizes = {name: size for name, size in self._sliced.elements.items() if name not in self._sliced.widths}
         dtype = self._tensors[next(iter(self._sliced.elements))].dtype
         self._values, self._gradients = (torch.zeros(sum(sizes.values()), dtype=dtype) for _ in range(2))
-        flat = (tensor.split([*sizes.values()]) for tensor in (self._values, self._gradients))
+        flat = (torch.split(tensor, [*sizes.values()]) for tensor in (self._values, self._gradients))
         for name, value, gradient in zip(sizes, *flat, strict=True):
             parameter = self._tensors[name]
             parameter.data = value.view(parameter.shape)
             parameter.grad = gradient.view(parameter.shape)
         parts = [shard.size for shard in shards]
-        self._pulled, self._pushed = self._values.split(parts), self._gradients.split(parts)
+        self._pulled, self._pushed = torch.split(self._values, parts), torch.split(self._gradients, parts)
         bounds = [[piece.rows for piece in shard.tables] for shard in shards]
         self._tables = [
             PulledTable(table, self._tensors[table.name], [own[number] for own in bounds], section.cache_rows)
@@ -165,7 +165,9 @@ class Worker:
     def _load(self, batches: LocalBatches, faults: Faults, batch: int) -> list[list[Tensor]]:
         """The inputs of the program in every micro-batch of global batch number `batch`; ids of rows are positions."""
         rows, epoch = self._order.rows(batch), self._order.epoch(batch)
-        size, dtype, loaded, facts = self._prepared.rows, DTYPES[self._config.train.precision], [], []
+        size, dtype = self._prepared.rows, DTYPES[self._config.train.precision]
+        loaded: list[list[Tensor]] = []
+        facts: list[list[Tensor]] = []
         for micro in range(self._config.train.accumulate):
             recorder.at(DATA)
             faults.at("data")

@@ -47,6 +47,13 @@ def check(config: Config, world_size: int, steps: int) -> None:
             raise ConfigError("MW707", f"{where}: there are {world_size} ranks; choose one from 0 to {world_size - 1}.")
         if fault.step > steps:
             raise ConfigError("MW707", f"{where}: the run has {steps} steps; choose one from 1 to {steps}.")
+        if config.parallel.elastic and fault.rank and fault.phase not in (phases := _phases(config, fault.rank)):
+            raise ConfigError(
+                "MW707",
+                f"{where}: that never happens on this rank of mode parameter_server, which has the phases "
+                f"{', '.join(phases)}; rank 0 saves, ranks 1 to {config.parallel.server.servers} serve, the others "
+                "work.",
+            )
         if fault.phase == "collective" and world_size == 1:
             raise ConfigError(
                 "MW707", f"{where}: one rank alone joins no collective; choose another phase or more ranks."
@@ -57,6 +64,15 @@ def check(config: Config, world_size: int, steps: int) -> None:
                 f"{where}: nothing is saved after that step with checkpoint.every = {config.checkpoint.every} and "
                 f"checkpoint.at_end = {config.checkpoint.at_end}; choose a step after which the run saves.",
             )
+
+
+def _phases(config: Config, rank: int) -> tuple[Phase, ...]:
+    """The phases of a server or a worker; collective is where a server has the sum of a step (sync) and where a worker
+    has a gradient to push."""
+    section = config.parallel.server
+    if rank > section.servers:
+        return "data", "forward", "backward", "collective"
+    return ("collective", "optimizer") if section.consistency == "sync" else ("optimizer",)
 
 
 def _saves(config: Config, step: int, steps: int) -> bool:

@@ -250,5 +250,15 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
         )
 
 
+def check_elementwise(optimizer: Optimizer, who: str) -> None:
+    """Raises StrategyError for an optimizer that cannot update slices of a flattened parameter, as `who` do."""
+    if kind := _kind(optimizer, BY_SHAPE):
+        raise StrategyError(
+            "MW323",
+            f"Optimizer {kind} treats every parameter as one matrix, but {who} hold pieces of it. Use an elementwise "
+            "optimizer such as torch.optim.AdamW, or parallel=data_parallel.",
+        )
+
+
 def _kind(optimizer: Optimizer, known: Container[str]) -> str:
     return next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in known), "")

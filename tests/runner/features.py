@@ -79,6 +79,7 @@ FEATURES: dict[str, Feature] = {
     "semi_auto": Feature("mode", ("parallel=semi_auto", STRATEGIES)),
     "auto": Feature("mode", ("parallel=auto", STRATEGIES)),
     "hybrid": Feature("mode", ("parallel=hybrid",)),
+    "parameter_server": Feature("mode", ("parallel=parameter_server", "parallel.server.servers=1", "world_size=4")),
 }
 PAIRS = [(a, b) for a, b in combinations(FEATURES, 2) if FEATURES[a].family != FEATURES[b].family]
 

@@ -29,6 +29,7 @@ ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states on the host", *STAGE_3)
 ACTIVATIONS = ("activations on the host", "activations on a disk")
 AS_IT_IS = ("stand_alone", "hybrid")
 """Modes that run the user's module."""
+SERVED = ("parameter_server",)
 STAGES, STAGE, COMPILE, MODE = (
     "parallel.pipeline.stages",
     "parallel.zero.stage",
@@ -51,6 +52,14 @@ REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = 
     (("place",), AS_IT_IS, ("parallel.place", MODE)),
     (("copies",), AS_IT_IS, ("parallel.copies", MODE)),
     (("compile",), AS_IT_IS, (COMPILE, MODE)),
+    (SCHEDULES, SERVED, (STAGES, MODE)),
+    (ZERO, SERVED, (STAGE, MODE)),
+    (RECOMPUTE, SERVED, ("parallel.recompute.operators", MODE)),
+    (ACTIVATIONS, SERVED, ("parallel.offload.activations.to", MODE)),
+    (("place",), SERVED, ("parallel.place", MODE)),
+    (("copies",), SERVED, ("parallel.copies", MODE)),
+    (("compile",), SERVED, (COMPILE, MODE)),
+    (("bf16", "fp16"), SERVED, ("train.precision", MODE)),
 )
 """Which features clash with which others, and the keys that the paragraph names. All other pairs are accepted."""
 CLASHES = {pair: keys for these, others, keys in REFUSED for pair in product(these, others)}

@@ -124,6 +124,13 @@ def test_tables_equal_one_device(start, cache):
     assert start(*TABLE, *words, verb="verify").value < 1e-10
 
 
+@pytest.mark.parametrize(("rank", "phase"), [(1, "forward"), (3, "optimizer"), (4, "save")])
+def test_a_fault_that_never_happens_on_a_rank_is_refused(start, rank, phase):
+    with pytest.raises(ConfigError) as caught:
+        start(*SERVED, f"launch.faults=[{kill(rank, 2, phase)}]", "checkpoint.every=1")
+    assert caught.value.code == "MW707"
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -134,6 +141,7 @@ def test_tables_equal_one_device(start, cache):
         (("parallel.server.consistency=bounded",), "MW205"),
         (("data.batch_size=15",), "MW205"),
         (("launch=torchrun",), "MW205"),
+        (("optimizer={target: torch.optim.Adafactor, args: {lr: 0.1}}",), "MW323"),
         (("parallel=data_parallel", "world_size=4"), "MW205"),
         (("+model.args.norm=true",), "MW413"),
     ],
