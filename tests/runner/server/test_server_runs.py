@@ -55,6 +55,19 @@ def test_killed_workers_and_servers_change_no_bit(start):
 
 
 @pytest.mark.slow
+def test_a_run_outlives_thirty_workers_and_ten_servers(start):
+    """Servers are killed in turns, each after the one before it is back and has its copies."""
+    phases = ("forward", "backward", "collective", "data")
+    kills = [kill(3 + number % 4, 8 + 14 * number, phases[number % 4]) for number in range(30)]
+    kills += [kill(1 + number % 2, 15 + 42 * number, ("collective", "optimizer")[number % 2]) for number in range(10)]
+    words = ("+recipe=parameter_server", "evaluate={}", PATIENCE, "train.log_every=50")
+    hit = start(*words, f"launch.faults=[{', '.join(kills)}]", folder="hit")
+    calm = start(*words, folder="calm")
+    assert len([*(hit.folder / "faults").iterdir()]) == 40
+    assert stored(hit) == stored(calm) and hit.losses == calm.losses
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_and_in_another_mode(start):
     long = start(*SERVED, *ADAM, DOUBLE, "checkpoint.every=3", folder="long")
     first = f"train.resume={long.folder}/checkpoints/step-00000003"
