@@ -94,6 +94,32 @@ class Layout:
         return mesh.group(rank, self.replica_axes(mesh))
 
 
+@dataclass(frozen=True)
+class Windows(Layout):
+    """Slices that overlap or leave out: slice i of dim d is `windows[d][i]`, (start, stop); dims without windows have
+    equal slices. Every local shape is that of the longest window; what a shorter one lacks at its end is zero."""
+
+    windows: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        equal = super().local_shape(shape, mesh)
+        return tuple(
+            [
+                max(stop - start for start, stop in windows) if windows else size
+                for windows, size in zip(self.windows, equal, strict=True)
+            ]
+        )
+
+    def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
+        equal = Layout(self.dims).block(shape, mesh, rank)
+        return tuple(
+            [
+                windows[mesh.index(rank, dim)] if windows else own
+                for windows, dim, own in zip(self.windows, self.dims, equal, strict=True)
+            ]
+        )
+
+
 def recoverable(
     parameters: Iterable[Layout], mesh: Mesh, rank: int, *, stage: int = 0, split: bool = False
 ) -> tuple[int, ...]:

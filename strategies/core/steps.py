@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from strategies.core.layout import Block, Layout
+from strategies.core.layout import Block, Layout, Windows
 from strategies.core.mesh import Mesh
 
 SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (
@@ -27,7 +27,7 @@ SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (
     "exchange",
 )
 """Kinds of steps. `all_to_all` moves axes from one dim to another; `exchange` is an all-to-all-v of blocks between any
-two layouts."""
+two layouts; from `Windows`, which overlap, it adds what several ranks send."""
 LOCAL = (SLICE, PAD)
 """Kinds that send nothing. `pad` is the adjoint of `slice`: zeros elsewhere, so the axes become partial."""
 
@@ -128,6 +128,11 @@ def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
         (peer, block of the global tensor), by increasing peer, the rank itself included.
     """
     wanted = step.after.block(step.shape, mesh, rank)
+    if isinstance(step.before, Windows):
+        parts = [
+            (peer, intersect(step.before.block(step.shape, mesh, peer), wanted)) for peer in mesh.group(rank, step.axes)
+        ]
+        return sorted((peer, part) for peer, part in parts if all(start < stop for start, stop in part))
     local = step.before.local_shape(step.shape, mesh)
     slices = [
         range(start // size, -(-stop // size)) if size else range(0)
@@ -158,6 +163,8 @@ def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
 @cache
 def _busiest_in_exchange(step: Step, mesh: Mesh) -> int:
     before, after, shape = step.before, step.after, step.shape
+    if isinstance(before, Windows) or isinstance(after, Windows):
+        return max(step.elements(mesh, rank) for rank in mesh.group(0, step.axes))
     if any(
         size % mesh.product(dim) for layout in (before, after) for size, dim in zip(shape, layout.dims, strict=True)
     ):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite, wide
-from strategies.core.layout import Layout
+from strategies.core.layout import Layout, Windows
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import (
@@ -32,7 +32,7 @@ from strategies.core.program import (
     RankValue,
     Redistribute,
 )
-from strategies.core.steps import ReshardingPath
+from strategies.core.steps import EXCHANGE, ReshardingPath, Step
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.rules.registry import changed, named
@@ -164,7 +164,7 @@ class Emitter:
     def ordinal(self) -> int:
         return Ordinal(self.emission.ordinal(self.operator))
 
-    def itself(self, **changes: Any) -> Ref:
+    def itself(self, /, **changes: Any) -> Ref:
         target, args, kwargs = self.operator.target, self.args, self.kwargs
         if changes:
             args, kwargs = changed(target, args, kwargs, **changes)
@@ -221,6 +221,18 @@ class Emitter:
         whole = (*shape[:dim], shape[dim] * self.slices(*factors), *shape[dim + 1 :])
         return self._carried(value, name, before, after, Layout(after.dims, frozenset(axes)), whole, dtype)
 
+    def windows_over(self, value: Ref, windows: Mapping[int, tuple[str, Sequence[tuple[int, int]]]]) -> Ref:
+        whole, local = self.emission.graph.specs[self.operator.operands[0]].shape, self.operand_shape()
+        axes = [self._axes((windows[dim][0],)) if dim in windows else () for dim in range(len(local))]
+        shape = tuple(whole[dim] if dim in windows else size for dim, size in enumerate(local))
+        cut = Layout(tuple(axes))
+        wanted = Windows(
+            cut.dims, windows=tuple(tuple(windows[dim][1]) if dim in windows else () for dim in range(len(local)))
+        )
+        group = self.emission.mesh.sorted(cut.axes)
+        there, back = (Step(EXCHANGE, group, 0, 0, *ends, shape) for ends in ((cut, wanted), (wanted, cut)))
+        return self._redistributed(value, f"{value.id}_windows", (there,), (back,), shape)
+
     def _carried(
         self,
         value: Ref,
@@ -233,13 +245,26 @@ class Emitter:
         differentiable: bool | None = None,
     ) -> Ref:
         """`value` carried from layout `before` to `after`; its gradient, if it has one, comes back as `returned`."""
-        mesh, operator = self.emission.mesh, self.operator
-        spec = TensorSpec(shape, dtype or operator.results[0].dtype)
-        differentiable = spec.floating if differentiable is None else differentiable
+        mesh = self.emission.mesh
         forward = resharding_path(before, after, shape, mesh)
         if not forward:
             return value
-        backward = resharding_path(returned, before.reduced, shape, mesh) if differentiable else ()
+        backward = resharding_path(returned, before.reduced, shape, mesh)
+        return self._redistributed(value, name, forward, backward, shape, dtype, differentiable)
+
+    def _redistributed(
+        self,
+        value: Ref,
+        name: str,
+        forward: ReshardingPath,
+        backward: ReshardingPath,
+        shape: tuple[int, ...],
+        dtype: str | None = None,
+        differentiable: bool | None = None,
+    ) -> Ref:
+        operator, spec = self.operator, TensorSpec(shape, dtype or self.operator.results[0].dtype)
+        differentiable = spec.floating if differentiable is None else differentiable
+        backward = backward if differentiable else ()
         fresh = self.emission.fresh(name)
         self.emission.instructions.append(
             Redistribute(fresh, value, forward, backward, 1.0, differentiable, spec, operator.name, -1, operator.path)

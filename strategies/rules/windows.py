@@ -2,30 +2,84 @@
 
 Convolutions have the factors n (batch), o (channels out) and i (channels in, summed over), or g (groups of channels);
 as in products, the first slice of a summed factor adds the bias. In pooling and resampling batch and channels pass. The
-image's own dims and the kernel stay replicated, unless the windows of a pooling tile the image (they do not overlap,
-nothing is padded, and the last stride is full): then slices hold complete windows. Also what moves elements between
-channels and windows: unfold and fold, pixel and channel shuffles.
+image's own dims have the factors s0, s1, ... in convolution, and w0, w1, ... in maximum and average pooling with fixed
+strides: a slice fetches the rows of its neighbours that its windows need (see `halos`), and computes without padding.
+They stay replicated, as kernels do, in other pooling, which returns or takes places in the image or depends on its
+size, and in averages that count only what lies in the image. Also what moves elements between channels and windows:
+unfold and fold, pixel and channel shuffles.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.rules.halos import Windows, each, factors_of, fetched
 from strategies.rules.notation import notation
 from strategies.rules.registry import arguments, rule
 from strategies.rules.sharding import Dims, Local, Sharding, numbered, sharding
 from strategies.rules.table import line
 
 
-def _convolution(operator: Operator, local: Local) -> Ref:
-    given, changes = local.arguments, {}
+def _channels(local: Local) -> dict[str, Any]:
+    """The arguments that change where channels are sliced."""
+    given, changes = local.arguments, dict[str, Any]()
     if local.slices("g") > 1:
         changes["groups"] = given["groups"] // local.slices("g")
     if local.slices("i") > 1 and given["bias"] is not None:
         changes["bias"] = local.call("local.first_slice_only", given["bias"], local.position("i"))
-    return local.itself(**changes)
+    return changes
+
+
+def _time_first(operator: Operator, local: Local) -> Ref:
+    return local.itself(**_channels(local))
+
+
+def _convolution(operator: Operator, local: Local, *, windows: Sequence[Windows]) -> Ref:
+    sliced = [one for one in windows if local.slices(one.factor) > 1]
+    if not sliced:
+        return local.itself(**_channels(local))
+    given = local.arguments
+    if isinstance(given["padding"], str):  # perhaps one more row at the end than at the beginning: all are framed
+        sliced = [one for one in windows if one in sliced or one.padding or one.places > one.rows - one.extent + 1]
+    first = windows[0].dim
+    inside = {one.dim - first for one in sliced}
+    whole = [one.padding for one in windows] if isinstance(given["padding"], str) else given["padding"]
+    padding = [0 if dim in inside else size for dim, size in enumerate(each(whole, len(windows)))]
+    changes = {"padding": padding, **_channels(local)}
+    if "output_padding" in given:
+        extra = enumerate(each(given["output_padding"], len(windows)))
+        changes["output_padding"] = [0 if dim in inside else size for dim, size in extra]
+    changes["input"] = fetched(local, given["input"], sliced, 0.0)
+    if isinstance(given["padding"], str):
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        return local.call(f"aten.{operator.op}.default", *({**given, **changes}[name] for name in names))
+    result = local.itself(**changes)
+    for one in sliced if sliced[0].transposed else ():
+        slices = local.slices(one.factor)
+        block, offsets = -(-one.places // slices), one.offsets(slices)
+        ends = [offset + block for offset in offsets]
+        result = local.call("local.framed", result, one.dim, local.position(one.factor), offsets, ends, block, 0.0)
+    return result
+
+
+def _filters(
+    operator: Operator, picture: Sequence[int], kernel: Sequence[int], lead: int, transposed: bool
+) -> list[Windows]:
+    """The windows of a convolution of a picture of spatial shape `picture`, whose dims begin at `lead`."""
+    given, count = arguments(operator), len(picture)
+    stride, dilation = each(given["stride"], count), each(given["dilation"], count)
+    extents = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    if isinstance(given["padding"], str):
+        padding = [(extent - 1) // 2 if given["padding"] == "same" else 0 for extent in extents]
+    else:
+        padding = each(given["padding"], count)
+    places = operator.results[0].shape[lead:]
+    numbers = zip(picture, places, extents, stride, padding, strict=True)
+    return [Windows(f"s{i}", lead + i, *each_dim, transposed) for i, each_dim in enumerate(numbers)]
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
@@ -34,8 +88,10 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     weight and both channel dims have factor g."""
     given = arguments(operator)
     transposed = operator.op.startswith("conv_transpose") or given.get("transposed", False)
-    weight, spatial = specs[1].shape, (None,) * (len(specs[1].shape) - 2)
+    weight, whole = specs[1].shape, (None,) * (len(specs[1].shape) - 2)
     lead = ("n",) if len(specs[0].shape) == len(weight) else ()
+    windows = _filters(operator, specs[0].shape[len(lead) + 1 :], weight[2:], len(lead) + 1, transposed)
+    spatial = tuple(one.factor for one in windows)
     into, out = ("g", "g") if given["groups"] > 1 else ("i", "o")
     kernel: Dims = ("g", None) if given["groups"] > 1 else ("i", "o") if transposed else ("o", "i")
     bias: list[Dims] = [(out,) for _ in specs[2:]]
@@ -43,13 +99,13 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     return sharding(
         operator,
         specs,
-        [(*lead, into, *spatial), (*kernel, *spatial), *bias],
+        [(*lead, into, *spatial), (*kernel, *whole), *bias],
         [(*lead, out, *spatial)],
         sums=() if given["groups"] > 1 else ["i"],
-        local=_convolution,
+        local=partial(_convolution, windows=windows),
         flops=2.0 * moved.elements * specs[1].elements / weight[0],
-        sizes={"g": given["groups"]},
-        padded=("n", "o"),
+        sizes={"g": given["groups"], **factors_of(windows)},
+        padded=("n", "o", *(one.factor for one in windows if one.rows == one.places)),
     )
 
 
@@ -58,7 +114,7 @@ def time_first(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | No
     """x [t, n, i], weight [k, i, o], bias [o] -> [t, n, o]."""
     flops = 2.0 * operator.results[0].elements * specs[1].elements / specs[1].shape[2]
     line = "!t n i, !k i o, +o -> !t n o"
-    return notation(line, operator, specs, padded=True, local=_convolution, flops=flops)
+    return notation(line, operator, specs, padded=True, local=_time_first, flops=flops)
 
 
 WINDOWS = """
@@ -78,34 +134,57 @@ def windows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x [(n,) c, ...] -> [(n,) c, ...], and perhaps indices inside each image. Further operands: the indices for
     unpooling, and random samples [n, c, places] for fractional pooling."""
     lead = numbered(len(specs[0].shape) - SPATIAL[operator.op])
-    spatial = _tiled(operator, specs[0].shape[len(lead) :])
+    covers = _covers(operator, specs[0].shape, len(lead))
+    spatial = tuple(None if one is None else one.factor for one in covers)
     operands: list[Dims] = [(*lead, *spatial) for _ in specs]
     if operator.op.startswith("fractional"):
         operands[1] = (*(None,) * (2 - len(lead)), *lead, None)
     padded = lead if len(specs) == 1 else ()  # torch refuses indices and samples that padding may hold
-    places = operator.results[0].shape[len(lead) :]  # a slice is cut between windows, so their number must divide
-    sizes = {factor: size for factor, size in zip(spatial, places, strict=True) if factor is not None}
-    return sharding(operator, specs, operands, [(*lead, *spatial)] * len(operator.results), sizes=sizes, padded=padded)
-
-
-def _tiled(operator: Operator, shape: Sequence[int]) -> Dims:
-    """The image dims that windows tile. Operators that return indices have none, because indices are global to the
-    image, and nor do adaptive windows, which depend on its size."""
-    if operator.op not in TILING:
-        return (None,) * len(shape)
-    given = arguments(operator)
-
-    def each(value: Any) -> Sequence[int]:
-        """One number per dim; one for all may stand alone."""
-        numbers = [value] if isinstance(value, int) else list(value)
-        return numbers * len(shape) if len(numbers) == 1 else numbers
-
-    kernel, padding, dilation = each(given["kernel_size"]), each(given["padding"]), each(given.get("dilation", 1))
-    stride = each(given["stride"]) if given["stride"] else kernel  # not given, or an empty list
-    return tuple(
-        f"w{i}" if (k - 1) * d < s and p == 0 and size % s == 0 else None
-        for i, (size, k, s, p, d) in enumerate(zip(shape, kernel, stride, padding, dilation, strict=True))
+    sliced = [one for one in covers if one is not None]
+    return sharding(
+        operator,
+        specs,
+        operands,
+        [(*lead, *spatial)] * len(operator.results),
+        sizes=factors_of(sliced),
+        padded=padded,
+        local=partial(_pooling, covers=sliced, lead=len(lead)) if sliced else None,
     )
+
+
+def _pooling(operator: Operator, local: Local, *, covers: Sequence[Windows], lead: int) -> Ref:
+    sliced = [one for one in covers if local.slices(one.factor) > 1]
+    fill = -math.inf if operator.op.startswith("max") else 0.0
+    given, inside = local.arguments, {one.dim - lead for one in sliced}
+    name = next(iter(given))
+    value = fetched(local, given[name], sliced, fill)
+    padding = each(given["padding"], SPATIAL[operator.op])
+    cut = [0 if dim in inside else size for dim, size in enumerate(padding)]
+    if cut == padding and value == given[name]:
+        return local.itself()
+    return local.itself(padding=cut, **{name: value})
+
+
+def _covers(operator: Operator, shape: Sequence[int], lead: int) -> list[Windows | None]:
+    """The windows over each of the image's dims that may be sliced. Operators that return indices have none, because
+    indices are global to the image, and nor do adaptive windows, which depend on its size."""
+    rows, places = shape[lead:], operator.results[0].shape[lead:]
+    if operator.op not in TILING:
+        return [None] * len(rows)
+    given = arguments(operator)
+    kernel, padding, dilation = (
+        each(value, len(rows)) for value in (given["kernel_size"], given["padding"], given.get("dilation", 1))
+    )
+    stride = each(given["stride"], len(rows)) if given["stride"] else kernel  # not given, or an empty list
+    found: list[Windows | None] = []
+    numbers = zip(rows, places, kernel, stride, padding, dilation, strict=True)
+    for i, (size, count, k, s, p, d) in enumerate(numbers):
+        one = Windows(f"w{i}", lead + i, size, count, d * (k - 1) + 1, s, p)
+        over = (count - 1) * s + one.extent > size + 2 * p  # ceil_mode: the last window leaves the padding
+        partly = (p > 0 and not given.get("count_include_pad")) or over
+        counted = operator.op.startswith("avg") and given.get("divisor_override") is None and partly
+        found.append(None if counted else one)
+    return found
 
 
 @rule("im2col", "col2im")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Layout, indices
+from strategies.core.layout import Layout, Windows, indices
 from strategies.core.mesh import Mesh
 from strategies.core.steps import (
     ALL_GATHER,
@@ -102,6 +102,7 @@ class Transfer:
             self._put = {peer: indices(block, after) for peer, block in incoming.items()}
             self._shape = step.after.local_shape(step.shape, mesh)
             self._full = self._shape == tuple(stop - start for start, stop in after)
+            self._added = isinstance(step.before, Windows)  # several ranks may send the same elements
 
     def pack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Unpack]:
         """What goes into the collective, in memory that an all-reduce may overwrite; and what makes the results of all
@@ -173,12 +174,15 @@ class Transfer:
         parts = [tensor[self._take[peer]].reshape(-1) for peer, size in give if size]
 
         def unpack(received: Tensor) -> list[Tensor]:
-            result = tensor.new_empty(self._shape) if self._full else tensor.new_zeros(self._shape)
+            complete = self._full and not self._added
+            result = tensor.new_empty(self._shape) if complete else tensor.new_zeros(self._shape)
+            put = Tensor.add_ if self._added else Tensor.copy_
             if rank in self._put:
-                result[self._put[rank]] = tensor[self._take[rank]]
+                put(result[self._put[rank]], tensor[self._take[rank]])
             for peer, piece in zip(self.peers, torch.split(received, get), strict=True):
                 if piece.numel():
-                    result[self._put[peer]] = piece.view(result[self._put[peer]].shape)
+                    part = result[self._put[peer]]
+                    put(part, piece.view(part.shape))
             return [result]
 
         return torch.cat(parts) if parts else tensor.new_empty(0), unpack

@@ -1,0 +1,167 @@
+"""Sliced dims of pictures: every slice fetches the rows of others that its windows need."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from strategies.core.graph import OperatorGraph, Ref
+from strategies.core.layout import Layout, Windows
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Redistribute
+from strategies.core.steps import EXCHANGE, Step
+from strategies.lowering.lowering import local_instructions, lower
+from strategies.rules import rule_of
+from strategies.runtime.simulate import Simulation, assemble, carry, shard
+from strategies.runtime.transfer import Transfer
+from tests.fuzz.pool import Pool, Rejected
+
+MESH = Mesh((("a", 2), ("b", 3), ("c", 2)))
+AXES = [("a",), ("b",), ("c",), ("a", "b"), ("c", "a"), ("b", "c"), ("a", "b", "c")]
+MOST = {1: 36, 2: 14, 3: 8}
+"""Rows of a dim, by the number of dims."""
+
+
+def convolution(pool: Pool, shape, kernel, stride, *, kind: str) -> Ref:
+    draw, count = pool.rng.randint, len(shape)
+    groups, each, more = draw(1, 2), draw(1, 2), draw(1, 2)
+    dilation = [draw(1, 3) for _ in shape]
+    padding = [draw(0, d * k) for d, k in zip(dilation, kernel, strict=True)]
+    batch = (draw(1, 2),) if pool.rng.random() < 0.8 else ()
+    filters = (groups * each, more) if kind == "transposed" else (groups * more, each)
+    numbers = partial(torch.randn, dtype=torch.float64, generator=pool.generator)
+    x = pool.source(numbers(*batch, groups * each, *shape), True)
+    weight = pool.source(numbers(*filters, *kernel) / 4, True)
+    bias = pool.source(numbers(groups * more), True) if pool.rng.random() < 0.7 else None
+    if kind == "same":
+        given = [1] * count, "same", dilation, groups
+        return pool.emit(f"aten.conv{count}d.padding", x, weight, bias, *given)
+    if kind == "transposed":
+        extra = [draw(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+        overload = "default" if count == 1 else "input"
+        given = stride, padding, extra, groups, dilation
+        return pool.emit(f"aten.conv_transpose{count}d.{overload}", x, weight, bias, *given)
+    return pool.emit(f"aten.conv{count}d.default", x, weight, bias, stride, padding, dilation, groups)
+
+
+def pooling(pool: Pool, shape, kernel, stride, *, kind: str) -> Ref:
+    draw, count = pool.rng.randint, len(shape)
+    x = pool.source(torch.randn(2, 1, *shape, dtype=torch.float64, generator=pool.generator), True)
+    padding, ceil_mode = [draw(0, k // 2) for k in kernel], pool.rng.random() < 0.3
+    if kind == "max":
+        dilation = [draw(1, 2) for _ in shape]
+        return pool.emit(f"aten.max_pool{count}d.default", x, kernel, stride, padding, dilation, ceil_mode)
+    given = kernel, stride, padding, ceil_mode, pool.rng.random() < 0.7
+    return pool.emit(f"aten.avg_pool{count}d.default", x, *given)
+
+
+KINDS = {kind: partial(convolution, kind=kind) for kind in ("plain", "same", "transposed")}
+KINDS |= {kind: partial(pooling, kind=kind) for kind in ("max", "average")}
+
+
+def drawn(rng: random.Random, kind: str) -> tuple[Pool, OperatorGraph, dict[str, tuple[str, ...]]]:
+    """An operator over windows and a legal assignment that slices dims of its picture."""
+    while True:
+        count = rng.choice((1, 1, 2, 2, 3))
+        sliced: dict[int, tuple[str, ...]] = {}
+        for dim in rng.sample(range(count), rng.randint(1, count)):
+            free = [axes for axes in AXES if not {axis for some in sliced.values() for axis in some} & set(axes)]
+            if free:
+                sliced[dim] = rng.choice(free)
+        slices = [MESH.product(sliced.get(dim, ())) for dim in range(count)]
+        shape = [n * rng.randint(1, max(1, MOST[count] // n)) - (rng.random() < 0.2) for n in slices]
+        kernel, stride = [rng.randint(1, 5) for _ in shape], [rng.randint(1, 4) for _ in shape]
+        pool = Pool(rng)
+        try:
+            result = KINDS[kind](pool, shape, kernel, stride)
+        except Rejected:
+            continue
+        weights = torch.randn(pool.values[result].shape, dtype=torch.float64, generator=pool.generator)
+        graph = pool.graph([pool.emit("aten.mul.Tensor", result, pool.source(weights, False))])
+        sharding = rule_of(graph.operators[0], graph)
+        names = {factor: int(factor[1:]) for factor in sharding.factors if factor[0] in "sw"}
+        assignment = {factor: sliced[dim] for factor, dim in names.items() if dim in sliced}
+        if len(assignment) == len(sliced) and sharding.legal(assignment, MESH):
+            return pool, graph, assignment
+
+
+def differences(kind: str, seed: int) -> list[str]:
+    """Results and gradients that are not those of one device."""
+    pool, graph, assignment = drawn(random.Random(seed), kind)
+    values = {source.name: pool.values[Ref(source.id)] for source in graph.sources}
+    operators = {o.name: OperatorPlan({}, "configured", None) for o in graph.operators}
+    operators[graph.operators[0].name] = OperatorPlan(assignment, "configured", None)
+    layouts = {s.name: Layout.replicated(len(s.spec.shape)) for s in graph.sources}
+    inputs = {s.name: layouts[s.name] for s in graph.sources if s.kind == "input"}
+    simulation = Simulation(lower(graph, Plan(MESH, operators, inputs, layouts)), values)
+    (results,) = simulation.run()
+    want = pool.values[graph.outputs[0]]
+    wrong = [f"rank {rank}" for rank, got in enumerate(results) if not torch.allclose(got, want, 1e-11, 1e-11)]
+    simulation.backward([result.sum() for result in results])
+    leaves = {s.name: values[s.name].clone().requires_grad_() for s in graph.sources if s.trainable}
+    whole = {s.id: leaves.get(s.name, values[s.name]) for s in graph.sources}
+    alone = Simulation(lower(graph, _alone(graph)), {s.name: whole[s.id].detach() for s in graph.sources})
+    (found,) = alone.run()
+    alone.backward([found[0].sum()])
+    for name, gradient in alone.gradients().items():
+        got = simulation.gradients()[name]
+        wrong += [] if torch.allclose(got, gradient, 1e-11, 1e-11) else [f"gradient of {name}"]
+    return [f"{kind} {seed}: {graph.operators[0]} {assignment}: {wrong}"] if wrong else []
+
+
+def _alone(graph: OperatorGraph) -> Plan:
+    """One device."""
+    operators = {o.name: OperatorPlan({}, "configured", None) for o in graph.operators}
+    layouts = {s.name: Layout.replicated(len(s.spec.shape)) for s in graph.sources}
+    return Plan(Mesh(()), operators, {s.name: layouts[s.name] for s in graph.sources if s.kind == "input"}, layouts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_of_pictures_are_the_operator(kind):
+    assert not [line for seed in range(30) for line in differences(kind, seed)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", range(10))
+def test_many_slices_of_pictures_are_the_operator(kind, part):
+    """5,000 cases in all."""
+    assert not [line for seed in range(100 * part, 100 * part + 100) for line in differences(kind, 1000 + seed)]
+
+
+def test_bytes_of_halos():
+    """A rank sends the rows next to its neighbours, in both directions, and backward the gradients of these rows: as
+    many as are predicted."""
+    pool = Pool(random.Random(0))
+    x, weight = (
+        pool.source(torch.randn(1, 2, 12, 5).double(), True),
+        pool.source(torch.randn(3, 2, 5, 3).double(), True),
+    )
+    graph = pool.graph([pool.emit("aten.conv2d.default", x, weight, None, [1, 1], [2, 1])])
+    (operator,) = graph.operators
+    mesh = Mesh((("rows", 4),))
+    instructions = local_instructions(operator, rule_of(operator, graph), {"s0": ("rows",)}, graph, mesh)
+    (halo,) = [one for one in instructions if isinstance(one, Redistribute)]
+    row = 2 * 5
+    for (step,) in (halo.forward, halo.backward):
+        assert [step.elements(mesh, rank) for rank in range(4)] == [2 * row, 4 * row, 4 * row, 2 * row]
+        assert step.busiest(mesh) == 4 * row
+    for rank in range(4):
+        transfer = Transfer(halo.forward, mesh, rank)
+        packed, _ = transfer.pack([torch.zeros(1, 2, 3, 5)])
+        assert transfer.sent([], packed) == halo.forward[0].elements(mesh, rank)
+
+
+def test_gradients_of_overlapping_rows_are_added():
+    mesh, shape = Mesh((("r", 3),)), (6,)
+    own, wanted = Layout((("r",),)), Windows((("r",),), windows=(((0, 4), (1, 5), (5, 6)),))
+    there, back = (Step(EXCHANGE, ("r",), 0, 0, *ends, shape) for ends in ((own, wanted), (wanted, own)))
+    rows = torch.arange(6.0) + 1
+    (got,) = carry([(there,)], [shard(rows, own, mesh)], mesh)
+    assert [piece.tolist() for piece in got] == [[1, 2, 3, 4], [2, 3, 4, 5], [6, 0, 0, 0]]
+    (added,) = carry([(back,)], [got], mesh)
+    assert assemble(added, own, shape, mesh).tolist() == [1, 4, 6, 8, 5, 6]
