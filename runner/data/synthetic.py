@@ -92,15 +92,35 @@ class LargeImages:
     def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> tuple[Tensor, Tensor]:
         """Sample `index` with only the block `slices[0]` of its image; see `runner.data.loader.Read`."""
         block, () = slices
+        return self._image(index, block), torch.tensor(index % self._classes)
+
+    def _image(self, index: int, block: tuple[slice, ...]) -> Tensor:
+        levels = self._levels(index, block)
+        self.elements_read += levels.numel()
+        return torch.from_numpy(self._scaling(levels.to(torch.float32).numpy(), block[0]))
+
+    def _levels(self, index: int, block: tuple[slice, ...]) -> Tensor:
         if not 0 <= index < self._rows:
             raise IndexError(f"index {index} is not one of the {self._rows} images")
-        label = index % self._classes
         channel, line, column = (torch.arange(size)[part] for size, part in zip(self._image_shape, block, strict=True))
         # In integers, so that a block is bit for bit the same part of the image, however it is cut.
-        slope = (label + 1) * line[:, None] + column
-        levels = (17 * index + 5 * channel[:, None, None] + slope) % 256
-        self.elements_read += levels.numel()
-        return torch.from_numpy(self._scaling(levels.to(torch.float32).numpy(), block[0])), torch.tensor(label)
+        slope = (index % self._classes + 1) * line[:, None] + column
+        return (17 * index + 5 * channel[:, None, None] + slope) % 256
+
+
+class LargeMasks(LargeImages):
+    """Samples (image, mask): the images of `LargeImages`, and int64 [height, width], 1 where the first channel of the
+    pixel 8 lines further down is in the upper half of the levels, so that the mask is learnt from a neighbourhood."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.read(index, ((slice(None),) * 3, (slice(None),) * 2))
+
+    def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> tuple[Tensor, Tensor]:
+        """Sample `index` with only the block `slices[0]` of its image and `slices[1]` of its mask."""
+        block, part = slices
+        below = 8 * (index % self._classes + 1)
+        levels = (self._levels(index, (slice(1), *part))[0] + below) % 256
+        return self._image(index, block), (levels >= 128).long()
 
 
 def _shape(name: str, sizes: int | Sequence[int]) -> tuple[int, ...]:

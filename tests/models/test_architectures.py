@@ -16,6 +16,7 @@ from models.losses import NextTokenLoss, next_token_accuracy
 from models.moe import MixtureOfExperts, MoE, Router
 from models.resnet import Bottleneck, ResNet, resnet18, resnet50, resnet_digits
 from models.transformer import Block, SelfAttention
+from models.unet import UNet
 from models.vit import ViT
 from models.vocabulary import VocabularyFFN
 
@@ -63,6 +64,7 @@ def test_sizes_of_the_well_known_models(make: Callable[[], nn.Module], expected:
         (VocabularyFFN(24, 8, 16), IDS, (2, 16, 24)),
         (ViT(12, 4, 32, 2, 4, 10, channels=1, dropout=0.1), torch.ones(2, 1, 12, 12), (2, 10)),
         (resnet_digits(), torch.ones(2, 1, 28, 28), (2, 10)),
+        (UNet(2, 1, 4), torch.ones(2, 1, 16, 24), (2, 2, 16, 24)),
         (resnet_digits(4, bottleneck=True), torch.ones(2, 1, 28, 28), (2, 10)),
         (ResNet(Bottleneck, [1, 1], 7, width=4), torch.ones(2, 3, 32, 32), (2, 7)),
         (FlatFFN([784, 6, 1]), torch.ones(2, 1, 28, 28), (2, 1)),

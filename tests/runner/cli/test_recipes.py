@@ -42,6 +42,7 @@ NAMES = [
     "resnet",
     "semi_auto_matmul",
     "semi_auto_redistribution",
+    "unet_tiles",
     "vit",
     "vocab_ffn",
     "zero",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.data.synthetic import LargeImages, Quickstart, Regression
+from runner.data.synthetic import LargeImages, LargeMasks, Quickstart, Regression
 from runner.errors import ConfigError
 
 
@@ -51,6 +51,17 @@ def test_large_images_read_only_the_requested_slice() -> None:
     part, same = dataset.read(13, (block, ()))
     assert dataset.elements_read == 2 * 512 * 256 + 1 * 64 * 32
     assert torch.equal(part, image[block]) and torch.equal(same, label)
+
+
+def test_large_masks_are_read_by_tiles() -> None:
+    dataset = LargeMasks(rows=4, channels=1, height=64, width=32, classes=3)
+    image, mask = dataset[1]
+    assert mask.shape == (64, 32) and mask.dtype == torch.int64 and set(mask.unique().tolist()) == {0, 1}
+    assert torch.equal(mask[:-8], (image[0, 8:] >= 128 / 255).long())
+    rows, read = slice(16, 32), dataset.elements_read
+    tile, part = dataset.read(1, ((slice(None), rows, slice(None)), (rows, slice(None))))
+    assert torch.equal(tile, image[:, rows]) and torch.equal(part, mask[rows])
+    assert dataset.elements_read - read == 16 * 32
 
 
 def test_large_images_hold_nothing_and_end() -> None:
