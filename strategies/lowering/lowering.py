@@ -128,6 +128,16 @@ class Emission:
             self.ordinals[operator.id] = self._numbers.setdefault(key, len(self._numbers))
         return self.ordinals[operator.id]
 
+    def computes_wide(self, operator: Operator, natural: Sequence[Layout]) -> bool:
+        """Whether an operator computes in fp32 because ranks add up its results."""
+        return (
+            self.options.wide_sums
+            and traits(operator.op).sums
+            and any(self.mesh.product(layout.partial) > 1 for layout in natural)
+            and all(wide(spec.dtype) != spec.dtype for spec in operator.results)
+            and not any(isinstance(value, torch.dtype) for value in (*operator.args, *operator.keywords.values()))
+        )
+
     def fresh(self, name: str) -> str:
         """A name that no value of the program has yet."""
         candidate, number = name, 1
@@ -230,8 +240,10 @@ class Emitter:
             cut.dims, windows=tuple(tuple(windows[dim][1]) if dim in windows else () for dim in range(len(local)))
         )
         group = self.emission.mesh.sorted(cut.axes)
-        there, back = (Step(EXCHANGE, group, 0, 0, *ends, shape) for ends in ((cut, wanted), (wanted, cut)))
-        return self._redistributed(value, f"{value.id}_windows", (there,), (back,), shape)
+        there, back = Step(EXCHANGE, group, 0, 0, cut, wanted, shape), Step(EXCHANGE, group, 0, 0, wanted, cut, shape)
+        natural, dtype = self.sharding.result_layouts(self.assignment), self.operator.results[0].dtype
+        dtype = wide(dtype) if self.emission.computes_wide(self.operator, natural) else dtype
+        return self._redistributed(value, f"{value.id}_windows", (there,), (back,), shape, dtype)
 
     def _carried(
         self,
@@ -365,7 +377,7 @@ class _Lowering(Emission):
         returned = sharding.gradient_layouts(planned.assignment)
         edges = [self._edge(operator, i, ref, wanted[i], returned[i]) for i, ref in enumerate(operator.operands)]
         natural = sharding.result_layouts(planned.assignment)
-        widened = self._computes_wide(operator, natural)
+        widened = self.computes_wide(operator, natural)
         if widened:
             dtypes = [self.graph.specs[ref].dtype for ref in operator.operands]
             edges = [
@@ -395,16 +407,6 @@ class _Lowering(Emission):
                 self.local[ref] = self._redistribute(ref, after, back, name, gradient, operator.name, operator.path)
                 self.layouts[ref] = after
                 self.added_wide.discard(ref)
-
-    def _computes_wide(self, operator: Operator, natural: Sequence[Layout]) -> bool:
-        """Whether an operator computes in fp32 because ranks add up its results."""
-        return (
-            self.options.wide_sums
-            and traits(operator.op).sums
-            and any(self.mesh.product(layout.partial) > 1 for layout in natural)
-            and all(wide(spec.dtype) != spec.dtype for spec in operator.results)
-            and not any(isinstance(value, torch.dtype) for value in (*operator.args, *operator.keywords.values()))
-        )
 
     def _cast(self, value: Ref, dtype: str, operator: str, path: tuple[str, ...]) -> Ref:
         fresh = self.fresh(f"{value.id}_as_{dtype}")

@@ -165,3 +165,20 @@ def test_gradients_of_overlapping_rows_are_added():
     assert [piece.tolist() for piece in got] == [[1, 2, 3, 4], [2, 3, 4, 5], [6, 0, 0, 0]]
     (added,) = carry([(back,)], [got], mesh)
     assert assemble(added, own, shape, mesh).tolist() == [1, 4, 6, 8, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "dtype"), [({"s0": ("a",)}, "bfloat16"), ({"s0": ("a",), "i": ("c",)}, "float32")]
+)
+def test_halos_are_counted_as_they_are_sent(assignment, dtype):
+    """In fp32 where channels are summed over ranks."""
+    pool = Pool(random.Random(0))
+    x, weight = (pool.source(torch.randn(shape).bfloat16(), True) for shape in ((1, 2, 12, 5), (3, 2, 3, 3)))
+    graph = pool.graph([pool.emit("aten.conv2d.default", x, weight, None, [1, 1], [1, 1])])
+    (operator,) = graph.operators
+    layouts = {s.name: Layout.replicated(4) for s in graph.sources}
+    inputs = {s.name: layouts[s.name] for s in graph.sources if s.kind == "input"}
+    plan = Plan(MESH, {operator.name: OperatorPlan(assignment, "configured", None)}, inputs, layouts)
+    program = lower(graph, plan)
+    halos = [one for one in program.instructions if isinstance(one, Redistribute) and one.id.endswith("_windows")]
+    assert [halo.spec.dtype for halo in halos] == [dtype]
