@@ -269,6 +269,8 @@ RULES: tuple[Rule, ...] = (
          "choose another mode (data_parallel with world_size=1 for one process)"),
     Rule(COMPILE, ON, RECOMPUTE, none_of("none"), "the compiler decides itself what backward recomputes",
          "choose train.compile=false or parallel.recompute.operators=none"),
+    Rule(COMPILE, ON, "parallel.context_parallel", any_of("ring"), "the compiler cannot look into blocks of a ring",
+         "choose train.compile=false or parallel.context_parallel=gather"),
     Rule(COMPILE, ON, "parallel.place", GIVEN, "a compiled program is for one device", "drop one of them"),
     Rule(COMPILE, ON, ACTIVATIONS, none_of("none"), "the compiler decides itself what is saved for backward",
          "drop one of them"),

@@ -363,6 +363,9 @@ class Parallel(Section):
     comm_async: StrictBool = setting(
         True, "Start redistributions when their input is ready and wait at the first use (train.compile: at once)"
     )
+    context_parallel: Literal["gather", "ring"] = setting(
+        "gather", "Keys and values of attention sliced along the sequence: all-gathered, or passed around a ring"
+    )
     copies: Count = setting(
         1, "Batch splits: parts of the batch of a step, one of which computes while another communicates"
     )

@@ -42,7 +42,8 @@ def training_options(config: Config) -> LoweringOptions:
 
 def evaluation_options(config: Config) -> LoweringOptions:
     """How evaluation graphs are lowered."""
-    return LoweringOptions(config.train.random == "exact", wide_sums=reduces_in_fp32(config))
+    ring = config.parallel.context_parallel == "ring"
+    return LoweringOptions(config.train.random == "exact", wide_sums=reduces_in_fp32(config), ring=ring)
 
 
 def reduces_in_fp32(config: Config) -> bool:

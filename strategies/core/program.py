@@ -257,12 +257,14 @@ class LoweringOptions:
             / complete replicas) that its averaging over the world undoes.
         partial_loss: return the loss as a partial sum, so that backward need not wait for its reduction.
         wide_sums: ranks reduce results below fp32 in fp32.
+        ring: keys and values that are sliced with the queries travel around a ring instead of being gathered.
     """
 
     exact: bool = False
     sharded_optimizer: bool = False
     partial_loss: bool = False
     wide_sums: bool = True
+    ring: bool = False
 
 
 DEFAULT_OPTIONS = LoweringOptions()

@@ -9,7 +9,7 @@ blocked, and without starts exactly that. Cost: linear in the instructions.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -43,13 +43,14 @@ def added_seconds(
         return () if any(ref.id in without for ref in one.operands) else _stages(one, backward, program, cluster)
 
     main = main_calls(program.instructions)
+    calls = Counter((one.operator, one.target) for one in program.instructions if isinstance(one, Compute))
     ahead, back = (_Queues(partial(stages, backward=way), cluster.overlap, added) for way in (False, True))
     for queues, instructions in ((ahead, program.instructions), (back, program.instructions[::-1])):
         left = {name: work.forward if queues is ahead else work.backward for name, work in works.items()}
         for one in instructions:
             if isinstance(one, Compute):
-                if one is main[one.operator]:
-                    queues.now += left.get(one.operator, 0.0)
+                if one.target == main[one.operator].target:  # such as the blocks of ring attention
+                    queues.now += left.get(one.operator, 0.0) / calls[one.operator, one.target]
             elif isinstance(one, Start | Wait):
                 (queues.begin if isinstance(one, Start) == (queues is ahead) else queues.finish)(one.of)
             elif not isinstance(one, Copy):

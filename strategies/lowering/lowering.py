@@ -32,7 +32,7 @@ from strategies.core.program import (
     RankValue,
     Redistribute,
 )
-from strategies.core.steps import EXCHANGE, ReshardingPath, Step
+from strategies.core.steps import EXCHANGE, ROTATE, ReshardingPath, Step
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.rules.registry import changed, named
@@ -174,6 +174,10 @@ class Emitter:
     def ordinal(self) -> int:
         return Ordinal(self.emission.ordinal(self.operator))
 
+    @property
+    def ring(self) -> bool:
+        return self.emission.options.ring
+
     def itself(self, /, **changes: Any) -> Ref:
         target, args, kwargs = self.operator.target, self.args, self.kwargs
         if changes:
@@ -244,6 +248,16 @@ class Emitter:
         natural, dtype = self.sharding.result_layouts(self.assignment), self.operator.results[0].dtype
         dtype = wide(dtype) if self.emission.computes_wide(self.operator, natural) else dtype
         return self._redistributed(value, f"{value.id}_windows", (there,), (back,), shape, dtype)
+
+    def rotate(self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None) -> Ref:
+        whole, axes = Layout.replicated(len(shape)), self._axes(factors)
+        there, back = (Step(ROTATE, axes, 0, places, whole, whole, tuple(shape)) for places in (1, -1))
+        spec = TensorSpec(tuple(shape), dtype or self.operator.results[0].dtype)
+        fresh, operator = self.emission.fresh(f"{value.id}_rotated"), self.operator
+        self.emission.instructions.append(
+            Redistribute(fresh, value, (there,), (back,), 1.0, spec.floating, spec, operator.name, -1, operator.path)
+        )
+        return Ref(fresh)
 
     def _carried(
         self,

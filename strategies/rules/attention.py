@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.rules import ring_attention  # noqa: F401  registers its local functions
 from strategies.rules.random import Rows, kept_block, random_rows, starts_of
 from strategies.rules.registry import arguments, changed, local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
@@ -81,6 +82,8 @@ def attention_block(
 
 def _attention(operator: Operator, local: Local, *, together: bool) -> Ref:
     """`together`: keys and values are sliced with the queries."""
+    if together and local.ring and local.slices("s") > 1:
+        return _ring(operator, local)
     given, keys = local.arguments, local.operand_shape(1)[-2]
     query, key, value = (given[name] for name in ("query", "key", "value"))
     slices = local.slices("s")
@@ -109,6 +112,34 @@ def _attention(operator: Operator, local: Local, *, together: bool) -> Ref:
     shape, rows = random_rows(operator, (*operator.results[0].shape[:-1], keys))
     block = query, key, value, given["attn_mask"], start, dropout, *rest, *seeds, shape, (*starts, 0), rows
     return local.call("local.attention_block", *block)
+
+
+def _ring(operator: Operator, local: Local) -> Ref:
+    """Keys and values travel from rank to rank; each block is computed while the next one is under way."""
+    given, slices = local.arguments, local.slices("s")
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    dropout, factors = given["dropout_p"], _result_dims(len(operator.results[0].shape))[:-1]
+    shape, rows = random_rows(operator, (*operator.results[0].shape[:-1], operator.results[0].shape[-2]))
+    seeds, starts = None, None
+    if dropout != 0:
+        seeds = local.key, local.ordinal, local.position(factors)
+        starts = (*starts_of(local, factors, local.result_shape()[:-1]), 0) if local.exact else None
+    state: tuple[Ref, Ref] | None = None
+    for step in range(slices):
+        settings = local.position("s"), step, slices, given["is_causal"], dropout, given["scale"], given["enable_gqa"]
+        rest = given["attn_mask"], *settings, seeds, shape, starts, rows
+        block = local.several("local.ring_block", query, key, value, *rest)
+        if step + 1 < slices:
+            key, value = (
+                local.rotate(part, "s", shape=local.operand_shape(index)) for index, part in ((1, key), (2, value))
+            )
+        pair = block, Ref(block.id, 1)
+        if state is not None:
+            merged = local.several("local.merged_blocks", *state, *pair)
+            pair = merged, Ref(merged.id, 1)
+        state = pair
+    assert state is not None
+    return local.call("aten.to.dtype", state[0], getattr(torch, operator.results[0].dtype))
 
 
 def _result_dims(rank: int) -> tuple[str, ...]:

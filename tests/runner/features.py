@@ -61,6 +61,7 @@ FEATURES: dict[str, Feature] = {
     "activations on a disk": _set("parallel.offload.activations.to", "disk"),
     "place": _set("parallel.place", "{tokens: host}"),
     "copies": _set("parallel.copies", 2),
+    "ring": _set("parallel.context_parallel", "ring"),
     "no comm_async": _set("parallel.comm_async", "false"),
     "no comm_overlap": _set("parallel.comm_overlap", "false"),
     "no fusion": Feature(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -48,6 +49,7 @@ REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = 
     (ZERO, ("fp64",), (STAGE, "train.precision")),
     (ZERO, ("stand_alone",), (STAGE, MODE)),
     (ACTIVATIONS, ("compile",), (COMPILE, "parallel.offload.activations.to")),
+    (("ring",), ("compile",), (COMPILE, "parallel.context_parallel")),
     (("place",), ("compile",), (COMPILE, "parallel.place")),
     (("place",), AS_IT_IS, ("parallel.place", MODE)),
     (("copies",), AS_IT_IS, ("parallel.copies", MODE)),
@@ -78,7 +80,7 @@ def with_features(base: dict[str, Any], *names: str) -> Config:
     given, parser = together(*names), OverridesParser.create()
     values = deepcopy(base)
     for word in given:
-        override: Any = parser.parse_override(f"++{word.replace('parallel=', 'parallel.mode=')}")
+        override: Any = parser.parse_override(f"++{re.sub('^parallel=', 'parallel.mode=', word)}")
         *path, last = override.key_or_group.split(".")
         section = values
         for key in path:

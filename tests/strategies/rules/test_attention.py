@@ -13,7 +13,7 @@ from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import LoweringOptions, Redistribute
 from strategies.core.steps import ALL_GATHER, REDUCE_SCATTER
 from strategies.lowering.lowering import local_instructions, lower
-from strategies.rules import rule_of
+from strategies.rules import ring_attention, rule_of
 from strategies.rules.attention import attention_block
 from strategies.runtime.simulate import Simulation
 
@@ -140,23 +140,30 @@ def test_keys_and_values_are_sliced_with_the_queries(cases):
         )
 
 
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("scores", [ring_attention.SCORES, 700])
 @pytest.mark.parametrize(
     "assignment", [{"s": ("a", "b", "c")}, {"s": ("c", "a"), "h": ("b",)}, {"s": ("b",), "b0": ("c",)}]
 )
-def test_sequences_sliced_over_several_axes(cases, assignment):
+def test_sequences_sliced_over_several_axes(cases, assignment, ring, scores, monkeypatch):
     """Every attention that can be, in the same way: forward and all gradients of one device."""
+    monkeypatch.setattr(ring_attention, "SCORES", scores)
     graph = cases.captured.graph
     chosen = {o.name: assignment for o in attentions(cases) if rule_of(o, graph).legal(assignment, MESH)}
     assert len(chosen) >= 8
     loss, *want = cases.suite()
+    compare(cases, run(cases, chosen, exact=True, ring=ring), loss, want)
+
+
+def compare(cases, found, loss, want):
     parameters = {name: p for name, p in cases.suite.named_parameters() if p.requires_grad}
-    gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
-    results, found = run(cases, chosen, exact=True)
+    gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters.values(), retain_graph=True), strict=True))
+    results, of_parameters = found
     for ranks, expected in zip(results, want, strict=True):
         for got in ranks:
             torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(of_parameters[name], gradient, rtol=1e-10, atol=1e-10)
 
 
 KEY = 77
@@ -180,12 +187,12 @@ def dropping(capture_cases):
     return capture_cases(DROPPING)
 
 
-def run(cases, assignments, *, exact, key=KEY):
+def run(cases, assignments, *, exact, key=KEY, ring=False):
     """Every rank's results (without the loss), and the gradients, with one assignment per attention."""
     graph = cases.captured.graph
     operators = {o.name: OperatorPlan(assignments.get(o.name, {}), "configured") for o in graph.operators}
     tensors = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
-    program = lower(graph, Plan(MESH, operators, {}, tensors), LoweringOptions(exact=exact))
+    program = lower(graph, Plan(MESH, operators, {}, tensors), LoweringOptions(exact=exact, ring=ring))
     simulation = Simulation(program, cases.captured.tensors)
     losses, *results = simulation.run(key)
     simulation.backward(losses)
@@ -196,21 +203,18 @@ def attentions(cases):
     return [o for o in cases.captured.graph.operators if o.op == "scaled_dot_product_attention"]
 
 
-def test_exact_dropout_repeats_the_numbers_of_one_device(dropping, draw):
+@pytest.mark.parametrize("ring", [False, True])
+def test_exact_dropout_repeats_the_numbers_of_one_device(dropping, draw, ring):
     with ExactRandom(KEY) as reference:
         loss, *want = dropping.suite()
     assert reference.ordinal == len(DROPPING)
-    parameters = {name: p for name, p in dropping.suite.named_parameters() if p.requires_grad}
-    gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
     graph = dropping.captured.graph
+    together = {o.name: {"s": ("b", "a")} for o in attentions(dropping)}
     for seed in range(4):
         chosen = {o.name: draw(seed).assignment(rule_of(o, graph), MESH) for o in attentions(dropping)}
-        results, found = run(dropping, chosen if seed else {}, exact=True)
-        for ranks, expected in zip(results, want, strict=True):
-            for got in ranks:
-                torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-10)
+        assignments = chosen if seed else together if ring else {}
+        found = run(dropping, assignments, exact=True, ring=ring)
+        compare(dropping, found, loss, want)
 
 
 @pytest.mark.parametrize("factor", ["b0", "h", "s"])

@@ -1,0 +1,84 @@
+"""Sequences that one device cannot hold: they fit when attention is sliced along the sequence, and the ring sends as
+many bytes as the gather."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ATTENTION = "layers.*.attention.scaled_dot_product_attention"
+LONG = (
+    "+recipe=gpt_long",
+    "cluster=dgx_h100",
+    "world_size=8",
+    "data.args.length=131072",
+    "data.batch_size=1",
+    "model.args={vocabulary: 32000, length: 131072, width: 4096, layers: 4, heads: 32}",
+    "model.args.dropout=0",
+    "model.args.attention_dropout=0",
+    "train.precision=bf16",
+    "parallel.recompute.operators=none",
+    "parallel.memory_limit=83GB",
+    "parallel.mesh={cp: 8}",
+)
+SLICED = (
+    "parallel.dataset_strategy=[[1, 8], [1, 8]]",
+    f"parallel.strategies={{{ATTENTION}: [[1, 1, 8, 1], [1, 1, 8, 1], [1, 1, 8, 1]]}}",
+)
+
+
+@pytest.mark.parametrize("how", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
+def test_128k_tokens_fit_on_8_devices_with_sliced_sequences_only(command, tmp_path, how):
+    limit = f"+data.args.cache={tmp_path}"
+    replicated = f"parallel.strategies={{{ATTENTION}: [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]}}"
+    whole = command("plan", *LONG, limit, replicated, "parallel.mode=semi_auto", "parallel.dataset_strategy=full_batch")
+    assert whole.code == 2 and "[MW501]" in whole.err, whole.err
+    sliced = command("plan", *LONG, *SLICED, limit, f"parallel.context_parallel={how}")
+    assert sliced.code == 0, sliced.err
+
+
+@pytest.mark.parametrize("how", ["gather", "ring"])
+def test_bytes_of_both_exchanges(command, tmp_path, how):
+    """Keys and values [2, 4, 512, 16] in fp32: 3 quarters of both arrive in forward, again where the layer is
+    recomputed, and their gradients leave in backward."""
+    run = tmp_path / "run"
+    done = command("plan", "+recipe=gpt_long", f"parallel.context_parallel={how}", f"hydra.run.dir={run}")
+    assert done.code == 0, done.err
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    sent = 2 * 2 * 3 * (2 * 4 * 128 * 16 * 4)  # layers, keys and values, transfers
+    if how == "gather":
+        assert plan["communication"]["all_gather"] == 2 * sent
+        assert plan["communication"]["reduce_scatter"] == sent
+    else:
+        assert plan["communication"]["rotate"] == 3 * sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["gather", "ring"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel.zero.stage=3",),
+        ("parallel.recompute.operators=selective",),
+        ("parallel.recompute.operators=none",),
+        (
+            "parallel.pipeline.stages=2",
+            "parallel.pipeline.micro_batches=2",
+            "parallel.mesh={cp: 2}",
+            "parallel.dataset_strategy=[[1, 2], [1, 2]]",
+            f"parallel.strategies={{{ATTENTION}: [[1, 1, 2, 1], [1, 1, 2, 1], [1, 1, 2, 1]]}}",
+        ),
+        (
+            "parallel.mesh={cp: 2, tp: 2}",
+            "parallel.dataset_strategy=[[1, 2], [1, 2]]",
+            f"parallel.strategies={{{ATTENTION}: [[1, 2, 2, 1], [1, 2, 2, 1], [1, 2, 2, 1]]}}",
+        ),
+    ],
+    ids=["ZeRO-3", "selective recompute", "no recompute", "pipeline", "tensor parallel"],
+)
+def test_processes_agree(start, tmp_path, how, words):
+    small = ("model.args.length=64", "data.args.length=64", "+data.args.limit=200000", f"+data.args.cache={tmp_path}")
+    context = f"parallel.context_parallel={how}"
+    ended = start("+recipe=gpt_long", *small, context, *words, "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"]
