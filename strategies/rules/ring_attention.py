@@ -88,7 +88,7 @@ class _Block(torch.autograd.Function):
 
 
 def _rows(query: Tensor, key: Tensor) -> Iterator[tuple[int, int]]:
-    lead = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+    lead = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))  # type: ignore[no-untyped-call]
     most = max(1, SCORES // (lead * key.shape[-2]))
     for first in range(0, query.shape[-2], most):
         yield first, min(most, query.shape[-2] - first)
@@ -115,7 +115,7 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, value)
-        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])  # type: ignore[no-untyped-call]
         dtype = torch.promote_types(query.dtype, torch.float32)
         shape = (*lead, query.shape[-2])
         output = query.new_zeros((*shape, value.shape[-1]), dtype=dtype)
@@ -160,10 +160,10 @@ def ring_block(
         """Heads [..., h, s, t] as groups of those that share keys."""
         if not heads or tensor.dim() < 3:
             return tensor
-        return tensor.unsqueeze(-3) if tensor.shape[-3] == 1 else tensor.unflatten(-3, (heads, -1))
+        return tensor.unsqueeze(-3) if tensor.shape[-3] == 1 else tensor.unflatten(-3, (heads, -1))  # type: ignore[no-untyped-call]
 
     ahead = 3 if heads else 2
-    lead = torch.broadcast_shapes(query.shape[:-ahead], key.shape[:-ahead]) + query.shape[-ahead:-2]
+    lead = torch.broadcast_shapes(query.shape[:-ahead], key.shape[:-ahead]) + query.shape[-ahead:-2]  # type: ignore[no-untyped-call]
 
     def keep(first: int, number: int) -> Tensor:
         assert seeds is not None
@@ -177,7 +177,7 @@ def ring_block(
         return in_groups(kept.to(value.device))
 
     if heads:
-        query, key, value = query.unflatten(-3, (heads, -1)), key.unsqueeze(-3), value.unsqueeze(-3)
+        query, key, value = query.unflatten(-3, (heads, -1)), key.unsqueeze(-3), value.unsqueeze(-3)  # type: ignore[no-untyped-call]
     if causal and block > position:
         results = _Hidden.apply(query, key, value)  # type: ignore[no-untyped-call]
     else:
