@@ -110,6 +110,8 @@ def _read(
                 raise StrategyError(
                     "MW402", f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."
                 )
+            if factor in sharding.gathered and position and not _many(slicing):
+                continue
             if factor in factors and factors[factor] != slicing and (_many(slicing) or _many(factors[factor])):
                 raise StrategyError(
                     "MW404", f"{where}: {place} is the same loop as {named[factor]}, so both need the same slices."

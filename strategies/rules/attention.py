@@ -184,4 +184,5 @@ def attention(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
         flops=2.0 * math.prod(shape[:-1]) * key[-2] * (query[-1] + value[-1]),
         sizes={"h": heads} if grouped else {},
         padded=names[:-2] if padded else (),
+        gathered="s" if together else (),
     )

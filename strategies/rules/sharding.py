@@ -92,6 +92,9 @@ class Sharding:
     them the rule warrants that padding of operands reaches nothing but padding of results (forward values there are
     arbitrary but finite), and that where the gradient of a result's padding is zero, the operands' is.
 
+    `gathered` are the factors along which the local program gathers operands: a configured strategy may give these
+    whole, which means the same.
+
     `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators
     without a rule.
     """
@@ -104,6 +107,7 @@ class Sharding:
     flops: float = 0.0
     known: bool = True
     padded: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
@@ -202,6 +206,7 @@ def sharding(
     flops: float | None = None,
     sizes: Mapping[str, int] | None = None,
     padded: Iterable[str | None] = (),
+    gathered: Iterable[str] = (),
 ) -> Sharding:
     """A `Sharding` whose factor sizes are read from the shapes.
 
@@ -215,6 +220,7 @@ def sharding(
         flops: of one forward; None: as many as the largest tensor has elements.
         sizes: sizes of factors whose dims are cut coarser.
         padded: factors that may be cut into slices that do not divide.
+        gathered: factors along which the local program gathers operands.
     """
     known: dict[str, int] = {}
     tensors = (*specs, *operator.results)
@@ -225,7 +231,8 @@ def sharding(
     known |= {factor: size for factor, size in (sizes or {}).items() if factor in known}
     work = float(max((spec.elements for spec in tensors), default=0)) if flops is None else flops
     summed, cut = frozenset(filter(None, sums)), frozenset(factor for factor in padded if factor in known)
-    return Sharding(tuple(operands), tuple(results), known, summed, local, work, padded=cut)
+    joined = frozenset(gathered)
+    return Sharding(tuple(operands), tuple(results), known, summed, local, work, padded=cut, gathered=joined)
 
 
 def replicated(operator: Operator, specs: Sequence[TensorSpec], local: LocalProgram | None = None) -> Sharding:
