@@ -144,10 +144,14 @@ class Launch(Section):
     @model_validator(mode="after")
     def _table_is_complete(self) -> Launch:
         names, ranks = [host.name for host in self.hosts], [rank for host in self.hosts for rank in host.ranks]
+        if twice := _repeated(names):
+            raise refusal(
+                f"launch.hosts names {twice} more than once; give every host once, with all of its ranks.",
+                "launch.hosts",
+            )
         if twice := _repeated([*names, *(host.name for host in self.standby)]):
             raise refusal(
-                f"launch.hosts and launch.standby name {twice} more than once; give every host once, with all of its "
-                "ranks.",
+                f"launch.hosts and launch.standby name {twice} more than once; a spare host is one of its own.",
                 "launch.hosts",
                 "launch.standby",
             )

@@ -51,7 +51,8 @@ def test_random_graphs(shard: int) -> None:
 
 
 def test_every_rule_is_generated() -> None:
-    assert sorted(RULES.keys() - GENERATORS.keys()) == sorted(WITHOUT)
+    own = {name for name in RULES if "::" not in name or name in WITHOUT}  # other tests register operators of libraries
+    assert sorted(own - GENERATORS.keys()) == sorted(WITHOUT)
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))

@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    lines = options.resume.read_text().splitlines() if options.resume and options.resume.is_file() else []
+    lines = (
+        options.resume.read_text(encoding="utf-8").splitlines() if options.resume and options.resume.is_file() else []
+    )
     known = {(one["registry"], one["name"]): Outcome(**one) for one in map(json.loads, lines)}
     wanted = [one for one in architectures(options.registry) if any(fnmatchcase(one.name, g) for g in options.only)]
     missing = [one for one in wanted if (one.family, one.name) not in known]

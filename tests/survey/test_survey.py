@@ -58,6 +58,7 @@ def made(name: str) -> Architecture:
     return Architecture(name, "nets", build)
 
 
+@pytest.mark.slow
 def test_outcomes() -> None:
     quick = [made(name) for name in BODIES if name != "slow"]
     found = {
@@ -74,9 +75,9 @@ def test_a_survey_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     words = ["--resume", str(results), "--world", "2"]
     assert command.main([*words, "--only", "exact"]) == 0
     assert command.main([*words, "--write", str(page)]) == 0
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     assert [line["name"] for line in lines] == ["exact", "wrong"]  # each once
-    assert "| nets | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 100.0% |" in page.read_text()
+    assert "| nets | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 100.0% |" in page.read_text(encoding="utf-8")
     assert "1 of 1 exact; 1 that eager torch does not train" in capsys.readouterr().out
 
 

@@ -198,7 +198,9 @@ def planned(folder: Path, number: int, predicted: tuple[float, int], measured: t
     prediction = {"seconds": predicted[0], "memory": predicted[1]}
     (place / "plan.json").write_text(json.dumps({"prediction": prediction}), encoding="utf-8")
     if measured is not None:
-        (place / "memory.json").write_text(json.dumps({"measured": [{"peak": 1}, {"peak": measured[1]}]}))
+        (place / "memory.json").write_text(
+            json.dumps({"measured": [{"peak": 1}, {"peak": measured[1]}]}), encoding="utf-8"
+        )
         slow_first = [9.0] * 5 + [measured[0]] * 3
         lines = (json.dumps({"step": n, "seconds": value}) + "\n" for n, value in enumerate(slow_first, 1))
         (place / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")

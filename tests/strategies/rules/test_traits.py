@@ -90,7 +90,8 @@ def aliased(outcome: Outcome) -> bool:
 
 
 def test_every_operator_with_a_rule_is_generated_or_excluded():
-    assert set(RULES) - set(OPERATORS) == set(WITHOUT)
+    own = {name for name in RULES if "::" not in name or name in WITHOUT}  # other tests register operators of libraries
+    assert own - set(OPERATORS) == set(WITHOUT)
 
 
 def test_an_operator_has_one_row():
