@@ -20,7 +20,7 @@ SEED ?= 0
 PARALLEL := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-all launchers browser lint format generate coverage docs fuzz clean
+.PHONY: run test test-all rest launchers browser lint format generate coverage docs fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
@@ -29,7 +29,10 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q $(PARALLEL) --part=sample --seed=$(SEED) $(ARGS)
 
 # The slow tests start launchers and browsers of the system.
-test-all: lint $(if $(filter no,$(TAIL)),,launchers browser)
+test-all: $(VENV)/.installed-test $(if $(filter no,$(TAIL)),,launchers browser)
+	$(MAKE) -j 2 lint rest
+
+rest: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q $(PARALLEL) --part=rest --seed=$(SEED) $(if $(filter no,$(TAIL)),,-m "slow or not slow") $(ARGS)
 
 # What the slow tests of launchers start, and the hosts that they make of network namespaces, which need root.

@@ -186,7 +186,9 @@ def check() -> Callable[..., None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "mesh" in metafunc.fixturenames:
-        metafunc.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(str(size) for _, size in mesh.axes))
+        *small, large = MESHES  # the last one takes longest, and random graphs have axes of 3 too
+        every = [*small, pytest.param(large, marks=pytest.mark.slow)]
+        metafunc.parametrize("mesh", every, ids=lambda mesh: "x".join(str(size) for _, size in mesh.axes))
 
 
 @pytest.fixture
