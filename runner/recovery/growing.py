@@ -38,7 +38,7 @@ class HostProbe:
         self._started = 0.0
 
     def answers(self, now: float) -> bool:
-        """Ask, or look for the answer, without waiting for it."""
+        """Start the command, or look at how it ended, without waiting for it."""
         if self._process is None:
             if now - self._started < EVERY:
                 return False

@@ -58,7 +58,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                 began, newest, who = time.monotonic(), _newest(config, run_dir) or given, "It"
                 gone = failed.hosts or (failed.rank is not None and before == (failed.rank, newest))
                 before = (failed.rank, newest)
-                if gone and lost.replace(failed.hosts):
+                if gone and lost.replace(failed.hosts, ready.world_size):
                     config = lost.complete
                     who = f"With {', '.join(host.name for host in config.launch.hosts)}, it"
                 elif gone and config.launch.min_ranks is not None:
@@ -85,6 +85,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                 who = _searched(ready)
             except ConfigError as refused:
                 print(f"no larger run can be prepared. {refused}", flush=True)
+                lost.tries += 1  # or every checkpoint would end in another attempt
                 who = "It"
             ready, payload = replace(ready, resume=newest), payload | {"marks": ()}
             cause, how = str(returned), _going_on(ready, who, time.monotonic() - began)
@@ -122,9 +123,9 @@ class Lost:
         self.hosts: tuple[str, ...] = ()
         self.tries = 0
 
-    def replace(self, hosts: Collection[str]) -> bool:
-        """Give the places of `hosts` to spare ones, if the run is complete and there are enough of them."""
-        replaced = None if self.hosts else with_standby(self.complete, hosts)
+    def replace(self, hosts: Collection[str], ranks: int) -> bool:
+        """Give the places of `hosts` to spare ones, if the run of `ranks` is complete and there are enough of them."""
+        replaced = with_standby(self.complete, hosts) if ranks == self.ranks else None
         self.complete = replaced or self.complete
         return replaced is not None
 

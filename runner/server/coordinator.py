@@ -62,7 +62,7 @@ class ServedUpdates(BucketedUpdates):
         step = self.step_number
         while True:
             answers = [
-                self.fleet.ask_primary(shard, "prepare", step=step, slices=self._slices)[0]
+                self.fleet.request_primary(shard, "prepare", step=step, slices=self._slices)[0]
                 for shard in self.fleet.shards
             ]
             missing = sorted({number for answer in answers for number in answer["missing"]})
@@ -73,7 +73,7 @@ class ServedUpdates(BucketedUpdates):
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for number, shard in enumerate(self._shards):
-            _, total = self.fleet.ask_primary(number, "gradient")
+            _, total = self.fleet.request_primary(number, "gradient")
             for piece, part in zip(shard.pieces, total, strict=True):
                 self._gradient(piece.name).view(-1)[piece.start : piece.stop] = part
         yield from super().gradients()
@@ -87,7 +87,7 @@ class ServedUpdates(BucketedUpdates):
         if self._clip is not None:
             scale = self._clip / (norm + 1e-6)
             scale = 1.0 if scale >= 1.0 else scale
-        self.fleet.tell_holders("apply", step=step, scale=scale, options=self.options)
+        self.fleet.send_to_holders("apply", step=step, scale=scale, options=self.options)
         return norm
 
     def weight(self, name: str) -> Tensor:
@@ -113,7 +113,7 @@ class ServedUpdates(BucketedUpdates):
             return
         self._mirrored = True
         for number, shard in enumerate(self._shards):
-            fields, tensors = self.fleet.ask_primary(number, "state")
+            fields, tensors = self.fleet.request_primary(number, "state")
             for piece, part in zip(shard.pieces, tensors, strict=False):
                 parameter = self._owned[piece.name]
                 parameter.data.view(-1)[piece.start : piece.stop] = part
@@ -215,7 +215,7 @@ class Coordinator(Trainer):
         self._handed_out = max(self._handed_out, last)
         if not self._sync and self.updates.options != self._options:
             self._options = self.updates.options
-            self.fleet.tell_holders("configure", options=self._options)
+            self.fleet.send_to_holders("configure", options=self._options)
         clip = None if self._sync else self.config.train.clip
         self.fleet.hand_out(fresh, {"ahead": self.keeper.ahead, "sync": self._sync, "clip": clip})
         units = [(step, number) for number in range(self._slices)]

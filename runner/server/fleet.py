@@ -68,7 +68,7 @@ class Fleet:
     # Members
 
     def _called(self, link: Link, hello: Mapping[str, Any]) -> None:
-        """In a thread of its own: read what a member says until it ends."""
+        """In a separate thread: read what a member sends until it ends."""
         self._callers.append(link.patient())
         if self._over:
             link.close()
@@ -110,14 +110,14 @@ class Fleet:
         if fields["op"] == "lost":
             for server in fields["servers"]:
                 self._probe(server)
-            self._tell(link, "layout", **self._layout())
+            self._send(link, "layout", **self._layout())
             return
         self._idle.append(link)
         self.results[self._busy.pop(link)] = fields
         for shard in fields["alone"]:
             self._keep_primary(shard)
 
-    def _tell(self, link: Link, op: str, **fields: Any) -> bool:
+    def _send(self, link: Link, op: str, **fields: Any) -> bool:
         try:
             link.send(op, **fields)
         except BROKEN:
@@ -139,7 +139,7 @@ class Fleet:
     def _probe(self, server: int) -> None:
         """Find out whether a server is alive."""
         if server in self._servers:
-            self.ask(server, "ping")
+            self.request(server, "ping")
 
     def _server_gone(self, server: int) -> None:
         if (link := self._servers.pop(server, None)) is None:
@@ -152,7 +152,7 @@ class Fleet:
                 if not holders:
                     raise RunFailed(
                         "MW711",
-                        f"server {server} is gone, and with it the only copy of shard {number}: its parameters and "
+                        f"server {server} is down, and with it the only copy of shard {number}: its parameters and "
                         "states go on from the newest checkpoint (launch.max_restarts). parallel.server.replicas=1 "
                         "keeps a second copy on another server.",
                     )
@@ -167,35 +167,35 @@ class Fleet:
             load = Counter(server for others in self._holders for server in others)
             free = [server for server in self._servers if server not in holders]
             for server in sorted(free, key=lambda one: (load[one], one))[: 1 + self._replicas - len(holders)]:
-                answer = self.ask(holders[0], "replicate", shard=number, address=self._addresses[server])
+                answer = self.request(holders[0], "replicate", shard=number, address=self._addresses[server])
                 if answer is not None and not answer[0]["alone"]:
                     holders.append(server)
 
     # Servers
 
-    def ask(
+    def request(
         self, server: int, op: str, tensors: Sequence[Tensor] = (), **fields: Any
     ) -> tuple[dict[str, Any], list[Tensor]] | None:
-        """The answer of a server; None where it is gone. Raises RunFailed where that loses a shard."""
+        """The answer of a server; None where it is down. Raises RunFailed where that loses a shard."""
         try:
-            return self._servers[server].ask(op, tensors, **fields)
+            return self._servers[server].request(op, tensors, **fields)
         except BROKEN:
             self._server_gone(server)
             return None
 
-    def ask_primary(self, shard: int, op: str, **fields: Any) -> tuple[dict[str, Any], list[Tensor]]:
+    def request_primary(self, shard: int, op: str, **fields: Any) -> tuple[dict[str, Any], list[Tensor]]:
         """The answer of the first holder of `shard` that answers."""
         while True:
-            if (answer := self.ask(self._holders[shard][0], op, shard=shard, **fields)) is not None:
+            if (answer := self.request(self._holders[shard][0], op, shard=shard, **fields)) is not None:
                 if answer[0].get("alone"):
                     self._keep_primary(shard)
                 return answer
 
-    def tell_holders(self, op: str, **fields: Any) -> None:
+    def send_to_holders(self, op: str, **fields: Any) -> None:
         """Send the same to all holders of every shard, and wait until all have done it."""
-        asked = [(server, shard) for shard, holders in enumerate(self._holders) for server in holders]
+        requests = [(server, shard) for shard, holders in enumerate(self._holders) for server in holders]
         waiting = []
-        for server, shard in asked:  # all of them work at once
+        for server, shard in requests:  # all of them work at once
             try:
                 self._servers[server].send(op, shard=shard, **fields)
                 waiting.append(server)
@@ -213,7 +213,7 @@ class Fleet:
         self._run(lambda: len(self._servers) == len(self._holders), "a server")
         self._holders = [[shard] for shard in range(len(self._holders))]
         for shard, (fields, tensors) in enumerate(states):
-            self.ask(shard, "load", tensors, shard=shard, **fields)
+            self.request(shard, "load", tensors, shard=shard, **fields)
         self._replicate()
 
     @property
@@ -266,7 +266,7 @@ class Fleet:
         while self._todo and self._idle and all(self._holders):
             link, unit = self._idle.popleft(), self._todo.popleft()
             self._busy[link] = unit
-            self._tell(link, "unit", unit=unit, floor=min(self.outstanding()), **self._given, **self._layout())
+            self._send(link, "unit", unit=unit, floor=min(self.outstanding()), **self._given, **self._layout())
 
     def close(self) -> None:
         """Let all members end, also those that have just come."""

@@ -84,7 +84,7 @@ class Link:
             tensors.append(tensor)
         return fields, tensors
 
-    def ask(
+    def request(
         self, op: str, tensors: Sequence[Tensor] = (), into: Sequence[Tensor] = (), **fields: Any
     ) -> tuple[dict[str, Any], list[Tensor]]:
         """Send a request and return its answer."""

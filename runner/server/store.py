@@ -29,7 +29,7 @@ DONE: Answer = ({}, ())
 
 
 @dataclass
-class _Held:
+class _Entry:
     """A shard that this server holds; `replica` leads to who holds it too, where this is the primary."""
 
     shard: ServedShard
@@ -59,7 +59,7 @@ class Store:
     ) -> None:
         self._shards, self._groups, self._factory, self._dtype = shards, groups, factory, dtype
         self._secret, self._timeout, self._faults = secret, timeout, faults
-        self._held: dict[int, _Held] = {}
+        self._entries: dict[int, _Entry] = {}
         self._failed: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._listener = network.listener(network.LOOPBACK)
         accept(self._listener, secret, timeout, self._serve)
@@ -99,84 +99,84 @@ class Store:
         if op == "load":
             shard = ServedShard(self._shards[number], self._groups, self._factory, self._dtype)
             shard.load(fields, tensors)
-            self._held[number] = _Held(shard)
+            self._entries[number] = _Entry(shard)
             return DONE
         if op == "ping":
             return DONE
-        held = self._held[number]
+        entry = self._entries[number]
         if op == "pull":  # a lock: an update that is half done would be a version of nobody
-            with held.lock:
-                return {"version": held.shard.version}, held.shard.pull(tensors)
-        with held.lock:
-            answer: Answer = getattr(self, f"_{op}")(held, fields, tensors)
+            with entry.lock:
+                return {"version": entry.shard.version}, entry.shard.pull(tensors)
+        with entry.lock:
+            answer: Answer = getattr(self, f"_{op}")(entry, fields, tensors)
             return answer
 
-    def _push(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+    def _push(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """A slice of a synchronous step."""
-        held.shard.push(fields["step"], fields["slice"], Gradient.of(tensors))
+        entry.shard.push(fields["step"], fields["slice"], Gradient.of(tensors))
         return DONE
 
-    def _prepare(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+    def _prepare(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         self._faults.begin(fields["step"])
         self._faults.at("collective")
-        if missing := held.shard.prepare(fields["step"], fields["slices"]):
+        if missing := entry.shard.prepare(fields["step"], fields["slices"]):
             return {"missing": missing}, ()
-        total = held.shard.total
+        total = entry.shard.total
         assert total is not None
-        alone = self._forward(held, "prepared", total.tensors(), shard=fields["shard"], step=fields["step"])
+        alone = self._forward(entry, "prepared", total.tensors(), shard=fields["shard"], step=fields["step"])
         return {"missing": [], "square": total.square(), "alone": alone}, ()
 
-    def _prepared(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+    def _prepared(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """What the primary has prepared."""
-        if fields["step"] == held.shard.version + 1:
-            held.shard.total = Gradient.of(tensors)
+        if fields["step"] == entry.shard.version + 1:
+            entry.shard.total = Gradient.of(tensors)
         return DONE
 
-    def _apply(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+    def _apply(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         self._faults.at("optimizer")
-        held.shard.apply(fields["step"], fields["scale"], fields["options"])
+        entry.shard.apply(fields["step"], fields["scale"], fields["options"])
         return DONE
 
-    def _arrive(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+    def _arrive(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """A slice that updates at once; `pulled` is the version from which its gradient was computed."""
         self._faults.begin(fields["step"])
         self._faults.at("optimizer")
-        staleness, alone = held.shard.version - fields["pulled"], False
-        if held.shard.arrive(fields["unit"], fields["floor"], Gradient.of(tensors)):
-            alone = self._forward(held, "arrive", tensors, **{k: v for k, v in fields.items() if k != "op"})
+        staleness, alone = entry.shard.version - fields["pulled"], False
+        if entry.shard.arrive(fields["unit"], fields["floor"], Gradient.of(tensors)):
+            alone = self._forward(entry, "arrive", tensors, **{k: v for k, v in fields.items() if k != "op"})
         return {"staleness": staleness, "alone": alone}, ()
 
-    def _gradient(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+    def _gradient(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """The prepared gradient."""
-        return {}, held.shard.gradient()
+        return {}, entry.shard.gradient()
 
-    def _configure(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
-        held.shard.configure(fields["options"])
+    def _configure(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        entry.shard.configure(fields["options"])
         return DONE
 
-    def _state(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
-        answer, found = held.shard.state()
+    def _state(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+        answer, found = entry.shard.state()
         return answer, [tensor.clone() for tensor in found]
 
-    def _replicate(self, held: _Held, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
+    def _replicate(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """Give the server at `address` the shard as it is now, and from now on every change."""
-        state, found = held.shard.state()
+        state, found = entry.shard.state()
         try:
             link = connect(tuple(fields["address"]), self._secret, self._timeout)
             link.send("replica")
-            link.ask("load", found, shard=fields["shard"], **state)
+            link.request("load", found, shard=fields["shard"], **state)
         except BROKEN:
             return {"alone": True}, ()
-        held.replica = link
+        entry.replica = link
         return {"alone": False}, ()
 
-    def _forward(self, held: _Held, op: str, tensors: Sequence[Tensor], **fields: Any) -> bool:
-        """Hand a change to the replica. Returns whether there was one that is gone now."""
-        if held.replica is None:
+    def _forward(self, entry: _Entry, op: str, tensors: Sequence[Tensor], **fields: Any) -> bool:
+        """Hand a change to the replica. Returns whether there was one that is down now."""
+        if entry.replica is None:
             return False
         try:
-            held.replica.ask(op, tensors, **fields)
+            entry.replica.request(op, tensors, **fields)
         except BROKEN:
-            held.replica = None
+            entry.replica = None
             return True
         return False

@@ -48,7 +48,7 @@ class PulledTable:
         return slice(first, last)
 
     def request(self, shard: int) -> tuple[Tensor, Tensor]:
-        """What a server is asked for: rows, counted from its first, and the versions that are cached."""
+        """What a server is requests for: rows, counted from its first, and the versions that are cached."""
         ids = self._ids[self._part(shard)]
         if not self._limit:
             return ids - self._bounds[shard][0], ids[:0]

@@ -132,7 +132,7 @@ class Worker:
             self._servers.append(link)
 
     def _compute(self, order: Mapping[str, Any], step: int, number: int) -> dict[str, Any]:
-        """Pull, compute slice `number` of `step`, and push. Raises OSError or EOFError where a server is gone."""
+        """Pull, compute slice `number` of `step`, and push. Raises OSError or EOFError where a server is down."""
         module, batches, faults = self._slice(number)
         faults.begin(step)
         sent, received = ([getattr(link, way) for link in self._servers] for way in ("sent", "received"))
@@ -230,7 +230,7 @@ class _Unreachable(Link):
         self.sent = self.received = 0
 
     def send(self, op: str, tensors: Any = (), **fields: Any) -> None:
-        raise ConnectionError("the server is gone")
+        raise ConnectionError("the server is down")
 
     def close(self) -> None:
         pass

@@ -108,12 +108,12 @@ def fetched(local: Local, value: Ref, windows: Sequence[Windows], fill: float) -
         wanted = [
             (min(max(start, 0), one.rows), min(max(start + frames.length, 0), one.rows)) for start in frames.starts
         ]
-        held = [(min(index * own, one.rows), min(index * own + own, one.rows)) for index in range(slices)]
-        if any(start < stop and (start < a or stop > b) for (start, stop), (a, b) in zip(wanted, held, strict=True)):
-            far[one.dim], held = (one.factor, wanted), wanted
+        present = [(min(index * own, one.rows), min(index * own + own, one.rows)) for index in range(slices)]
+        if any(start < stop and (start < a or stop > b) for (start, stop), (a, b) in zip(wanted, present, strict=True)):
+            far[one.dim], present = (one.factor, wanted), wanted
             own = max(stop - start for start, stop in wanted)
-        begins = [start - a for start, (a, _) in zip(frames.starts, held, strict=True)]
-        plans[one.dim] = frames, begins, [b - a for a, b in held], own
+        begins = [start - a for start, (a, _) in zip(frames.starts, present, strict=True)]
+        plans[one.dim] = frames, begins, [b - a for a, b in present], own
     if far:
         value = local.windows_over(value, far)
     for one in windows:

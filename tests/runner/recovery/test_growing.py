@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from composing import compose_config
@@ -10,9 +11,12 @@ from disturbed import RESTARTS, faults
 from small import MODES, SMALL
 
 from runner.config.launch import Launch
-from runner.errors import ConfigError
+from runner.errors import ConfigError, RunFailed
+from runner.launch.launchers.start import Ready
+from runner.recovery import restarting
 from runner.recovery.growing import EVERY, HostProbe, Return
-from runner.recovery.resizing import with_standby
+from runner.recovery.resizing import candidates, with_standby
+from runner.recovery.restarting import Lost
 
 HOSTS = ("launch=rank_table", "launch.hosts=[a:2,b:2]", "world_size=4", "launch.max_restarts=1")
 
@@ -73,6 +77,58 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one():
     assert with_standby(replaced, ["a"]) is None  # c is too small
     assert with_standby(made, ["a", "b"]) is None
     assert with_standby(made, []) is None  # a rank was lost, not a host
+
+
+def test_a_spare_host_joins_a_complete_run_only():
+    lost = Lost(compose_config(*SMALL, *MODES["data_parallel"], *HOSTS, "launch.standby=[c:2]"))
+    lost.ranks = 4
+    lost.add(())  # a rank on a host that is up: the run goes on with 3
+    assert not lost.replace(["b"], 3)
+    assert [host.name for host in lost.complete.launch.hosts] == ["a", "b"]
+    assert lost.replace(["b"], 4)  # after it has grown back
+    assert [host.name for host in lost.complete.launch.hosts] == ["a", "c"]
+
+
+@pytest.mark.parametrize("words", [("world_size=4",), ("world_size=null",)])
+def test_a_run_that_is_complete_again_has_its_own_config(words):
+    made = compose_config(
+        *SMALL, "parallel=auto", "parallel.search=recursive_programming", *HOSTS, *words, "parallel.mesh={dp: 4}"
+    )
+    first = next(candidates(made, 4))
+    assert first == made.model_dump() | {"train": made.model_dump()["train"] | {"resume": "auto"}}
+    assert next(candidates(made, 4, ["b"]))["parallel"]["mesh"] is None
+
+
+def test_a_run_that_cannot_grow_waits_for_twice_as_many_checkpoints(monkeypatch, tmp_path):
+    made = compose_config(
+        *SMALL, *MODES["data_parallel"], "world_size=4", "launch.max_restarts=2", "launch.min_ranks=2",
+        "launch.max_ranks=4",
+    )  # fmt: skip
+    ready = Ready(4, "cpu", b"", None, ())
+    waits = []
+
+    def start(entry, ready, config, run_dir, payload, until):
+        if until is None:
+            raise RunFailed("MW711", "rank 3 was killed.", rank=3)
+        waits.append(until.after)
+        until.requested = len(waits) < 3
+        return {"stopped": 1 if until.requested else None}
+
+    def resized(config, counts, *rest):
+        if 4 in counts:
+            raise ConfigError("MW708", "With 4 ranks: no.")
+        return config, replace(ready, world_size=3)
+
+    for name, function in {
+        "start": start,
+        "resized": resized,
+        "make_ready": lambda *given: ready,
+        "_newest": lambda *given: None,
+    }.items():
+        monkeypatch.setattr(restarting, name, function)
+    monkeypatch.setattr(restarting.lineage, "begin", lambda *given: None)
+    assert restarting.train(made, tmp_path, {"folder": str(tmp_path), "marks": ()}) == {"stopped": None}
+    assert waits == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
