@@ -59,7 +59,7 @@ def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterat
     a search finds, each with its pipeline and then without."""
     own = config.model_dump()
     own["train"]["resume"] = "auto"
-    if count == (config.world_size or config.launch.ranks) and not lost:
+    if count == config.world_size and not lost:
         yield own
     own["world_size"] = count
     own["parallel"] |= {"mesh": None, "plan": None}
