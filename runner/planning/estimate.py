@@ -36,6 +36,7 @@ from strategies.cost.step import (
     lower_bound_with_zero,
     need_of,
     norm_seconds,
+    recomputed_by_module,
     recomputed_seconds,
     step_cost,
     works_of,
@@ -269,8 +270,7 @@ class Estimate:
                     continue
                 before = stored_by_module(part.graph, part.plan, own)
                 behind = stored_by_module(part.graph, replace(part.plan, recompute=own), own)
-                for path in own.modules:
-                    seconds = recomputed_seconds(part.graph, part.works, replace(own, modules=(path,)))
+                for path, seconds in recomputed_by_module(part.graph, part.works, own).items():
                     saves = max(before[path] - behind[path], float(mode == "full"))
                     if mode == "full" or 0 < saves < layers[path]["full"][1]:
                         layers[path][mode] = round(seconds, 9), saves

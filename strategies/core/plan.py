@@ -43,9 +43,17 @@ class Recompute:
     def _inside(self) -> frozenset[str]:
         return frozenset(self.modules)
 
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        return frozenset(self.kept)
+
     def region(self, path: tuple[str, ...]) -> str | None:
         """The outermost of the modules that stands around an operator whose names of modules are `path`."""
         return next((module for module in modules_around(path) if module in self._inside), None)
+
+    def repeated_in(self, name: str, path: tuple[str, ...]) -> str | None:
+        """The same where backward runs the operator `name` again, collectives aside; else None."""
+        return None if name in self._stored else self.region(path)
 
 
 @dataclass(frozen=True)

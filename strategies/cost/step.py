@@ -116,9 +116,19 @@ def recomputed_seconds(graph: OperatorGraph, works: Sequence[Work], recompute: R
     return sum(work.forward for operator, work in pairs if is_recomputed(operator, recompute))
 
 
+def recomputed_by_module(graph: OperatorGraph, works: Sequence[Work], recompute: Recompute) -> dict[str, float]:
+    """The same by module of `recompute`, the outermost around each operator."""
+    seconds = dict.fromkeys(recompute.modules, 0.0)
+    for operator, work in zip(graph.operators, works, strict=True):
+        module = recompute.repeated_in(operator.name, operator.path)
+        if module is not None:
+            seconds[module] += work.forward
+    return seconds
+
+
 def is_recomputed(operator: Operator, recompute: Recompute) -> bool:
     """Whether backward runs the forward of `operator` again."""
-    return recompute.region(operator.path) is not None and operator.name not in recompute.kept
+    return recompute.repeated_in(operator.name, operator.path) is not None
 
 
 def step_cost(
