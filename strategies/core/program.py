@@ -119,6 +119,17 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Cooperate(Compute):
+    """A Compute whose target, a cooperative local function, communicates itself.
+
+    `channels` say what it sends: the steps of each part's `forward` and `backward` are equal, as many as it sends in
+    that direction, all parts of a channel at once.
+    """
+
+    channels: tuple[Fused, ...] = ()
+
+
+@dataclass(frozen=True)
 class Copy:
     """Copy `value` to the host, or else to the device, for `operator` (empty: an output); its gradient comes back."""
 
@@ -183,7 +194,7 @@ def rewired(instruction: Compute | Redistribute | Copy, change: Callable[[Ref], 
     return replace(instruction, value=change(instruction.value))
 
 
-CARRYING = (Redistribute, Fused, Start, Wait)
+CARRYING = (Redistribute, Fused, Start, Wait, Cooperate)
 """Instructions that communicate."""
 
 
@@ -218,7 +229,7 @@ class Program:
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
-        """All of them, also those that are parts of a `Fused` or have a `Start` and a `Wait`."""
+        """All of them, also those that are parts of a `Fused` or of a channel, or have a `Start` and a `Wait`."""
         return tuple(part for carried in self._carried for part in carried.parts)
 
     @property
@@ -228,6 +239,8 @@ class Program:
                 yield step
             elif isinstance(step, Wait):
                 yield step.of
+            elif isinstance(step, Cooperate):
+                yield from step.channels
 
     @cached_property
     def trainable_names(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from strategies.core.layout import Block, Layout, Windows
 from strategies.core.mesh import Mesh
 
-SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, ROTATE = (
+SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, ROTATE, MIRROR = (
     "slice",
     "pad",
     "all_gather",
@@ -26,10 +26,11 @@ SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, ROTATE
     "all_to_all",
     "exchange",
     "rotate",
+    "mirror",
 )
 """Kinds of steps. `all_to_all` moves axes from one dim to another; `exchange` is an all-to-all-v of blocks between any
 two layouts; from `Windows`, which overlap, it adds what several ranks send. `rotate` hands every rank's tensor to the
-rank that is `source` places further in a ring."""
+next rank of a ring, `mirror` the first rank's to the last one, the second's to the last but one, and so on."""
 LOCAL = (SLICE, PAD)
 """Kinds that send nothing. `pad` is the adjoint of `slice`: zeros elsewhere, so the axes become partial."""
 
@@ -46,7 +47,7 @@ class Step:
         kind: One of the constants of this module.
         axes: The mesh axes over which ranks communicate, major to minor.
         dim: The tensor dim that changes (for `all_to_all` the one that is sliced).
-        source: The dim that `all_to_all` gathers; the places that `rotate` moves by.
+        source: The dim that `all_to_all` gathers; it is 0 for others.
         before: The layout of the operand.
         after: The layout of the result.
         shape: The global shape; empty where it is not known.
@@ -68,8 +69,8 @@ class Step:
             return f"all_reduce over {axes}"
         if self.kind == ALL_TO_ALL:
             return f"all_to_all from dim {self.source} to dim {self.dim} over {axes}"
-        if self.kind == ROTATE:
-            return f"rotate by {self.source:+d} over {axes}"
+        if self.kind in (ROTATE, MIRROR):
+            return f"{self.kind} over {axes}"
         return f"{self.kind} dim {self.dim} over {axes}"
 
     def cut_length(self, mesh: Mesh) -> int | None:
@@ -92,8 +93,10 @@ class Step:
         if self.kind == EXCHANGE:
             return sum(size_of(block) for peer, block in sends(self, mesh, rank) if peer != rank)
         local = self.before.local_elements(self.shape, mesh)
-        if self.kind == ROTATE:
+        if self.kind == ROTATE or (self.kind == MIRROR and 2 * mesh.index(rank, self.axes) + 1 != n):
             return local
+        if self.kind == MIRROR:
+            return 0
         if self.kind == ALL_GATHER:
             return local * (n - 1)
         if self.kind == ALL_REDUCE:

@@ -8,7 +8,7 @@ Per rank, of a group of n ranks where B bytes are sent (as `Step.busiest` counts
 * tree: an all-reduce up and down chains in the innermost units and binary trees over the others, two trees with half of
   the tensor each; rounds grow with the logarithm, and each rank sends the complete tensor up and down.
 * hierarchical: one ring per level after the other; the outer ones carry the rest of the tensor.
-* rotate: one message to the next rank; the slowest link of the ring decides.
+* rotate and mirror: one message to another rank; the slowest link decides.
 * all-to-all and exchange: one message per peer; what leaves a unit goes over its members' own links.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005), and the cost
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.core.steps import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, ROTATE, ReshardingPath, Step
+from strategies.core.steps import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, MIRROR, ROTATE, ReshardingPath, Step
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Cluster, Link
 from strategies.resharding.path import resharding_path
 
@@ -78,7 +78,7 @@ def collective_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh
     call = max(link.call for _, link in crossed)
     if kind in (ALL_TO_ALL, EXCHANGE):
         return call + _direct(sent, crossed)
-    if kind == ROTATE:
+    if kind in (ROTATE, MIRROR):
         return call + max(link.latency + sent / link.bandwidth for _, link in crossed)
     passes = 2 if kind == ALL_REDUCE else 1
     seconds = [passes * _ring(sent / passes, crossed)] if RING in cluster.algorithms else []

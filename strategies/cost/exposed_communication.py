@@ -9,12 +9,13 @@ blocked, and without starts exactly that. Cost: linear in the instructions.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 
-from strategies.core.program import Compute, Copy, Fused, Instruction, Program, Redistribute, Start, Wait
-from strategies.core.steps import LOCAL
+from strategies.core.mesh import Mesh
+from strategies.core.program import Compute, Cooperate, Copy, Fused, Instruction, Program, Redistribute, Start, Wait
+from strategies.core.steps import LOCAL, ROTATE
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import joined_seconds
 from strategies.cost.roofline import Work
@@ -40,17 +41,18 @@ def added_seconds(
     added: defaultdict[str, float] = defaultdict(float)
 
     def stages(one: Redistribute | Fused, backward: bool) -> Stages:
-        return () if any(ref.id in without for ref in one.operands) else _stages(one, backward, program, cluster)
+        return () if any(ref.id in without for ref in one.operands) else _stages(one, backward, program.mesh, cluster)
 
     main = main_calls(program.instructions)
-    calls = Counter((one.operator, one.target) for one in program.instructions if isinstance(one, Compute))
     ahead, back = (_Queues(partial(stages, backward=way), cluster.overlap, added) for way in (False, True))
     for queues, instructions in ((ahead, program.instructions), (back, program.instructions[::-1])):
         left = {name: work.forward if queues is ahead else work.backward for name, work in works.items()}
         for one in instructions:
             if isinstance(one, Compute):
-                if one.target == main[one.operator].target:  # such as the blocks of ring attention
-                    queues.now += left.get(one.operator, 0.0) / calls[one.operator, one.target]
+                work = left.get(one.operator, 0.0) if one is main[one.operator] else 0.0
+                queues.now += work
+                if isinstance(one, Cooperate):
+                    queues.carry(cooperation_stages(one, work, queues is back, program.mesh, cluster))
             elif isinstance(one, Start | Wait):
                 (queues.begin if isinstance(one, Start) == (queues is ahead) else queues.finish)(one.of)
             elif not isinstance(one, Copy):
@@ -59,7 +61,30 @@ def added_seconds(
         for one in program.instructions:  # nothing that is recomputed starts early
             if isinstance(one, Redistribute | Fused) and program.recompute.region(one.path) is not None:
                 back.carry(stages(one, backward=False))
+    if program.recompute is not None:
+        for one in program.instructions:
+            again = isinstance(one, Cooperate) and program.recompute.region(one.path) is not None
+            if isinstance(one, Cooperate) and again and one.operator not in program.recompute.kept:
+                work = works[one.operator].forward if one.operator in works else 0.0
+                back.carry(cooperation_stages(one, work, False, program.mesh, cluster))
     return dict(added)
+
+
+def cooperation_stages(one: Cooperate, work: float, backward: bool, mesh: Mesh, cluster: Cluster) -> Stages:
+    """What communication adds to a cooperative computation of `work` seconds, in one direction: rotations run beside
+    all blocks but one, except for the last one of backward, which brings the gradients home; others block."""
+    added, rotating, last, slices = defaultdict[str, float](float), 0.0, 0.0, 1
+    for channel in one.channels:
+        for kind, seconds in _stages(channel, backward, mesh, cluster):
+            if kind != ROTATE:
+                added[kind] += seconds
+                continue
+            rotating, last = rotating + seconds, seconds if backward else 0.0
+            slices = mesh.product(channel.parts[0].forward[0].axes) if channel.parts[0].forward else slices
+    if rotating:
+        hidden = min(cluster.overlap * (rotating - last), work * (slices - 1) / slices)
+        added[ROTATE] = rotating - hidden
+    return list(added.items())
 
 
 def main_calls(instructions: Iterable[Instruction]) -> dict[str, Compute]:
@@ -74,7 +99,7 @@ def main_calls(instructions: Iterable[Instruction]) -> dict[str, Compute]:
     return calls
 
 
-def _stages(one: Redistribute | Fused, backward: bool, program: Program, cluster: Cluster) -> Stages:
+def _stages(one: Redistribute | Fused, backward: bool, mesh: Mesh, cluster: Cluster) -> Stages:
     """What it does in one direction, with a value or its gradient. Fused ones are one call."""
     if backward and not one.differentiable:
         return ()
@@ -83,7 +108,7 @@ def _stages(one: Redistribute | Fused, backward: bool, program: Program, cluster
     for steps in zip(*(part.backward if backward else part.forward for part in parts), strict=True):
         sized = [(step, part.spec.item_bytes) for step, part in zip(steps, parts, strict=True)]
         kind = COPIES if steps[0].kind in LOCAL else steps[0].kind
-        stages.append((kind, joined_seconds(sized, program.mesh, cluster)))
+        stages.append((kind, joined_seconds(sized, mesh, cluster)))
     return stages
 
 

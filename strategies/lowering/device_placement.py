@@ -13,7 +13,7 @@ from functools import partial
 from strategies.core.addressing import in_module
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, Ref, fresh
-from strategies.core.program import KEY, Compute, Copy, Instruction, Program, Redistribute, rewired
+from strategies.core.program import KEY, Compute, Cooperate, Copy, Instruction, Program, Redistribute, rewired
 
 
 def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True) -> frozenset[str]:
@@ -60,6 +60,12 @@ def place_on_host(program: Program, hosted: Collection[str]) -> Program:
             "operators are placed before anything is rearranged"
         )
         host = isinstance(instruction, Compute) and instruction.operator in hosted
+        if host and isinstance(instruction, Cooperate):
+            raise StrategyError(
+                "MW205",
+                f"parallel.place puts {instruction.operator} on the host, but with parallel.context_parallel=ring its "
+                "blocks travel between devices; leave it on the device, or choose parallel.context_parallel=gather.",
+            )
         on_host[instruction.id] = host
         there = partial(copied, host=host, operator=instruction.operator, path=instruction.path)
         moved = rewired(instruction, there)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite, wide
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, refs, rewrite, wide
 from strategies.core.layout import Layout, Windows
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -25,6 +25,8 @@ from strategies.core.program import (
     DEFAULT_OPTIONS,
     KEY,
     Compute,
+    Cooperate,
+    Fused,
     Instruction,
     LoweringOptions,
     Ordinal,
@@ -32,7 +34,7 @@ from strategies.core.program import (
     RankValue,
     Redistribute,
 )
-from strategies.core.steps import EXCHANGE, ROTATE, ReshardingPath, Step
+from strategies.core.steps import EXCHANGE, ReshardingPath, Step
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.rules.registry import changed, named
@@ -249,14 +251,23 @@ class Emitter:
         dtype = wide(dtype) if self.emission.computes_wide(self.operator, natural) else dtype
         return self._redistributed(value, f"{value.id}_windows", (there,), (back,), shape, dtype)
 
-    def rotate(self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None) -> Ref:
-        whole, axes = Layout.replicated(len(shape)), self._axes(factors)
-        there, back = (Step(ROTATE, axes, 0, places, whole, whole, tuple(shape)) for places in (1, -1))
-        spec = TensorSpec(tuple(shape), dtype or self.operator.results[0].dtype)
-        fresh, operator = self.emission.fresh(f"{value.id}_rotated"), self.operator
-        self.emission.instructions.append(
-            Redistribute(fresh, value, (there,), (back,), 1.0, spec.floating, spec, operator.name, -1, operator.path)
-        )
+    def channel(
+        self, kind: str, factor: str, shapes: Sequence[Sequence[int]], dtype: str, forward: int, backward: int
+    ) -> Fused:
+        operator, value = self.operator, next(refs(self.args))
+        parts = []
+        for shape in map(tuple, shapes):
+            own = Layout.replicated(len(shape))
+            step, spec = Step(kind, self._axes((factor,)), 0, 0, own, own, shape), TensorSpec(shape, dtype)
+            name = self.emission.fresh(f"{operator.id}_{kind}")
+            there, back = (step,) * forward, (step,) * backward
+            parts.append(Redistribute(name, value, there, back, 1.0, True, spec, operator.name, -1, operator.path))
+        return Fused(self.emission.fresh(f"{operator.id}_{kind}"), tuple(parts), operator.path)
+
+    def cooperate(self, target: str, channels: Sequence[Fused], *args: Any) -> Ref:
+        operator, fresh = self.operator, self.emission.fresh(f"{self.operator.id}_{target.split('.')[1]}")
+        call = Cooperate(fresh, target, args, (), operator.name, operator.path, channels=tuple(channels))
+        self.emission.instructions.append(call)
         return Ref(fresh)
 
     def _carried(

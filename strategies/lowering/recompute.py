@@ -16,7 +16,7 @@ from strategies.core.addressing import segments_match
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, modules_around
 from strategies.core.plan import Recompute
-from strategies.core.program import KEY, Compute, Copy, Instruction, Program, Redistribute, Start, Wait
+from strategies.core.program import KEY, Compute, Cooperate, Copy, Instruction, Program, Redistribute, Start, Wait
 from strategies.core.request import RecomputeRequest
 from strategies.core.steps import LOCAL
 from strategies.rules.sharding import Sharding
@@ -125,7 +125,7 @@ def parts_of(program: Program) -> dict[str, RegionPart]:
             instruction.id,
             tuple(ref.id for ref in instruction.operands if ref != KEY),
             keeps(instruction),
-            isinstance(instruction, Redistribute | Copy),
+            isinstance(instruction, Redistribute | Copy | Cooperate),
         )
         for instruction in program.instructions
         if region_of(instruction, program) is not None

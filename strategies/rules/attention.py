@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec, wide
+from strategies.core.steps import MIRROR, ROTATE
 from strategies.rules import ring_attention  # noqa: F401  registers its local functions
 from strategies.rules.random import Rows, kept_block, random_rows, starts_of
 from strategies.rules.registry import arguments, changed, local_function, rule
@@ -116,30 +117,27 @@ def _attention(operator: Operator, local: Local, *, together: bool) -> Ref:
 
 def _ring(operator: Operator, local: Local) -> Ref:
     """Keys and values travel from rank to rank; each block is computed while the next one is under way."""
-    given, slices = local.arguments, local.slices("s")
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    dropout, factors = given["dropout_p"], _result_dims(len(operator.results[0].shape))[:-1]
-    shape, rows = random_rows(operator, (*operator.results[0].shape[:-1], operator.results[0].shape[-2]))
+    given, slices, dtype = local.arguments, local.slices("s"), operator.results[0].dtype
+    causal, dropout, factors = given["is_causal"], given["dropout_p"], _result_dims(len(operator.results[0].shape))[:-1]
+    result = operator.results[0].shape
+    shape, rows = random_rows(operator, (*result[:-1], result[-2]))
     seeds, starts = None, None
     if dropout != 0:
         seeds = local.key, local.ordinal, local.position(factors)
-        starts = (*starts_of(local, factors, local.result_shape()[:-1]), 0) if local.exact else None
-    state: tuple[Ref, Ref] | None = None
-    for step in range(slices):
-        settings = local.position("s"), step, slices, given["is_causal"], dropout, given["scale"], given["enable_gqa"]
-        rest = given["attn_mask"], *settings, seeds, shape, starts, rows
-        block = local.several("local.ring_block", query, key, value, *rest)
-        if step + 1 < slices:
-            key, value = (
-                local.rotate(part, "s", shape=local.operand_shape(index)) for index, part in ((1, key), (2, value))
-            )
-        pair = block, Ref(block.id, 1)
-        if state is not None:
-            merged = local.several("local.merged_blocks", *state, *pair)
-            pair = merged, Ref(merged.id, 1)
-        state = pair
-    assert state is not None
-    return local.call("aten.to.dtype", state[0], getattr(torch, operator.results[0].dtype))
+        starts = starts_of(local, factors, local.result_shape()[:-1])[:-1] if local.exact else None
+    query, *pair = (local.operand_shape(index) for index in range(3))
+    halves = [(*size[:-2], size[-2] // 2, size[-1]) for size in (query, *pair, local.result_shape())]
+    swaps = int(causal and query[-2] > 1)
+    channels = (
+        local.channel(ROTATE, "s", pair, dtype, slices - 1, slices - 1),
+        local.channel(ROTATE, "s", pair, wide(dtype), 0, slices - 1),
+        local.channel(MIRROR, "s", halves[:3], dtype, swaps, swaps),
+        local.channel(MIRROR, "s", halves[3:], dtype, swaps, 0),
+        local.channel(MIRROR, "s", halves[3:] * 2, dtype, 0, swaps),
+    )
+    settings = local.position("s"), slices, causal, dropout, given["scale"], given["enable_gqa"]
+    tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    return local.cooperate("local.ring_attention", channels, *tensors, *settings, seeds, shape, starts, rows)
 
 
 def _result_dims(rank: int) -> tuple[str, ...]:

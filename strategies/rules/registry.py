@@ -18,6 +18,11 @@ from strategies.rules.sharding import Sharding
 Rule = Callable[[Operator, Sequence[TensorSpec]], Sharding | None]
 RULES: dict[str, Rule] = {}
 LOCAL_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+Landing = Callable[[], list[list[Tensor]]]
+Link = Callable[[Sequence[Sequence[Tensor]]], Landing]
+"""Begins to send tensors of every rank at hand, by rank, and returns what waits for those that arrive."""
+Once = Callable[[Callable[[Sequence[Tensor]], list[Tensor]]], Callable[[Sequence[Tensor]], list[Tensor]]]
+"""A function of tensors as one whose results a recomputed module may keep."""
 FUNCTION = "function"
 """How targets begin that are torch.autograd.Functions."""
 
@@ -40,7 +45,11 @@ def rule(*operators: str) -> Callable[[R], R]:
 
 
 def local_function(function: F) -> F:
-    """Register a function that local programs call by the target `local.<name>`."""
+    """Register a function that local programs call by the target `local.<name>`.
+
+    A cooperative one, which local programs call by `Local.cooperate`, takes the links of its channels, a `Once`, and
+    the arguments of every rank at hand (one, or in a simulation all); it returns the result of each.
+    """
     LOCAL_FUNCTIONS[function.__name__] = function
     return function
 

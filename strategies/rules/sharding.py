@@ -37,9 +37,10 @@ class Local(Protocol):
     of its own part. `windows_over` fetches, of the first operand's slice `value`, the `windows` of other slices: dim ->
     (factor, the global (start, stop) that each slice of the factor gets); in backward, overlapping gradients are added.
     `dtype` is that of the value (the operator's, if none is given). Both are collectives in backward
-    too, so every rank must use a differentiable result in a way that autograd sees (times zero, if need be). `rotate`
-    gives each rank the value of the slice before its own (the first that of the last), `ring` says whether to prefer
-    that to a gather; gradients go the other way.
+    too, so every rank must use a differentiable result in a way that autograd sees (times zero, if need be). `ring`
+    says whether keys and values shall not be gathered. `cooperate` calls a local function that communicates itself,
+    through channels: a `channel` sends tensors of local `shapes` together, in a step of one kind (`rotate`, `mirror`)
+    over the slices of a factor, `forward` times in forward and `backward` times in backward.
     """
 
     @property
@@ -74,7 +75,10 @@ class Local(Protocol):
         self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None, dim: int | None = None
     ) -> Ref: ...
     def windows_over(self, value: Ref, windows: Mapping[int, tuple[str, Sequence[tuple[int, int]]]]) -> Ref: ...
-    def rotate(self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None) -> Ref: ...
+    def channel(
+        self, kind: str, factor: str, shapes: Sequence[Sequence[int]], dtype: str, forward: int, backward: int
+    ) -> Any: ...
+    def cooperate(self, target: str, channels: Sequence[Any], *args: Any) -> Ref: ...
     def operand_shape(self, index: int = 0) -> tuple[int, ...]: ...
     def result_shape(self, index: int = 0) -> tuple[int, ...]: ...
 

@@ -31,6 +31,7 @@ from strategies.core.program import (
     CARRYING,
     KEY,
     Compute,
+    Cooperate,
     Copy,
     Fused,
     Instruction,
@@ -45,6 +46,7 @@ from strategies.lowering.recompute import RegionPart, parts_of
 from strategies.rules.registry import resolve
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.compiled import make_random_opaque
+from strategies.runtime.cooperation import cooperating
 from strategies.runtime.flight_recorder import recorder, with_place
 from strategies.runtime.naming import OWN, attach, inside, private, reach, register, variable
 from strategies.runtime.offload import OffloadTraffic, copier
@@ -245,7 +247,8 @@ class _Tree:
                     return type(value)
                 return value.of(self.program.mesh, self.communicator.rank) if isinstance(value, RankValue) else value
 
-            return step.target, repr(rewrite((step.args, dict(step.kwargs)), leaf)), step.multiple, step.host, around
+            said = repr(rewrite((step.args, dict(step.kwargs)), leaf))
+            return step.target, said, step.multiple, step.host, self._channels(step), around
         if isinstance(step, Copy):
             return "copy", step.host, around
         of = step.of if isinstance(step, Start | Wait) else step
@@ -253,6 +256,13 @@ class _Tree:
             (self._path_number(one.forward), self._path_number(one.backward), one.scale) for one in of.parts
         )
         return type(step), type(of), carried, of.differentiable, around
+
+    def _channels(self, step: Compute) -> tuple[tuple[int, ...], ...]:
+        channels = step.channels if isinstance(step, Cooperate) else ()
+        return tuple(
+            tuple(self._path_number(path) for part in channel.parts for path in (part.forward, part.backward))
+            for channel in channels
+        )
 
     def _path_number(self, steps: ReshardingPath) -> int:
         if id(steps) not in self.path_numbers:
@@ -397,7 +407,7 @@ class _Tree:
         def emit(step: Instruction) -> str:
             if isinstance(step, Compute):
                 device = torch.device("cpu") if step.host else self.device
-                before = [constant()] if step.id in self.parts else []
+                before = [constant() for _ in range((step.id in self.parts) + isinstance(step, Cooperate))]
 
                 def local(leaf: Any) -> Any:
                     if isinstance(leaf, Ref):
@@ -446,7 +456,10 @@ class _Tree:
         kept = part is not None and part.kept
         key: Hashable
         make: Callable[[], Callable[..., Any]]
-        if isinstance(step, Compute):
+        if isinstance(step, Cooperate):
+            key = step.target, self._channels(step), kept
+            make = partial(cooperating, step, self.communicator, kept)
+        elif isinstance(step, Compute):
             key, make = step.target, partial(resolve, step.target)
         elif isinstance(step, Copy):
             key, make = ("copy", step.host), partial(copier, step.host, self.device, self.copied)

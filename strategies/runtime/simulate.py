@@ -7,7 +7,7 @@ parity there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor
 from strategies.core.graph import Ref, rewrite
 from strategies.core.layout import Layout, indices
 from strategies.core.mesh import Mesh
-from strategies.core.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
+from strategies.core.program import KEY, Compute, Cooperate, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath, Step
-from strategies.rules.registry import resolve
+from strategies.rules.registry import Landing, Link, resolve
 from strategies.runtime.communicator import Carrier
+from strategies.runtime.cooperation import steps_of
 from strategies.runtime.module_tree import store
 from strategies.runtime.redistributions import Redistribution
 from strategies.runtime.transfer import Transfer, cut, local
@@ -107,6 +108,16 @@ def redistribute(
     return by_part(Redistribution.apply(forward, backward, scales, False, *chain(*tensors)))  # type: ignore[no-untyped-call]
 
 
+def _link(channel: Fused, mesh: Mesh) -> Link:
+    paths = steps_of(channel)
+
+    def link(tensors: Sequence[Sequence[Tensor]]) -> Landing:
+        results = carry(paths, list(zip(*tensors, strict=True)), mesh)
+        return lambda: [list(one) for one in zip(*results, strict=True)]
+
+    return link
+
+
 class Simulation:
     """Runs a program on simulated ranks.
 
@@ -158,8 +169,7 @@ class Simulation:
         return {Ref(of.id, number): value for number, value in enumerate(results)}
 
     def _compute(self, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
-        function = resolve(instruction.target)
-        results = []
+        calls: list[tuple[Any, Any]] = []
         for rank in range(self.mesh.size):
 
             def local(leaf: Any, rank: int = rank) -> Any:
@@ -168,7 +178,13 @@ class Simulation:
                 return leaf.of(self.mesh, rank) if isinstance(leaf, RankValue) else leaf
 
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
-            results.append(function(*args, **kwargs))
+            calls.append((args, kwargs))
+        function: Callable[..., Any] = resolve(instruction.target)
+        if isinstance(instruction, Cooperate):
+            links = [_link(channel, self.mesh) for channel in instruction.channels]
+            results = function(links, lambda run: run, [args for args, _ in calls])
+        else:
+            results = [function(*args, **kwargs) for args, kwargs in calls]
         if instruction.multiple:
             for index in range(len(results[0])):
                 values[Ref(instruction.id, index)] = [result[index] for result in results]

@@ -22,6 +22,7 @@ from strategies.core.steps import (
     ALL_REDUCE,
     ALL_TO_ALL,
     EXCHANGE,
+    MIRROR,
     ROTATE,
     SLICE,
     Step,
@@ -91,11 +92,12 @@ class Transfer:
         self._lengths = [step.cut_length(mesh) for step in steps]
         self._dims = [step.source if self.kind == ALL_TO_ALL else step.dim for step in steps]
         self._ends = [step.joined_length(mesh, dim) for step, dim in zip(steps, self._dims, strict=True)]
-        if self.kind == ROTATE:
-            sizes = sum(step.elements(mesh, rank) for step in steps)
-            here, places = order.index(rank), steps[0].source
-            to, by = order[(here + places) % self.size], order[(here - places) % self.size]
-            self.give, self.get = ([sizes if peer == end else 0 for peer in self.peers] for end in (to, by))
+        if self.kind in (ROTATE, MIRROR):
+            size = sum(step.before.local_elements(step.shape, mesh) for step in steps)
+            here = order.index(rank)
+            mirror = order[-1 - here]
+            ends = (mirror, mirror) if self.kind == MIRROR else (order[(here + 1) % self.size], order[here - 1])
+            self.give, self.get = ([size if peer == end else 0 for peer in self.peers] for end in ends)
         if self.kind == EXCHANGE:
             (step,) = steps
             outgoing, incoming = dict(sends(step, mesh, rank)), dict(receives(step, mesh, rank))
@@ -118,7 +120,7 @@ class Transfer:
         if len(tensors) == 1:
             return self._pack_alone(tensors[0])
         shapes = [tensor.shape for tensor in tensors]
-        if self.kind in (ALL_REDUCE, ALL_GATHER, ROTATE):
+        if self.kind in (ALL_REDUCE, ALL_GATHER, ROTATE, MIRROR):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             return flat, lambda received: self._split(received, shapes)
         pieces = [self._pieces(number, tensor) for number, tensor in enumerate(tensors)]
@@ -133,10 +135,12 @@ class Transfer:
             return sum(-(-2 * (n - 1) * tensor.numel() // n) for tensor in tensors)
         if self.kind == ALL_GATHER:
             return packed.numel() * (n - 1)
-        return packed.numel() if self.kind in (EXCHANGE, ROTATE) else packed.numel() * (n - 1) // n
+        if self.give is not None:
+            return sum(size for peer, size in zip(self.peers, self.give, strict=True) if peer != self._rank)
+        return packed.numel() * (n - 1) // n
 
     def _pack_alone(self, tensor: Tensor) -> tuple[Tensor, Unpack]:
-        if self.kind == ROTATE:
+        if self.kind in (ROTATE, MIRROR):
             return tensor.reshape(-1), lambda received: [received.view(tensor.shape)]
         if self.kind == ALL_REDUCE:
             return tensor.clone(memory_format=torch.contiguous_format), lambda received: [received]

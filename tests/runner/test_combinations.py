@@ -32,6 +32,17 @@ def products(data: int, tensor: int) -> tuple[str, ...]:
 
 
 TWO_BY_TWO, TENSOR = products(2, 2), products(1, 2)
+ALONG = "layers.*.attention.scaled_dot_product_attention"
+RING = ("parallel=auto", "parallel.context_parallel=ring")
+SEQUENCE = (*RING, "parallel.mesh={cp: 2}", f"parallel.strategies={{{ALONG}: {[[1, 1, 2, 1]] * 3}}}")
+"""Two slices of the sequence in attention, around the ring."""
+HEADS = (
+    *(*RING, "parallel.mesh={cp: 2, tp: 2}"),
+    "parallel.strategies={"
+    + ", ".join(f"layers.*.attention.{name}_proj.matmul: [[1, 2, 1], [1, 2]]" for name in "qkv")
+    + f", {ALONG}: {[[1, 2, 2, 1]] * 3}, layers.*.attention.o_proj.matmul: [[1, 2, 2], [2, 1]]}}",
+)
+"""And two of the heads."""
 DATA = ("parallel=data_parallel",)
 PIPELINE = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
 INTERLEAVED = (*PIPELINE, "parallel.pipeline.schedule=interleaved_1f1b")
@@ -123,8 +134,16 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "zero bubble, data parallel, copies, sliced recompute, activations in files, accumulation, fp64": (
         *(*DATA, *BUBBLE, COPIES, *SLICED, FILES, ACCUMULATE, FP64, LARGE),
     ),
+    "ring, tensor parallel, recompute, fp64": (*HEADS, FULL, FP64),
+    "ring, tensor parallel, selective recompute, ZeRO-3": (*HEADS, SELECTIVE, ZERO[3]),
+    "ring, tensor parallel, sliced recompute, bf16, ZeRO-1": (*HEADS, *SLICED, BF16, ZERO[1]),
+    "ring, zero bubble, fp64": (*SEQUENCE, *BUBBLE, FP64),
+    "ring, data parallel, copies, activations on the host, ZeRO-2, accumulation": (
+        *(*SEQUENCE, "parallel.mesh={dp: 2, cp: 2}", COPIES, ACTIVATIONS, ZERO[2], ACCUMULATE),
+    ),
 }
 QUICK = (
+    "ring, tensor parallel, recompute, fp64",
     "2-d, recompute with sliced inputs, accumulation, fp64",
     "2-d, activations and states on the host, ZeRO-2",
     "interleaved, tensor parallel, selective recompute, bf16, ZeRO-1",

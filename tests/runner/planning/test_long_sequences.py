@@ -40,18 +40,21 @@ def test_128k_tokens_fit_on_8_devices_with_sliced_sequences_only(command, tmp_pa
 
 @pytest.mark.parametrize("how", ["gather", "ring"])
 def test_bytes_of_both_exchanges(command, tmp_path, how):
-    """Keys and values [2, 4, 512, 16] in fp32: 3 quarters of both arrive in forward, again where the layer is
-    recomputed, and their gradients leave in backward."""
+    """Keys and values [2, 4, 512, 16] in fp32: 3 quarters of both arrive in forward, and again where the layer is
+    recomputed, and their gradients leave in backward; around the ring they arrive a third time there. There halves of
+    queries, keys, values and results are swapped, in backward those of results twice."""
     run = tmp_path / "run"
     done = command("plan", "+recipe=gpt_long", f"parallel.context_parallel={how}", f"hydra.run.dir={run}")
     assert done.code == 0, done.err
     plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
-    sent = 2 * 2 * 3 * (2 * 4 * 128 * 16 * 4)  # layers, keys and values, transfers
+    piece = 2 * 4 * 128 * 16 * 4
+    sent = 2 * 2 * 3 * piece  # layers, keys and values, transfers
     if how == "gather":
         assert plan["communication"]["all_gather"] == 2 * sent
         assert plan["communication"]["reduce_scatter"] == sent
     else:
-        assert plan["communication"]["rotate"] == 3 * sent
+        assert plan["communication"]["rotate"] == 4 * sent
+        assert plan["communication"]["mirror"] == 2 * (4 + 4 + 5) * piece // 2
 
 
 @pytest.mark.slow
