@@ -108,8 +108,9 @@ def shares(sharding: Sharding, assignment: Assignment, mesh: Mesh) -> dict[str, 
     """The share of every sliced factor that one rank has, padding included."""
     share = {}
     for factor, axes in assignment.items():
-        size = sharding.sizes[factor]
-        share[factor] = -(-size // mesh.product(axes)) / size if size else 1.0
+        size, count = sharding.sizes[factor], mesh.product(axes)
+        size = size if size % count == 0 else max(sharding.lengths_of(factor))
+        share[factor] = -(-size // count) / size if size else 1.0
     return share
 
 

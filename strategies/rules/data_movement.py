@@ -191,14 +191,6 @@ def diag_embed(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     return sharding(operator, specs, [(*filter(None, result), None)], [result], padded=result)
 
 
-@rule("constant_pad_nd", "pad")
-def pad(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """pad(x, (last dim's left, right, the dim before's left, ...)), in every mode."""
-    rank, widths = len(specs[0].shape), operator.args[1]
-    dims = numbered(rank, [rank - 1 - i // 2 for i, width in enumerate(widths) if width])
-    return sharding(operator, specs, [dims], [dims], padded=dims)
-
-
 STACKS: dict[str, tuple[int, dict[int, tuple[int, ...]]]] = {
     "column_stack": (1, {1: (0,)}),
     "dstack": (2, {1: (1,), 2: (0, 1)}),

@@ -1,8 +1,9 @@
 """Sliced dims of pictures: the rows that each slice of windows' places needs, fetched from other slices (halos).
 
-Rows and places are cut into equal blocks. The places of a block need the rows from the first one of their first window
-to the last one of their last window: fewer than the block's own where windows are far apart, those of several
-neighbours where windows are large. Every slice gets as many, those beyond the picture's ends filled up.
+Rows and places are cut into equal blocks each, the last ones perhaps shorter. The places of a block need the rows from
+the first one of their first window to the last one of their last window: fewer than the block's own where windows are
+far apart, those of several neighbours where windows are large. Every slice gets as many, those beyond the picture's
+ends filled up.
 """
 
 from __future__ import annotations
@@ -46,37 +47,52 @@ class Frames:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """The windows over one dim of a picture.
+class PictureDim:
+    """A dim of a picture that an operator changes.
 
     Attributes:
         factor: of rows and places.
         dim: of the operand, from the front.
-        rows: of the picture.
-        places: of windows.
-        extent: Rows from a window's first to its last: dilation * (kernel - 1) + 1.
-        stride: Rows between windows.
-        padding: Rows before the first one that the first window begins.
-        transposed: Whether rows are spread over windows of places.
+        rows: of the operand.
+        places: The result's rows.
     """
 
     factor: str
     dim: int
     rows: int
     places: int
+
+    @property
+    def size(self) -> int:
+        """What a slice count must divide for equal slices."""
+        return math.gcd(self.rows, self.places)
+
+    def block(self, slices: int) -> int:
+        """The places of a slice, padding included."""
+        return -(-self.places // slices)
+
+
+@dataclass(frozen=True)
+class Windows(PictureDim):
+    """The windows over one dim of a picture; each is a place of the result.
+
+    Attributes:
+        extent: Rows from a window's first to its last: dilation * (kernel - 1) + 1.
+        stride: Rows between windows.
+        padding: Rows before the first one that the first window begins; negative where it begins behind it.
+        transposed: Whether rows are spread over windows of places.
+        spare: Rows behind the last window of a slice that the operator may be given: they make no more windows.
+    """
+
     extent: int
     stride: int
     padding: int
     transposed: bool = False
-
-    @property
-    def size(self) -> int:
-        """What a slice count must divide."""
-        return math.gcd(self.rows, self.places)
+    spare: int = 0
 
     def frames(self, slices: int) -> Frames:
         """The rows that each slice of places needs."""
-        block = -(-self.places // slices)
+        block = self.block(slices)
         firsts = [index * block for index in range(slices)]
         if not self.transposed:
             starts = tuple(first * self.stride - self.padding for first in firsts)
@@ -93,35 +109,63 @@ class Windows:
 
     def offsets(self, slices: int) -> tuple[int, ...]:
         """Transposed: which place of those that a slice computes is its first own one."""
-        block = -(-self.places // slices)
+        block = self.block(slices)
         starts = self.frames(slices).starts
         return tuple(index * block + self.padding - start * self.stride for index, start in enumerate(starts))
 
 
+def exchanged(
+    local: Local, value: Ref, wanted: Mapping[int, tuple[str, int, Sequence[Interval]]]
+) -> tuple[Ref, dict[int, Sequence[Interval]]]:
+    """The rows that slices want of each other, at least.
+
+    Args:
+        local: the rank's program.
+        value: the rank's slice of the first operand.
+        wanted: dim -> its factor, its global length, and the (start, stop) that each slice wants.
+
+    Returns:
+        The slice with what it wants; and dim -> the (start, stop) that each slice has now. All slices are as long as
+        the longest one.
+    """
+    far: dict[int, tuple[str, Sequence[Interval]]] = {}
+    present: dict[int, Sequence[Interval]] = {}
+    for dim, (factor, rows, intervals) in wanted.items():
+        own = -(-rows // local.slices(factor))
+        present[dim] = [(min(start, rows), min(start + own, rows)) for start in range(0, own * len(intervals), own)]
+        pairs = zip(intervals, present[dim], strict=True)
+        if any(start < stop and (start < a or stop > b) for (start, stop), (a, b) in pairs):
+            far[dim], present[dim] = (factor, intervals), intervals
+    return local.windows_over(value, far) if far else value, present
+
+
 def fetched(local: Local, value: Ref, windows: Sequence[Windows], fill: float) -> Ref:
     """The rows of the first operand that the rank's places need, along all dims of `windows`."""
-    plans: dict[int, tuple[Frames, list[int], list[int], int]] = {}
-    far: dict[int, tuple[str, Sequence[Interval]]] = {}
+    frames = {one.dim: one.frames(local.slices(one.factor)) for one in windows}
+    wanted = {}
     for one in windows:
-        slices = local.slices(one.factor)
-        frames, own = one.frames(slices), -(-one.rows // slices)
-        wanted = [
-            (min(max(start, 0), one.rows), min(max(start + frames.length, 0), one.rows)) for start in frames.starts
-        ]
-        present = [(min(index * own, one.rows), min(index * own + own, one.rows)) for index in range(slices)]
-        if any(start < stop and (start < a or stop > b) for (start, stop), (a, b) in zip(wanted, present, strict=True)):
-            far[one.dim], present = (one.factor, wanted), wanted
-            own = max(stop - start for start, stop in wanted)
-        begins = [start - a for start, (a, _) in zip(frames.starts, present, strict=True)]
-        plans[one.dim] = frames, begins, [b - a for a, b in present], own
-    if far:
-        value = local.windows_over(value, far)
+        inside = [min(max(start, 0), one.rows) for start in frames[one.dim].starts]
+        ends = [min(max(start + frames[one.dim].length, 0), one.rows) for start in frames[one.dim].starts]
+        wanted[one.dim] = one.factor, one.rows, list(zip(inside, ends, strict=True))
+    value, present = exchanged(local, value, wanted)
     for one in windows:
-        frames, begins, stops, own = plans[one.dim]
-        spare = own - frames.length  # rows behind the last window that are fewer than a stride make no more windows
-        if any(begins) or set(stops) != {own} or not 0 <= spare < (1 if one.transposed else one.stride):
+        starts, length = frames[one.dim].starts, frames[one.dim].length
+        begins = [start - have for start, (have, _) in zip(starts, present[one.dim], strict=True)]
+        stops = [stop - start for start, stop in present[one.dim]]
+        if any(begins) or len(set(stops)) > 1 or not 0 <= stops[0] - length <= one.spare:
             position = local.position(one.factor)
-            value = local.call("local.framed", value, one.dim, position, begins, stops, frames.length, fill)
+            value = local.call("local.framed", value, one.dim, position, begins, stops, length, fill)
+    return value
+
+
+def zeros_behind(local: Local, value: Ref, windows: Sequence[Windows]) -> Ref:
+    """Places of `value` behind the last one set to zero, where they may be infinite: windows outside of the picture."""
+    for one in windows:
+        slices, block = local.slices(one.factor), one.block(local.slices(one.factor))
+        if block * slices > one.places:
+            stops = [min(block, one.places - index * block) for index in range(slices)]
+            position = local.position(one.factor)
+            value = local.call("local.framed", value, one.dim, position, [0] * slices, stops, block, 0.0)
     return value
 
 
@@ -131,6 +175,6 @@ def each(value: Any, count: int) -> list[int]:
     return numbers * count if len(numbers) == 1 else numbers
 
 
-def factors_of(windows: Sequence[Windows]) -> Mapping[str, int]:
-    """Factor -> what its slice count must divide."""
-    return {one.factor: one.size for one in windows}
+def factors_of(dims: Sequence[PictureDim]) -> Mapping[str, int]:
+    """Factor -> what its slice count must divide for equal slices."""
+    return {one.factor: one.size for one in dims}

@@ -9,7 +9,7 @@ the operand's own axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -94,7 +94,8 @@ class Sharding:
 
     `padded` are the factors that may also be cut into slices that do not divide: the last slices are then padded. For
     them the rule warrants that padding of operands reaches nothing but padding of results (forward values there are
-    arbitrary but finite), and that where the gradient of a result's padding is zero, the operands' is.
+    arbitrary but finite), and that where the gradient of a result's padding is zero, the operands' is. `lengths` are
+    the sizes of a padded factor's dims where these are not all the same: rows and windows of a picture.
 
     `gathered` are the factors along which the local program gathers operands: a configured strategy may give these
     whole, which means the same.
@@ -112,6 +113,7 @@ class Sharding:
     known: bool = True
     padded: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
+    lengths: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
@@ -119,8 +121,13 @@ class Sharding:
 
     def fits(self, factor: str, count: int) -> bool:
         """Whether a factor can be cut into `count` slices: equal ones, or padded ones of which none is empty."""
-        size = self.sizes[factor]
-        return size % count == 0 or (factor in self.padded and -(-size // count) * (count - 1) < size)
+        if self.sizes[factor] % count == 0:
+            return True
+        return factor in self.padded and all(-(-n // count) * (count - 1) < n for n in self.lengths_of(factor))
+
+    def lengths_of(self, factor: str) -> frozenset[int]:
+        """The sizes of the dims with a factor that may be padded."""
+        return self.lengths.get(factor) or frozenset((self.sizes[factor],))
 
     def legal(self, assignment: Assignment, mesh: Mesh) -> bool:
         """Whether every factor can be cut as `assignment` says."""
@@ -227,16 +234,19 @@ def sharding(
         gathered: factors along which the local program gathers operands.
     """
     known: dict[str, int] = {}
+    every: dict[str, set[int]] = {}
     tensors = (*specs, *operator.results)
     for dims, spec in zip((*operands, *results), tensors, strict=True):
         for factor, size in zip(dims, spec.shape, strict=True):
             if factor is not None:
                 known.setdefault(factor, size)
+                every.setdefault(factor, set()).add(size)
     known |= {factor: size for factor, size in (sizes or {}).items() if factor in known}
     work = float(max((spec.elements for spec in tensors), default=0)) if flops is None else flops
     summed, cut = frozenset(filter(None, sums)), frozenset(factor for factor in padded if factor in known)
-    joined = frozenset(gathered)
-    return Sharding(tuple(operands), tuple(results), known, summed, local, work, padded=cut, gathered=joined)
+    lengths = {factor: frozenset(every[factor]) for factor in cut if len(every[factor]) > 1}
+    named = frozenset(gathered)
+    return Sharding(tuple(operands), tuple(results), known, summed, local, work, True, cut, named, lengths)
 
 
 def replicated(operator: Operator, specs: Sequence[TensorSpec], local: LocalProgram | None = None) -> Sharding:

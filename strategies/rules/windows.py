@@ -1,25 +1,28 @@
 """Operators over windows of images.
 
 Convolutions have the factors n (batch), o (channels out) and i (channels in, summed over), or g (groups of channels);
-as in products, the first slice of a summed factor adds the bias. In pooling and resampling batch and channels pass. The
-image's own dims have the factors s0, s1, ... in convolution, and w0, w1, ... in maximum and average pooling with fixed
-strides: a slice fetches the rows of its neighbours that its windows need (see `halos`), and computes without padding.
-They stay replicated, as kernels do, in other pooling, which returns or takes places in the image or depends on its
-size, and in averages that count only what lies in the image. Also what moves elements between channels and windows:
-unfold and fold, pixel and channel shuffles.
+as in products, the first slice of a summed factor adds the bias. In pooling and sampling batch and channels pass. The
+image's own dims have the factors s0, s1, ... in convolution and w0, w1, ... in pooling: a slice fetches the rows of its
+neighbours that its windows need (see `halos`), and computes without padding. Adaptive pooling has such windows where
+its places divide the rows, and one that averages a complete dim sums over it; otherwise its dims stay replicated, as
+kernels do, and as in unpooling and fractional pooling. Also what moves elements between channels and windows: unfold
+and fold, pixel and channel shuffles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.halos import Windows, each, factors_of, fetched
+from strategies.rules.halos import Frames, Windows, each, factors_of, fetched, zeros_behind
 from strategies.rules.notation import notation
-from strategies.rules.registry import arguments, rule
+from strategies.rules.registry import arguments, local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, numbered, sharding
 from strategies.rules.table import line
 
@@ -60,7 +63,7 @@ def _convolution(operator: Operator, local: Local, *, windows: Sequence[Windows]
     result = local.itself(**changes)
     for one in sliced if sliced[0].transposed else ():
         slices = local.slices(one.factor)
-        block, offsets = -(-one.places // slices), one.offsets(slices)
+        block, offsets = one.block(slices), one.offsets(slices)
         ends = [offset + block for offset in offsets]
         result = local.call("local.framed", result, one.dim, local.position(one.factor), offsets, ends, block, 0.0)
     return result
@@ -79,7 +82,10 @@ def _filters(
         padding = each(given["padding"], count)
     places = operator.results[0].shape[lead:]
     numbers = zip(picture, places, extents, stride, padding, strict=True)
-    return [Windows(f"s{i}", lead + i, *each_dim, transposed) for i, each_dim in enumerate(numbers)]
+    return [
+        Windows(f"s{i}", lead + i, rows, count, extent, step, before, transposed, 0 if transposed else step - 1)
+        for i, (rows, count, extent, step, before) in enumerate(numbers)
+    ]
 
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
@@ -105,7 +111,7 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
         local=partial(_convolution, windows=windows),
         flops=2.0 * moved.elements * specs[1].elements / weight[0],
         sizes={"g": given["groups"], **factors_of(windows)},
-        padded=("n", "o", *(one.factor for one in windows if one.rows == one.places)),
+        padded=("n", "o", *spatial),
     )
 
 
@@ -125,66 +131,155 @@ SPATIAL = {name: n for n in (1, 2, 3) for name in WINDOWS.format(n=n).split()}
 """Operators -> the number of spatial dims at the end of x. Of the unpoolings and the fractional ones there are none in
 one dimension."""
 del SPATIAL["max_unpool1d"], SPATIAL["fractional_max_pool1d"]
-TILING = frozenset(f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "avg"))
-"""Operators whose windows have fixed strides."""
+POINTED = frozenset(name for name in SPATIAL if name.endswith("with_indices") or name.startswith("adaptive_max"))
+"""Operators that return with each maximum its index in the image."""
 
 
 @rule(*SPATIAL)
 def windows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x [(n,) c, ...] -> [(n,) c, ...], and perhaps indices inside each image. Further operands: the indices for
     unpooling, and random samples [n, c, places] for fractional pooling."""
-    lead = numbered(len(specs[0].shape) - SPATIAL[operator.op])
+    count = SPATIAL[operator.op]
+    lead = numbered(len(specs[0].shape) - count)
     covers = _covers(operator, specs[0].shape, len(lead))
     spatial = tuple(None if one is None else one.factor for one in covers)
+    sliced = [one for one in covers if one is not None]
+    summed = [one.factor for one in sliced if one.places == 1] if operator.op.startswith("adaptive_avg") else []
+    kept = tuple(None if factor in summed else factor for factor in spatial)
     operands: list[Dims] = [(*lead, *spatial) for _ in specs]
     if operator.op.startswith("fractional"):
         operands[1] = (*(None,) * (2 - len(lead)), *lead, None)
-    padded = lead if len(specs) == 1 else ()  # torch refuses indices and samples that padding may hold
-    sliced = [one for one in covers if one is not None]
+    # Torch refuses indices and samples that padding may hold.
+    padded = (*lead, *filter(None, kept)) if len(specs) == 1 else ()
     return sharding(
         operator,
         specs,
         operands,
-        [(*lead, *spatial)] * len(operator.results),
-        sizes=factors_of(sliced),
+        [(*lead, *kept)] * len(operator.results),
+        sums=summed,
+        sizes={one.factor: one.rows if one.factor in summed else one.size for one in sliced},
         padded=padded,
-        local=partial(_pooling, covers=sliced, lead=len(lead)) if sliced else None,
+        local=partial(_pooling, covers=sliced, count=count) if sliced else None,
     )
 
 
-def _pooling(operator: Operator, local: Local, *, covers: Sequence[Windows], lead: int) -> Ref:
+def _pooling(operator: Operator, local: Local, *, covers: Sequence[Windows], count: int) -> Ref | tuple[Ref, ...]:
+    """The operator on the rows of its windows; of a mean over all rows, each slice's part of it."""
     sliced = [one for one in covers if local.slices(one.factor) > 1]
-    fill = -math.inf if operator.op.startswith("max") else 0.0
-    given, inside = local.arguments, {one.dim - lead for one in sliced}
-    name = next(iter(given))
-    value = fetched(local, given[name], sliced, fill)
-    padding = each(given["padding"], SPATIAL[operator.op])
-    cut = [0 if dim in inside else size for dim, size in enumerate(padding)]
-    if cut == padding and value == given[name]:
+    if not sliced:
         return local.itself()
-    return local.itself(padding=cut, **{name: value})
+    given, places = local.arguments, operator.results[0].shape[-count:]
+    name = next(iter(given))
+    tiled = [one for one in sliced if one.places > 1]
+    lead = len(operator.results[0].shape) - count
+    inside = {one.dim - lead: one for one in sliced}
+    fill = _lowest(operator.results[0].dtype) if "max" in operator.op else 0.0
+    changes: dict[str, Any] = {name: fetched(local, given[name], tiled, fill)}
+    if "output_size" in given:
+        blocks = enumerate(places)
+        size = [inside[dim].block(local.slices(inside[dim].factor)) if dim in inside else n for dim, n in blocks]
+        changes["output_size"] = size
+    else:
+        padding = enumerate(each(given["padding"], count))
+        changes["padding"] = [0 if dim in inside else size for dim, size in padding]
+    result = local.itself(**changes)
+    if operator.op in POINTED and tiled:
+        return _pointed(operator, local, result, inside, count)
+    if "max" in operator.op:
+        return zeros_behind(local, result, tiled)
+    for one in tiled if "output_size" not in given and given.get("divisor_override") is None else ():
+        included = given["count_include_pad"]
+        if _partly(one, included):
+            first = local.position(one.factor, one.block(local.slices(one.factor)))
+            numbers = one.extent, one.stride, one.padding, one.rows, included
+            result = local.call("local.mean_of_inside", result, one.dim, first, *numbers)
+    parts = local.slices(*(one.factor for one in sliced if one.places == 1))
+    return result if parts == 1 else local.call("aten.div.Tensor", result, parts)
+
+
+def _lowest(dtype: str) -> float:
+    kind = getattr(torch, dtype)
+    return -math.inf if kind.is_floating_point else torch.iinfo(kind).min
+
+
+def _pointed(
+    operator: Operator, local: Local, pooled: Ref, inside: Mapping[int, Windows], count: int
+) -> tuple[Ref, Ref]:
+    """The maxima, and their indices in the complete image from those in the rows that the slice has."""
+    shape, have = local.operand_shape()[-count:], list[int]()
+    whole, starts, positions = list[int](), list[Sequence[int]](), list[Any]()
+    for dim, size in enumerate(shape):
+        one = inside.get(dim)
+        frames = one.frames(local.slices(one.factor)) if one else Frames((0,), size)
+        have.append(frames.length)
+        whole.append(one.rows if one else size)
+        starts.append(frames.starts)
+        positions.append(local.position(one.factor) if one else 0)
+    indices = local.call("local.indices_in_image", Ref(pooled.id, 1), have, whole, starts, positions)
+    return zeros_behind(local, Ref(pooled.id, 0), list(inside.values())), indices
+
+
+@local_function
+def indices_in_image(
+    indices: Tensor,
+    have: Sequence[int],
+    whole: Sequence[int],
+    starts: Sequence[Sequence[int]],
+    positions: Sequence[int],
+) -> Tensor:
+    """Flat indices in a part of an image of shape `have`, as those in the image of shape `whole`: along dim d the part
+    begins at row `starts[d][positions[d]]`."""
+    result, size = torch.zeros_like(indices), 1
+    for dim in reversed(range(len(have))):
+        row = indices % have[dim] + starts[dim][positions[dim]]
+        indices = indices // have[dim]
+        result = result + row.clamp(0, whole[dim] - 1) * size
+        size *= whole[dim]
+    return result
+
+
+@local_function
+def mean_of_inside(
+    x: Tensor, dim: int, first: int, extent: int, stride: int, padding: int, rows: int, included: bool
+) -> Tensor:
+    """Means over windows of `extent` rows along `dim`, whose first one is window `first` of the picture, as means over
+    those of their rows that count: without those beyond the padding (`included`), or beyond the picture."""
+    start = (torch.arange(x.shape[dim], device=x.device) + first) * stride - padding
+    low, high = (start, rows + padding) if included else (start.clamp(min=0), rows)
+    counts = ((start + extent).clamp(max=high) - low).clamp(min=1)
+    return x * (extent / counts.double()).to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
 
 
 def _covers(operator: Operator, shape: Sequence[int], lead: int) -> list[Windows | None]:
-    """The windows over each of the image's dims that may be sliced. Operators that return indices have none, because
-    indices are global to the image, and nor do adaptive windows, which depend on its size."""
-    rows, places = shape[lead:], operator.results[0].shape[lead:]
-    if operator.op not in TILING:
+    """The windows over each of the image's dims that may be sliced."""
+    rows, places, kind = shape[lead:], operator.results[0].shape[lead:], operator.op
+    if kind.startswith(("max_unpool", "fractional")):
         return [None] * len(rows)
     given = arguments(operator)
+    if kind.startswith("adaptive"):
+        means = "avg" in kind
+        return [
+            Windows(f"w{i}", lead + i, size, count, size // count, size // count, 0)
+            if size % count == 0 and (means or count > 1)
+            else None
+            for i, (size, count) in enumerate(zip(rows, places, strict=True))
+        ]
     kernel, padding, dilation = (
         each(value, len(rows)) for value in (given["kernel_size"], given["padding"], given.get("dilation", 1))
     )
     stride = each(given["stride"], len(rows)) if given["stride"] else kernel  # not given, or an empty list
-    found: list[Windows | None] = []
     numbers = zip(rows, places, kernel, stride, padding, dilation, strict=True)
-    for i, (size, count, k, s, p, d) in enumerate(numbers):
-        one = Windows(f"w{i}", lead + i, size, count, d * (k - 1) + 1, s, p)
-        over = (count - 1) * s + one.extent > size + 2 * p  # ceil_mode: the last window leaves the padding
-        partly = (p > 0 and not given.get("count_include_pad")) or over
-        counted = operator.op.startswith("avg") and given.get("divisor_override") is None and partly
-        found.append(None if counted else one)
-    return found
+    exact = given["ceil_mode"] or kind in POINTED  # no row more, which would be a place, or shift indices
+    return [
+        Windows(f"w{i}", lead + i, size, n, d * (k - 1) + 1, s, p, spare=0 if exact else s - 1)
+        for i, (size, n, k, s, p, d) in enumerate(numbers)
+    ]
+
+
+def _partly(one: Windows, included: bool) -> bool:
+    """Whether windows have rows that do not count."""
+    over = (one.places - 1) * one.stride + one.extent > one.rows + 2 * one.padding  # ceil_mode
+    return over or (one.padding > 0 and not included)
 
 
 @rule("im2col", "col2im")

@@ -210,7 +210,7 @@ class NodeCost:
 
     problem: Problem
     cluster: Cluster
-    _communicates: dict[Hashable, bool] = field(default_factory=dict, init=False)
+    _communicates: dict[int, bool] = field(default_factory=dict, init=False)
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -271,7 +271,7 @@ class NodeCost:
 
     def communicates(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""
-        key = operator.target, sharding.operands, tuple(sharding.sizes.items())
+        key = self.problem.graph.looks[operator.id]
         if sharding.local is not None and key not in self._communicates:
             sizes = self.problem.mesh.sizes
             sliced = [

@@ -18,7 +18,11 @@ def by(mode, **options):
 
 
 aten = torch.ops.aten
-COVERS = "affine_grid_generator grid_sampler grid_sampler_2d grid_sampler_3d"
+COVERS = """
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d affine_grid_generator grid_sampler
+grid_sampler_2d grid_sampler_3d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+upsample_nearest3d upsample_trilinear3d
+"""
 CASES = [
     ("nearest 1", by("nearest", scale_factor=2), LINES),
     ("nearest 2", by("nearest", size=(5, 3)), PICTURES),

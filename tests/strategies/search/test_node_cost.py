@@ -7,7 +7,9 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from strategies.capture import Objective, capture
 from strategies.core.graph import Ref
 from strategies.core.layout import Layout
 from strategies.core.program import LoweringOptions
@@ -17,10 +19,31 @@ from strategies.lowering.lowering import lower
 from strategies.optimizer.bytes_per_element import needed
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
+from strategies.rules import rule_of
 from strategies.search.problem import NodeCost, Problem
 from tests.strategies.search.test_factor_graph import NODES, llama, problem_of
 
 MICRO_BATCHES = 4
+
+
+class Picture(nn.Module):
+    """Two convolutions of the same shapes, of which the second reads neighbouring rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point, self.window = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.window(self.point(x))
+        return out
+
+
+def test_calls_of_the_same_shapes_differ_in_what_they_fetch() -> None:
+    captured = capture(Objective(Picture(), None, ("0",), ()), (torch.zeros(2, 4, 16, 16),), training=False)
+    problem = problem_of(captured.graph, 4)
+    costs = NodeCost(problem, NODES)
+    communicate = [costs.communicates(one, rule_of(one, problem.graph)) for one in problem.graph.operators[:2]]
+    assert communicate == [False, True]
 
 
 @pytest.fixture(scope="module")
