@@ -72,9 +72,9 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     for name, replaced in (("cluster", cluster.from_file), ("launch", launch.from_files)):
         if isinstance(section := values.get(name), Mapping):
             values |= {name: replaced(section)}
-    config = _validate(values, origins)
+    config = validated(values, origins)
     if config.world_size is None and config.launch.ranks is not None:
-        config = _validate(values | {"world_size": config.launch.ranks}, origins)
+        config = validated(values | {"world_size": config.launch.ranks}, origins)
     chosen = origins.choice("parallel")
     if chosen in get_args(Mode) and chosen != config.parallel.mode and not origins.overrides_key("parallel.mode"):
         raise ConfigError(
@@ -99,7 +99,8 @@ def read(file: Path) -> Config:
         raise ConfigError("MW208", f"{file} cannot be read: {error}.") from None
 
 
-def _validate(values: Any, origins: Origins) -> Config:
+def validated(values: Any, origins: Origins) -> Config:
+    """The config with these plain values. Raises ConfigError as `load`."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:

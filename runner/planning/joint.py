@@ -206,15 +206,17 @@ Capture = tuple[Objective, Captured, list[Tensor]]
 
 class JointDecision:
     """The search for the fastest choice within the memory of a rank. Models are captured from shapes, once per number
-    of rows that a micro-batch may have."""
+    of rows that a micro-batch may have; `captures` are those that are there already, by that number."""
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, say: Callable[[str], None], captures: Mapping[int, Capture] | None = None
+    ) -> None:
         self.config, self.say = config, say
         self.device, self.ranks = device_of(config)
         self.cluster = cluster_of(config, self.device, self.ranks)
         self.limit = config.parallel.memory_limit or self.cluster.memory
         self.programs, self.traces = Programs(), Traces()
-        self.captures: dict[int, Capture] = {}  # by rows of a micro-batch
+        self.captures: dict[int, Capture] = dict(captures or {})  # by rows of a micro-batch
         self.capturing = 0.0  # seconds, which are no part of those of the search
         self.searches: dict[tuple[int, int], Searches] = {}  # by rows and stages
         self.estimates: dict[Choice, Estimate] = {}  # of the fastest plan of each choice

@@ -238,33 +238,57 @@ def prepare(
         lowering.rows_per_split(config)
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
-        step_of = partial(lowering.training_step, config, step, tensors, graph)
-        if plan is None:
-            cluster = cluster_of(config, device, world_size)
-            price = step_price(config, graph, step_of, device, world_size, cluster)
-            request = request_of(config, lowering.planned_ranks(config, world_size))
-            plan = planned(config, graph, request, cluster, price, say)
-        in_step = step_of(plan)
-        if config.parallel.elastic:
-            sliced(config, *in_step)
-        stages = lowering.stages_of(config, *in_step)
-        without_search = plan.to_json() | {"search": None}
-        del without_search["recompute"]  # it changes no number
-        fingerprint = digest(
-            graph.signature(), json.dumps(without_search), [list(stage.graph.by_name) for stage in stages]
-        )
+        prepared = with_plan(prepared, step, tensors, graph, plan, say)
+        plan, stages = prepared.plan, prepared.stages
+        assert plan is not None
         if prepared.short is not None:
             batch = global_batch(training, collate, last, config.train.seed, 0)
             batch_tensors = cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
             prepared = replace(prepared, short=_short(config, step, batch_tensors, plan, stages, order, say))
         evaluations, evaluation_tensors = _evaluations(config, step, plan, stages, trials)
         values = evaluation_tensors | dict(captured.tensors)
-        prepared = replace(
-            prepared, graph=graph, plan=plan, evaluations=evaluations, digest=fingerprint, stages=stages, step=in_step
-        )
+        prepared = replace(prepared, evaluations=evaluations)
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return prepared
+
+
+def with_plan(
+    prepared: Prepared,
+    step: Objective,
+    tensors: Sequence[Tensor],
+    graph: OperatorGraph,
+    plan: Plan | None,
+    say: Callable[[str], None],
+) -> Prepared:
+    """`prepared` with the training graph, its plan, the graph and plan of a step, pipeline stages and fingerprint.
+
+    Args:
+        prepared: for a config with nothing left to the joint decision.
+        step: model and loss.
+        tensors: a global micro-batch.
+        graph: that of `step`.
+        plan: of a joint decision; None: the file, the cache or a search decides.
+        say: prints notices for the user.
+
+    Raises:
+        ConfigError, StrategyError: as `prepare`.
+    """
+    config, device, world_size = prepared.config, prepared.device, prepared.world_size
+    step_of = partial(lowering.training_step, config, step, tensors, graph)
+    if plan is None:
+        cluster = cluster_of(config, device, world_size)
+        price = step_price(config, graph, step_of, device, world_size, cluster)
+        request = request_of(config, lowering.planned_ranks(config, world_size))
+        plan = planned(config, graph, request, cluster, price, say)
+    in_step = step_of(plan)
+    if config.parallel.elastic:
+        sliced(config, *in_step)
+    stages = lowering.stages_of(config, *in_step)
+    without_search = plan.to_json() | {"search": None}
+    del without_search["recompute"]  # it changes no number
+    fingerprint = digest(graph.signature(), json.dumps(without_search), [list(stage.graph.by_name) for stage in stages])
+    return replace(prepared, graph=graph, plan=plan, digest=fingerprint, stages=stages, step=in_step)
 
 
 def _described(

@@ -23,6 +23,23 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     """Write plan.json, and the IR of every rank if asked for. Returns the plan's content; None for modes without."""
     if prepared.graph is None or prepared.plan is None:
         return None
+    content, step = plan_content(prepared)
+    (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if (wanted := prepared.config.parallel.dump_ir) is not False:
+        try:
+            _write_ir(prepared, step, run_dir / "ir" if wanted is True else home.expanded(wanted))
+        except OSError as error:
+            raise ConfigError(
+                "MW603",
+                f"parallel.dump_ir = {wanted!r}: {error.filename} cannot be written ({error.strerror}); name a folder "
+                "that can.",
+            ) from error
+    return content
+
+
+def plan_content(prepared: Prepared) -> tuple[dict[str, Any], Estimate]:
+    """The content of plan.json of a run that has a plan, and the estimate that it reports."""
+    assert prepared.graph is not None and prepared.plan is not None
     config = prepared.config
     cluster = cluster_of(config, prepared.device, prepared.world_size)
     settings = settings_of(config, prepared.graph, prepared.device)
@@ -56,17 +73,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     tokens = next((spec.shape[1] for spec in inputs if not spec.floating and len(spec.shape) == 2), 0)
     samples = config.data.batch_size
     predict(content, step, ranks=prepared.world_size, samples=samples, tokens=samples * tokens)
-    (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if (wanted := config.parallel.dump_ir) is not False:
-        try:
-            _write_ir(prepared, step, run_dir / "ir" if wanted is True else home.expanded(wanted))
-        except OSError as error:
-            raise ConfigError(
-                "MW603",
-                f"parallel.dump_ir = {wanted!r}: {error.filename} cannot be written ({error.strerror}); name a folder "
-                "that can.",
-            ) from error
-    return content
+    return content, step
 
 
 def _write_ir(prepared: Prepared, step: Estimate, place: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.planning.estimate import Estimate, StageEstimate
 from runner.report.text import CALLS
-from strategies.core.graph import Operator, Ref
+from strategies.core.graph import Operator, Ref, Source
 from strategies.core.mesh import Mesh
 from strategies.core.request import RecomputeRequest
 from strategies.cost.by_operator import OperatorCost, operator_costs
@@ -51,7 +51,7 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
             together[name] = cost + together[name] if name in together else cost
         for operator in model_operators(part.graph, part.plan):
             entry = next(entries)
-            entry["inputs"] = [_sender(_producer(part, ref), made) for ref in operator.operands]
+            entry["inputs"] = [_sender(part, ref, made) for ref in operator.operands]
             entry["predicted"] = asdict(together[model_name(operator)])
     seconds = content["cost"]["total"]
     shares = shares_of(costs)
@@ -115,8 +115,12 @@ def _seconds_at_peak(step: Estimate) -> float:
     return step.settings.accumulate * step.cluster.fraction * seconds
 
 
-def _sender(name: str, made: Set[str]) -> str:
-    """The operator of another stage whose result a stage receives as `NAME[RESULT]`; other names are unchanged."""
+def _sender(part: StageEstimate, ref: Ref, made: Set[str]) -> str:
+    """The name of the operator or source that an operand comes from, of another stage where a stage receives its
+    result as `NAME[RESULT]`. A batch entry that has the name of an operator (`0`) becomes `batch[0]`."""
+    name, node = _producer(part, ref), part.graph.by_id[ref.id]
+    if isinstance(node, Source) and node.kind == "input" and name in made:
+        return f"batch[{name}]"
     operator = name.rpartition("[")[0]
     return operator if operator in made else name
 

@@ -44,6 +44,7 @@ from strategies.runtime.pipeline_stage import RankStage, StageRunner
 
 Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Any]
 Axes = Callable[[Program], Iterable[Sequence[str]]]
+Slices = Callable[[Sequence[Program]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,22 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
     if prepared.stages:
         return _staged(prepared, rank, folder, axes)
     builders = {"hybrid": _hybrid, "stand_alone": _alone}
-    return builders.get(prepared.config.parallel.mode, _sharded)(prepared, rank, folder, axes)
+    return builders.get(prepared.config.parallel.mode, _from_folder)(prepared, rank, folder, axes)
 
 
-def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+def _from_folder(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+    return sharded(prepared, rank, partial(_tensors, rank=rank.rank, device=rank.device, folder=folder), axes)
+
+
+def sharded(prepared: Prepared, rank: RankContext, slices: Slices, axes: Axes) -> Execution:
+    """Build what `rank` runs of a plan without a pipeline. Collective.
+
+    Args:
+        prepared: with a plan.
+        rank: the identity of this rank.
+        slices: returns this rank's slices of the tensors of programs.
+        axes: names the groups that are needed besides those of the programs.
+    """
     assert prepared.step is not None
     config, short, compile_ = prepared.config, prepared.short, prepared.config.train.compile
     program = lowering.training_program(config, *prepared.step)
@@ -105,7 +118,7 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
         short_program = lowering.training_program(config, short.graph, short.plan, reductions)
         used += _loss_axes_used(short_program)
     communicator = Communicator(program.mesh, rank.rank, used)
-    tensors = _tensors([program, *evaluations.values()], rank.rank, rank.device, folder)
+    tensors = slices([program, *evaluations.values()])
     module = build(program, tensors, communicator, rank.device, compiled=compile_)
     if compile_:
         compiled.compile_units(module, prepared.device, leaves=config.parallel.zero.stage == 3)
@@ -310,9 +323,10 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     return Execution(program, communicator, module, forward, tensors, blocks, {}, loss_divisor=mesh.size, short=short)
 
 
-def gather_axes(program: Program) -> list[tuple[str, ...]]:
-    """The groups that `full_tensor` needs for every parameter."""
-    sources = [source for source in program.sources if source.kind == "parameter"]
+def gather_axes(program: Program, sources: Iterable[Source] | None = None) -> list[tuple[str, ...]]:
+    """The groups that `full_tensor` needs for `sources`; None: every parameter."""
+    if sources is None:
+        sources = [source for source in program.sources if source.kind == "parameter"]
     return list(dict.fromkeys(step.axes for source in sources for step in _to_replicated(source, program)))
 
 

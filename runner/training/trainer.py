@@ -38,7 +38,7 @@ from runner.run_folder.lineage import Lineage
 from runner.training.agreement import agree, agree_on_code, agree_on_data, agree_on_program, gather
 from runner.training.checkpointing import Keeper
 from runner.training.evaluate import Evaluator
-from runner.training.execution import Execution, execution, gather_axes
+from runner.training.execution import Axes, Execution, execution, gather_axes
 from runner.training.fault_injection import Faults
 from runner.training.metering import Meter
 from runner.training.metrics import metrics_of
@@ -88,7 +88,7 @@ class Trainer:
         training, evaluating, self.collate = datasets(self.config)
         agree_on_data(self.prepared, training, evaluating, self.collate)
         self.order = order_of(self.config, len(training))
-        extra = gather_axes if job.record is not None else lambda program: []
+        extra: Axes = gather_axes if job.record is not None else lambda program: []
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
         if (mesh := self.execution.communicator.mesh).size > 1:
             agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))

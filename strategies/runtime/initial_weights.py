@@ -54,6 +54,18 @@ def read_slices(
     return found
 
 
+def slices_of(
+    tensors: Mapping[str, Tensor], program: Program, rank: int, device: torch.device | str
+) -> dict[str, Tensor]:
+    """As `read_slices`, of unsharded `tensors` by name; copies."""
+    found = {}
+    for source in program.sources:
+        if source.kind != "input":
+            piece = cut(tensors[source.name].detach(), program.layouts[source.id], program.mesh, rank).to(device)
+            found[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
+    return found
+
+
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
     content = torch.load(path, mmap=True, weights_only=True)
     stored = {

@@ -1,0 +1,67 @@
+"""Preparation of a module and a batch that are in memory: what `prepare` and `prepare_decided` do for those that a
+config names. Everything else of the plan is still said by a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from runner.config.schema import Config
+from runner.planning import lowering
+from runner.planning.clusters import device_of
+from runner.planning.joint import JointDecision, choice_of, with_choice
+from runner.planning.prepare import Prepared, check_model, with_plan
+from runner.planning.sources import request_of
+from strategies.capture import Captured, Objective, capture
+from strategies.core.request import check
+from strategies.lowering.device_placement import on_host
+
+
+def prepare_given(
+    config: Config, step: Objective, tensors: Sequence[Tensor], say: Callable[[str], None]
+) -> tuple[Prepared, Captured]:
+    """Capture and plan a step.
+
+    Args:
+        config: its `model`, `loss` and `data` are names for messages; `data.batch_size` is that of `tensors`.
+        step: model and loss.
+        tensors: a global batch.
+        say: prints notices for the user.
+
+    Returns:
+        The preparation, with a config in which nothing is open, and what was captured of `step`.
+
+    Raises:
+        ConfigError, StrategyError: as `prepare_decided`.
+    """
+    device, world_size = device_of(config)
+    captured, plan = capture(step, tensors, training=True), None
+    check_model(config, step.model)
+    on_host(captured.graph, config.parallel.place)
+    lowering.check_ranks(config, world_size)
+    lowering.rows_per_split(config)
+    if config.parallel.open or config.parallel.memory_limit is not None:
+        given = {config.data.batch_size: (step, captured, list(tensors))}
+        plan = JointDecision(config, say, given).plan()
+        if config.parallel.open:
+            config = with_choice(config, choice_of(plan.search["decided"]), plan.recompute)
+    elif config.parallel.plan is None:
+        check(request_of(config, lowering.planned_ranks(config, world_size)))
+    prepared = Prepared(
+        config,
+        world_size,
+        device,
+        step.names,
+        tuple(tuple(tensor.shape) for tensor in tensors),
+        tuple(name for name in step.names if name in step.targets),
+        config.data.batch_size,
+        graph=None,
+        plan=None,
+        evaluations={},
+        digest="",
+        steps=1,
+        published=frozenset(step.model.state_dict()),
+    )
+    return with_plan(prepared, step, tensors, captured.graph, plan, say), captured

@@ -1,0 +1,162 @@
+"""The comparison of a sharded run with one device: loss, gradients and weights, by tensor, and the verdict.
+
+Compared is max |sharded - reference| / max |reference| of every tensor. A gradient that cancels out (a bias before a
+batch norm) is rounding alone; see `differences`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.errors import ConfigError
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_autocast": 2e-2}
+ROUNDING = {"fp64": 2e-15, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
+"""Ten times the distance of neighbouring numbers at 1."""
+MAGNIFIED = 0.1
+"""The largest difference that may still be rounding."""
+TIMES = 3.0
+"""How many times one process's own rounding a sharded run may differ from it."""
+WORST = 5
+
+Differences = dict[tuple[str, str], float]
+"""The largest relative differences between two runs, by `LOSS`, ("grad", NAME) and ("weight", NAME)."""
+LOSS, TENSORS = ("loss", ""), ("grad", "weight")
+
+
+def _to_json(differences: Differences) -> dict[str, Any]:
+    tensors = {kind: {name: gap for (its, name), gap in differences.items() if its == kind} for kind in TENSORS}
+    return {"loss_max_rel_diff": differences[LOSS]} | {f"{kind}_max_rel_diff": gaps for kind, gaps in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The content of verify.json. `rounding` is the distance of the reference from its fp64 run where it was measured,
+    and `unmeasured` says why it could not be."""
+
+    loss_max_abs_diff: float
+    differences: Differences
+    tolerance: float
+    steps: int
+    rounding: Differences | None = None
+    unmeasured: str | None = None
+
+    def own(self, key: tuple[str, str]) -> float:
+        """The reference's own rounding; 0 where it was not measured."""
+        return (self.rounding or {}).get(key, 0.0)
+
+    def bound(self, key: tuple[str, str]) -> float:
+        """The tolerance of a loss or tensor: more where the reference itself differs from fp64."""
+        rounding = TIMES * self.own(key)
+        return max(self.tolerance, rounding) if rounding <= MAGNIFIED else self.tolerance
+
+    def __str__(self) -> str:
+        return table(self)
+
+    @property
+    def passed(self) -> bool:
+        return all(gap <= self.bound(key) for key, gap in self.differences.items())
+
+    @property
+    def worst(self) -> float:
+        return max(self.differences.values())
+
+    def to_json(self) -> dict[str, Any]:
+        measured = self.rounding is not None or self.unmeasured is not None
+        rounding = {"unmeasured": self.unmeasured} if self.rounding is None else _to_json(self.rounding)
+        return {
+            "loss_max_abs_diff": self.loss_max_abs_diff,
+            **_to_json(self.differences),
+            "tolerance": self.tolerance,
+            "steps": self.steps,
+            "passed": self.passed,
+            "rounding": {"times": TIMES, **rounding} if measured else None,
+        }
+
+
+def differences(
+    sharded: Mapping[str, Any], truth: Mapping[str, Any], noise: float = 0.0, scale: float = 0.0
+) -> dict[str, float]:
+    """Per tensor: max |sharded - truth| / max |truth|, or / `scale` where max |truth| is at most `noise`; 0 where both
+    are equal, infinities included."""
+    missing = sorted(set(sharded) ^ set(truth))
+    if missing:
+        raise ConfigError(
+            "MW326", f"verify: the two models have different parameters: {', '.join(missing)} in only one of them."
+        )
+    values = {}
+    for name, expected in truth.items():
+        own = sharded[name]
+        if expected.shape != own.shape:
+            raise ConfigError(
+                "MW326",
+                f"verify: {name} has shape {tuple(own.shape)} sharded, {tuple(expected.shape)} in the reference.",
+            )
+        gaps = (own.double() - expected.double()).masked_fill(own == expected, 0.0)
+        gap, size = _largest(gaps), _largest(expected)
+        variance = truth.get(f"{name.removesuffix('running_mean')}running_var")
+        if name.endswith("running_mean") and variance is not None:
+            size = max(size, _largest(variance) ** 0.5)
+        size = size if size > noise else scale
+        values[name] = 0.0 if gap == 0 else _finite(gap / size if size else math.inf)
+    return values
+
+
+def of_step(
+    sharded: Mapping[str, Any], truth: Mapping[str, Any], tolerance: float, rounding: float
+) -> tuple[float, Differences]:
+    """The absolute difference of the losses of one step, and all relative differences of its record.
+
+    Args:
+        sharded, truth: {"loss": number, "gradients": {name: unsharded tensor}}.
+        tolerance: relative.
+        rounding: a reference gradient below this times the model's largest is rounding itself (a bias before a batch
+            norm: truly zero), and has to stay below that.
+
+    Raises:
+        ConfigError: the models have different parameters.
+    """
+    gap = abs(sharded["loss"] - truth["loss"])
+    noise = rounding * max(map(_largest, truth["gradients"].values()), default=0.0)
+    gradients = differences(sharded["gradients"], truth["gradients"], noise, noise / tolerance)
+    relative = _finite(gap / max(abs(truth["loss"]), 1e-30))
+    return gap, {LOSS: relative, **{("grad", name): value for name, value in gradients.items()}}
+
+
+def _largest(tensor: Any) -> float:
+    """max |tensor|; 0 for an empty one."""
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+def _finite(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def table(comparison: Comparison) -> str:
+    """The verdict and the worst offenders."""
+    verdict, differences = "passed" if comparison.passed else "FAILED", comparison.differences
+
+    def shown(key: tuple[str, str]) -> str:
+        text = f"{differences[key]:.2e}"
+        if not (own := comparison.own(key)) or differences[key] <= comparison.tolerance:
+            return text
+        return f"{text}  (one process: {own:.2e} from fp64; {comparison.bound(key):.2e} allowed)"
+
+    gradients, weights = ([key for key in differences if key[0] == kind] for kind in TENSORS)
+    worst = sorted(gradients, key=lambda key: differences[key] / comparison.bound(key), reverse=True)[:WORST]
+    width = max((len(name) for _, name in worst), default=0)
+    lines = [f"verify {verdict}: {comparison.steps} steps, tolerance {comparison.tolerance:g} relative"]
+    if comparison.rounding is not None:
+        lines[0] += f", or {TIMES:g} times how far one process in fp32 is from fp64"
+    elif comparison.unmeasured is not None:
+        lines[0] += f"; how much of it is rounding is unknown, fp64 does not run: {comparison.unmeasured}"
+    lines.append(f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({shown(LOSS)} relative)")
+    lines.append(f"  gradients of {len(gradients)} parameters, the worst:")
+    lines += [f"    {key[1]:<{width}}  {shown(key)}" for key in worst]
+    if weights:
+        weight = max(weights, key=differences.__getitem__)
+        lines.append(f"  weights after the last step, the worst: {weight[1]}  {shown(weight)}")
+    return "\n".join(lines)

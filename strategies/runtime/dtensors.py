@@ -1,0 +1,53 @@
+"""Layouts as placements of torch's DTensor.
+
+DTensor slices a tensor once per mesh axis, from the first axis to the last, and keeps no padding. A layout whose dims
+are sliced by axes in another order, or a dim that several axes slice into unequal parts, is no DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from strategies.core.layout import Layout, indices
+from strategies.core.mesh import Mesh
+
+
+def placements(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[Placement, ...] | None:
+    """The placement on every axis of the mesh, outermost first; None where no DTensor has this layout."""
+    found: dict[str, Placement] = {axis: Partial() for axis in layout.partial}
+    for dim, (size, axes) in enumerate(zip(shape, layout.dims, strict=True)):
+        slicing = tuple(axis for axis in axes if mesh.sizes[axis] > 1)
+        uneven = size % mesh.product(slicing) != 0
+        if slicing != mesh.sorted(slicing) or (uneven and len(slicing) > 1):
+            return None
+        found |= {axis: Shard(dim) for axis in slicing}
+    return tuple(found.get(axis, Replicate()) for axis in mesh.names)
+
+
+def as_dtensor(
+    local: Tensor, placed: Sequence[Placement], layout: Layout, shape: Sequence[int], mesh: Mesh, on: DeviceMesh
+) -> DTensor:
+    """This rank's slice as a DTensor on the same memory.
+
+    Args:
+        local: with padding.
+        placed: the `placements` of `layout`.
+        layout: that of the tensor.
+        shape: the global shape.
+        mesh: the plan's.
+        on: the same grid of ranks; its current rank is that of `local`.
+    """
+    block = layout.block(shape, mesh, on.mesh.flatten().tolist().index(torch.distributed.get_rank()))
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    own = local[indices(block, block)]
+    return DTensor.from_local(own, on, placed, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def global_tensor(value: Tensor) -> Tensor:
+    """All of a tensor; collective for a DTensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
