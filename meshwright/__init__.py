@@ -1,11 +1,25 @@
-"""The name under which this project is installed: `meshwright.models.gpt` is the module that ships with it.
+"""Parallel plans as a library: plan a module, prove the plan, and train with it in a loop of your own.
 
-A user's folder or file may be called `runner`, `strategies` or `models`; this name belongs to the project alone, so the
-installed command starts here. Importing it imports our `runner` first, which resolves the shared names.
+Examples:
+    >>> import torch, meshwright
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    >>> batch = torch.randn(8, 8), torch.randn(8, 4)
+    >>> plan = meshwright.plan(model, batch, loss=torch.nn.MSELoss(), mesh=4)
+    >>> meshwright.verify(model, batch, plan).passed  # four simulated ranks, in this process
+    True
+
+This is also the name under which the project is installed: `meshwright.models.gpt` is the module that ships with it. A
+user's folder or file may be called `runner`, `strategies` or `models`; this name belongs to the project alone, so the
+installed command starts here. Importing it imports our `runner` first, which resolves the shared names, and nothing
+else: what the names below stand for is imported at their first use.
 """
 
+from __future__ import annotations
+
+import importlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 _ROOT = str(Path(__file__).resolve().parents[1])
 __path__.append(_ROOT)
@@ -14,3 +28,26 @@ if "runner" not in sys.modules:
     import runner  # noqa: F401
 
     sys.path.remove(_ROOT)
+
+if TYPE_CHECKING:
+    from meshwright.plans import Plan, load, plan
+    from meshwright.proof import verify
+    from runner.report.comparison import Comparison
+    from strategies.core.errors import CodedError
+
+_MODULES = {
+    "CodedError": "strategies.core.errors",
+    "Comparison": "runner.report.comparison",
+    "Plan": "meshwright.plans",
+    "load": "meshwright.plans",
+    "plan": "meshwright.plans",
+    "verify": "meshwright.proof",
+}
+
+__all__ = ["CodedError", "Comparison", "Plan", "load", "plan", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -15,6 +15,7 @@ ALLOWED = {
         *"torch numpy pydantic pydantic_core hydra omegaconf yaml jinja2 rich tqdm".split(),
         *"strategies runner conf recipes".split(),
     },
+    "meshwright": {"torch", "omegaconf", "meshwright", "runner", "strategies"},
 }
 SPECIAL = {
     "strategies/optimizer/zero/engine.py": {"deepspeed"},

@@ -1,0 +1,402 @@
+"""Plans of modules in memory: made, shown, stored, read again, and turned into what a rank runs.
+
+The arguments of `plan` are keys of a config; everything from there on is what `run plan` and `run train` do with one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from runner.build.modules import DTYPES, target_names
+from runner.config.load import load as load_config
+from runner.config.load import validated
+from runner.config.origins import Origins
+from runner.config.schema import Config
+from runner.data.loader import flatten_batch
+from runner.errors import ConfigError, allowed
+from runner.planning.clusters import shipped
+from runner.planning.given import prepare_given
+from runner.planning.prepare import Prepared
+from runner.report import text
+from runner.report.page import plan_page
+from runner.report.plan_files import plan_content
+from runner.run_folder.plan_file import read_content
+from strategies.capture import Captured, LossFunction, Objective
+from strategies.capture.shapes import pretend
+from strategies.planner.plan_file import check_form
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshwright.ranks import ShardedModule, ShardedOptimizer
+
+Batch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+"""A global batch: dim 0 of every entry counts the rows."""
+Loss = nn.Module | Callable[..., Tensor]
+Signature = Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
+"""Shape, dtype and `requires_grad` of every parameter and buffer by name."""
+
+MODES = ("auto", "semi_auto", "data_parallel")
+"""In which a rank runs one program."""
+OF_RUNS = ("comm_overlap", "dump_ir", "offload", "server")
+"""Keys of the section `parallel` that only `run train` carries out."""
+
+_log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan was made of: the preparation, the model and its loss, and what was captured of them."""
+
+    prepared: Prepared
+    objective: Objective
+    captured: Captured
+    signature: Signature
+
+
+class Plan:
+    """How a module is trained on several ranks. Made by `plan` or `load`.
+
+    Attributes:
+        content: that of plan.json.
+    """
+
+    def __init__(self, content: dict[str, Any], planned: Planned | None = None) -> None:
+        self.content = content
+        self._planned = planned
+        self._sharded: ShardedModule | None = None
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Size of every mesh axis by name, outermost first."""
+        return dict(self.content["mesh"])
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of a training step."""
+        return float(self.content["cost"]["total"])
+
+    @property
+    def memory(self) -> int:
+        """Predicted bytes of a rank at the peak of a step."""
+        return int(self.content["memory"]["peak"])
+
+    @property
+    def gap(self) -> float | None:
+        """The optimality gap, as a share of the lower bound; None without a certificate."""
+        gap: float | None = self.content["search"].get("gap")
+        return gap
+
+    def __str__(self) -> str:
+        content = self.content
+        mesh = " x ".join(f"{axis} {size}" for axis, size in content["mesh"].items())
+        certificate = "" if self.gap is None else f"; optimality gap {text.shown_gap(self.gap)}"
+        lines = [f"plan: mesh {mesh}; {len(content['operators'])} operators; {text.source(content['search'])}"]
+        lines[0] += certificate
+        lines += text.search_lines(content["search"])
+        lines += [text.layer_table(content), text.totals(content), text.prediction_lines(content)]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Plan on {self.mesh}: {self.cost:.4g} s per step, {self.memory:,} bytes per rank>"
+
+    def report(self, file: str | Path) -> Path:
+        """Write the plan as one page of HTML that needs no network. Returns its path."""
+        path = Path(file)
+        path.write_text(plan_page(self.content, self.content.get("title", "plan")), encoding="utf-8")
+        return path
+
+    def save(self, file: str | Path) -> Path:
+        """Write the plan as plan.json, with the config that it was made with. Returns its path."""
+        path = Path(file)
+        path.write_text(json.dumps(self.content, indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh | None = None) -> ShardedModule:
+        """What this rank trains. Collective: every rank of the process group calls it.
+
+        torch.distributed must be initialised; its default group has as many ranks as the plan. The weights are those of
+        `module`, of which slices are copied, so it can be dropped afterwards.
+
+        Args:
+            module: on the CPU, with parameters and buffers of the same names and shapes as the planned one.
+            device_mesh: the ranks 0, 1, ... of the default group in any grid; None: all of them, on the device that the
+                plan is for.
+
+        Raises:
+            ConfigError: the mesh, the module or its device does not fit; nothing has been changed then.
+        """
+        from meshwright.ranks import ShardedModule
+
+        planned = self.planned("apply")
+        check_signature(planned.signature, module, "plan.apply")
+        self._sharded = ShardedModule(planned, module, device_mesh)
+        return self._sharded
+
+    def optimizer(
+        self, factory: Callable[..., torch.optim.Optimizer], *, clip: float | None = None, **options: Any
+    ) -> ShardedOptimizer:
+        """The optimizer of the module that `apply` made last. Collective.
+
+        Args:
+            factory: a class such as torch.optim.AdamW.
+            clip: the largest norm of the global gradient.
+            **options: arguments of `factory`, such as lr.
+
+        Returns:
+            A torch optimizer. `step` first adds up gradients over the ranks that hold the same parameter; at ZeRO
+            stages 1 to 3 DeepSpeed does both.
+        """
+        if self._sharded is None:
+            raise ConfigError(
+                "MW464", "plan.optimizer: there is no module of this rank yet; call plan.apply(module, device_mesh)."
+            )
+        return self._sharded.optimizer(factory, clip=clip, **options)
+
+    def planned(self, what: str) -> Planned:
+        """What the plan was made of. Raises ConfigError, for the call `what`, where it was read from a file alone."""
+        if self._planned is None:
+            raise ConfigError(
+                "MW464",
+                f"plan.{what}: the plan was read from a file alone, which does not hold the module's operators; read "
+                "it with meshwright.load(file, module, batch, loss=loss).",
+            )
+        return self._planned
+
+
+def plan(
+    module: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    mesh: int | Mapping[str, int] | str | Path | None = None,
+    cluster: str | Path | None = None,
+    search: str = "dynamic_programming",
+    strategies: Mapping[str, Any] | None = None,
+    memory_limit: int | str | None = None,
+    zero: int | str = 0,
+    optimizer: type[torch.optim.Optimizer] | str = "torch.optim.AdamW",
+    seed: int = 0,
+    device: str = "auto",
+    **parallel: Any,
+) -> Plan:
+    """Plan a training step of a module: how every operator is sliced over the ranks.
+
+    Args:
+        module: on the CPU, or on the device `meta`: then its plan can be made where its weights do not fit.
+        batch: an example with the global number of rows: tensors, or a dict of them by argument of `forward`. With a
+            loss the last tensor is its target, or in a dict whatever `forward` does not take.
+        loss: called with output and target; None: the module returns its loss.
+        mesh: the number of ranks, whose mesh is searched; the mesh {axis: size}, outermost first; or a cluster, all of
+            whose devices are used. None: as many as devices here.
+        cluster: the machine whose costs are predicted: a name such as `dgx_h100`, or the file that `run calibrate`
+            writes. None: this kind of machine.
+        search: `dynamic_programming`, `recursive_programming` or `sharding_propagation`.
+        strategies: configured operators, {operator path: [[2, 4], [4, 1]]}.
+        memory_limit: bytes per rank, also as "80GB".
+        zero: the stage of ZeRO, 0 to 3, or "auto".
+        optimizer: of which the plan counts the states and the time: a class or its dotted name.
+        seed: of random operators.
+        device: `cpu`, `cuda`, or `auto`: cuda if this machine has a GPU for every rank.
+        **parallel: further keys of the section `parallel` of a config, such as recompute="auto".
+
+    Returns:
+        The plan; deterministic, so that ranks that plan for themselves have the same.
+
+    Raises:
+        ConfigError, StrategyError: one paragraph and a code; docs/troubleshooting.md lists all.
+    """
+    names, tensors = flatten_batch(batch)
+    _check_device(module, "meshwright.plan")
+    if left := [name for name in parallel if name in OF_RUNS]:
+        raise ConfigError(
+            "MW464",
+            f"meshwright.plan: {left[0]} has no effect in a loop of your own; leave it out, or use `run train` with "
+            f"parallel.{left[0]}.",
+        )
+    sections: dict[str, Any] = {
+        "world_size": mesh if isinstance(mesh, int) else None,
+        "device": device,
+        "optimizer": {"target": optimizer if isinstance(optimizer, str) else _name(optimizer), "args": {}},
+        "train": {"seed": seed, "precision": _precision(module)},
+        "parallel": {
+            "mode": "auto",
+            "search": search,
+            "strategies": dict(strategies or {}),
+            "memory_limit": memory_limit,
+            "zero": zero,
+            "comm_overlap": False,  # gradients are added up when the optimizer steps
+            **parallel,
+        },
+    }
+    if isinstance(mesh, Mapping):
+        sections["world_size"], sections["parallel"]["mesh"] = math.prod(mesh.values()), dict(mesh)
+    elif isinstance(mesh, str | Path):
+        cluster = cluster or mesh
+    if cluster is not None:
+        sections["cluster"] = {"file": str(_described(cluster)), "nodes": _nodes(cluster, sections["world_size"])}
+    sections |= {
+        "model": {"target": _name(type(module))},
+        "loss": {"target": None if loss is None else _name(type(loss) if isinstance(loss, nn.Module) else loss)},
+        "data": {"target": "meshwright.batch", "batch_size": len(tensors[0])},
+        "job": {"name": "plan"},
+    }
+    return _planned(load_config(OmegaConf.create(sections), Origins()), module, names, tensors, loss)
+
+
+def load(
+    file: str | Path, module: nn.Module | None = None, batch: Batch | None = None, *, loss: Loss | None = None
+) -> Plan:
+    """Read a plan.json: of `Plan.save`, or of a run.
+
+    Args:
+        file: or the folder of a run.
+        module, batch, loss: as for `plan`; they must be those that the plan was made for. Without them the plan can be
+            looked at, but neither verified nor applied.
+
+    Raises:
+        ConfigError, StrategyError: the file is no plan, or one of another module.
+    """
+    place = Path(file)
+    content = read_content(place)
+    check_form(content, f"the plan {str(file)!r}")
+    if module is None or batch is None:
+        return Plan(content)
+    _check_device(module, "meshwright.load")
+    names, tensors = flatten_batch(batch)
+    sections = content.get("config") or {
+        "world_size": math.prod(content["mesh"].values()),
+        "model": {"target": _name(type(module))},
+        "loss": {"target": None if loss is None else _name(type(loss) if isinstance(loss, nn.Module) else loss)},
+        "data": {"target": "meshwright.batch"},
+        "parallel": {"mode": "auto", "comm_overlap": False},
+        "train": {"precision": _precision(module)},
+        "job": {"name": "plan"},
+    }
+    sections["parallel"] |= {"plan": str(place.absolute()), "memory_limit": None}
+    sections["data"] |= {"batch_size": len(tensors[0])}
+    return _planned(validated(sections, Origins()), module, names, tensors, loss)
+
+
+def _planned(
+    config: Config, module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor], loss: Loss | None
+) -> Plan:
+    mode, stages = config.parallel.mode, config.parallel.pipeline.stages
+    if stages is not None or mode not in MODES:
+        raise ConfigError(
+            "MW464",
+            f"meshwright.plan: parallel.mode = {mode!r} with parallel.pipeline.stages = {stages} is not one module per "
+            f"rank that a loop can call; use `run train`, or one of the modes {', '.join(MODES)} without a pipeline.",
+        )
+    planned_module, given = module, list(tensors)
+    function = None if loss is None else loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
+    shapes_alone = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    if shapes_alone:
+        planned_module, function = copy.deepcopy(module), copy.deepcopy(function)
+    targets = target_names(config, planned_module, names)
+    objective = Objective(planned_module, function, names, targets)
+    if shapes_alone:
+        given = pretend(objective, given)
+    prepared, captured = prepare_given(config, objective, given, _log.info)
+    content, _ = plan_content(prepared)
+    content |= {
+        "title": f"{config.model.target} on {prepared.world_size} ranks",
+        "config": prepared.config.model_dump(mode="json"),
+    }
+    return Plan(content, Planned(prepared, objective, captured, signature_of(module)))
+
+
+def signature_of(module: nn.Module) -> Signature:
+    """What two modules of one plan have in common."""
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
+
+
+def check_signature(planned: Signature, module: nn.Module, what: str) -> None:
+    """Raises ConfigError where a module is not on the CPU, or has other parameters or buffers than the planned one."""
+    _check_device(module, what, holds_numbers=True)
+    given = signature_of(module)
+    for name in dict.fromkeys([*planned, *given]):
+        if planned.get(name) == given.get(name):
+            continue
+        there, here = (_described_tensor(signature.get(name)) for signature in (planned, given))
+        raise ConfigError(
+            "MW462",
+            f"{what}: {name} is {there} in the planned module and {here} in this one; give a module that is built in "
+            "the same way, or plan this one.",
+        )
+
+
+def _described_tensor(entry: tuple[tuple[int, ...], torch.dtype, bool] | None) -> str:
+    if entry is None:
+        return "missing"
+    shape, dtype, trained = entry
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if trained else ' without gradient'}"
+
+
+def _check_device(module: nn.Module, what: str, *, holds_numbers: bool = False) -> None:
+    """Raises ConfigError for tensors that are neither on the CPU nor, unless it `holds_numbers`, on `meta`."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type != "cpu" and (holds_numbers or not tensor.is_meta):
+            other = "" if holds_numbers else ", or build it under torch.device('meta')"
+            raise ConfigError(
+                "MW807",
+                f"{what}: {name} is on the device {tensor.device}; give a module on the CPU (module.cpu()){other}. "
+                "Each rank moves its slices to the device of the mesh.",
+            )
+
+
+def _precision(module: nn.Module) -> str:
+    """The precision of training by the parameters. Raises ConfigError for one that needs a scaled loss."""
+    dtypes = {str(dtype): name for name, dtype in DTYPES.items() if name != "bf16_autocast"}
+    floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    precision = dtypes.get(str(floating[0]), "") if floating else "fp32"
+    if precision not in ("fp32", "fp64", "bf16"):
+        raise ConfigError(
+            "MW464",
+            f"meshwright.plan: the module has parameters of {floating[0]}; a loop of your own trains in float32, "
+            "float64 or bfloat16. float16 needs a scaled loss: `run train` with train.precision=fp16 has one.",
+        )
+    return precision
+
+
+def _name(function: Any) -> str:
+    """A dotted name for messages."""
+    word = str(getattr(function, "__name__", type(function).__name__))
+    return f"{function.__module__}.{word if word.isidentifier() else 'function'}"
+
+
+def _described(cluster: str | Path) -> Path:
+    """The file that describes a cluster. Raises ConfigError for an unknown name."""
+    folder = Path(str(files("conf"))) / "cluster"
+    own = Path(cluster)
+    if own.suffix in (".yaml", ".yml"):
+        return own
+    names = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != "auto")
+    if str(cluster) not in names:
+        raise ConfigError(
+            "MW106",
+            f"cluster = {str(cluster)!r} is no cluster that comes with the package.{allowed(str(cluster), names)} A "
+            "file of your own ends with .yaml.",
+        )
+    return folder / f"{cluster}.yaml"
+
+
+def _nodes(cluster: str | Path, ranks: int | None) -> int | None:
+    """As many nodes of a cluster that comes with the package as the ranks need; None: as its description says."""
+    if ranks is None or Path(cluster).suffix:
+        return None
+    machine = shipped(str(cluster))
+    return None if "node" not in machine.levels else max(1, -(-ranks // machine.devices))

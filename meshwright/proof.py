@@ -1,0 +1,115 @@
+"""The proof of a plan: its program on simulated ranks in this process, compared with the eager module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.plans import Batch, Plan, Planned, check_signature
+from runner.config.schema import Config
+from runner.data.loader import flatten_batch
+from runner.errors import ConfigError, RunFailed
+from runner.planning import lowering
+from runner.report.comparison import MAGNIFIED, ROUNDING, TOLERANCE, Comparison, differences, of_step
+from runner.training.eager import Eager
+from strategies.capture import Objective
+from strategies.core.layout import Layout
+from strategies.rules.random import mix
+from strategies.runtime.simulate import Simulation, assemble
+
+Record = dict[str, Any]
+"""{"loss": number, "gradients": {name: unsharded tensor}}."""
+
+
+def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | None = None) -> Comparison:
+    """Prove that a plan computes what one device does: loss, every gradient, and every buffer that the step writes.
+
+    All ranks are simulated in this process, with the resharding steps of real ones: neither processes nor a GPU are
+    needed, but memory for the slices of all ranks. Under ZeRO the program of stage 0 is run.
+
+    Args:
+        module: on the CPU, with the names and shapes of the planned one; it is not changed.
+        batch: the global batch, with the shapes that the plan was made for.
+        plan: of `meshwright.plan`, or of `meshwright.load` with a module.
+        tolerance: relative; None: by precision as in `run verify`, in fp32 1e-5 or 3 times the distance of one device
+            from its own fp64.
+
+    Returns:
+        The differences by tensor; printed, the worst of them.
+
+    Raises:
+        ConfigError: module or batch are not those of the plan.
+        RunFailed: a difference beyond the tolerance.
+    """
+    planned = plan.planned("verify")
+    check_signature(planned.signature, module, "meshwright.verify")
+    names, tensors = flatten_batch(batch, planned.prepared.names)
+    check_shapes(planned, tensors, "meshwright.verify")
+    precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
+    eager = Eager(_objective(planned, module))
+    own = {name: tensor.detach() for name, tensor in eager.tensors().items()}
+    values = {**planned.captured.tensors, **own, **dict(zip(names, tensors, strict=True))}
+    ours, buffers = _on_simulated_ranks(planned, values, key)
+    theirs = _on_one_device(eager, tensors, key, ours)
+    limit, rounding = tolerance or TOLERANCE[precision], ROUNDING[precision]
+    gap, found = of_step(ours, theirs, limit, rounding)
+    written = {name: eager.tensors()[name] for name in buffers}
+    weights = {("weight", name): value for name, value in differences(buffers, written).items()}
+    comparison = Comparison(gap, found | weights, limit, 1)
+    if not comparison.passed and comparison.worst <= MAGNIFIED and precision == "fp32" and tolerance is None:
+        exact = Eager(_objective(planned, module).double(), single_draws=True)
+        doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
+        truth = _on_one_device(exact, doubled, key, ours)
+        comparison = replace(comparison, rounding=of_step(theirs, truth, limit, rounding)[1])
+    if not comparison.passed:
+        raise RunFailed("MW731", f"meshwright.verify: the plan differs from one device beyond {limit:g}.\n{comparison}")
+    return comparison
+
+
+def check_shapes(planned: Planned, tensors: Sequence[Tensor], what: str) -> None:
+    """Raises ConfigError for a global batch of other shapes than the plan's."""
+    prepared, given = planned.prepared, [tuple(tensor.shape) for tensor in tensors]
+    for name, shape, wanted in zip(prepared.names, given, prepared.shapes, strict=True):
+        if shape != wanted:
+            raise ConfigError(
+                "MW463",
+                f"{what}: entry {name} of the batch has the shape {shape}, but the plan was made for {wanted}; give a "
+                "batch of that shape, or plan anew.",
+            )
+
+
+def _objective(planned: Planned, module: nn.Module) -> Objective:
+    """A copy of a module with the loss of the plan, in training mode."""
+    given = planned.objective
+    loss = copy.deepcopy(given.loss)
+    return Objective(copy.deepcopy(module), loss, given.names, tuple(given.targets)).train()
+
+
+def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int) -> tuple[Record, dict[str, Tensor]]:
+    """One step of the plan's program with the random numbers of one device: its record, and the buffers after it."""
+    assert planned.prepared.step is not None
+    content = planned.prepared.config.model_dump()
+    content["train"]["random"] = "exact"
+    content["parallel"]["zero"] |= {"stage": 0, "options": {}}
+    content["parallel"]["offload"] |= {"optimizer": "none", "parameters": "none"}
+    program = lowering.training_program(Config.model_validate(content), *planned.prepared.step)
+    ranks = Simulation(program, values)
+    (losses,) = ranks.run(key)
+    ranks.backward(losses)
+    loss = assemble([one.detach() for one in losses], Layout((), frozenset(program.loss_axes)), (), program.mesh)
+    return {"loss": loss.item(), "gradients": ranks.gradients()}, ranks.buffers()
+
+
+def _on_one_device(eager: Eager, tensors: Sequence[Tensor], key: int, ours: Record) -> Record:
+    """The same step of the eager module; the gradients of the parameters that the record `ours` has."""
+    loss = eager(*tensors, key=key)
+    loss.backward()
+    named = dict(eager.named_parameters())
+    gradients = {name: named[name].grad for name in ours["gradients"]}
+    zeros = {name: torch.zeros_like(named[name]) for name, gradient in gradients.items() if gradient is None}
+    return {"loss": loss.item(), "gradients": gradients | zeros}

@@ -1,0 +1,395 @@
+"""What one rank trains in a loop of the user's own: the module of its slices, and the optimizer.
+
+Both are those of `run train`: the module calls the rank's program, the optimizer is that of `strategies.optimizer`.
+Invariant: parameters and buffers have the names of the user's module; what is refused is refused before a process group
+is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from runner.errors import ConfigError
+from runner.launch.orders import RankContext
+from runner.planning import lowering
+from runner.training.agreement import agree
+from runner.training.execution import Execution, gather_axes, sharded
+from strategies.capture import Objective
+from strategies.core.graph import Source
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
+from strategies.core.steps import ALL_REDUCE
+from strategies.optimizer.buckets import all_reduce_elements
+from strategies.optimizer.stages import make_updates
+from strategies.optimizer.updates import OptimizerFactory, Updates, axes_needed
+from strategies.rules.random import mix
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.dtensors import as_dtensor, global_tensor, placements
+from strategies.runtime.naming import inside, register
+from strategies.runtime.redistributions import Redistribution
+from strategies.runtime.transfer import cut, filled
+
+if TYPE_CHECKING:
+    from meshwright.plans import Planned
+
+
+class ShardedModule(nn.Module):
+    """A module and its loss as one rank of a plan runs them.
+
+    `forward` takes the entries of a batch, by position or name, and returns the loss of the global batch: every entry
+    is either global, and sliced here, or this rank's slice already (`local_batch`). All ranks call it together. After
+    `backward` the gradient of a parameter that several ranks hold is still a sum over them: `ShardedOptimizer.step`
+    adds it up, and `ShardedOptimizer.gradients` returns complete ones.
+
+    `state_dict` has the names of the user's module, and DTensors on the memory of the slices; `load_state_dict` takes
+    DTensors of any layout and unsharded tensors. Both are collective.
+    """
+
+    def __init__(self, planned: Planned, module: nn.Module, device_mesh: DeviceMesh | None) -> None:
+        prepared = planned.prepared
+        assert prepared.plan is not None and prepared.graph is not None
+        rank, self.device = _rank_of(prepared.plan.mesh, device_mesh, prepared.device)
+        super().__init__()
+        self.prepared, self._given_mesh = prepared, device_mesh
+        given = planned.objective
+        objective = Objective(module, given.loss, given.names, tuple(given.targets))
+        tensors = {**planned.captured.tensors, **_by_name(objective)}
+        if prepared.plan.mesh.size > 1:
+            agree({"the plan": prepared.digest}, "Plan the same module on every rank, or load one file.")
+        context = RankContext(rank, prepared.world_size, 0, self.device, Path())
+        execution = sharded(
+            prepared,
+            context,
+            lambda programs: weights.slices_of(tensors, programs[0], rank, self.device),
+            lambda program: [*axes_needed(program), *gather_axes(program, _no_dtensors(program))],
+        )
+        self._held = (execution,)  # in a tuple, so that its tensors have no second name here
+        self._updates: Updates | None = None
+        self._step = self._backwards = 0
+        self.reduced = False
+        self._sources = {source.name: source for source in execution.program.sources if source.kind != "input"}
+        self._names = _register(self, objective, execution.tensors)
+        self.register_state_dict_post_hook(_to_dtensors)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_from_dtensors)  # type: ignore[no-untyped-call]
+
+    @property
+    def execution(self) -> Execution:
+        """The rank's program with its tensors and process groups."""
+        return self._held[0]
+
+    def forward(self, *entries: Tensor, **named: Tensor) -> Tensor:
+        if not self.training:
+            raise ConfigError(
+                "MW464",
+                "The module of a rank computes the loss of training and was captured in training mode; call train(), "
+                "and evaluate the unsharded module (its weights are in state_dict()).",
+            )
+        if self._updates is None and self.zero:
+            raise ConfigError(
+                "MW464",
+                f"ZeRO stage {self.zero} is part of the optimizer; call plan.optimizer before the first forward.",
+            )
+        local = self.local_batch(*entries, **named)
+        key = mix(self.prepared.config.train.seed, self._step + 1, 0)
+        called = self.execution.module if self._updates is None else self._updates.module
+        loss: Tensor = self.execution.forward(called, local, key)
+        self._step += 1
+        loss = self._over_ranks(loss)
+        if loss.requires_grad:
+            loss.register_hook(self._begins_backward)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _begins_backward(self, gradient: Tensor) -> None:
+        if self.reduced:
+            raise ConfigError(
+                "MW464",
+                "The gradients of this step are complete (optimizer.gradients() adds them up over the ranks), so none "
+                "can be added; call optimizer.step() or zero_grad() before the next backward.",
+            )
+        if self.zero and self._backwards:
+            raise ConfigError(
+                "MW464",
+                f"ZeRO stage {self.zero} reduces gradients in backward, so a step has one; call optimizer.step() after "
+                "every backward, plan for a larger batch, or use zero=0, which adds up several.",
+            )
+        self._backwards += 1
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO."""
+        return self.prepared.config.parallel.zero.known
+
+    def begin(self) -> None:
+        """The gradients have been used or forgotten; a new step begins."""
+        self._backwards, self.reduced = 0, False
+
+    def local_batch(self, *entries: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+        """This rank's slices of the entries of a batch, on its device; entries that are slices already are left.
+
+        Raises:
+            ConfigError: other entries than those of the plan, or shapes that are neither global nor local.
+        """
+        names = self.prepared.names
+        values = dict(zip(names, entries, strict=False)) | named
+        if len(entries) + len(named) != len(names) or values.keys() != {*names}:
+            given = [*map(str, range(len(entries))), *named]
+            raise ConfigError(
+                "MW463", f"The batch has the entries {', '.join(given)}, but the plan is for {', '.join(names)}."
+            )
+        program, rank = self.execution.program, self.execution.communicator.rank
+        found, inputs = [], {source.name: source for source in program.sources if source.kind == "input"}
+        for name in names:
+            value, source = values[name], inputs[name]
+            layout, shape, own = program.layouts[source.id], source.spec.shape, tuple(value.shape)
+            block = tuple(stop - start for start, stop in layout.block(shape, program.mesh, rank))
+            if own == shape:
+                value = cut(value, layout, program.mesh, rank)
+            elif own not in (block, layout.local_shape(shape, program.mesh)):
+                raise ConfigError(
+                    "MW463",
+                    f"Entry {name} of the batch has the shape {own}, but the plan is for {shape}, of which this rank "
+                    f"has {block}; give one of these, or plan for another batch.",
+                )
+            found.append(filled(value, layout.local_shape(shape, program.mesh)).to(self.device))
+        return tuple(found)
+
+    def _over_ranks(self, loss: Tensor) -> Tensor:
+        """The loss of the global batch; its gradient goes to every rank's part."""
+        program, communicator = self.execution.program, self.execution.communicator
+        if not program.loss_axes:
+            return loss
+
+        def added(tensors: Sequence[Tensor]) -> list[Tensor]:
+            total = tensors[0].clone()
+            communicator.sum(total, communicator.group(program.loss_axes))
+            ranks = program.mesh.product(program.loss_axes)
+            communicator.count(ALL_REDUCE, all_reduce_elements([1], ranks), total)
+            return [total]
+
+        total: Tensor = Redistribution.apply(added, list, (1.0,), True, loss)[0]  # type: ignore[no-untyped-call]
+        return total
+
+    def optimizer(
+        self, factory: Callable[..., torch.optim.Optimizer], *, clip: float | None = None, **options: Any
+    ) -> ShardedOptimizer:
+        """The optimizer of this module; see `Plan.optimizer`. Collective. Raises ConfigError for a second one."""
+        if self._updates is not None:
+            raise ConfigError("MW464", "plan.optimizer: this module has an optimizer already; apply the plan again.")
+        config, program = self.prepared.config, self.execution.program
+        made: OptimizerFactory = lambda groups: factory(groups, **options)  # noqa: E731
+        self._updates = make_updates(
+            self.zero,
+            self.execution.module,
+            program,
+            self.execution.communicator,
+            made,
+            [{"names": list(program.trainable_names)}],
+            clip=clip,
+            precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
+            zero_options=lowering.deepspeed_options(config),
+            cut=lowering.bucket_cut(config),
+        )
+        return ShardedOptimizer(self, self._updates)
+
+    def grid(self) -> DeviceMesh:
+        """The plan's mesh as torch's, on the ranks of the default group (collective at the first call)."""
+        mesh = self.execution.program.mesh
+        if self._given_mesh is None or tuple(self._given_mesh.mesh.shape) != tuple(mesh.sizes.values()):
+            kind = torch.device(self.device).type
+            self._given_mesh = init_device_mesh(kind, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
+        return self._given_mesh
+
+    def shown(self, name: str, slice_: Tensor) -> Tensor:
+        """A slice of the tensor `name` as a DTensor; all of it on every rank where its layout is no DTensor's
+        (collective)."""
+        program = self.execution.program
+        source = self._sources[name]
+        layout, shape = program.layouts[source.id], source.spec.shape
+        placed = placements(layout, shape, program.mesh)
+        if program.mesh.size == 1:
+            return slice_
+        if placed is None:
+            layout, slice_ = Layout.replicated(len(shape)), self.execution.full_tensor(source, slice_)
+            placed = placements(layout, shape, program.mesh)
+            assert placed is not None
+        return as_dtensor(slice_, placed, layout, shape, program.mesh, self.grid())
+
+    def taken(self, name: str, value: Tensor) -> Tensor:
+        """This rank's slice of what a state dict has for the tensor `name` (collective for a DTensor of another
+        layout); what has another shape is left for torch to refuse."""
+        program, source = self.execution.program, self._sources[name]
+        layout, shape, mesh = program.layouts[source.id], source.spec.shape, program.mesh
+        if tuple(value.shape) != shape:
+            return value
+        if isinstance(value, DTensor) and mesh.size > 1 and value.device_mesh == self.grid():
+            if tuple(value.placements) == placements(layout, shape, mesh):
+                return filled(value.to_local(), layout.local_shape(shape, mesh))
+        return cut(global_tensor(value), layout, mesh, self.execution.communicator.rank)
+
+    def check_loading(self) -> None:
+        """Raises ConfigError where the optimizer has weights of its own."""
+        low = any(source.spec.item_bytes < 4 for source in self._sources.values() if source.kind == "parameter")
+        if self._updates is not None and (self.zero or low):
+            raise ConfigError(
+                "MW464",
+                "The optimizer keeps fp32 copies of the weights; load a state dict between plan.apply and "
+                "plan.optimizer.",
+            )
+
+    def name_of(self, key: str) -> str:
+        """The first name of the tensor that a state dict calls `key`."""
+        return self._names[key]
+
+    def weight(self, name: str) -> Tensor:
+        """This rank's slice of a parameter or buffer, by its first name (at ZeRO stage 3 collective)."""
+        if self._updates is not None and self._sources[name].kind == "parameter":
+            return self._updates.weight(name)
+        return self.execution.tensors[name].detach()
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer over the slices of one rank.
+
+    `step` first adds up the gradients of parameters that several ranks hold, so it is collective; afterwards gradients
+    are gone, as `zero_grad` leaves them. At ZeRO stages 1 to 3 DeepSpeed reduces during backward, of which a step has
+    one. Schedulers of torch take this object. `state_dict` is that of this rank.
+
+    Attributes:
+        norm: that of the global gradient in the last step, before clipping; None where it was not needed.
+    """
+
+    def __init__(self, module: ShardedModule, updates: Updates) -> None:
+        inner = updates.optimizer
+        super().__init__(inner.param_groups, inner.defaults)
+        self.state, self.param_groups = inner.state, inner.param_groups
+        self.norm: float | None = None
+        self._module, self._updates = module, updates
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Complete the gradients and update the weights. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._reduce()
+        self.norm = self._updates.update(measure=False)
+        self._module.begin()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; under ZeRO `step` has done so."""
+        if not self._module.zero:
+            self._updates.optimizer.zero_grad(set_to_none)
+            for parameter in self._module.parameters():
+                parameter.grad = None
+            self._module.begin()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The complete gradient of every trained parameter between backward and `step`, as DTensors (collective)."""
+        self._reduce()
+        return {name: self._module.shown(name, gradient) for name, gradient in self._updates.gradients()}
+
+    def _reduce(self) -> None:
+        if not self._module.zero and not self._module.reduced:
+            self._updates.collect()
+            self._updates.reduce()
+        self._module.reduced = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._updates.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._updates.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_updates"):
+            raise ConfigError("MW464", "The optimizer of a rank has all parameters of the plan; none can be added.")
+        super().add_param_group(param_group)
+
+
+def _rank_of(mesh: Mesh, device_mesh: DeviceMesh | None, planned: str) -> tuple[int, str]:
+    """This rank's number and device. Raises ConfigError where the ranks at hand are not those of the plan."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.axes)
+    wanted = f"plan.apply: the plan is for {mesh.size} ranks ({axes})"
+    if not (dist.is_available() and dist.is_initialized()):
+        if mesh.size == 1 and device_mesh is None:
+            return 0, planned
+        raise ConfigError(
+            "MW461",
+            f"{wanted}, but torch.distributed is not initialised in this process; start as many of them, for example "
+            f"by torchrun --nproc-per-node {mesh.size}, and call torch.distributed.init_process_group().",
+        )
+    ranks = list(range(dist.get_world_size())) if device_mesh is None else device_mesh.mesh.flatten().tolist()
+    if len(ranks) != mesh.size or dist.get_world_size() != mesh.size:
+        where = f"the default group has {dist.get_world_size()} ranks"
+        if device_mesh is not None:
+            where += f" and device_mesh {len(ranks)}"
+        raise ConfigError("MW461", f"{wanted}, but {where}; plan with mesh={len(ranks)}, or start {mesh.size} ranks.")
+    if ranks != sorted(ranks):
+        raise ConfigError(
+            "MW461", f"{wanted} in their order, but device_mesh has them as {ranks}; use init_device_mesh."
+        )
+    kind = planned if device_mesh is None else device_mesh.device_type
+    return dist.get_rank(), kind if kind == "cpu" else f"{kind}:{torch.cuda.current_device()}"
+
+
+def _strip(name: str) -> str:
+    """A name in an objective as a name in the model."""
+    return name.removeprefix("model.")
+
+
+def _by_name(objective: Objective) -> dict[str, Tensor]:
+    """Every tensor of a model and its loss, by all its names."""
+    tensors = (
+        *objective.named_buffers(remove_duplicate=False),
+        *objective.named_parameters(remove_duplicate=False),
+    )
+    return {_strip(name): tensor for name, tensor in tensors}
+
+
+def _register(module: ShardedModule, objective: Objective, slices: Mapping[str, Tensor]) -> dict[str, str]:
+    """Give `module` the slices of all tensors of an objective under their names. Returns the first name of each, under
+    which plans know it."""
+    every = _by_name(objective)
+    known = {id(tensor): name for name, tensor in reversed(every.items())}
+    first = {name: known[id(tensor)] for name, tensor in every.items()}
+    for path, part in objective.named_modules(remove_duplicate=False):
+        own = inside(module, "" if path == "model" else _strip(path))
+        for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                register(own, leaf, slices[known[id(tensor)]])
+        own._non_persistent_buffers_set |= part._non_persistent_buffers_set
+    return first
+
+
+def _no_dtensors(program: Program) -> list[Source]:
+    """The tensors whose layouts no DTensor has."""
+    return [
+        source
+        for source in program.sources
+        if source.kind != "input" and placements(program.layouts[source.id], source.spec.shape, program.mesh) is None
+    ]
+
+
+def _to_dtensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    assert isinstance(module, ShardedModule)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = module.name_of(key.removeprefix(prefix))
+        state_dict[key] = module.shown(name, module.weight(name))
+
+
+def _from_dtensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    assert isinstance(module, ShardedModule)
+    module.check_loading()
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if (own := key.removeprefix(prefix)) in module._names:
+            state_dict[key] = module.taken(module.name_of(own), state_dict[key])

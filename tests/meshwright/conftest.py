@@ -1,0 +1,31 @@
+"""`on_ranks` runs an entry of `loops` on real processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.launch import run_ranks
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "runner")]  # for `loops`, which ranks import by its name, and `networks`
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> Callable[..., Any]:
+    def call(entry: str, payload: Any, world_size: int = 4) -> Any:
+        return run_ranks(
+            f"loops:{entry}",
+            payload,
+            world_size=world_size,
+            run_dir=tmp_path,
+            device="cpu",
+            timeout=60.0,
+            threads=1,
+        )
+
+    return call

@@ -1,0 +1,143 @@
+"""Loops of users, as entries of real ranks: a planned module is trained beside the eager one and compared with it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from meshwright.models.gpt import GPT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+
+import meshwright
+from runner.report.comparison import ROUNDING, TOLERANCE, of_step
+
+ROWS, LENGTH, TOKENS = 8, 8, 32
+
+
+def next_token(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(TOKENS, LENGTH, 16, 2, 4).to(dtype)
+
+
+def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
+    found = torch.randint(TOKENS, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return found[:, :-1], found[:, 1:]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of `steps`; `plan` are arguments of `meshwright.plan`, or `file` holds one. The device mesh has the shape
+    `grid`; with `local` the ranks are given their slices of a batch. Every step adds up `backwards` gradients."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    file: Path | None = None
+    grid: tuple[int, ...] = (4,)
+    local: bool = False
+    backwards: int = 1
+    steps: int = 2
+    clip: float | None = None
+    dtype: torch.dtype = torch.float64
+
+
+def compared(rank: Any, loop: Loop) -> dict[str, float]:
+    """The largest relative differences from eager training: of the loss, of any gradient, of any weight at the end."""
+    module = gpt(loop.dtype)
+    eager = copy.deepcopy(module)
+    device_mesh = init_device_mesh("cpu", loop.grid)
+    if loop.file is None:
+        plan = meshwright.plan(module, tokens(), loss=next_token, plan_cache=None, **loop.plan)
+    else:
+        plan = meshwright.load(loop.file, module, tokens(), loss=next_token)
+    sharded = plan.apply(module, device_mesh)
+    assert [name for name, _ in sharded.named_parameters()] == [name for name, _ in eager.named_parameters()]
+    optimizer = plan.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, clip=loop.clip)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    reference = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
+    slower = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
+    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+    for step in range(loop.steps):
+        for micro in range(loop.backwards):
+            batch = tokens(10 * step + micro)
+            given = sharded.local_batch(*batch) if loop.local else batch
+            loss, expected = sharded(*given), next_token(eager(batch[0]), batch[1])
+            (loss / loop.backwards).backward()
+            (expected / loop.backwards).backward()
+            worst["loss"] = max(worst["loss"], _relative(loss.detach(), expected.detach()))
+        gradients = optimizer.gradients()
+        ours = {"loss": float(loss), "gradients": {name: _all(gradient) for name, gradient in gradients.items()}}
+        theirs = {"loss": float(expected), "gradients": {name: one.grad for name, one in eager.named_parameters()}}
+        rounding = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}[loop.dtype]
+        _, found = of_step(ours, theirs, TOLERANCE[rounding], ROUNDING[rounding])
+        worst["gradient"] = max(worst["gradient"], *found.values())
+        if loop.clip is not None:
+            nn.utils.clip_grad_norm_(eager.parameters(), loop.clip)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+        scheduler.step()
+        slower.step()
+    state = {name: _all(value) for name, value in sharded.state_dict().items()}
+    assert state.keys() == eager.state_dict().keys()
+    for name, value in eager.state_dict().items():
+        worst["weight"] = max(worst["weight"], _relative(state[name], value))
+    return worst
+
+
+def refused(rank: Any, _: None) -> list[str]:
+    """The codes of what cannot be applied, and the number of process groups that it left behind."""
+    two, four = (meshwright.plan(gpt(), tokens(), loss=next_token, mesh=ranks, plan_cache=None) for ranks in (2, 4))
+    backwards = DeviceMesh("cpu", torch.arange(4).flip(0))
+    wider = GPT(TOKENS, LENGTH, 32, 2, 4).double()
+    groups = dist.distributed_c10d._world.pg_map
+    known, codes = len(groups), []
+    for call in (
+        lambda: two.apply(gpt()),
+        lambda: four.apply(gpt(), backwards),
+        lambda: four.apply(wider),
+        lambda: four.apply(gpt().to("meta")),
+        lambda: four.optimizer(torch.optim.SGD),
+    ):
+        try:
+            call()
+        except meshwright.CodedError as error:
+            codes.append(error.code)
+    return [*codes, str(len(groups) - known)]
+
+
+def _all(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _relative(value: Tensor, expected: Tensor) -> float:
+    return float((value.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def saved(rank: Any, folder: Path) -> float:
+    """A checkpoint of torch, written under one plan and read under another: the largest difference of any weight."""
+    first = meshwright.plan(gpt(), tokens(), loss=next_token, mesh={"dp": 2, "tp": 2}, plan_cache=None)
+    sharded = first.apply(gpt())
+    dcp.save(sharded.state_dict(), checkpoint_id=folder)
+    other = copy.deepcopy(gpt())
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    second = meshwright.plan(other, tokens(), loss=next_token, mesh=4, mode="data_parallel", plan_cache=None)
+    again = second.apply(other)
+    state = again.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    again.load_state_dict(state)
+    again.load_state_dict(sharded.state_dict())  # DTensors of another layout
+    again.load_state_dict(gpt().state_dict())  # unsharded tensors
+    expected = gpt().state_dict()
+    assert dist.get_world_size() == 4
+    return max(float((_all(value) - expected[name]).abs().max()) for name, value in again.state_dict().items())

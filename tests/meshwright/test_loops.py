@@ -1,0 +1,58 @@
+"""A plan in a loop of the user's own: four real ranks, compared with one device in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import Loop, gpt, next_token, tokens
+
+import meshwright
+
+MEGATRON = {
+    "layers.*.attention.[qkv]_proj.matmul": [[2, 1, 1], [1, 2]],
+    "layers.*.attention.o_proj.matmul": [[2, 1, 2], [2, 1]],
+    "layers.*.feed_forward.up_proj.matmul": [[2, 1, 1], [1, 2]],
+    "layers.*.feed_forward.down_proj.matmul": [[2, 1, 2], [2, 1]],
+    "head.matmul": [[2, 1, 1], [1, 2]],
+}
+CASES = {
+    "named mesh": Loop({"mesh": {"dp": 2, "tp": 2}, "strategies": MEGATRON}, grid=(2, 2), local=True),
+    "accumulated": Loop({"mesh": 4, "mode": "data_parallel"}, backwards=2, clip=0.1),
+}
+ZERO = {stage: Loop({"mesh": {"dp": 2, "tp": 2}, "zero": stage}, dtype=torch.float32) for stage in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_trains_as_one_device(on_ranks: Callable[..., Any], name: str) -> None:
+    worst = on_ranks("compared", CASES[name])
+    assert max(worst.values()) < 1e-10, worst
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
+def test_a_loop_under_zero_trains_as_one_device(on_ranks: Callable[..., Any], stage: int) -> None:
+    worst = on_ranks("compared", ZERO[stage])
+    assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.slow
+def test_a_loop_in_bf16_is_near_one_device(on_ranks: Callable[..., Any]) -> None:
+    worst = on_ranks("compared", Loop({"mesh": 4}, dtype=torch.bfloat16, steps=1))
+    assert max(worst.values()) < 3e-2, worst
+
+
+def test_a_plan_from_a_file_is_applied(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    plan = meshwright.plan(gpt(), tokens(), loss=next_token, mesh=4, plan_cache=None)
+    worst = on_ranks("compared", Loop(file=plan.save(tmp_path / "plan.json")))
+    assert max(worst.values()) < 1e-10, worst
+
+
+def test_checkpoints_of_torch_hold_the_weights(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    assert on_ranks("saved", tmp_path / "checkpoint") == 0
+
+
+def test_what_cannot_be_applied_leaves_nothing_behind(on_ranks: Callable[..., Any]) -> None:
+    assert on_ranks("refused", None) == ["MW461", "MW461", "MW462", "MW807", "MW464", "0"]

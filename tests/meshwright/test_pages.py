@@ -1,0 +1,87 @@
+"""The code of the README and of docs/library.md runs as it stands, and the loop there trains as one device does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+
+
+def loop_of(page: str) -> str:
+    (code,) = [block for block in blocks(page) if block.startswith("# loop.py\n")]
+    return code
+
+
+@pytest.mark.essential
+def test_the_page_runs_like_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cells = [block for block in blocks("docs/library.md") if not block.startswith("# loop.py")]
+    assert len(cells) == 3
+    names: dict[str, object] = {"__name__": "notebook"}
+    for cell in cells:
+        exec(compile(cell, "docs/library.md", "exec"), names)
+    assert {"plan.html", "plan.json"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.essential
+def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (lines,) = blocks("README.md")
+    assert lines.count("\n") <= 5
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    exec(lines, {"module": module, "x": torch.randn(8, 8), "y": torch.randn(8, 4), "loss": torch.nn.MSELoss()})
+    assert (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.essential
+def test_the_loop_trains_as_one_device(tmp_path: Path) -> None:
+    """With processes that torchrun starts, and a process group that the script makes."""
+    code = loop_of("docs/library.md")
+    assert len(code.splitlines()) <= 60
+    (tmp_path / "loop.py").write_text(code, encoding="utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "loop.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
+    names: dict[str, object] = {"__name__": "one_device"}
+    exec(compile(code, "loop.py", "exec"), names)
+    expected = on_one_device(names)
+    assert len(losses) == len(expected) == len({*losses}) == 4
+    assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def on_one_device(names: dict[str, object]) -> list[float]:
+    """The losses of the same loop in plain torch."""
+    loss_of, batch_of, gpt = (names[name] for name in ("loss_of", "batch_of", "GPT"))
+    torch.manual_seed(0)
+    module = gpt(vocabulary=64, length=16, width=32, layers=2, heads=4).double()  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.003)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    losses = []
+    for step in range(4):
+        tokens, targets = batch_of(step)  # type: ignore[operator]
+        loss = loss_of(module(tokens), targets)  # type: ignore[operator]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses

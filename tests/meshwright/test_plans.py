@@ -1,0 +1,215 @@
+"""Plans of modules in memory: what they say, that they survive a file, that they are proven, and what is refused."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composing import compose_config
+from loops import gpt, next_token, tokens
+from networks import Classifier, Points
+from torch import Tensor, nn
+
+import meshwright
+from runner.commands.plan import run
+
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def network(hidden: int = 16, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 4)).to(dtype)
+
+
+def points(rows: int = 8, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 8, generator=draw).to(dtype), torch.randn(rows, 4, generator=draw).to(dtype)
+
+
+def planned(module: nn.Module | None = None, **changed: Any) -> meshwright.Plan:
+    given = {"loss": nn.MSELoss(), "mesh": 4, "plan_cache": None} | changed
+    return meshwright.plan(module or network(), points(), **given)
+
+
+class Normal(nn.Module):
+    """Returns its loss; draws random numbers, writes buffers, ties two layers and leaves a parameter unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.second(self.drop(self.norm(self.first(x)))), label)
+
+
+def test_the_package_needs_no_torch_before_it_is_used() -> None:
+    code = "import sys, meshwright; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_name_is_there() -> None:
+    assert sorted(meshwright._MODULES) == sorted(meshwright.__all__)
+    assert all(getattr(meshwright, name) is not None for name in meshwright.__all__)
+
+
+def test_the_example_of_the_package() -> None:
+    found = doctest.testmod(meshwright)
+    assert found.attempted >= 4 and found.failed == 0
+
+
+@pytest.mark.essential
+def test_a_plan_shows_its_numbers_and_survives_a_file(tmp_path: Path) -> None:
+    module, plan = network(), planned()
+    assert plan.mesh and plan.cost > 0 and plan.memory > 0 and plan.gap is not None and "per step" in str(plan)
+    assert "<svg" in plan.report(tmp_path / "plan.html").read_text(encoding="utf-8")
+    file = plan.save(tmp_path / "plan.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["mesh"] == plan.mesh
+    looked_at = meshwright.load(file)
+    again = meshwright.load(file, module, points(), loss=nn.MSELoss())
+    for other in (looked_at, again):
+        assert (other.mesh, other.cost, other.memory) == (plan.mesh, plan.cost, plan.memory)
+    assert meshwright.verify(module, points(), again).worst < 1e-10
+
+
+def test_the_plan_is_that_of_the_command(tmp_path: Path) -> None:
+    words = [
+        *("model.target=networks.Classifier", "loss.target=torch.nn.CrossEntropyLoss", "data.target=networks.Points"),
+        *("parallel=auto", "parallel.search=dynamic_programming", "parallel.comm_overlap=false", "world_size=4"),
+        *("optimizer.target=torch.optim.AdamW", "data.batch_size=16", "train.steps=1", "parallel.plan_cache=null"),
+    ]
+    run(compose_config(*words, "job=plan"), tmp_path)
+    expected = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    data = Points()
+    batch = data.x[:16], data.y[:16]
+    plan = meshwright.plan(Classifier(), batch, loss=nn.CrossEntropyLoss(), mesh=4, plan_cache=None)
+    for key in ("mesh", "assignments", "tensors", "inputs", "communication", "memory", "cost"):
+        assert plan.content[key] == expected[key], key
+
+
+def test_a_plan_of_shapes_alone_is_that_of_the_module() -> None:
+    with torch.device("meta"):
+        shapes = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    plan, real = planned(shapes), planned()
+    assert all(parameter.is_meta for parameter in shapes.parameters())
+    assert plan.content["assignments"] == real.content["assignments"]
+    assert meshwright.verify(network(), points(), plan).worst < 1e-10
+
+
+def test_limits_and_open_keys_are_decided() -> None:
+    free = meshwright.plan(gpt(), tokens(), loss=next_token, mesh=4, plan_cache=None)
+    bound = meshwright.plan(
+        gpt(), tokens(), loss=next_token, mesh=4, zero="auto", memory_limit=free.memory - 1000, plan_cache=None
+    )
+    assert bound.memory < free.memory and bound.content["search"]["decided"]["zero"] in (0, 1, 2, 3)
+
+
+def test_a_machine_that_is_only_described() -> None:
+    assert planned(mesh="dgx_h100").content["prediction"]["devices"] == 8
+    assert planned(mesh=16, cluster="dgx_h100").content["prediction"]["devices"] == 16
+
+
+def test_verify_covers_random_numbers_buffers_and_ties() -> None:
+    module = Normal().double()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    batch = {"x": points()[0], "label": torch.arange(8)}
+    plan = meshwright.plan(module, batch, mesh=2, mode="data_parallel", plan_cache=None)
+    compared = meshwright.verify(module, batch, plan)
+    names = {name for kind, name in compared.differences if kind == "weight"}
+    assert {"norm.running_mean", "norm.running_var"} <= names and compared.worst < 1e-10
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_verify_finds_a_wrong_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright import proof
+
+    plan, right = planned(mode="data_parallel"), proof.lowering.training_program
+
+    def wrong(*args: Any) -> Any:
+        program = right(*args)
+        return program.__class__(**{**vars(program), "reductions": {**program.reductions, "0.bias": ()}})
+
+    monkeypatch.setattr(proof.lowering, "training_program", wrong)
+    with pytest.raises(meshwright.CodedError) as failed:
+        meshwright.verify(network(), points(), plan)
+    assert failed.value.code == "MW731" and "0.bias" in str(failed.value)
+
+
+def refused(code: str, call: Callable[[], Any]) -> str:
+    with pytest.raises(meshwright.CodedError) as error:
+        call()
+    assert error.value.code == code, error.value
+    return str(error.value)
+
+
+def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
+    plan, module = planned(), network()
+    with torch.device("meta"):
+        shapes = network()
+    refused("MW807", lambda: meshwright.verify(shapes, points(), plan))
+    assert "0.weight" in refused("MW462", lambda: meshwright.verify(network(hidden=32), points(), plan))
+    other = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).double()
+    assert "2.weight is float64[4, 16]" in refused("MW462", lambda: meshwright.verify(other, points(), plan))
+    refused("MW463", lambda: meshwright.verify(module, points(16), plan))
+    assert "torchrun --nproc-per-node 4" in refused("MW461", lambda: plan.apply(module))
+    refused("MW464", lambda: plan.optimizer(torch.optim.SGD))
+    refused("MW464", lambda: planned(pipeline=2, mesh=4))
+    refused("MW464", lambda: planned(offload={"optimizer": "host"}))
+    refused("MW464", lambda: planned(mode="hybrid", mesh=4))
+    refused("MW464", lambda: planned(network(dtype=torch.float16)))
+    refused("MW201", lambda: planned(serach="auto"))
+    refused("MW204", lambda: planned(search="fastest"))
+    refused("MW106", lambda: planned(cluster="dgx"))
+    refused("MW901", lambda: planned(loss=None))
+    refused("MW204", lambda: planned(mesh={"dp": 0}))
+    looked_at = meshwright.load(plan.save(tmp_path / "plan.json"))
+    refused("MW464", lambda: meshwright.verify(module, points(), looked_at))
+    refused("MW421", lambda: meshwright.load(tmp_path / "plan.json", network(32), points(), loss=nn.MSELoss()))
+    refused("MW420", lambda: meshwright.load(tmp_path / "nothing.json"))
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    plan, module = planned(mesh=1), network()
+    sharded = plan.apply(module)
+    optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
+    x, y = points()
+    loss = sharded(x, y)
+    loss.backward()
+    expected = nn.MSELoss()(module(x), y)
+    expected.backward()
+    assert torch.equal(loss, expected) and [name for name, _ in sharded.named_parameters()] == NAMES
+    assert all(torch.equal(optimizer.gradients()[n], p.grad) for n, p in module.named_parameters())
+    refused("MW464", lambda: sharded(x, y).backward())
+    optimizer.step()
+    assert not torch.equal(sharded.state_dict()["0.weight"], module[0].weight)
+    refused("MW464", lambda: sharded.eval()(x, y))
+    sharded.train()
+    refused("MW463", lambda: sharded(x))
+    refused("MW463", lambda: sharded(x[:3], y))
+    refused("MW464", lambda: plan.optimizer(torch.optim.SGD))
+
+
+def test_a_rank_is_like_the_module() -> None:
+    module = Normal().double()
+    batch = {"x": points()[0], "label": torch.arange(8)}
+    plan = meshwright.plan(module, batch, mesh=1, plan_cache=None)
+    sharded = plan.apply(module)
+    assert [*sharded.state_dict()] == [*module.state_dict()]
+    assert [name for name, _ in sharded.named_parameters()] == [name for name, _ in module.named_parameters()]
+    optimizer = plan.optimizer(torch.optim.AdamW, lr=0.1)
+    sharded(**batch).backward()
+    optimizer.step()
+    assert sharded.get_parameter("unused").grad is None and torch.equal(
+        sharded.state_dict()["unused"], torch.ones(3).double()
+    )
+    sharded.load_state_dict(module.state_dict())
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in sharded.state_dict().items())
