@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +31,10 @@ Function = Callable[..., Any]
 DROPOUTS = frozenset({functional.dropout, torch.dropout})
 COMPOSED = frozenset({functional.gumbel_softmax})
 """Functions that draw once, through an operator of another name."""
+INITIALISERS = frozenset(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")) - frozenset(
+    "constant_ dirac_ eye_ ones_ zeros_".split()
+)
+"""Names of functions of torch.nn.init that draw, each once: of a layer that a forward makes."""
 SWITCHED = frozenset("dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout rrelu".split())
 """Names of functions that draw only in training (`training` or `train`), and dropouts only if `p` is not 0."""
 
@@ -93,6 +97,9 @@ class ExactRandom(TorchFunctionMode):
             return self._switched(func, name, args, kwargs)
         if func is functional.multi_head_attention_forward:
             with self._inside("dropout", "scaled_dot_product_attention"):
+                return func(*args, **kwargs)
+        if name in INITIALISERS and getattr(func, "__module__", "") == nn.init.__name__:
+            with seeding(self.key, self._next()):
                 return func(*args, **kwargs)
         if func in COMPOSED or _drawing(name):
             return self._seeded(func, name, args, kwargs)

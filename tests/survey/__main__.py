@@ -29,11 +29,13 @@ from tests.survey.table import markdown
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.survey", description=__doc__)
     parser.add_argument("--registry", choices=REGISTRIES, help="only this package (default: all that are installed)")
+    parser.add_argument("--all", action="store_true", help="every class (default: one of each type of model)")
     parser.add_argument("--only", nargs="+", metavar="GLOB", default=["*"], help="names of architectures")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="for each (default 120)")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="for each (default 60)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default 1)")
     parser.add_argument("--world", type=int, default=4, metavar="N", help="simulated ranks (default 4)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="results: known ones are kept, new ones appended")
+    parser.add_argument("--again", nargs="+", metavar="STATUS", default=(), help="try those once more that ended so")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end after this time; 0: only write the table")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table of all results there")
     options = parser.parse_args(arguments)
@@ -43,8 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         options.resume.read_text(encoding="utf-8").splitlines() if options.resume and options.resume.is_file() else []
     )
     known = {(one["registry"], one["name"]): Outcome(**one) for one in map(json.loads, lines)}
-    wanted = [one for one in architectures(options.registry) if any(fnmatchcase(one.name, g) for g in options.only)]
-    missing = [one for one in wanted if (one.family, one.name) not in known]
+    every = architectures(options.registry, options.all or options.only != ["*"])
+    wanted = [one for one in every if any(fnmatchcase(one.name, g) for g in options.only)]
+    done = {key for key, one in known.items() if one.status not in options.again}
+    missing = [one for one in wanted if (one.family, one.name) not in done]
     end = math.inf if options.budget is None else time.monotonic() + options.budget
     missing = missing if options.budget != 0 else []
     for found in survey(missing, options.world, options.limit, options.jobs):

@@ -1,11 +1,14 @@
-"""One architecture of the survey: built, trained eagerly, captured, planned in every mode, run on simulated ranks and
-as generated modules in threads, and compared; what became of it is one line of JSON."""
+"""One architecture of the survey: built, trained eagerly, captured, planned in every mode, run on simulated ranks (the
+random plan as generated modules in threads, too) and compared; what became of it is one line of JSON."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import multiprocessing
 import re
+import resource
+import signal
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,19 +20,26 @@ import torch
 from torch import nn
 
 from strategies.core.errors import CodedError
+from strategies.runtime.simulate import Simulation
 from tests.matrix.plans import MODES
-from tests.matrix.runs import Precision, matrix_run, own_rounding, subject
+from tests.matrix.runs import BOTH, Precision, matrix_run, own_rounding, subject
 from tests.matrix.zoo.architecture import Architecture, Example
+from tests.survey.huggingface import train
 from tests.survey.registries import Squares
 
 Status = Literal["exact", "differs", "refused", "crash", "late", "unbuilt"]
 """Equal to one device in every mode; not; refused with a code; an error without one; over the time limit; not built, or
 eager torch itself does not train it."""
+PATIENCE = 5
+MEMORY = 16 * 2**30
+"""Bytes of address space of the process of one architecture."""
+WARM = {"transformers": ("transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit")}
+"""Modules of a package that most of its models import."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`cause` is one line; `worst` the largest relative difference; `seconds` of wall time."""
+    """`cause` is one line; `worst` the largest relative difference; `seconds` on a processor."""
 
     registry: str
     name: str
@@ -43,14 +53,15 @@ class Outcome:
 
 def outcome(architecture: Architecture, world: int) -> Outcome:
     """What becomes of one architecture, in this process."""
-    started, registry, name = time.monotonic(), architecture.family, architecture.name
+    started, registry, name = time.process_time(), architecture.family, architecture.name
 
     def ended(status: Status, cause: str = "", operators: int = 0, worst: float = 0.0, precision: str = "") -> Outcome:
-        seconds = round(time.monotonic() - started, 1)
+        seconds = round(time.process_time() - started, 1)
         return Outcome(registry, name, status, cause, operators, worst, precision, seconds)
 
     try:
-        _train(architecture)
+        torch.manual_seed(0)
+        train(*architecture.build(0.0))
     except Exception as error:  # counted apart: the package or the survey's batch
         return ended("unbuilt", _cause(error))
     for precision in ("fp64", "fp32"):
@@ -66,7 +77,7 @@ def outcome(architecture: Architecture, world: int) -> Outcome:
         break
     worst, size = 0.0, len(one.graph.operators)
     for mode in MODES:
-        done = matrix_run(one, mode, 0.0, world)
+        done = matrix_run(one, mode, 0.0, world, kinds=BOTH if mode == "random" else (Simulation,))
         if done.differences is None:
             return ended("crash", f"{mode}: {done.error}", size, worst, kind)
         if kind == "fp32" and not done.passed:
@@ -79,16 +90,6 @@ def outcome(architecture: Architecture, world: int) -> Outcome:
     return ended("exact", "", size, worst, kind)
 
 
-def _train(architecture: Architecture) -> None:
-    """One step of eager torch. Raises whatever the model raises, and ValueError for a loss without gradients."""
-    torch.manual_seed(0)
-    model, batch = architecture.build(0.0)
-    loss = model.train()(**batch)
-    loss.backward()
-    if not math.isfinite(loss.item()) or all(one.grad is None for one in model.parameters()):
-        raise ValueError(f"the loss is {loss.item()}, or no parameter has a gradient")
-
-
 def _cause(error: BaseException) -> str:
     """An error in one line, with the place in the library or the project that raised it."""
     text = re.sub(r"\s+", " ", str(error)).strip()[:200]
@@ -99,29 +100,32 @@ def _cause(error: BaseException) -> str:
 
 
 def survey(architectures: Sequence[Architecture], world: int, limit: float, jobs: int) -> Iterator[Outcome]:
-    """The outcomes of all, each in a process of its own that is ended after `limit` seconds; `jobs` at a time. They
-    come as they end."""
+    """The outcomes of all, each in a process of its own that is ended after `limit` seconds on a processor (`PATIENCE`
+    times as many on the clock: other work may be on the machine); `jobs` at a time. They come as they end."""
+    for module in {module for one in architectures for module in WARM.get(one.family, ())}:
+        importlib.import_module(module)
     outcome(Architecture("warm", "", _smallest), 2)  # imports what the forks would import each by itself
     context, waiting = multiprocessing.get_context("fork"), list(reversed(architectures))
     running: dict[Connection, tuple[Architecture, float, multiprocessing.process.BaseProcess]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             one, (ours, theirs) = waiting.pop(), context.Pipe(duplex=False)
-            process = context.Process(target=_report, args=(one, world, theirs), daemon=True)
+            process = context.Process(target=_report, args=(one, world, limit, theirs), daemon=True)
             process.start()
             theirs.close()
-            running[ours] = one, time.monotonic() + limit, process
+            running[ours] = one, time.monotonic() + PATIENCE * limit, process
         soonest = min(deadline for _, deadline, _ in running.values())
         ready = wait(list(running), timeout=max(0.0, soonest - time.monotonic()))
         for pipe, (one, deadline, process) in list(running.items()):
-            late = time.monotonic() > deadline
-            if pipe not in ready and not late:
+            if pipe not in ready and time.monotonic() < deadline:
                 continue
+            late = Outcome(one.family, one.name, "late", f"over {limit:g} s", seconds=limit)
             try:
-                found = pipe.recv() if pipe in ready else Outcome(one.family, one.name, "late", f"over {limit:g} s")
+                found = pipe.recv() if pipe in ready else late
             except EOFError:
                 process.join()
-                found = Outcome(one.family, one.name, "crash", f"the process ended with {process.exitcode}")
+                ended = Outcome(one.family, one.name, "crash", f"the process ended with {process.exitcode}")
+                found = late if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL) else ended
             process.kill()
             process.join()
             pipe.close()
@@ -133,7 +137,9 @@ def _smallest(_: float) -> Example:
     return Squares(nn.Linear(4, 4)), {"x": torch.randn(4, 4)}
 
 
-def _report(architecture: Architecture, world: int, pipe: Connection) -> None:
+def _report(architecture: Architecture, world: int, limit: float, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit)))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     pipe.send(outcome(architecture, world))
 
 

@@ -29,12 +29,12 @@ class Squares(nn.Module):
         return huggingface.loss_of(self.inner(*batch.values()))
 
 
-def transformers() -> list[Architecture]:
-    """The model classes of all auto classes of transformers."""
-    return [Architecture(name, "transformers", partial(huggingface.build, name)) for name in huggingface.names()]
+def transformers(every: bool) -> list[Architecture]:
+    """Model classes of the auto classes of transformers: one of each type of model, or every one."""
+    return [Architecture(name, "transformers", partial(huggingface.build, name)) for name in huggingface.names(every)]
 
 
-def torchvision() -> list[Architecture]:
+def torchvision(_: bool) -> list[Architecture]:
     """The models for pictures of torchvision: classification and segmentation. Detectors sort and filter boxes by
     their values, and quantized models are not trained."""
     # wheels for another build of torch lack their compiled operators, without which the package is not imported
@@ -62,10 +62,10 @@ def _vision(name: str, _: float) -> Example:
     return Squares(model), {"x": torch.randn(BATCH, 3, size, size)}
 
 
-REGISTRIES: dict[str, Callable[[], list[Architecture]]] = {"transformers": transformers, "torchvision": torchvision}
+REGISTRIES: dict[str, Callable[[bool], list[Architecture]]] = {"transformers": transformers, "torchvision": torchvision}
 
 
-def architectures(registry: str | None = None) -> list[Architecture]:
-    """The architectures of one registry, or of all whose packages are installed."""
+def architectures(registry: str | None = None, every: bool = False) -> list[Architecture]:
+    """The architectures of one registry, or of all whose packages are installed; one of each type, or `every` one."""
     wanted = [registry] if registry else [name for name in REGISTRIES if importlib.util.find_spec(name)]
-    return [one for name in wanted for one in REGISTRIES[name]()]
+    return [one for name in wanted for one in REGISTRIES[name](every)]

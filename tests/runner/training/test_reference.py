@@ -58,6 +58,18 @@ class Noise(nn.Module):
         return functional.dropout1d(x + noise, 0.3) + functional.gumbel_softmax(x, dim=-1)
 
 
+class Fresh(nn.Module):
+    """Makes a layer at every forward (as BigBird does for short sequences) and takes its initial weights, or not."""
+
+    def __init__(self, taken: bool) -> None:
+        super().__init__()
+        self.taken = taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        fresh = nn.Linear(4, 4, dtype=x.dtype)
+        return x + fresh(x).detach() if self.taken else x
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Attention(0.0),
     "attention with dropout": lambda: Attention(0.4),
@@ -68,6 +80,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": lambda: Recurrent(0.0),
     "recurrent with dropout": lambda: Recurrent(0.5),
     "noise": Noise,
+    "fresh layer": lambda: Fresh(taken=True),
+    "fresh layer that is left out": lambda: Fresh(taken=False),
 }
 
 
