@@ -85,6 +85,13 @@ def test_cases_vary() -> None:
     assert sliced > 0.4 * sum(len(case.graph.operators) for case in cases)
 
 
+def test_plans_slice_pictures() -> None:
+    """Rows of convolutions, of pooling and of interpolation."""
+    plans = [plan for seed in range(60) for plan in random_case(seed).plan.operators.values()]
+    factors = {factor for plan in plans for factor in plan.assignment}
+    assert {"s0", "s1", "w0", "w1"} <= factors
+
+
 def broken(rule: object) -> object:
     """A wrong softmax rule that allows its reduction dim to be sharded."""
 

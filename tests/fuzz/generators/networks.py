@@ -16,7 +16,7 @@ def _image(pool: Pool, dims: int, least: int = 1) -> Ref:
     if fitting and pool.rng.random() < 0.7:
         return pool.rng.choice(fitting)
     n, channels = pool.rng.choice((1, 2, 3, 4, 6, 8)), pool.rng.choice((1, 2, 3, 4, 6))
-    room = {1: (4, 5, 6, 8), 2: (3, 4, 5), 3: (2, 3)}[dims]
+    room = {1: (4, 5, 6, 8, 12), 2: (3, 4, 5, 6, 8), 3: (2, 3, 4)}[dims]
     return pool.floats((n, channels, *(max(pool.rng.choice(room), least) for _ in range(dims))))
 
 
@@ -62,9 +62,13 @@ def pooling(pool: Pool, op: str) -> None:
     if "max" in op:
         pool.apart(x)
     if op.startswith("adaptive"):
-        pool.call(f"aten.{op}.default", x, tuple(pool.rng.choice((1, 2)) for _ in range(dims)))
-    else:
-        pool.call(f"aten.{op}.default", x, (2,) * dims, (pool.rng.choice((1, 2)),) * dims)
+        places = (pool.rng.choice((1, 2, size // 2 or 1, size)) for size in pool.shape_of(x)[2:])
+        pool.call(f"aten.{op}.default", x, tuple(places))
+        return
+    stride, padding = ([pool.rng.choice(some) for _ in range(dims)] for some in ((1, 2), (0, 1)))
+    ceil_mode, included = pool.rng.random() < 0.3, pool.rng.random() < 0.5
+    more = ((1,) * dims, ceil_mode) if "max" in op else (ceil_mode, included)
+    pool.call(f"aten.{op}.default", x, (pool.rng.choice((2, 3)),) * dims, stride, padding, *more)
 
 
 @draws(*(f"max_pool{dims}d_with_indices" for dims in (1, 2, 3)))
@@ -145,11 +149,12 @@ UPSAMPLING = {
 def upsampled(pool: Pool, op: str) -> None:
     dims = UPSAMPLING[op]
     x = _image(pool, dims, 2)
-    corners = () if "nearest" in op else (False,)
+    corners = () if "nearest" in op else (pool.rng.random() < 0.4 and not op.endswith("aa"),)
     if pool.rng.random() < 0.5:
-        pool.emit(f"aten.{op}.vec", x, None, *corners, (2.0,) * dims)
+        pool.emit(f"aten.{op}.vec", x, None, *corners, tuple(pool.rng.choice((0.5, 1.5, 2.0)) for _ in range(dims)))
     else:
-        pool.emit(f"aten.{op}.vec", x, tuple(size + 1 for size in pool.shape_of(x)[2:]), *corners, None)
+        sizes = tuple(max(1, size + pool.rng.randint(-1, 2)) for size in pool.shape_of(x)[2:])
+        pool.emit(f"aten.{op}.vec", x, sizes, *corners, None)
 
 
 @draws("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")

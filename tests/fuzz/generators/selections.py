@@ -134,7 +134,7 @@ def roll(pool: Pool, op: str) -> None:
 def pad(pool: Pool, op: str) -> None:
     x = pool.tensor(least=1, accept=lambda value: value.numel() < 200)
     rank = len(pool.shape_of(x))
-    widths = tuple(pool.rng.choice((0, 0, 1, 2)) for _ in range(2 * pool.rng.randint(1, min(rank, 2))))
+    widths = tuple(pool.rng.choice((0, 0, 1, 2, -1)) for _ in range(2 * pool.rng.randint(1, min(rank, 2))))
     if op == "constant_pad_nd":
         pool.emit("aten.constant_pad_nd.default", x, widths, 0.5)
         return
@@ -142,6 +142,7 @@ def pad(pool: Pool, op: str) -> None:
     if mode == "constant":
         pool.emit("aten.pad.default", x, widths, "constant", 0.5)
         return
+    widths = tuple(map(abs, widths))
     if rank < 3 or min(pool.shape_of(x)[-2:]) < 3:
         raise Rejected
     pool.emit("aten.pad.default", x, widths[:2] if rank == 3 else (*widths, 0, 0, 0, 0)[:4], mode)
