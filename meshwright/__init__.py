@@ -32,6 +32,7 @@ if "runner" not in sys.modules:
 if TYPE_CHECKING:
     from meshwright.plans import Plan, load, plan
     from meshwright.proof import verify
+    from meshwright.runs import Run, compose, train
     from runner.report.comparison import Comparison
     from strategies.core.errors import CodedError
 
@@ -39,12 +40,15 @@ _MODULES = {
     "CodedError": "strategies.core.errors",
     "Comparison": "runner.report.comparison",
     "Plan": "meshwright.plans",
+    "Run": "meshwright.runs",
+    "compose": "meshwright.runs",
     "load": "meshwright.plans",
     "plan": "meshwright.plans",
+    "train": "meshwright.runs",
     "verify": "meshwright.proof",
 }
 
-__all__ = ["CodedError", "Comparison", "Plan", "load", "plan", "verify"]
+__all__ = ["CodedError", "Comparison", "Plan", "Run", "compose", "load", "plan", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

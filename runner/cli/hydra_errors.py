@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from runner.cli.recipes import READ, in_yaml
@@ -17,6 +18,7 @@ from runner.config.keys import unknown
 from runner.config.origins import Origins
 from runner.errors import ConfigError, allowed
 
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
 QUOTING = "a value that holds a comma or begins with a bracket needs quotes inside quotes: 'key=\"a,b\"'"
 
 OWN = {

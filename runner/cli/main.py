@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -31,34 +31,29 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from runner import packages, refusals
 from runner.cli import arguments as words
 from runner.cli import recipes
-from runner.cli.hydra_errors import reword
+from runner.cli.hydra_errors import COMPOSITION_ERRORS, reword
+from runner.cli.jobs import alone, carried_out, occupying
 from runner.cli.run_folders import check_files, remove_if_unused, require_working_directory, require_writable
 from runner.cli.verbs import VERBS
 from runner.config import load as config
 from runner.config.origins import Origins, given
-from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.launch.interrupts import Interrupts, error_of
 from runner.report.units import shown_path
-from runner.run_folder import CONFIG_FILE, lineage
-from runner.run_folder.lock import occupied
+from runner.run_folder import CONFIG_FILE
 from runner.run_folder.metrics import records
 from runner.sweep.job import SweepJob, folder_of, typed
 from runner.sweep.results import Sweep, mark_of
 from strategies.core.errors import CodedError
 
 ERROR_FILE = "error.txt"
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
 READER_GONE = 128 + signal.SIGPIPE
 """As of a program that the signal ends, of which Python makes an exception."""
 TARGETS = (
@@ -202,8 +197,8 @@ def _run_job(composed: DictConfig) -> float | None:
     known = (run_dir / CONFIG_FILE).exists()
     try:
         checked = config.load(composed, Origins(overrides))
-        with _inside(checked, run_dir):
-            return _alone(checked, run_dir)
+        with occupying(checked, run_dir, _recipe()):
+            return alone(checked, run_dir)
     except Stopped as stopped:
         again = words.again(CheckConfig.typed, "hydra.run.dir", run_dir)
         _leave((f"{stopped}{f' It goes on with: {again}' if stopped.saved else ''}",), 128 + stopped.number)
@@ -216,37 +211,6 @@ def _run_job(composed: DictConfig) -> float | None:
         elif failure.code not in (2, READER_GONE):
             _record(failure, run_dir)
         failure.leave(f"The traceback is in {run_dir / ERROR_FILE}.")
-
-
-def _inside(checked: Config, run_dir: Path) -> AbstractContextManager[None]:
-    """Hold the folder for the job of a config. Raises ConfigError where another command holds it."""
-    if not lineage.leads(checked):
-        return nullcontext()
-    recipe = HydraConfig.get().runtime.choices.get("recipe")
-    return occupied(run_dir, lineage.occupant(checked, run_dir, None if recipe is None else str(recipe)))
-
-
-def _alone(checked: Config, run_dir: Path) -> float | None:
-    """The job of a config in a locked folder. If it is rejected, the previous config there is restored."""
-    check_files(run_dir)
-    lineage.check_folder(checked, run_dir)
-    file = run_dir / CONFIG_FILE
-    before = file.read_bytes() if file.exists() else None
-    try:
-        return _carried_out(checked, run_dir)
-    except Exception as error:
-        if before is not None and CommandFailure.of(error).code == 2:
-            file.write_bytes(before)
-        raise
-
-
-def _carried_out(checked: Config, run_dir: Path) -> float | None:
-    """The result of a config's verb, whose folder holds the config."""
-    hidden = run_dir / f".{CONFIG_FILE}"
-    hidden.write_text(checked.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    os.replace(hidden, run_dir / CONFIG_FILE)
-    result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
-    return result
 
 
 def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
@@ -262,10 +226,10 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
             done.write(run_dir)
             print(f"{name}: done before", flush=True)
             return done.value
-        with _inside(checked, run_dir):
+        with occupying(checked, run_dir, _recipe()):
             check_files(run_dir)
             job.write(run_dir)
-            value = _carried_out(checked, run_dir)
+            value = carried_out(checked, run_dir)
     except Stopped as stopped:
         _print([f"{name}: {stopped}"])
         replace(job, status="stopped", seconds=time.monotonic() - start).write(run_dir)
@@ -283,6 +247,11 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
     evaluation = measured[-1] if measured else None
     replace(job, status="done", value=value, evaluation=evaluation, seconds=time.monotonic() - start).write(run_dir)
     return value
+
+
+def _recipe() -> str | None:
+    recipe = HydraConfig.get().runtime.choices.get("recipe")
+    return None if recipe is None else str(recipe)
 
 
 def _overrides() -> tuple[str, ...]:
