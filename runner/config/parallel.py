@@ -363,8 +363,10 @@ class Parallel(Section):
     comm_async: StrictBool = setting(
         True, "Start redistributions when their input is ready and wait at the first use (train.compile: at once)"
     )
-    context_parallel: Literal["gather", "ring"] = setting(
-        "gather", "Keys and values of attention sliced along the sequence: all-gathered, or passed around a ring"
+    context_parallel: Literal["auto", "gather", "ring"] = setting(
+        "auto",
+        "Keys and values of attention sliced along the sequence: all-gathered, or passed around a ring; auto: around a "
+        "ring where no other plan keeps the memory limit",
     )
     copies: Count = setting(
         1, "Batch splits: parts of the batch of a step, one of which computes while another communicates"

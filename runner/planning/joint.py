@@ -78,16 +78,40 @@ def prepare_decided(
     device, world_size = device_of(config)
     capacity.check_processes(config, world_size)
     capacity.check_model(config, device, world_size)
+    if config.parallel.plan is not None and config.parallel.context_parallel == "auto":
+        config = config if _search_in(config.parallel.plan).get("context_parallel") is None else with_ring(config)
     parallel, plan = config.parallel, None
     if parallel.plan is not None and parallel.zero_or_pipeline_open:
         config = with_choice(config, replace(choice_of(_decided_in(parallel.plan)), recompute="none"))
     elif parallel.open or parallel.memory_limit is not None:
-        decision = JointDecision(config, say)
-        decision.check(accept)
-        plan = decision.plan()
+        config, plan = _decided(config, say, accept)
         if parallel.open:
             config = with_choice(config, choice_of(plan.search["decided"]), plan.recompute)
     return prepare(config, folder, say, plan, accept)
+
+
+def _decided(config: Config, say: Callable[[str], None], accept: Accept) -> tuple[Config, Plan]:
+    """The best plan, and the config: with keys and values around a ring where no plan keeps the limit otherwise. Blocks
+    that are not fused on GPUs are slower than the cost model says, so the ring is not chosen for its seconds."""
+    decision = JointDecision(config, say)
+    decision.check(accept)
+    try:
+        return config, decision.plan()
+    except StrategyError as error:
+        if error.code not in ("MW501", "MW502") or not decision.may_pass_blocks:
+            raise
+    say("plan: no plan that gathers keys and values keeps the memory limit; trying parallel.context_parallel=ring")
+    config = with_ring(config)
+    around = JointDecision(config, say)
+    around.captures = decision.captures
+    plan = around.plan()
+    return config, replace(plan, search={**plan.search, "context_parallel": "ring"})
+
+
+def with_ring(config: Config) -> Config:
+    """The config with `parallel.context_parallel` decided as ring."""
+    parallel = config.parallel.model_copy(update={"context_parallel": "ring"})
+    return config.model_copy(update={"parallel": parallel})
 
 
 def choice_of(content: Mapping[str, Any]) -> Choice:
@@ -104,9 +128,7 @@ def _modes(recompute: Recompute, graph: OperatorGraph) -> str:
 
 def _decided_in(name: str) -> dict[str, Any]:
     """The decision stored in a saved plan. Raises ConfigError and StrategyError."""
-    content = read_content(Path(name))
-    check_form(content, f"parallel.plan = {name!r}")
-    found: dict[str, Any] | None = content["search"].get("decided")
+    found: dict[str, Any] | None = _search_in(name).get("decided")
     if found is None:
         raise ConfigError(
             "MW422",
@@ -114,6 +136,14 @@ def _decided_in(name: str) -> dict[str, Any]:
             "be auto here; give both as in the run that made it.",
         )
     return found
+
+
+def _search_in(name: str) -> dict[str, Any]:
+    """How a saved plan was found. Raises ConfigError and StrategyError."""
+    content = read_content(Path(name))
+    check_form(content, f"parallel.plan = {name!r}")
+    search: dict[str, Any] = content["search"]
+    return search
 
 
 def with_choice(config: Config, choice: Choice, recompute: Recompute | None = None) -> Config:
@@ -242,6 +272,15 @@ class JointDecision:
         inputs = (config.data.batch_size, config.train, config.optimizer, config.parallel, self.device)
         cache = None if config.parallel.plan is not None else config.parallel.plan_cache
         return cached(cache, graph, self._open_request, self.cluster, inputs, self.say, self._made)
+
+    @property
+    def may_pass_blocks(self) -> bool:
+        """Whether attentions may have their keys and values around a ring instead of gathered."""
+        config = self.config
+        if config.parallel.context_parallel != "auto" or config.train.compile:
+            return False
+        graph = self.captured(self.rows)[1].graph
+        return any(rule_of(operator, graph).gathered for operator in graph.operators)
 
     def _made(self) -> Plan:
         started = time.perf_counter() - self.capturing

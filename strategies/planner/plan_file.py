@@ -7,7 +7,7 @@ The first difference is reported by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -64,6 +64,7 @@ class _Search(_Form):
     gap: float | None = None
     bytes: float | None = None
     decided: _Decided | None = None
+    context_parallel: Literal["ring"] | None = None
 
 
 class _Recompute(_Form):

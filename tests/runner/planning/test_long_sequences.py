@@ -57,6 +57,62 @@ def test_bytes_of_both_exchanges(command, tmp_path, how):
         assert plan["communication"]["mirror"] == 2 * (4 + 4 + 5) * piece // 2
 
 
+def test_blocks_travel_where_no_other_plan_keeps_the_limit(command, tmp_path):
+    """8.1 MiB with gathered keys and values, 5.6 MiB around the ring; a saved plan says which."""
+    limited = ("plan", "+recipe=gpt_long", "parallel.recompute=none", "parallel.plan_cache=null")
+    for limit, ring in ((9, False), (7, True)):
+        run = tmp_path / str(limit)
+        done = command(*limited, f"parallel.memory_limit={limit}MB", f"hydra.run.dir={run}")
+        assert done.code == 0, done.err
+        plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+        assert ("rotate" in plan["communication"], plan["search"].get("context_parallel")) == (
+            ring,
+            "ring" * ring or None,
+        )
+    given = command(*limited, "parallel.memory_limit=7MB", "parallel.context_parallel=gather")
+    assert given.code == 2 and "[MW501]" in given.err
+    again = command(
+        "plan", "+recipe=gpt_long", f"parallel.plan={tmp_path / '7'}", f"hydra.run.dir={tmp_path / 'again'}"
+    )
+    assert again.code == 0, again.err
+    plan = json.loads((tmp_path / "again" / "plan.json").read_text(encoding="utf-8"))
+    assert plan["communication"]["rotate"]
+
+
+@pytest.mark.slow
+def test_128k_tokens_fit_with_what_the_search_finds(command, tmp_path):
+    """Without a configured strategy; 8 devices cannot share 25 heads."""
+    run = tmp_path / "run"
+    words = (
+        "plan",
+        "parallel=auto",
+        "parallel.search=recursive_programming",
+        "cluster=dgx_h100",
+        "world_size=8",
+        "model.target=models.gpt.GPT",
+        "model.args={vocabulary: 50257, length: 131072, width: 1600, layers: 48, heads: 25}",
+        "loss.target=models.losses.NextTokenLoss",
+        "data.target=runner.data.text.Windows",
+        "data.args={length: 131072, train: true}",
+        "data.batch_size=1",
+        "optimizer.target=torch.optim.AdamW",
+        "train.precision=bf16",
+        "parallel.zero.stage=1",
+        "parallel.dataset_strategy=full_batch",
+        "parallel.memory_limit=80GB",
+        "parallel.plan_cache=null",
+        f"hydra.run.dir={run}",
+    )
+    ended = command(*words)
+    assert ended.code == 0, ended.err
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    assert plan["search"]["context_parallel"] == "ring" and plan["memory"]["peak"] < 80e9
+    attention = [one for one in plan["operators"] if one["op"] == "scaled_dot_product_attention"]
+    assert len(attention) == 48 and {one["in_strategy"][1][2] for one in attention} == {8}
+    gathered = command(*words, "parallel.context_parallel=gather", "run.overwrite=true")
+    assert gathered.code == 2 and "[MW50" in gathered.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["gather", "ring"])
 @pytest.mark.parametrize(
