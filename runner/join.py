@@ -1,4 +1,4 @@
-"""`python -m runner.join FOLDER [--host NAME]`: the process that every launcher starts. See
+"""`python -m runner.join FOLDER [--host NAME | --wait NAME]`: the process that every launcher starts. See
 `runner.launch.launchers.join`."""
 
 import os

@@ -21,7 +21,8 @@ from typing import Any
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
 from runner.launch.interrupts import Interrupts
-from runner.launch.launchers.start import Ready, make_ready, run_alone, start
+from runner.launch.launchers.start import Ready, check, make_ready, run_alone, start
+from runner.launch.launchers.warm_hosts import WarmHosts, warm_hosts
 from runner.launch.startup import marked
 from runner.recovery.growing import Return
 from runner.recovery.resizing import resized, with_standby
@@ -32,6 +33,10 @@ RESTARTS = "restarts.jsonl"
 """In the run folder: a line for every restart, with the checkpoint that it continues."""
 
 
+ENTRY = "runner.commands.entries:train_prepared"
+"""Of a rank."""
+
+
 def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
     """Prepare, and train on all ranks, `1 + launch.max_restarts` times at most; returns what rank 0 returns. `payload`
     has the "folder" of the preparation and the "marks" of the time until now.
@@ -39,8 +44,14 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
     A host that no longer answers, and a rank that has failed twice without a save in between, are permanently down: a
     host of `launch.standby` takes the place of the former, or, if `launch.min_ranks` allows it, the run goes on without
     them, and with `launch.max_ranks` takes them back later. Raises RunFailed as the last attempt did; wrong input
-    (ConfigError, StrategyError) is not tried again.
+    (ConfigError, StrategyError) is not tried again. Host processes stay from attempt to attempt.
     """
+    check(config.launch)
+    with warm_hosts(config.launch, run_dir) as hosts:
+        return _train(config, run_dir, payload, hosts)
+
+
+def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHosts | None) -> Any:
     most, count, before = config.launch.max_restarts, 0, None
     folder, marks = Path(payload["folder"]), payload["marks"]
     ready: Ready | None = None
@@ -75,7 +86,9 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                 _report(run_dir, count, most, failed, newest, ready.world_size, how)
             failed = None
             with lost.returning(ready.world_size, run_dir) as returned:
-                result = start("runner.commands.entries:train_prepared", ready, config, run_dir, payload, returned)
+                result = start(
+                    "runner.commands.entries:train_prepared", ready, config, run_dir, payload, returned, hosts
+                )
             if returned is None or not returned.requested or result["stopped"] is None or Interrupts.requested:
                 return result
             began, newest = time.monotonic(), _newest(config, run_dir) or given

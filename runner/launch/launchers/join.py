@@ -1,8 +1,9 @@
-"""What a launcher starts, `python -m runner.join FOLDER [--host NAME]`: one rank, or all ranks of one host.
+"""What a launcher starts, `python -m runner.join FOLDER [--host NAME | --wait NAME]`: one rank, or all of one host.
 
 `run train launch=...` writes FOLDER and passes it to the launcher; users never type this. A rank calls the command that
 started the run, receives the address of the store, and then runs like a local rank. With `--host` the process imports
-torch once and forks the ranks of its host. Invariant: a rank ends when its connection to the command closes, so nothing
+torch once and forks the ranks of its host; with `--wait` it does so for one attempt of the run after another (see
+`warm_hosts`). Invariant: a rank ends when its connection to the command closes, so nothing
 outlives a run, however the launcher ends.
 """
 
@@ -13,6 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -22,6 +24,7 @@ from runner.launch import messages, network
 from runner.launch.forks import fork, warm
 from runner.launch.launchers.commands import LAUNCHERS
 from runner.launch.launchers.connection import PAYLOAD_FILE, SECRET_FILE, STORE_FILE, Hello, Task, call, own_address
+from runner.launch.launchers.warm_hosts import Meeting
 from runner.launch.orders import OPEN_FILES, Orders
 from runner.launch.rank import enter
 from runner.launch.server import Descriptor
@@ -54,6 +57,8 @@ def main(words: Sequence[str]) -> int:
     """Returns the exit code of a host process; a rank exits the process itself."""
     folder = Path(words[0])
     try:
+        if len(words) == 3 and words[1] == "--wait":
+            return wait(folder, words[2])
         task = Task.read(folder)
         if len(words) == 3 and words[1] == "--host":
             return host(folder, task, words[2])
@@ -85,6 +90,28 @@ def host(folder: Path, task: Task, name: str) -> int:
     for process in processes:
         process.join()
     return int(any(process.exitcode for process in processes))
+
+
+def wait(folder: Path, name: str) -> int:
+    """The ranks of the host `name` for one attempt after another, until the command hangs up. Raises RunFailed where it
+    cannot be reached."""
+    warm()
+    meeting = Meeting.read(folder)
+    try:
+        connection = call(meeting.address, meeting.port, (folder / SECRET_FILE).read_bytes(), meeting.silence)
+        number = meeting.names.index(name)
+        messages.send(connection, asdict(Hello(number, socket.gethostname(), own_address(connection))))
+    except (OSError, EOFError, AuthenticationError) as error:
+        raise RunFailed(
+            "MW714",
+            f"host {name} cannot reach the command that started the run, at {meeting.address} port {meeting.port}: "
+            f"{error or 'it hung up'}.",
+        ) from error
+    with suppress(OSError, EOFError):  # the run is over, or its command is gone
+        while True:
+            attempt = Path(messages.receive(connection))
+            messages.send(connection, host(attempt, Task.read(attempt), name))
+    return 0
 
 
 def rank(folder: Path, who: Identity) -> None:

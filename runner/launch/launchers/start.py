@@ -24,6 +24,7 @@ from runner.launch.launchers.commands import LAUNCHERS, LaunchSite, Started, exp
 from runner.launch.launchers.connection import PAYLOAD_FILE, Acceptor, Task, new_secret
 from runner.launch.launchers.host_assignment import address_of, meeting, part_by_hand, seats_of
 from runner.launch.launchers.supervisor import supervise
+from runner.launch.launchers.warm_hosts import WarmHosts
 from runner.launch.messages import silence_of
 from runner.launch.orders import GroupOrders
 from runner.launch.temporary_folder import own_folder
@@ -82,10 +83,11 @@ def start(
     run_dir: Path,
     payload: dict[str, Any],
     until: Callable[[], bool] | None = None,
+    hosts: WarmHosts | None = None,
 ) -> Any:
     """Run `entry` on all ranks with `payload` and the pickled preparation; returns the result of rank 0, None if
-    another command started it. Once `until` is True the ranks stop after the step at hand. Exceptions are those of
-    `runner.launch.run_ranks`."""
+    another command started it. Once `until` is True the ranks stop after the step at hand. `hosts` are the processes of
+    hosts that stay from one call to the next. Exceptions are those of `runner.launch.run_ranks`."""
     launch, content = config.launch, payload | {"prepared": ready.prepared, "resume": ready.resume}
     stoppable = config.job.name == "train"
     if launch.launcher == "local" or launch.by_hand:
@@ -115,7 +117,7 @@ def start(
         plan = described(launch, group.world_size, folder, meeting(launch))
         for name, text in plan.files.items():
             (folder / name).write_text(text, encoding="utf-8")
-        return supervise(plan, acceptor, task, launch, stoppable=stoppable, until=until)
+        return supervise(plan, acceptor, task, launch, stoppable=stoppable, until=until, hosts=hosts, attempt=folder)
 
 
 def check(launch: Launch) -> None:

@@ -24,6 +24,7 @@ from runner.launch.failure import Done, Failure
 from runner.launch.interrupts import Interrupts
 from runner.launch.launchers.commands import Command, Started
 from runner.launch.launchers.connection import Acceptor, Task
+from runner.launch.launchers.warm_hosts import LOG, HostProcess, WarmHosts, reaching
 from runner.launch.logs import read_since
 from runner.launch.messages import silence_of
 from runner.launch.supervision import CAUSE, ECHO, SupervisedRank, Supervision, by_host
@@ -31,7 +32,6 @@ from runner.launch.supervision import CAUSE, ECHO, SupervisedRank, Supervision, 
 JOIN = 120.0  # seconds at least that ranks may take to join: each of them imports torch
 LEAVE = 15.0  # seconds for launchers to end by themselves after their ranks have
 END = 3.0  # and after a failure
-LOG = "launch.log"
 
 
 class LaunchedSupervision(Supervision):
@@ -49,7 +49,7 @@ class LaunchedSupervision(Supervision):
         self.acceptor, self.launcher = acceptor, task.launcher
         self.log = run_dir / LOG
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
-        self.processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
+        self.processes: list[tuple[Command, subprocess.Popen[bytes] | HostProcess]] = []
         self.join_limit = max(self.group.timeout, JOIN)
         self.join_by = time.monotonic() + self.join_limit
         self.ended_at: float | None = None
@@ -121,8 +121,9 @@ class LaunchedSupervision(Supervision):
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
 
-    def _ended(self, command: Command, process: subprocess.Popen[bytes]) -> RunFailed:
+    def _ended(self, command: Command, process: subprocess.Popen[bytes] | HostProcess) -> RunFailed:
         absent, code = self.absent, process.returncode
+        assert code is not None
         before = f"before {by_host(absent, len(self.ranks))} had joined" if absent else "before its ranks were done"
         where = "" if command.host is None else f" on {command.host}"
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -141,6 +142,8 @@ def supervise(
     *,
     stoppable: bool,
     until: Callable[[], bool] | None = None,
+    hosts: WarmHosts | None = None,
+    attempt: Path,
 ) -> Any:
     """Start the commands, supervise the ranks until the last one is done, and return the result of rank 0.
 
@@ -151,26 +154,26 @@ def supervise(
         launch: the hosts; commands for others of them go through `launch.remote`, or are printed for the user.
         stoppable: the ranks can stop after the current step, and return; the first signal requests it.
         until: as in `Supervision`.
+        hosts: the processes of hosts that stay, which take the place of the commands for them.
+        attempt: the folder that the ranks read.
 
     Raises:
         RunFailed, ConfigError, StrategyError: as `Supervision.wait`; a launcher failed, or a host is down.
         KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
-    here = {host.name for host in launch.hosts if network.is_here(network.resolve(host.name))}
-    directory = Path.cwd()
     supervision = LaunchedSupervision(acceptor, task, launch, until)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts(supervision.stop_ranks if stoppable else None) as interrupts:
         try:
             for command in started.commands:
-                if command.host is None or command.host in here:
-                    supervision.start(command, command.words, {**os.environ, **command.environment})
-                elif launch.remote:
-                    words = [*launch.remote, command.host, command.shell(directory)]
-                    supervision.start(command, words, os.environ)
+                warm = None if hosts is None or command.host is None else hosts.begin(command.host, attempt)
+                if warm is not None:
+                    supervision.processes.append((command, warm))
+                elif (found := reaching(command, launch.remote)) is not None:
+                    supervision.start(command, *found)
                 else:
-                    print(f"start on {command.host}: {command.shell(directory)}", flush=True)
+                    print(f"start on {command.host}: {command.shell(Path.cwd())}", flush=True)
             supervision.wait(interrupts)
             patience = LEAVE
         finally:

@@ -130,7 +130,7 @@ def test_a_host_that_comes_back_in_time_goes_on(hosts: Hosts, on_first: Start, t
 
 
 def test_a_run_goes_on_without_a_lost_host(hosts: Hosts, on_first: Start, tmp_path: Path) -> None:
-    words = ["+recipe=data_parallel", "world_size=4", "train.steps=300", "train.log_every=1", "evaluate.metric=null"]
+    words = ["+recipe=data_parallel", "world_size=4", "train.steps=150", "train.log_every=1", "evaluate.metric=null"]
     words += ["evaluate.args={}", "checkpoint.every=5", "checkpoint.keep=2", "hydra.run.dir=run", "launch=rank_table"]
     words += [on_two(hosts), "launch.timeout=6", "launch.max_restarts=1", "launch.min_ranks=2"]
     process = on_first("train", *words)

@@ -63,6 +63,14 @@ def inside(folder: Path) -> list[int]:
     return found
 
 
+def words_of(process: int) -> bytes:
+    """The command line of a process with NUL between its words; those of forks are the same as of the server."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @pytest.mark.essential
 @pytest.mark.parametrize(
     "words",
@@ -97,9 +105,16 @@ def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
     (tmp_path / "table.json").write_text(json.dumps(rows), encoding="utf-8")
     fault = "launch.faults=[{kind: kill, rank: 3, step: 3, phase: forward}]"
     where = ("launch=rank_table", "launch.rank_table=table.json", "launch.timeout=20")
-    process = start(f"train.steps={STEPS}", *where, "checkpoint.every=1", "launch.max_restarts=1", fault)
+    process, waiting = (
+        start(f"train.steps={STEPS}", *where, "checkpoint.every=1", "launch.max_restarts=1", fault),
+        set(),
+    )
+    while process.poll() is None:
+        waiting |= {one for one in inside(tmp_path) if b"\0--wait\0" in words_of(one)}
+        time.sleep(0.1)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
+    assert len(waiting) == 2  # one process per host, for both attempts
     assert re.search(
         r"^restart 1 of 1: on 127.0.0.2, rank 3 of 4 ended before it was done \(was it killed\?\)", out, re.M
     )
