@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from meshwright.plans import Plan, load, plan
     from meshwright.proof import verify
     from meshwright.runs import Run, compose, train
+    from runner.export.torch_program import Change
     from runner.report.comparison import Comparison
     from strategies.core.errors import CodedError
 
 _MODULES = {
+    "Change": "runner.export.torch_program",
     "CodedError": "strategies.core.errors",
     "Comparison": "runner.report.comparison",
     "Plan": "meshwright.plans",
@@ -48,7 +50,7 @@ _MODULES = {
     "verify": "meshwright.proof",
 }
 
-__all__ = ["CodedError", "Comparison", "Plan", "Run", "compose", "load", "plan", "train", "verify"]
+__all__ = ["Change", "CodedError", "Comparison", "Plan", "Run", "compose", "load", "plan", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

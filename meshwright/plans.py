@@ -26,6 +26,7 @@ from runner.config.origins import Origins
 from runner.config.schema import Config
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, allowed
+from runner.export.torch_program import Change, changes, program
 from runner.planning.clusters import shipped
 from runner.planning.given import prepare_given
 from runner.planning.prepare import Prepared
@@ -50,6 +51,8 @@ Signature = Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
 
 MODES = ("auto", "semi_auto", "data_parallel")
 """In which a rank runs one program."""
+TARGETS = ("torch",)
+"""Of exports."""
 OF_RUNS = ("comm_overlap", "dump_ir", "offload", "server")
 """Keys of the section `parallel` that only `run train` carries out."""
 
@@ -164,6 +167,32 @@ class Plan:
                 "MW464", "plan.optimizer: there is no module of this rank yet; call plan.apply(module, device_mesh)."
             )
         return self._sharded.optimizer(factory, clip=clip, **options)
+
+    def expressible(self, target: str) -> list[Change]:
+        """What a target would lay out otherwise than this plan, with what that costs; empty where it says all of it.
+
+        Args:
+            target: `torch`.
+        """
+        _check_target(target)
+        return changes(self.planned("expressible").prepared)
+
+    def export(self, target: str, file: str | Path, *, allow_changes: bool = False) -> Path:
+        """Write the plan for another trainer. Returns the path of the file.
+
+        Args:
+            target: `torch`: a Python file of plain torch, which lays out the parameters of the module as DTensors.
+            file: to write.
+            allow_changes: also where `expressible` lists something.
+
+        Raises:
+            ConfigError: the target cannot say the plan; nothing is written.
+        """
+        _check_target(target)
+        code = program(self.planned("export").prepared, self.content["title"], allow_changes=allow_changes)
+        path = Path(file)
+        path.write_text(code, encoding="utf-8")
+        return path
 
     def planned(self, what: str) -> Planned:
         """What the plan was made of. Raises ConfigError, for the call `what`, where it was read from a file alone."""
@@ -316,6 +345,11 @@ def _planned(
         "config": prepared.config.model_dump(mode="json"),
     }
     return Plan(content, Planned(prepared, objective, captured, signature_of(module)))
+
+
+def _check_target(target: str) -> None:
+    if target not in TARGETS:
+        raise ConfigError("MW466", f"There is no target {target!r} of an export.{allowed(target, TARGETS)}")
 
 
 def signature_of(module: nn.Module) -> Signature:

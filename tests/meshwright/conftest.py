@@ -1,4 +1,4 @@
-"""`on_ranks` runs an entry of `loops` on real processes."""
+"""`on_ranks` runs an entry of `loops`, or of another module here, on real processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "runner")]  # for `loops`, which ra
 
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> Callable[..., Any]:
-    def call(entry: str, payload: Any, world_size: int = 4) -> Any:
+    def call(entry: str, payload: Any, world_size: int = 4, module: str = "loops") -> Any:
         return run_ranks(
-            f"loops:{entry}",
+            f"{module}:{entry}",
             payload,
             world_size=world_size,
             run_dir=tmp_path,

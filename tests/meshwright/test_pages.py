@@ -28,7 +28,7 @@ def test_the_page_runs_like_a_notebook(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cells = [block for block in blocks("docs/library.md") if not block.startswith("# loop.py")]
-    assert len(cells) == 4
+    assert len(cells) == 5
     names: dict[str, object] = {"__name__": "notebook"}
     for cell in cells:
         exec(compile(cell, "docs/library.md", "exec"), names)

@@ -1,0 +1,109 @@
+"""A plan of Meshwright in plain torch: this file needs nothing else.
+
+    mesh = make_mesh("cpu")  # or "cuda", under torchrun
+    parallelize(module, mesh)  # in place; every rank has the same weights
+    optimizer = torch.optim.AdamW(module.parameters())
+    with running(mesh):
+        output = module(*sliced(inputs, mesh))
+        loss_function(output, *sliced(targets, mesh, first=len(inputs))).backward()
+    optimizer.step()
+
+Parameters are DTensors, laid out as PARAMETERS says. Modules receive and return what INPUTS and OUTPUTS say; torch
+propagates layouts in between. A `*` in a name stands for the number of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor  # noqa: F401
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Placed = tuple[Placement, ...]
+"""A placement for every axis of MESH."""
+
+# The plan
+MESH: dict[str, int] = {}
+BATCH: tuple[Placed, ...] = ()
+PARAMETERS: dict[str, Placed] = {}
+INPUTS: dict[str, Placed] = {}
+OUTPUTS: dict[str, Placed] = {}
+# The end of the plan
+
+
+def make_mesh(device_type: str = "cuda") -> DeviceMesh:
+    """The ranks of the default process group, which is made if there is none."""
+    return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Make the tensors of a module DTensors, and lay out what its modules receive and return; in place."""
+    whole = (Replicate(),) * mesh.ndim
+    known: dict[int, tuple[Tensor, nn.Parameter]] = {}  # tied parameters stay tied
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in known:
+                placed = placements_of(PARAMETERS, f"{path}.{name}".lstrip("."), whole)
+                local = distribute_tensor(parameter.detach(), mesh, placed, src_data_rank=None)
+                known[id(parameter)] = parameter, nn.Parameter(local, parameter.requires_grad)
+                if parameter.requires_grad:
+                    known[id(parameter)][1].register_hook(_complete(placed))
+            part._parameters[name] = known[id(parameter)][1]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = distribute_tensor(buffer, mesh, whole, src_data_rank=None)
+        if (received := placements_of(INPUTS, path)) is not None:
+            part.register_forward_pre_hook(_receiving(mesh, received))
+        if (returned := placements_of(OUTPUTS, path)) is not None:
+            part.register_forward_hook(_returning(mesh, returned))
+    return module
+
+
+def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Tensor]:
+    """Entries of the global batch, from the `first` on, as DTensors; nothing is sent."""
+    return [laid_out(entry, mesh, placed) for entry, placed in zip(batch, BATCH[first:], strict=False)]
+
+
+@contextmanager
+def running(mesh: DeviceMesh) -> Iterator[None]:
+    """Around forward and backward: tensors that the model makes itself are the same on all ranks, and attention is
+    made of products where torch has no sharded kernel (on CPUs)."""
+    with implicit_replication(), sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext():
+        yield
+
+
+def laid_out(value: Tensor, mesh: DeviceMesh, placed: Placed) -> Tensor:
+    """A tensor in a layout; one that is no DTensor is the same on all ranks."""
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    now = value.placements
+    if any(not have.is_partial() and have != want for have, want in zip(now, placed, strict=True)):
+        complete = [Replicate() if have.is_partial() else have for have in now]  # add up before anything else moves
+        value = value.redistribute(placements=complete)
+    return value.redistribute(placements=placed)
+
+
+def placements_of(table: Mapping[str, Placed], name: str, otherwise: Any = None) -> Any:
+    """The entry of a tensor or module, or that of its layers."""
+    return table.get(name, table.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), otherwise))
+
+
+def _receiving(mesh: DeviceMesh, placed: Placed) -> Any:
+    return lambda _, args: (laid_out(args[0], mesh, placed), *args[1:])
+
+
+def _returning(mesh: DeviceMesh, placed: Placed) -> Any:
+    return lambda _, __, result: laid_out(result, mesh, placed)
+
+
+def _complete(placed: Placed) -> Any:
+    """Adds up the gradient of a parameter over the ranks that hold it."""
+    return lambda gradient: gradient.redistribute(placements=placed)

@@ -1,0 +1,214 @@
+"""A plan as a file of plain torch: the tables of a plan, in front of the functions of `plain_torch`.
+
+DTensor propagates layouts from operator to operator by its own rules. So parameters and the batch are placed, and what
+modules with parameters receive and return is laid out as in the plan; `changes` lists what the file cannot say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.tensor import Placement
+
+from runner.errors import ConfigError
+from runner.planning.clusters import cluster_of
+from runner.planning.prepare import Prepared
+from strategies.core.graph import Operator, OperatorGraph, Ref
+from strategies.core.layout import Layout
+from strategies.core.plan import Plan
+from strategies.cost.collectives import path_seconds
+from strategies.resharding.path import resharding_path
+from strategies.rules import rule_of
+from strategies.runtime.dtensors import placements
+
+SKELETON = Path(__file__).with_name("plain_torch.py")
+BEGIN, END = "# The plan\n", "# The end of the plan\n"
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+GATHERED = {
+    "scaled_dot_product_attention": (-2,),
+    "cross_entropy_loss": (1,),
+    "conv1d": (-1,),
+    "conv2d": (-2, -1),
+    "conv3d": (-3, -2, -1),
+}
+"""Dims of the first operands (of more than one dim) that the plan may slice and DTensor makes whole, by operator."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that a target lays out otherwise than the plan.
+
+    Attributes:
+        kind: parameter, buffer, input, operator or optimizer.
+        name: of the tensor, batch entry or operator.
+        planned, exported: its layouts.
+        bytes: sent by a rank in forward of a step to come from the one to the other; of a parameter, and under ZeRO,
+            held in addition.
+        seconds: of sending them, predicted.
+    """
+
+    kind: str
+    name: str
+    planned: str
+    exported: str
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.name}: {self.planned} in the plan, {self.exported} as exported; {self.bytes:,} bytes, "
+            f"{self.seconds * 1e3:.3g} ms"
+        )
+
+
+def changes(prepared: Prepared) -> list[Change]:
+    """What the exported program lays out otherwise than the plan; empty where it says all of it."""
+    graph, plan = prepared.graph, prepared.plan
+    assert graph is not None and plan is not None
+    return [*_of_sources(prepared, graph, plan), *_of_operators(prepared, graph, plan), *_of_optimizer(prepared)]
+
+
+def program(prepared: Prepared, title: str, *, allow_changes: bool = False) -> str:
+    """The file. Raises ConfigError for a plan that it cannot say, unless with `allow_changes`."""
+    found = changes(prepared)
+    if found and not allow_changes:
+        shown = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        raise ConfigError(
+            "MW465",
+            f"The target torch would lay out {len(found)} of the plan otherwise: {shown}. Export with "
+            "allow_changes=True, or plan without them.",
+        )
+    graph, plan = prepared.graph, prepared.plan
+    assert graph is not None and plan is not None
+    received, returned = _boundaries(graph, plan)
+    sources = [source for source in graph.sources if source.kind == "parameter"]
+    parameters = {one.name: (plan.tensors[one.name], one.spec.shape) for one in sources}
+    inputs = {one.name: (plan.inputs[one.name], one.spec.shape) for one in graph.of_kind("input")}
+    batch = [_text(_placed(*inputs[name], plan)) for name in prepared.names]
+    tables = [
+        f"MESH: dict[str, int] = {dict(plan.mesh.axes)!r}".replace("'", '"'),
+        f"BATCH: tuple[Placed, ...] = ({', '.join(batch)},)  # {', '.join(prepared.names)}",
+        _table("PARAMETERS", {name: _placed(*entry, plan) for name, entry in parameters.items()}),
+        _table("INPUTS", {name: _placed(*entry, plan) for name, entry in received.items()}),
+        _table("OUTPUTS", {name: _placed(*entry, plan) for name, entry in returned.items()}),
+    ]
+    head, rest = SKELETON.read_text(encoding="utf-8").split(BEGIN)
+    _, tail = rest.split(END)
+    head = head.replace('"""A plan of Meshwright in plain torch:', f'"""{title}, in plain torch:', 1)
+    return head + "\n".join(tables) + "\n" + tail
+
+
+def _placed(layout: Layout, shape: tuple[int, ...], plan: Plan) -> tuple[Placement, ...]:
+    """The placements of a layout; those of a replicated tensor where it has none."""
+    found = placements(layout, shape, plan.mesh) or placements(Layout.replicated(len(shape)), shape, plan.mesh)
+    assert found is not None
+    return found
+
+
+def _text(placed: Iterable[Placement]) -> str:
+    words = [f"Shard({one.dim})" if one.is_shard() else "Replicate()" for one in placed]  # type: ignore[attr-defined]
+    return f"({', '.join(words)}{',' * (len(words) == 1)})"
+
+
+def _table(name: str, entries: Mapping[str, tuple[Placement, ...]]) -> str:
+    """A table of the file; layers whose entries are the same share one."""
+    by_layer: dict[str, dict[str, str]] = defaultdict(dict)
+    for key, placed in entries.items():
+        by_layer[NUMBER.sub("*", key)][key] = _text(placed)
+    lines = []
+    for glob, found in by_layer.items():
+        shared = {glob: next(iter(found.values()))} if len({*found.values()}) == 1 else found
+        lines += [f"    {key!r}: {text},".replace("'", '"') for key, text in shared.items()]
+    return "\n".join([f"{name}: dict[str, Placed] = {{", *lines, "}"])
+
+
+Boundary = tuple[Layout, tuple[int, ...]]
+"""A layout, and the global shape."""
+
+
+def _boundaries(graph: OperatorGraph, plan: Plan) -> tuple[dict[str, Boundary], dict[str, Boundary]]:
+    """What modules with parameters of their own receive and return, by path; those with one value each way."""
+    owners = {source.name.rpartition(".")[0] for source in graph.sources if source.kind == "parameter"}
+    owners |= {alias.rpartition(".")[0] for source in graph.sources for alias in source.aliases}
+    tensors = {source.id for source in graph.sources if source.kind != "input"}
+    inside: dict[str, list[Operator]] = defaultdict(list)
+    for operator in graph.operators:
+        if operator.module in owners and operator.module:
+            inside[operator.module].append(operator)
+    received, returned = {}, {}
+    for path, operators in inside.items():
+        made = {operator.id for operator in operators}
+        taken = [
+            (ref, layout)
+            for operator in operators
+            for ref, layout in zip(operator.operands, _operand_layouts(operator, graph, plan), strict=True)
+            if ref.id not in made and ref.id not in tensors
+        ]
+        if len({ref for ref, _ in taken}) == 1:
+            ref, layout = taken[0]
+            received[path] = layout, graph.specs[ref].shape
+        used = list(_uses_outside(graph, plan, made))
+        if len({ref for ref, _ in used}) == 1:
+            ref, layout = used[0]
+            returned[path] = layout, graph.specs[ref].shape
+    return received, returned
+
+
+def _operand_layouts(operator: Operator, graph: OperatorGraph, plan: Plan) -> tuple[Layout, ...]:
+    return tuple(rule_of(operator, graph).operand_layouts(plan.operators[operator.name].assignment))
+
+
+def _uses_outside(graph: OperatorGraph, plan: Plan, made: set[str]) -> Iterator[tuple[Ref, Layout]]:
+    """Every use of what the operators `made` return by others, with the layout in which it is used."""
+    for operator in graph.operators:
+        if operator.id not in made:
+            layouts = _operand_layouts(operator, graph, plan)
+            yield from ((ref, layout) for ref, layout in zip(operator.operands, layouts, strict=True) if ref.id in made)
+
+
+def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
+    cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
+    for source in graph.sources:
+        shape, kind = source.spec.shape, source.kind
+        if kind == "constant":
+            continue
+        layout = (plan.inputs if kind == "input" else plan.tensors)[source.name]
+        whole = Layout.replicated(len(shape))
+        if layout == whole or (kind != "buffer" and placements(layout, shape, plan.mesh) is not None):
+            continue
+        path = resharding_path(layout, whole, shape, plan.mesh)
+        more = source.spec.elements - layout.local_elements(shape, plan.mesh)
+        seconds = 0.0 if kind != "input" else path_seconds(path, source.spec.item_bytes, plan.mesh, cluster)
+        yield Change(kind, source.name, str(layout), str(whole), more * source.spec.item_bytes, seconds)
+
+
+def _of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
+    """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there."""
+    cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
+    for operator in graph.operators:
+        for ref, layout in zip(operator.operands, _operand_layouts(operator, graph, plan), strict=True):
+            spec, dims = graph.specs[ref], list(layout.dims)
+            for dim in GATHERED.get(operator.label, ()) if len(dims) > 1 else ():
+                dims[dim] = ()
+            kept = Layout(tuple(dims))
+            if placements(kept, spec.shape, mesh) is None:
+                kept = Layout.replicated(len(dims))
+            if kept != layout:
+                path = resharding_path(layout, kept, spec.shape, mesh)
+                sent = sum(step.busiest(mesh) for step in path) * spec.item_bytes
+                seconds = path_seconds(path, spec.item_bytes, mesh, cluster)
+                yield Change("operator", operator.name, str(layout), str(kept), sent, seconds)
+
+
+def _of_optimizer(prepared: Prepared) -> Iterator[Change]:
+    """The optimizer's states, which no target slices that has no ZeRO."""
+    stage, plan, graph = prepared.config.parallel.zero.known, prepared.plan, prepared.graph
+    assert plan is not None and graph is not None
+    if stage:
+        trained = [source for source in graph.of_kind("parameter") if source.trainable]
+        size = sum(plan.local_bytes(source) for source in trained)
+        yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", "on every replica", size, 0.0)

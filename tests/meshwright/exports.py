@@ -1,0 +1,54 @@
+"""The exported program on real ranks, beside the eager module; as `loops`, an entry of ranks."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from loops import next_token, tokens
+from torch import nn
+
+from runner.report.comparison import ROUNDING, TOLERANCE, of_step
+
+
+def imported(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exported", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exported(rank: Any, given: tuple[Path, nn.Module]) -> dict[str, float]:
+    """The largest relative differences of two steps: of the loss and of any gradient."""
+    file, module = given
+    program = imported(file)
+    eager = copy.deepcopy(module)
+    mesh = program.make_mesh("cpu")
+    program.parallelize(module, mesh)
+    pair = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3) for one in (module, eager)]
+    worst = {"loss": 0.0, "gradient": 0.0}
+    for step in range(2):
+        x, y = tokens(step)
+        with program.running(mesh):
+            loss = next_token(module(*program.sliced([x], mesh)), *program.sliced([y], mesh, first=1))
+            loss.backward()
+        expected = next_token(eager(x), y)
+        expected.backward()
+        gradients = {name: one.grad.full_tensor() for name, one in module.named_parameters()}
+        ours = {"loss": float(loss.detach().full_tensor()), "gradients": gradients}
+        theirs = {
+            "loss": float(expected.detach()),
+            "gradients": {name: one.grad for name, one in eager.named_parameters()},
+        }
+        gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
+        worst["loss"] = max(worst["loss"], gap)
+        worst["gradient"] = max(worst["gradient"], *found.values())
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+    return worst

@@ -1,0 +1,105 @@
+"""Plans as plain torch: the file imports torch alone, and trains as one device does."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import gpt, next_token, tokens
+from meshwright.models.llama import Llama
+from torch import nn
+
+import meshwright
+
+OUT = {"attention.o_proj": [[2, 1, 2], [2, 1]], "feed_forward.down_proj": [[2, 1, 2], [2, 1]]}
+IN = {
+    "gpt": ("attention.[qkv]_proj", "feed_forward.up_proj"),
+    "llama": ("attention.[qkv]_proj", "feed_forward.gate_proj", "feed_forward.up_proj"),
+}
+
+
+def megatron(model: str) -> dict[str, Any]:
+    """Columns, then rows, and tables in slices of the vocabulary."""
+    norm = [[2, 1, 1], [1], [1]] if model == "gpt" else [[2, 1, 1], [1]]
+    strategies: dict[str, Any] = {f"layers.*.{path}.matmul": strategy for path, strategy in OUT.items()}
+    strategies |= {f"layers.*.{path}.matmul": [[2, 1, 1], [1, 2]] for path in IN[model]}
+    strategies |= {"tokens": [[2, 1], [2, 1]], "head.matmul": [[2, 1, 1], [1, 2]], "norm": norm}
+    strategies |= {"layers.*.*_norm": norm, "layers.*.add": [[2, 1, 1], [2, 1, 1]]}
+    if model == "gpt":
+        dropped = [[2, 1, 1]]
+        strategies |= {"positions": [[1, 1], [1]], "add": [[2, 1, 1], [1, 1]], "dropout": dropped}
+        strategies |= {"layers.*.*_dropout": dropped}
+    return strategies | {"loss.cross_entropy_loss": [[2, 1], [2]]}
+
+
+def module_of(model: str) -> nn.Module:
+    torch.manual_seed(0)
+    if model == "gpt":
+        return gpt(torch.float32)
+    return Llama(vocabulary=32, length=8, width=16, layers=2, heads=4, kv_heads=2, hidden=32)
+
+
+def planned(model: str, **changed: Any) -> meshwright.Plan:
+    given = {"mesh": {"dp": 2, "tp": 2}, "strategies": megatron(model), "plan_cache": None} | changed
+    if model == "llama":  # the other one has its batch over all ranks
+        given |= {"dataset_strategy": [[2, 1], [2, 1]]}
+    return meshwright.plan(module_of(model), tokens(), loss=next_token, **given)
+
+
+def modules_in(code: str) -> set[str]:
+    """The packages besides the standard library that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            names.add(str(node.module))
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_the_exported_program_trains_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
+    file = planned(model).export("torch", tmp_path / "exported.py")
+    text = file.read_text(encoding="utf-8")
+    assert modules_in(text) == {"torch"}
+    assert '"layers.*.attention.q_proj.weight": (Replicate(), Shard(0))' in text
+    worst = on_ranks("exported", (file, module_of(model)), module="exports")
+    assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.essential
+def test_what_the_target_cannot_say_is_listed_and_refused(tmp_path: Path) -> None:
+    plan, file = planned("gpt"), tmp_path / "exported.py"
+    assert plan.expressible("torch") == []
+    sequence = {"layers.0.attention.scaled_dot_product_attention": [[1, 1, 4, 1]] * 3}
+    sliced = meshwright.plan(gpt(), tokens(), loss=next_token, mesh=4, strategies=sequence, plan_cache=None)
+    found = [change for change in sliced.expressible("torch") if change.name in sequence]
+    assert [change.kind for change in found] == ["operator"] * 3
+    assert all(change.exported == "(-, -, -, -)" for change in found)
+    # three quarters of q, k or v [8, 4, 8, 4] in fp64
+    assert all(change.bytes == 8 * 4 * 8 * 4 * 8 * 3 // 4 and change.seconds > 0 for change in found)
+    (optimizer,) = planned("gpt", zero=1).expressible("torch")
+    assert optimizer.kind == "optimizer" and optimizer.bytes > 0
+    for code, call in {
+        "MW465": lambda: sliced.export("torch", file),
+        "MW466": lambda: sliced.export("pytorch", file),
+    }.items():
+        with pytest.raises(meshwright.CodedError) as error:
+            call()
+        assert error.value.code == code and not file.exists()
+    assert "Shard(" in sliced.export("torch", file, allow_changes=True).read_text(encoding="utf-8")
+
+
+def test_layers_that_differ_have_entries_of_their_own(tmp_path: Path) -> None:
+    strategies = megatron("gpt")
+    strategies |= {"layers.0.feed_forward.up_proj.matmul": [[2, 1, 2], [2, 1]]}
+    file = planned("gpt", strategies=strategies).export("torch", tmp_path / "exported.py")
+    text = file.read_text(encoding="utf-8")
+    assert '"layers.0.feed_forward.up_proj.weight": (Replicate(), Shard(1))' in text
+    assert '"layers.1.feed_forward.up_proj.weight": (Replicate(), Shard(0))' in text
+    assert '"layers.*.attention.q_proj.weight"' in text
