@@ -47,6 +47,18 @@ def curves(file: Path, panels: Mapping[str, Mapping[str, Points]], unit: str) ->
     _write(figure, file)
 
 
+def lines(file: Path, measured: Mapping[str, Points], predicted: Points, labels: tuple[str, str]) -> None:
+    """A line per name through what was measured, crosses where it was predicted; linear axes from 0."""
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axes: Axes = figure.subplots()
+    for name, points in measured.items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+    axes.scatter(*zip(*predicted, strict=True), marker="x", s=40, color="black", label="predicted", zorder=3)
+    axes.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, None), ylim=(0, None))
+    axes.legend()
+    _write(figure, file)
+
+
 def against(file: Path, groups: Mapping[str, Points], unit: str) -> None:
     """Predicted (y) against measured (x), logarithmic, a colour per group; the line marks equality."""
     figure = Figure(figsize=(5.4, 4.6), layout="constrained")

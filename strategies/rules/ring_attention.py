@@ -277,6 +277,12 @@ def _swapped(links: Sequence[Link], channel: int, ranks: Sequence[Sequence[Tenso
     ]
 
 
+def _heads_last(tensor: Tensor) -> Tensor:
+    """[..., h, s, e] with the memory of [..., s, h, e], as torch's kernels return it: models join heads without a copy,
+    so what the next product saves is the result itself."""
+    return tensor if tensor.dim() < 3 else tensor.transpose(-2, -3).contiguous().transpose(-2, -3)
+
+
 class _Ring(torch.autograd.Function):
     """The attention of several ranks, of which each gives query, key, value and mask: of one, in a process of its own,
     or of all, where they are simulated."""
@@ -308,6 +314,7 @@ class _Ring(torch.autograd.Function):
                 [part.out_of_groups(part.output).to(rank[0].dtype)] for part, rank in zip(parts, ranks, strict=True)
             ]
             results = _swapped(links, BACK, results) if causal else results
+            results = [[_heads_last(tensor) for tensor in tensors] for tensors in results]
             rest = [
                 [part.out_of_groups(part.logarithms), *(rank * causal)] for part, rank in zip(parts, ranks, strict=True)
             ]
