@@ -1,8 +1,8 @@
 """Regions of a captured graph (no_grad, enable_grad, autocast) become plain operators.
 
-What leaves a region without gradients passes `detach`. What autocast does is written out as casts: which operands it
-casts is read off a run of the operator on fake tensors under the same autocast, so there is no table of operators to
-keep. As in autocast, a parameter is cast once and every other operand at each use.
+What is computed without gradients passes `detach` where it leaves the region. What autocast does is written out as
+casts: which operands it casts is read off a run of the operator on fake tensors under the same autocast, so there is no
+table of operators to keep. As in autocast, a parameter is cast once and every other operand at each use.
 """
 
 from __future__ import annotations
@@ -64,16 +64,33 @@ def _note(graph: fx.Graph) -> None:
 
 
 def _write_detach(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
+    for node in reversed(list(graph.nodes)):
         if not node.meta.get("without_grad") or not floating(node.meta.get("val")):
             continue
         outside = [user for user in node.users if not user.meta.get("without_grad")]
         if outside:
-            with graph.inserting_after(node):
-                cut = graph.call_function(aten.detach.default, (node,))
-            cut.meta = dict(node.meta)
+            cut = _returned(graph, node)
+            if cut is None:
+                with graph.inserting_after(node):
+                    cut = graph.call_function(aten.detach.default, (node,))
+                cut.meta = dict(node.meta)
             for user in outside:
                 user.replace_input_with(node, cut)
+
+
+def _returned(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """The operand that an operator returns as it is, if it does (`x.to(x.dtype)`): export then takes the operator for
+    the origin of all that reads the operand afterwards, outside of the region too."""
+    same = [one for one in node.all_input_nodes if _alike(one.meta.get("val"), node.meta["val"])]
+    if not same or not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return None
+    with mode_of(graph), torch.no_grad():
+        result = node.target(*values(node.args), **values(node.kwargs))
+    return next((one for one in same if result is one.meta["val"]), None)
+
+
+def _alike(first: Any, second: Tensor) -> bool:
+    return isinstance(first, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -65,6 +66,23 @@ def reshape(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     left, right, sizes, alone = matched(specs[0].shape, result.shape)
     operands = [left, *[right] * (len(specs) - 1)]  # the second one has the wanted shape
     return sharding(operator, specs, operands, [right], local=_reshape, sizes=sizes, padded=alone)
+
+
+@rule("to", "type_as")
+def converted(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """The same elements in another precision. A second operand gives its dtype alone: it is sliced along where its
+    dims are as long as the first one's, and replicated along the others."""
+    (first, *others), dims = specs, numbered(len(specs[0].shape))
+    along = [
+        tuple(d if n == m else None for d, n, m in zip(_last(dims, rank), _last(first.shape, rank), shape, strict=True))
+        for rank, shape in ((len(one.shape), one.shape) for one in others)
+    ]
+    return sharding(operator, specs, [dims, *along], [dims], padded=dims)
+
+
+def _last(values: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """The last of some values; None in place of those that are too few."""
+    return (*(None,) * (count - len(values)), *values[max(len(values) - count, 0) :])
 
 
 def _order(operator: Operator, rank: int) -> list[int]:
@@ -144,14 +162,20 @@ def repeat_interleave(operator: Operator, specs: Sequence[TensorSpec]) -> Shardi
     options, rank = arguments(operator), len(specs[0].shape)
     if "self" not in options or (len(specs) > 1 and options["dim"] is None):
         return None  # places of repeated entries, in a number that depends on values
+    local = _repeat_interleave if options.get("output_size") is not None else None
     if options["dim"] is None:
-        return sharding(operator, specs, [numbered(rank, range(1, rank))], [("d0",) if rank else (None,)])
+        return sharding(operator, specs, [numbered(rank, range(1, rank))], [("d0",) if rank else (None,)], local=local)
     dim = options["dim"] % rank
     if len(specs) > 1:
         dims = numbered(rank, [dim])
         return sharding(operator, specs, [dims, (None,) * len(specs[1].shape)], [dims])
     dims = numbered(rank)
-    return sharding(operator, specs, [dims], [dims], padded=numbered(rank, [dim]))
+    return sharding(operator, specs, [dims], [dims], padded=numbered(rank, [dim]), local=local)
+
+
+def _repeat_interleave(operator: Operator, local: Local) -> Ref:
+    dim = arguments(operator)["dim"]
+    return local.itself(output_size=local.result_shape()[0 if dim is None else dim])
 
 
 @local_function

@@ -44,7 +44,7 @@ PADDED = (
         clamp_min clone contiguous copy cos detach elu empty_like eq erf ge gelu greater gt hardsigmoid hardswish
         hardtanh le leaky_relu less lift_fresh_copy log_sigmoid logical_and logical_not logical_or logical_xor lt
         maximum minimum mish mul multiply ne neg not_equal ones_like positive relu relu6 rsub selu sgn sigmoid sign
-        silu sin softplus square sub subtract tanh to type_as where zeros_like
+        silu sin softplus square sub subtract tanh where zeros_like
         """,
     ),
     ("... -> ... !2", "view_as_real"),

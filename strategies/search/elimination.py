@@ -37,11 +37,7 @@ CACHED = 2**17
 
 
 class TooWide(Exception):
-    """A table would be too large; `variable` is the one that was to be eliminated."""
-
-    def __init__(self, variable: int) -> None:
-        super().__init__(f"variable {variable}")
-        self.variable = variable
+    """A table would be too large."""
 
 
 @dataclass(eq=False)
@@ -160,9 +156,11 @@ class Elimination:
         factors: over these variables.
         kept: variables that stay.
         largest: entries of a table that are too many; None for `LARGEST`.
+        fixing: where a table would have more entries, go on without the variable that is in most factors, which is
+            then one of `fixed`. Nothing can be solved before these are taken out of the factors.
 
     Raises:
-        TooWide: a table would have more entries.
+        TooWide: a table would have more entries, and not `fixing`.
     """
 
     def __init__(
@@ -171,6 +169,8 @@ class Elimination:
         factors: Iterable[Factor],
         kept: Sequence[int] = (),
         largest: float | None = None,
+        *,
+        fixing: bool = False,
     ) -> None:
         self.sizes, self.factors, self.kept = sizes, list(factors), tuple(sorted(kept))
         self.scopes = [one.variables for one in self.factors]
@@ -187,7 +187,8 @@ class Elimination:
         """Of all tables that the elimination makes."""
         self.left = set(range(len(self.scopes)))
         """The factors that were not added up yet."""
-        self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest)
+        self.fixed: list[int] = []
+        self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest, fixing)
         self.rest_seconds: list[Seconds] = []
         self.rest: Rest | None = None
 
@@ -213,7 +214,7 @@ class Elimination:
             for one, around, used in self.order
         ]
 
-    def _plan(self, alive: set[int], largest: float) -> None:
+    def _plan(self, alive: set[int], largest: float, fixing: bool) -> None:
         heap = [(self._entries(variable), variable) for variable in alive]
         heapq.heapify(heap)
         while alive:
@@ -225,7 +226,14 @@ class Elimination:
                 heapq.heappush(heap, (now, variable))
                 continue
             if size > largest:
-                raise TooWide(max(alive, key=lambda v: (len(self.of_variable[v]), -v)))
+                if not fixing:
+                    raise TooWide
+                widest = max(alive, key=lambda v: (len(self.of_variable[v]), -v))
+                heapq.heappush(heap, (size, variable))
+                for v in self._fix(widest) & alive:
+                    heapq.heappush(heap, (self._entries(v), v))
+                alive.discard(widest)
+                continue
             used = self.of_variable.pop(variable)
             around = tuple(sorted({v for number in used for v in self.scopes[number]} - {variable}))
             self.order.append((variable, around, used))
@@ -238,6 +246,15 @@ class Elimination:
             for v in around:
                 if v in alive:
                     heapq.heappush(heap, (self._entries(v), v))
+
+    def _fix(self, variable: int) -> set[int]:
+        """Takes a variable out of all factors; returns those that were around it."""
+        self.fixed.append(variable)
+        around: set[int] = set()
+        for number in self.of_variable.pop(variable):
+            self.scopes[number] = tuple([v for v in self.scopes[number] if v != variable])
+            around.update(self.scopes[number])
+        return around
 
     def _entries(self, variable: int) -> int:
         """Of the tables that eliminating a variable adds up and makes."""
@@ -339,23 +356,26 @@ def minimum(sizes: Sequence[int], tables: Mapping[Variables, Seconds], largest: 
     Exact while no table grows beyond `largest` entries. Where one would, the variable that is in most factors is fixed
     to the candidate that is the least with every factor minimised by itself.
     """
+    around: dict[int, list[Variables]] = {}
+    for variables in tables:
+        for v in variables:
+            around.setdefault(v, []).append(variables)
     fixed: dict[int, int] = {}
     while True:
         free = {v: size for v, size in enumerate(sizes) if v not in fixed}
         factors = [constant(*_conditioned(variables, table, fixed)) for variables, table in tables.items()]
-        try:
-            rest = eliminate(free, factors, largest=largest)
-        except TooWide as error:
-            least = np.zeros(sizes[error.variable])
-            for one in factors:
-                if error.variable in one.variables:
-                    dim = one.variables.index(error.variable)
-                    least += one.seconds.min(tuple(d for d in range(one.seconds.ndim) if d != dim))
-            fixed[error.variable] = int(least.argmin())
-            continue
-        indices: dict[int, int] = {}
-        rest.complete(indices)
-        return [fixed.get(v, indices.get(v, 0)) for v in range(len(sizes))]
+        elimination = Elimination(free, factors, largest=largest, fixing=True)
+        if not elimination.fixed:
+            indices: dict[int, int] = {}
+            elimination.solve().complete(indices)
+            return [fixed.get(v, indices.get(v, 0)) for v in range(len(sizes))]
+        for variable in elimination.fixed:
+            least = np.zeros(sizes[variable])
+            for variables in around[variable]:
+                left, seconds = _conditioned(variables, tables[variables], fixed)
+                dim = left.index(variable)
+                least += seconds.min(tuple(d for d in range(seconds.ndim) if d != dim))
+            fixed[variable] = int(least.argmin())
 
 
 def _conditioned(variables: Variables, table: Seconds, fixed: Mapping[int, int]) -> tuple[Variables, Seconds]:

@@ -23,7 +23,8 @@ BY_NAME: tuple[tuple[str, int], ...] = (
     (r"(num_|n_|moe_|_)?(routed_|local_|moe_)?(num_)?experts?$|num_blocks_moe$", 4),
     (r"num_experts_per_(tok|token)$|moe_k$|(moe|router|experts?)_top_?k$|top_k_experts$|moe_topk$|n_group$", 2),
     (r"topk_group$|first_k_dense_replace$|num_(nextn_predict|mtp|dense)_layers$|n_dense_layers$", 1),
-    (r"(.*_)?vocab_size(s|_per_layer_input)?$", WORDS),
+    (r"(.*_)?vocab(_size)?(s|_per_layer_input)?$", WORDS),
+    (r"(.*_)?chunk_size$", LENGTH // 2 + 2),
     (r"(max_source|max_audio).*positions$", 64),
     (r"(max_)?(2d_)?(max_)?position_embeddings$|n_positions$|max_target_positions$", 512),
     (r"num_queries$|num_query_tokens$|num_object_queries$|num_latents$|.*n_latents$|num_denoising$", 16),
@@ -52,6 +53,7 @@ UNSET = {
     "pad_token_id": 0,
     "num_experts_per_tok": 2,
     "n_routed_experts": 4,
+    "n_shared_experts": 1,
     "num_key_value_heads": "num_attention_heads",
     "head_dim": 8,
 }
@@ -202,8 +204,13 @@ def _small(name: str, value: Any, divisor: int, scale: Scale, special: Iterator[
     if HEAD_SIZE.match(name):
         return value if scale.fewer else max(value // divisor, HEAD)
     if WIDTH.match(name) and not FIXED.match(name):
-        return max(value // divisor, HEAD) if value >= 32 else value
+        return _narrow(value, divisor) if value >= 32 else value
     return value
+
+
+def _narrow(width: int, divisor: int) -> int:
+    """A fraction of a width; one that is not a whole number becomes a multiple of 8 (grouped products ask for 4)."""
+    return max(width // divisor if width % divisor == 0 else width // divisor // 8 * 8, 2 * HEAD)
 
 
 def _rotary(value: Any, divisor: int) -> Any:

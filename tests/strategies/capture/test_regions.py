@@ -87,6 +87,15 @@ def inferred(net: Net, x: Tensor) -> Tensor:
     return (net.dense(x) * scale(net, x)).square().mean()
 
 
+def returned(net: Net, x: Tensor) -> Tensor:
+    """An operator that changes nothing returns its operand, which needs a gradient outside of the region as before."""
+    h = net.dense(x)
+    with torch.no_grad():
+        scale = h.to(net.dense.weight.dtype).contiguous().contiguous().abs().mean() + net.dense(x).contiguous().mean()
+        unchanged, other = h.contiguous(), h.exp().contiguous()
+    return (net.norm(h) * scale).square().mean() + (unchanged * other).mean()
+
+
 def eager(model: Objective, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, gradients and buffers of the graph, with nothing sliced, on one simulated rank."""
     captured = capture(model, (x,), training=True)
@@ -101,7 +110,7 @@ def eager(model: Objective, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[
 
 
 @pytest.mark.parametrize(
-    "body", [transformer, off_inside, twice, written, counted, inferred], ids=lambda body: body.__name__
+    "body", [transformer, off_inside, twice, written, counted, inferred, returned], ids=lambda body: body.__name__
 )
 def test_regions_become_operators(body: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)

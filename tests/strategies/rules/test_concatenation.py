@@ -43,6 +43,8 @@ CASES = [
     ("meshgrid xy", lambda *a: torch.meshgrid(*a, indexing="xy"), x(6), x(12)),
     ("repeat_interleave", lambda a: a.repeat_interleave(2, dim=0), x(6, 7)),
     ("repeat_interleave last", lambda a: a.repeat_interleave(3, -1), x(6, 4)),
+    ("repeat_interleave sized", lambda a: a.repeat_interleave(2, dim=0, output_size=12), x(6, 7)),
+    ("repeat_interleave flat sized", lambda a: a.repeat_interleave(2, output_size=48), x(6, 4)),
     ("repeat_interleave flat", lambda a: a.repeat_interleave(2), x(6, 4)),
     (
         "repeat_interleave several",
@@ -79,4 +81,4 @@ def test_every_rule_has_a_case(cases, uncovered):
 def test_calls_that_need_everything_run_replicated(cases, known):
     assert known(cases, "cat") == [True, True, True]
     assert known(cases, "column_stack") == [True, True, False]
-    assert known(cases, "repeat_interleave") == [True, True, True, True, False, False]
+    assert known(cases, "repeat_interleave") == [True, True, True, True, True, True, False, False]

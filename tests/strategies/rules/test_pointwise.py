@@ -72,6 +72,8 @@ CASES = [
     ("_to_copy", lambda x: torch.ops.aten._to_copy.default(x, dtype=torch.float32).double(), near(6, 12)),
     ("type_as", lambda x, y: x.type_as(y), integers(6, 12), near(6, 12)),
     ("type_as larger", lambda x, y: x.type_as(y), integers(12), near(6, 12)),
+    ("type_as wider", lambda x, y: x.type_as(y), near(6, 2), near(6, 12)),
+    ("to wider", lambda x, y: x.to(y), near(6, 2), near(4, 12)),
     ("bitwise_not", torch.bitwise_not, integers(6, 12)),
     ("logical_not", torch.logical_not, flags(6, 12)),
     ("scalar", lambda x: x, near().reshape(())),
@@ -123,6 +125,5 @@ def test_pointwise(cases, check, mesh):
     check(cases, mesh, samples=2)
 
 
-def test_larger_companion_runs_replicated(cases, known):
-    """type_as with a tensor of more dims cannot be sharded."""
-    assert known(cases, "type_as") == [True, False]
+def test_a_companion_of_another_shape_gives_its_dtype_alone(cases, known):
+    assert known(cases, "type_as") == [True, True, True]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 import pytest
 
-from strategies.search.elimination import Seconds, minimum
+from strategies.search import elimination
+from strategies.search.elimination import Elimination, Seconds, minimum
 
 
 def random_tables(seed: int, variables: int = 6) -> tuple[list[int], dict[tuple[int, ...], Seconds]]:
@@ -57,3 +59,24 @@ def test_a_long_line_takes_work_that_is_linear() -> None:
     for v in range(2999):  # Viterbi's recursion, forward
         least = (least[:, None] + tables[v, v + 1]).min(0) + tables[(v + 1,)]
     assert seconds(tables, minimum(sizes, tables, 200_000)) == pytest.approx(float(least.min()))
+
+
+def test_all_variables_that_must_be_fixed_are_found_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid of 12 x 60, whose tables grow to 4**12 entries: 100 and more variables are fixed."""
+    plans: list[Elimination] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Elimination:
+        plans.append(Elimination(*args, **kwargs))
+        return plans[-1]
+
+    monkeypatch.setattr(elimination, "Elimination", counted)
+    rng, number = np.random.default_rng(0), np.arange(12 * 60).reshape(12, 60)
+    edges = [
+        *zip(number[1:].flat, number[:-1].flat, strict=True),
+        *zip(number[:, 1:].flat, number[:, :-1].flat, strict=True),
+    ]
+    tables: dict[tuple[int, ...], Seconds] = {(int(a), int(b)): rng.random((4, 4)) for a, b in edges}
+    found = minimum([4] * 720, tables, 200)
+    assert len(plans[0].fixed) > 50 and len(plans) <= 4
+    average = np.mean([seconds(tables, [int(one) for one in rng.integers(4, size=720)]) for _ in range(20)])
+    assert seconds(tables, found) < 0.55 * average
