@@ -23,7 +23,12 @@ from runner.packages import ROOT
 
 LIBRARIES = ("torch", "deepspeed", "hydra", "omegaconf", "pydantic", "numpy", "tqdm")
 DISTRIBUTIONS = {"hydra": "hydra-core"}
-OPTIONAL = {"tensorboard": "report.tensorboard=true", "transformers": "model.target=transformers.X"}
+OPTIONAL = {
+    "tensorboard": "report.loggers=[tensorboard]",
+    "wandb": "report.loggers=[wandb]",
+    "mlflow": "report.loggers=[mlflow]",
+    "transformers": "model.target=transformers.X",
+}
 BESIDE_RUNNER = ("conf", "recipes", "models", "strategies")
 GIB = 2**30
 LEAST_DISK, LEAST_SHARED_MEMORY = 1 * GIB, GIB // 16

@@ -25,15 +25,14 @@ from runner.launch.temporary_folder import offload_folder, own_folder
 from runner.recovery import restarting
 from runner.report.units import shown_path
 from runner.run_folder.metrics import records
-from runner.training.metrics import require_tensorboard
+from runner.training.loggers import require_loggers
 
 
 def run(config: Config, run_dir: Path) -> float | None:
     """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input), RunFailed (a rank failed)
     and Stopped (SIGTERM, SIGINT, SIGHUP)."""
     marks = marked(begin(), "config")
-    if config.report.tensorboard:
-        require_tensorboard()
+    require_loggers(config)
     if config.launch.dry_run:
         dry_run(config, run_dir)
         return None

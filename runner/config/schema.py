@@ -229,8 +229,16 @@ class Verify(Section):
 
 
 class Report(Section):
-    tensorboard: StrictBool = setting(False, "Write metrics for TensorBoard too")
+    loggers: tuple[Literal["csv", "tensorboard", "wandb", "mlflow"], ...] = setting(
+        (), "What receives metrics beside metrics.jsonl; W&B and MLflow write into the run folder"
+    )
+    tensorboard: StrictBool = setting(False, "The same as loggers=[tensorboard]")
     progress: Literal["auto", True, False] = setting("auto", "Progress bar; auto: if the output is a terminal")
+
+    @property
+    def every_logger(self) -> tuple[str, ...]:
+        """Their names, each once."""
+        return tuple(dict.fromkeys((*self.loggers, *(("tensorboard",) if self.tensorboard else ()))))
 
 
 class RunFolder(Section):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FILE = "run.json"
 CHECKPOINTS, METRICS, RESTARTS, FAULTS = "checkpoints", "metrics.jsonl", "restarts.jsonl", "faults"
+LOGGED = ("metrics.csv", "loggers.json")
+"""Of loggers: the numbers, and the ids at services."""
 TRAINING = ("train", "launch")
 """Verbs after which the folder is that of a training run."""
 MARKS = {CONFIG_FILE: "parallel", "plan.json": "operators"}
@@ -179,5 +181,5 @@ def _remove_traces(run_dir: Path) -> None:
     for path in filter(Path.is_dir, (*place.glob("step-*"), *place.glob(".step-*"), run_dir / FAULTS)):
         if not path.is_symlink():
             shutil.rmtree(path)
-    for name in (METRICS, RESTARTS):
+    for name in (METRICS, RESTARTS, *LOGGED):
         (run_dir / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The metrics of a run, step by step: `metrics.jsonl`, the console, and TensorBoard if asked for.
+"""The metrics of a run, step by step: `metrics.jsonl`, the console, and the loggers that are configured.
 
 Rank 0 owns one `Metrics`. Invariant: `metrics.jsonl` only grows during a run, each line is complete JSON and on disk
 when the call returns, and steps never repeat: a resumed run first drops the lines that it is about to write again.
@@ -7,7 +7,6 @@ Numbers that JSON cannot express (nan, infinity) are written as null.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -17,21 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner.config.schema import Config
-from runner.errors import ConfigError
 from runner.launch.logs import console
 from runner.run_folder.metrics import FILE, record_of
+from runner.training.loggers import Logger, close, log, loggers_of
 from strategies.core import bounded_files as bounded
 from strategies.optimizer.loss_scale import LossScale
-
-
-def require_tensorboard() -> None:
-    """Raises ConfigError unless TensorBoard is installed. Imports nothing, so it may run before torch is loaded."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "MW802",
-            "report.tensorboard = true needs the package tensorboard, which is not installed. "
-            "Install it (pip install tensorboard) or set report.tensorboard=false.",
-        )
 
 
 class Metrics(ExitStack):
@@ -43,10 +32,7 @@ class Metrics(ExitStack):
         total_steps: the number of the last step, None if it is unknown.
         first_step: the first step that this run will write; lines of it and of later steps are dropped.
         progress: "auto" shows a progress bar instead of lines when stdout is a terminal; True always, False never.
-        tensorboard: also write event files to `run_dir/tensorboard`.
-
-    Raises:
-        ConfigError: `tensorboard` is true, and the package is not installed.
+        loggers: what else receives the numbers, by name; they are closed with the record.
     """
 
     def __init__(
@@ -57,20 +43,16 @@ class Metrics(ExitStack):
         total_steps: int | None = None,
         first_step: int = 0,
         progress: Literal["auto"] | bool = "auto",
-        tensorboard: bool = False,
+        loggers: Mapping[str, Logger] | None = None,
     ) -> None:
         super().__init__()
         path = run_dir / FILE
         _drop_from(path, first_step)
         self._log_every, self._total = log_every, total_steps
         self._bar: Any = None
-        self._board: Any = None
+        self._loggers = loggers or {}
         self._seconds, self._samples, self._steps = 0.0, 0, 0  # since the last line
-        if tensorboard:
-            require_tensorboard()
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = self.enter_context(SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step))
+        self.push(lambda kind, *_: close(self._loggers, kind is not None))
         screen = console()
         if progress is True or (progress == "auto" and screen.isatty()):
             from tqdm import tqdm
@@ -114,7 +96,7 @@ class Metrics(ExitStack):
             values |= {"loss_scale": loss_scale.value, "skipped_steps": loss_scale.skipped}
         more = {"offload": offload, "server": server}
         self._write(step, values | {name: dict(one) for name, one in more.items() if one})
-        self._plot(step, {**values, **(offload or {})}, "train")
+        log(self._loggers, step, "train", {**values, **(offload or {}), **(server or {})})
         self._steps += 1
         self._seconds += seconds
         self._samples += samples
@@ -127,7 +109,7 @@ class Metrics(ExitStack):
     def evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Record and print the results of an evaluation after `step`."""
         self._write(step, {"evaluation": dict(results)})
-        self._plot(step, results, "evaluation")
+        log(self._loggers, step, "evaluation", results)
         scores = "  ".join(f"{key} {value:.6g}" for key, value in results.items())
         self.say(f"{self._label(step)}  evaluation  {scores}")
 
@@ -142,11 +124,6 @@ class Metrics(ExitStack):
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
         self._file.flush()
-
-    def _plot(self, step: int, values: Mapping[str, float], section: str) -> None:
-        if self._board is not None:
-            for key, value in values.items():
-                self._board.add_scalar(f"{section}/{key}", value, step)
 
     def _print_line(self, step: int, loss: float, lr: float, grad_norm: float | None) -> None:
         rate = self._samples / self._seconds if self._seconds > 0 else 0.0
@@ -181,7 +158,7 @@ def metrics_of(
         total_steps=last,
         first_step=first,
         progress=report.progress,
-        tensorboard=report.tensorboard,
+        loggers=loggers_of(config, run_dir, first),
     )
 
 

@@ -54,7 +54,7 @@ def test_tensorboard_on_demand(start):
 
 def test_tensorboard_that_is_not_installed(start, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setattr("runner.training.metrics.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("runner.training.loggers.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"report\.tensorboard = true needs the package tensorboard"):
         start(*SMALL, *ALONE, "report.tensorboard=true")
 

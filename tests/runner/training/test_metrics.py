@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from runner.errors import ConfigError
 from runner.launch import logs
 from runner.training.metrics import FILE, Metrics
 
@@ -127,27 +125,6 @@ def test_whether_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         train(metrics, 1, 2)
     assert ("step 2/2" not in terminal.getvalue()) == bar
     assert ("2/2 [" in terminal.getvalue()) == bar
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with Metrics(tmp_path, log_every=10, progress=False, tensorboard=True) as metrics:
-        train(metrics, 1, 3)
-        metrics.evaluation(3, {"accuracy": 0.5})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
-        (1, 1.0),
-        (2, 0.5),
-        (3, pytest.approx(1 / 3)),
-    ]
-    assert [event.value for event in events.Scalars("evaluation/accuracy")] == [0.5]
-
-
-def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the package tensorboard.*report\.tensorboard=false"):
-        Metrics(tmp_path, log_every=1, tensorboard=True)
 
 
 def test_a_console_that_goes_away() -> None:
