@@ -274,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.norm: float | None = None
         self._module, self._updates = module, updates
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Complete the gradients and update the weights. Collective."""
         loss = None
         if closure is not None:

@@ -97,6 +97,14 @@ VERBS = {
         usage="run explain [OPERATOR] [--slices NAME] +recipe=NAME [KEY=VALUE ...]\nrun explain CODE",
         keys=("explain", "parallel", "cluster", *SETUP),
     ),
+    "export": Verb(
+        "write the plan for another trainer: a file of plain torch",
+        "run export torch +recipe=quickstart",
+        "runner.commands.export:run",
+        argument="export.target",
+        usage="run export TARGET +recipe=NAME [export.file=FILE] [KEY=VALUE ...]    (TARGET: torch)",
+        keys=("export", "parallel", "cluster", *SETUP),
+    ),
     "predict": Verb(
         "run a trained model on rows of a dataset or a file and write what it returns",
         "run predict +recipe=quickstart checkpoint=runs/mine",

@@ -142,7 +142,13 @@ class Explain(Section):
     )
 
 
-Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]
+class Export(Section):
+    target: Literal["torch"] = setting("torch", "Format of the plan; torch: a Python file of plain torch")
+    file: str | None = setting(None, "File to write; null: parallel_torch.py in the run folder", min_length=1)
+    allow_changes: StrictBool = setting(False, "Export also a plan that the target lays out otherwise in part")
+
+
+Verb = Literal["train", "launch", "plan", "verify", "explain", "export", "predict", "calibrate"]
 
 
 class Loss(Section):
@@ -271,6 +277,7 @@ class Config(Section):
     launch: Launch = setting(Launch(), "What starts the ranks, and where; launch=NAME chooses a launcher")
     verify: Verify = setting(Verify(), "`run verify`: comparison with one process")
     explain: Explain = setting(Explain(), "`run explain`: what to explain")
+    export: Export = setting(Export(), "`run export`: a plan for another trainer")
     calibrate: Calibrate = setting(Calibrate(), "`run calibrate`: measurement of this machine")
     report: Report = setting(Report(), "What a run shows of its progress")
     run: RunFolder = setting(RunFolder(), "What a run does with the folder of an earlier one")
@@ -364,7 +371,7 @@ class Config(Section):
         if self.parallel.pipeline.stages == "auto":
             return self  # a mesh is that of a stage; each candidate is checked against it
         stages, machine, known = self.parallel.pipeline.known or 1, self.cluster.machine, self.parallel.meshes()
-        planned = self.job.name in ("plan", "explain") and self.parallel.mode != "stand_alone"
+        planned = self.job.name in ("plan", "explain", "export") and self.parallel.mode != "stand_alone"
         if self.world_size is not None:
             key = "world_size" if self.parallel.pipeline.known is None else "world_size / parallel.pipeline.stages"
             known = [(key, (self.world_size // stages,)), *known]

@@ -55,7 +55,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 local = distribute_tensor(parameter.detach(), mesh, placed, src_data_rank=None)
                 known[id(parameter)] = parameter, nn.Parameter(local, parameter.requires_grad)
                 if parameter.requires_grad:
-                    known[id(parameter)][1].register_hook(_complete(placed))
+                    known[id(parameter)][1].register_hook(_complete(placed))  # type: ignore[no-untyped-call]
             part._parameters[name] = known[id(parameter)][1]
         for name, buffer in part._buffers.items():
             if buffer is not None:

@@ -17,7 +17,7 @@ from runner.errors import ConfigError
 from strategies.cost.cluster import Cluster, Level, Link
 
 DEFAULTS = {"cpu": "laptop_gloo", "cuda": "dgx_h100"}
-DESCRIBING = ("plan", "explain")
+DESCRIBING = ("plan", "explain", "export")
 """Verbs that start no ranks."""
 
 

@@ -28,6 +28,7 @@ VALUES = {
     "predict": "loss",
     "plan": "seconds per step",
     "explain": "seconds per step",
+    "export": "seconds per step",
     "verify": "difference",
 }
 """What the value of a verb is."""
