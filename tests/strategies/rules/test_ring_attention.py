@@ -141,6 +141,49 @@ def test_packed_documents_whose_queries_and_heads_are_sliced(dropout):
     compare(model, Mesh((("a", 4), ("b", 2))), {"s": ("a",), "h": ("b",)})
 
 
+class Packed(nn.Module):
+    """Attention inside of the documents of a row, by the number of each token's document [b, s]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.tokens, self.out = heads, nn.Embedding(32, width), nn.Linear(width, 32)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        x, places = self.tokens(tokens), torch.arange(tokens.shape[1])
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        seen = same & (places[:, None] >= places[None, :])
+        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, seen, dropout_p=0.2)
+        return x + self.out(attended.transpose(1, 2).flatten(2)) @ self.out.weight
+
+
+def test_a_model_of_packed_documents_with_sliced_tokens_and_documents():
+    """The mask is made by the model, of slices: its queries are sliced with the tokens, its keys are those of all."""
+    torch.manual_seed(4)
+    model = Packed(16, 2).double()
+    tokens, targets = (torch.randint(32, (2, 16)) for _ in range(2))
+    documents = torch.randint(2, (2, 16)).cumsum(1)
+    objective = Objective(model, lambda x, y: F.cross_entropy(model.out(x).transpose(1, 2), y), ("0", "1", "2"), ("2",))
+    found = capture(objective, (tokens, documents, targets), training=True)
+    along, rows = (1, 1, 4, 1), (1, 4)
+    strategies = {"scaled_dot_product_attention": OperatorStrategy((along, along, along, along), None)}
+    request = Request("auto", 4, "sharding_propagation", (("cp", 4),), strategies, dataset_strategy=(rows,) * 3)
+    program = lower(found.graph, make_plan(found.graph, request), LoweringOptions(exact=True, ring=True))
+    mask = next(one for one in program.instructions if isinstance(one, Cooperate)).args[3]
+    assert program.mesh.size == 4 and mask is not None
+    simulation = Simulation(program, {**found.tensors, "0": tokens, "1": documents, "2": targets})
+    (losses,) = simulation.run(KEY)
+    simulation.backward(losses)
+    with ExactRandom(KEY):
+        want = objective(tokens, documents, targets)
+    want.backward()
+    torch.testing.assert_close(losses[0], want, rtol=1e-10, atol=1e-10)
+    gradients = simulation.gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
 def test_fast_dropout_has_the_gradient_of_its_forward():
     """Forward and backward drop the same probabilities: the loss changes as its gradient says."""
     torch.manual_seed(2)
