@@ -230,7 +230,10 @@ RULES: tuple[Rule, ...] = (
     *(Rule(f"parallel.server.{name}", kind, MODE, none_of(SERVER), "there are no servers",
            "choose parallel=parameter_server, or drop it") for name, kind in (
                ("workers", GIVEN), ("servers", ABOVE_1), ("consistency", none_of("sync")), ("replicas", ABOVE_0),
-               ("cache_rows", ABOVE_0))),
+               ("cache_rows", ABOVE_0), ("parameters", GIVEN))),
+    Rule("parallel.server.parameters", GIVEN, "parallel.server.consistency", none_of("sync"),
+         "the gradients of parameters that workers keep are added up once per step of all workers",
+         "choose consistency=sync, or parameters=null"),
     Rule("parallel.server.staleness", GIVEN, "parallel.server.consistency", none_of("bounded"),
          "only bounded workers have a bound", "choose consistency=bounded, or staleness=null"),
     Rule("parallel.server.staleness", UNSET, "parallel.server.consistency", any_of("bounded"),

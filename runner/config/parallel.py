@@ -307,6 +307,11 @@ class Server(Section):
         None, "Of bounded: how many steps the fastest worker may be ahead of the slowest", unit="steps", strict=True,
         ge=0,
     )  # fmt: skip
+    parameters: Globs | None = setting(
+        None,
+        "Globs of the parameters that servers hold, such as embeddings; workers keep the others, and add up their "
+        "gradients in every step; null: all",
+    )
     replicas: int = setting(
         0, "Further servers that hold each part, and take over where one is killed", strict=True, ge=0, le=1
     )

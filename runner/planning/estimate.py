@@ -20,6 +20,7 @@ from runner.build.modules import offload_of
 from runner.config.schema import Config
 from runner.planning import lowering
 from runner.planning.memory_limit import MODES, Mode, RecomputedLayers, pareto_front
+from runner.planning.served_memory import of_server, of_worker
 from runner.planning.slices import sliced
 from runner.planning.sources import wanted_recompute
 from strategies.core.graph import OperatorGraph, Ref
@@ -178,15 +179,23 @@ class Estimate:
         return float(cost_of_stages(self.stages, by_part, self.schedule, accumulate, self.cluster)[0]["total"])
 
     def memory(self, group: int) -> Memory:
-        """The memory of a rank of a group, by tracing its programs."""
+        """The memory of a rank of a group, by tracing its programs; with parameter servers that of a worker."""
         if group not in self.traced:
             numbers = range(group, len(self.parts), self.groups)
             traces = {number: self.traces.of(self.parts[number].program, self.settings) for number in numbers}
-            if self.schedule is None:
+            if self.servers is not None:
+                self.traced[group] = of_worker(memory(traces[0], self.settings), self.servers)
+            elif self.schedule is None:
                 self.traced[group] = memory(traces[0], self.settings)
             else:
                 self.traced[group] = group_memory(group, traces, self.schedule[group], self.groups, self.settings)
         return self.traced[group]
+
+    @property
+    def server_memory(self) -> int:
+        """Bytes of a parameter server."""
+        assert self.servers is not None
+        return of_server(memory(self.traces.of(self.parts[0].program, self.settings), self.settings), self.servers)
 
     @property
     def memories(self) -> list[Memory]:
@@ -354,7 +363,8 @@ def servers_of(config: Config, graph: OperatorGraph, plan: Plan) -> Servers:
         push += rows * (table.width * item + ID * (2 + (section.cache_rows > 0)))
         summed += of_all * (table.width * item + ID)
     sync = section.consistency == "sync"
-    return Servers(section.servers, of_slice.slices, section.replicas, pull, push, summed, sync)
+    held, kept = (sum(one.values()) * item for one in (of_slice.elements, of_slice.kept))
+    return Servers(section.servers, of_slice.slices, section.replicas, pull, push, summed, sync, held, kept)
 
 
 def step_price(

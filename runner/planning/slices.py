@@ -7,16 +7,18 @@ A worker computes those for the entire batch, and they enter its slice as furthe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from runner.config.schema import Config
+from runner.errors import ConfigError
 from runner.planning import lowering
-from strategies.core.errors import StrategyError
+from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import OperatorGraph, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
@@ -60,23 +62,34 @@ class SlicedProgram:
         program: of a slice.
         facts: computes the facts from the batch; None where there are none.
         tables: the parameters of which only rows are needed.
+        served: the names of the trained parameters that servers hold; workers keep the others.
     """
 
     program: Program
     facts: Program | None
-    tables: tuple[Table, ...] = ()
+    tables: tuple[Table, ...]
+    served: frozenset[str]
+
+    @cached_property
+    def _trained(self) -> dict[str, int]:
+        sizes = {one.name: math.prod(one.spec.shape) for one in self.program.sources if one.kind == "parameter"}
+        return {name: sizes[name] for name in self.program.trainable_names}
 
     @cached_property
     def elements(self) -> dict[str, int]:
-        """The number of elements of every parameter that is trained, by name."""
-        sizes = {one.name: math.prod(one.spec.shape) for one in self.program.sources if one.kind == "parameter"}
-        return {name: sizes[name] for name in self.program.trainable_names}
+        """The number of elements of every trained parameter that servers hold, by name."""
+        return {name: size for name, size in self._trained.items() if name in self.served}
+
+    @cached_property
+    def kept(self) -> dict[str, int]:
+        """The number of elements of every trained parameter that workers keep, by name."""
+        return {name: size for name, size in self._trained.items() if name not in self.served}
 
     @property
     def constants(self) -> list[str]:
         """The tensors of the model that nobody changes, by name."""
         sources = (one for one in self.program.sources if one.kind in ("parameter", "buffer"))
-        return [one.name for one in sources if one.name not in self.elements]
+        return [one.name for one in sources if one.name not in self._trained]
 
     @property
     def widths(self) -> dict[str, int]:
@@ -128,9 +141,12 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
     """The program of a slice of a training step.
 
     Raises:
+        ConfigError: a glob of parallel.server.parameters matches nothing.
         StrategyError: slices would need one another's values, or a buffer is written.
     """
-    program, tables = _with_tables(lower(graph, plan, lowering.training_options(config)))
+    whole = lower(graph, plan, lowering.training_options(config))
+    served = _served(config, whole)
+    program, tables = _with_tables(whole, served)
     if program.updates:
         name = next(source.name for source in program.sources if source.id == program.updates[0][0])
         raise StrategyError(
@@ -163,7 +179,7 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
             else:
                 raise _dependent(one.operator)
     if not carrying:
-        return SlicedProgram(program, None, tables)
+        return SlicedProgram(program, None, tables, served)
     scalar = Layout(())
     outputs = tuple(Ref(one.id) for one in carrying)
     facts = replace(
@@ -181,14 +197,28 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
         layouts=program.layouts | {one.id: scalar for one in carrying},
         instructions=tuple(one for one in program.instructions if one not in carrying),
     )
-    return SlicedProgram(of_slice, facts, tables)
+    return SlicedProgram(of_slice, facts, tables, served)
 
 
-def _with_tables(program: Program) -> tuple[Program, tuple[Table, ...]]:
+def _served(config: Config, program: Program) -> frozenset[str]:
+    """The names of the trained parameters that servers hold."""
+    names, globs = list(program.trainable_names), config.parallel.server.parameters
+    if globs is None:
+        return frozenset(names)
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ConfigError(
+                "MW211",
+                f"parallel.server.parameters: {glob!r} matches no parameter that is trained.{closest(glob, names)}",
+            )
+    return frozenset(name for name in names if any(fnmatchcase(name, glob) for glob in globs))
+
+
+def _with_tables(program: Program, served: Collection[str]) -> tuple[Program, tuple[Table, ...]]:
     """`program` with positions as further inputs in place of the ids of rows; and the tables.
 
-    A parameter is a table where all its uses are embeddings by entries of the batch. What is done to the row of the
-    padding is left to who adds up gradients.
+    A parameter on servers is a table where all its uses are embeddings by entries of the batch. What is done to the row
+    of the padding is left to who adds up gradients.
     """
     inputs = [source for source in program.sources if source.kind == "input"]
     position = {source.id: number for number, source in enumerate(inputs)}
@@ -197,7 +227,7 @@ def _with_tables(program: Program) -> tuple[Program, tuple[Table, ...]]:
     layouts: dict[str, Layout] = {}
     tables = []
     for source in program.sources:
-        if source.kind != "parameter" or source.name not in program.trainable_names:
+        if source.kind != "parameter" or source.name not in served:
             continue
         uses = [one for one in program.instructions if any(ref.id == source.id for ref in one.operands)]
         lookups = [one for one in uses if isinstance(one, Compute) and _looks_up(one, source.id, position)]

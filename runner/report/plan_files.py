@@ -65,7 +65,10 @@ def plan_content(prepared: Prepared) -> tuple[dict[str, Any], Estimate]:
         content["server"] = asdict(servers) | {
             "bytes_pulled": servers.workers * servers.pull,
             "bytes_pushed": servers.workers * servers.push,
+            **({"bytes_reduced": servers.reduced} if servers.kept else {}),
+            "memory": step.server_memory,
         }
+        content["memory"] = step.memory(0).to_json()
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
         content["search"] |= {"cost": content["cost"]["total"]}

@@ -18,8 +18,8 @@ from runner.build import optimizers
 from runner.checkpoint import Content
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
-from runner.server.fleet import Fleet
-from runner.server.partition import Shard, partition
+from runner.server.fleet import Fleet, State
+from runner.server.partition import Shard, kept_by_workers, partition
 from runner.server.shard import plain
 from runner.training.evaluate import Evaluator
 from runner.training.trainer import Trainer, TrainingJob, groups_of
@@ -35,15 +35,21 @@ class ServedUpdates(BucketedUpdates):
     Args:
         fleet: servers and workers.
         shards: the pieces of every server.
+        kept: the pieces that every worker has.
         slices: of a step.
         sync: whether a step is one update.
     """
 
     def __init__(
-        self, *given: Any, fleet: Fleet, shards: Sequence[Shard], slices: int, sync: bool, **shared: Any
+        self, *given: Any, fleet: Fleet, shards: Sequence[Shard], kept: Shard, slices: int, sync: bool, **shared: Any
     ) -> None:
         super().__init__(*given, **shared)
         self.fleet, self._shards, self._slices, self._sync = fleet, shards, slices, sync
+        self._kept = kept
+        self._kept_state: State | None = None
+        """What workers keep, where it is known."""
+        self.bytes_reduced = 0
+        """By all workers in the last step."""
         self.step_number = 1
         self._mirrored = True
         """Whether the mirror has what the servers have."""
@@ -70,10 +76,19 @@ class ServedUpdates(BucketedUpdates):
                 break
             self.fleet.compute_again([(step, number) for number in missing])
         self._square = sum(answer["square"] for answer in answers)
+        if self._kept.pieces:
+            square, self.bytes_reduced = self.fleet.reduce(step, self._slices)
+            self._square += square
+
+    def _read(self, op: str) -> Iterator[tuple[Shard, State]]:
+        """What servers and workers answer, by shard."""
+        for number, shard in enumerate(self._shards):
+            yield shard, self.fleet.request_primary(number, op)
+        if self._kept.pieces:
+            yield self._kept, self.fleet.request_worker(op)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for number, shard in enumerate(self._shards):
-            _, total = self.fleet.request_primary(number, "gradient")
+        for shard, (_, total) in self._read("gradient"):
             for piece, part in zip(shard.pieces, total, strict=True):
                 self._gradient(piece.name).view(-1)[piece.start : piece.stop] = part
         yield from super().gradients()
@@ -88,6 +103,9 @@ class ServedUpdates(BucketedUpdates):
             scale = self._clip / (norm + 1e-6)
             scale = 1.0 if scale >= 1.0 else scale
         self.fleet.send_to_holders("apply", step=step, scale=scale, options=self.options)
+        if self._kept.pieces:
+            self._kept_state = None
+            self.fleet.update_kept(step=step, scale=scale, options=self.options)
         return norm
 
     def weight(self, name: str) -> Tensor:
@@ -112,8 +130,7 @@ class ServedUpdates(BucketedUpdates):
         if self._mirrored:
             return
         self._mirrored = True
-        for number, shard in enumerate(self._shards):
-            fields, tensors = self.fleet.request_primary(number, "state")
+        for shard, (fields, tensors) in self._read("state"):
             for piece, part in zip(shard.pieces, tensors, strict=False):
                 parameter = self._owned[piece.name]
                 parameter.data.view(-1)[piece.start : piece.stop] = part
@@ -129,23 +146,31 @@ class ServedUpdates(BucketedUpdates):
     def serve(self, done: int) -> None:
         """Give the servers what the mirror has, after step `done`."""
         self.step_number = done + 1
-        states = []
-        for shard in self._shards:
-            found: dict[str, dict[str, Any]] = {}
-            tensors = [self._owned[one.name].detach().view(-1)[one.start : one.stop] for one in shard.pieces]
-            for piece in shard.pieces:
-                parameter = self._owned[piece.name]
-                found[piece.name] = {}
-                for key, value in self._optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        found[piece.name][key] = {"tensor": len(tensors)}
-                        whole = is_scalar(value, parameter)
-                        tensors.append(value if whole else value.view(-1)[piece.start : piece.stop])
-                    else:
-                        found[piece.name][key] = {"value": value}
-            fields = {"version": done if self._sync else 0, "states": found, "options": self.options, "arrived": []}
-            states.append((fields | {"prepared": 0}, tensors))
-        self.fleet.place(states)
+        self.fleet.place([self._state_of(shard, done) for shard in self._shards])
+        self._kept_state = self._state_of(self._kept, done)
+
+    def _state_of(self, shard: Shard, done: int) -> State:
+        """What a server or a worker needs to go on with `shard` as the mirror has it."""
+        found: dict[str, dict[str, Any]] = {}
+        tensors = [self._owned[one.name].detach().view(-1)[one.start : one.stop].clone() for one in shard.pieces]
+        for piece in shard.pieces:
+            parameter = self._owned[piece.name]
+            found[piece.name] = {}
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[piece.name][key] = {"tensor": len(tensors)}
+                    whole = is_scalar(value, parameter)
+                    tensors.append((value if whole else value.view(-1)[piece.start : piece.stop]).clone())
+                else:
+                    found[piece.name][key] = {"value": value}
+        fields = {"version": done if self._sync else 0, "states": found, "options": self.options, "arrived": []}
+        return fields | {"prepared": 0}, tensors
+
+    def kept_state(self) -> State:
+        """What workers keep, as it is after the last step."""
+        if self._kept_state is None:
+            self._kept_state = self.fleet.request_worker("state")
+        return self._kept_state
 
 
 class Coordinator(Trainer):
@@ -164,7 +189,8 @@ class Coordinator(Trainer):
         """The last step whose slices were handed out."""
         self._before: dict[str, int] = {}
         timeout = prepared.config.launch.timeout
-        self.fleet = Fleet(job.folder, self._server.servers, self._server.replicas, timeout, self._welcome)
+        keeping = bool(self._sliced.kept)
+        self.fleet = Fleet(job.folder, self._server.servers, self._server.replicas, timeout, self._welcome, keeping)
         parallel = prepared.config.parallel.model_copy(update={"mode": "stand_alone"})
         alone = replace(
             prepared,
@@ -188,6 +214,7 @@ class Coordinator(Trainer):
             clip=config.train.clip,
             fleet=self.fleet,
             shards=partition(self._sliced.elements, self._sliced.widths, self._server.servers),
+            kept=kept_by_workers(self._sliced.kept),
             slices=self._slices,
             sync=self._sync,
         )
@@ -202,14 +229,19 @@ class Coordinator(Trainer):
         return first
 
     def run(self) -> dict[str, Any]:
+        done = False
         try:
-            return super().run()
+            result = super().run()
+            done = True
+            return result
         finally:
-            self.fleet.close()
+            self.fleet.close(done)
 
     def _micro_batches(self, step: int) -> tuple[float, int]:
         """Let workers compute the slices of `step`, and hand out those of later steps where they may run ahead.
         Returns the mean loss over the global batch, and the number of its rows."""
+        if self._sliced.kept:
+            self.fleet.admit(self.updates.kept_state, self._slices)
         last = self._last_ahead(step)
         fresh = [(later, number) for later in range(self._handed_out + 1, last + 1) for number in range(self._slices)]
         self._handed_out = max(self._handed_out, last)
@@ -247,6 +279,7 @@ class Coordinator(Trainer):
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             **{f"bytes_{way}": sum(report[way] for report in self._reports) for way in ("pulled", "pushed")},
+            **({"bytes_reduced": self.updates.bytes_reduced} if self._sliced.kept else {}),
             **{key: count for key, count in changed.items() if count},
         }
 

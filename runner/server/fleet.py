@@ -20,12 +20,14 @@ from torch import Tensor
 from runner.errors import RunFailed
 from runner.launch import network
 from runner.launch.launchers.connection import new_secret
-from runner.server.links import BROKEN, Link, accept, connect
+from runner.server.links import BROKEN, Address, Link, accept, connect
 
 PLACE, OVER = "coordinator", "over"
 """The file that says where the coordinator listens, and its content when all is done."""
 Unit = tuple[int, int]
 """Step, and slice of it."""
+State = tuple[Mapping[str, Any], Sequence[Tensor]]
+"""Of a shard, as `ServedShard.state` makes it."""
 
 
 class Fleet:
@@ -37,6 +39,7 @@ class Fleet:
         replicas: how many further holders a shard shall have.
         timeout: seconds without anything that anybody waits for.
         welcome: what a worker that joins needs beside what servers hold.
+        keeping: whether workers keep parameters, which one that joins needs too.
 
     Attributes:
         results: what workers have reported, by unit.
@@ -44,9 +47,16 @@ class Fleet:
     """
 
     def __init__(
-        self, folder: Path, servers: int, replicas: int, timeout: float, welcome: Callable[[], list[Tensor]]
+        self,
+        folder: Path,
+        servers: int,
+        replicas: int,
+        timeout: float,
+        welcome: Callable[[], list[Tensor]],
+        keeping: bool,
     ) -> None:
         self._folder, self._replicas, self._timeout, self._welcome = folder, replicas, timeout, welcome
+        self._keeping = keeping
         self._secret = new_secret(folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._servers: dict[int, Link] = {}
@@ -54,7 +64,14 @@ class Fleet:
         self._holders: list[list[int]] = [[] for _ in range(servers)]
         self._callers: list[Link] = []
         self._over = False
-        self._workers: set[Link] = set()
+        self._workers: dict[Link, Address] = {}
+        self._joining: dict[Link, Address] = {}
+        self._computed: dict[Link, set[int]] = {}
+        """The slices of this step that workers have computed; of what they keep each has the gradient of its own."""
+        self._ring: list[Link] = []
+        self._generation = 0
+        self._reduced: dict[Link, Mapping[str, Any]] = {}
+        self._answers: dict[Link, tuple[dict[str, Any], list[Tensor]]] = {}
         self._idle: deque[Link] = deque()
         self._busy: dict[Link, Unit] = {}
         self._todo: deque[Unit] = deque()
@@ -75,45 +92,69 @@ class Fleet:
             return
         member = hello["server"] if hello["op"] == "server" else None
         if member is None:
-            self._events.put(lambda: self._worker_joined(link))
+            self._events.put(lambda: self._worker_joined(link, tuple(hello["address"])))
         else:
             self._events.put(lambda: self._server_joined(member, tuple(hello["address"])))
         try:
             while True:
-                fields, _ = link.receive()
-                self._events.put(partial(self._heard, link, fields))
+                self._events.put(partial(self._heard, link, *link.receive()))
         except BROKEN:
             self._events.put((lambda: self._worker_gone(link)) if member is None else (lambda: self._probe(member)))
 
-    def _worker_joined(self, link: Link) -> None:
+    def _worker_joined(self, link: Link, address: Address) -> None:
+        if self._keeping:
+            self._joining[link] = address
+        else:
+            self._welcomed(link, address)
+
+    def _welcomed(self, link: Link, address: Address, kept: State | None = None) -> None:
         try:
             link.send("welcome", self._welcome())
+            if kept is not None:
+                link.send("load", kept[1], **kept[0])
         except BROKEN:
             return  # its end is in the queue, too
         self.counts["workers_joined"] += 1
-        self._workers.add(link)
+        self._workers[link] = address
         self._idle.append(link)
 
     def _worker_gone(self, link: Link) -> None:
+        self._joining.pop(link, None)
         if link not in self._workers:
             return
-        self._workers.remove(link)
+        del self._workers[link]
+        self._computed.pop(link, None)
         self.counts["workers_lost"] += 1
+        if self._keeping and not self._workers:
+            raise RunFailed(
+                "MW711",
+                "all workers are down, and with them the parameters that they keep (parallel.server.parameters): these "
+                "and their states go on from the newest checkpoint (launch.max_restarts).",
+            )
         if link in self._idle:
             self._idle.remove(link)
         if (unit := self._busy.pop(link, None)) is not None:
             self.counts["slices_again"] += 1
             self._todo.appendleft(unit)
 
-    def _heard(self, link: Link, fields: Mapping[str, Any]) -> None:
-        """A worker reports a slice, or that it does not reach a server."""
+    def _heard(self, link: Link, fields: dict[str, Any], tensors: list[Tensor]) -> None:
+        """A worker reports a slice, or that it does not reach a server, or answers a request."""
+        if fields["op"] in ("reduced", "broken"):
+            if fields["generation"] == self._generation:
+                self._reduced[link] = fields
+            return
+        if fields["op"] in ("state", "gradient"):
+            self._answers[link] = fields, tensors
+            return
         if fields["op"] == "lost":
             for server in fields["servers"]:
                 self._probe(server)
             self._send(link, "layout", **self._layout())
             return
         self._idle.append(link)
-        self.results[self._busy.pop(link)] = fields
+        unit = self._busy.pop(link)
+        self.results[unit] = fields
+        self._computed.setdefault(link, set()).add(unit[1])
         for shard in fields["alone"]:
             self._keep_primary(shard)
 
@@ -171,6 +212,71 @@ class Fleet:
                 if answer is not None and not answer[0]["alone"]:
                     holders.append(server)
 
+    # What workers keep
+
+    def admit(self, state: Callable[[], State], first: int) -> None:
+        """Between two steps: let workers join that have come, with the `state` of what workers keep. At the beginning
+        wait for `first` of them."""
+        if not self._workers:
+            self._run(lambda: len(self._joining) >= first, "a worker")
+        if not self._joining:
+            return
+        kept = state()
+        for link, address in [*self._joining.items()]:
+            self._welcomed(link, address, kept)
+        self._joining.clear()
+
+    def reduce(self, step: int, slices: int) -> tuple[float, int]:
+        """Let workers add up the gradients of what they keep. Slices of a worker that is killed are computed again, and
+        the others make a ring without it.
+
+        Returns:
+            The sum of squares, and the bytes sent.
+        """
+        while True:
+            owners = {number: link for link in self._workers for number in self._computed.get(link, ())}
+            if missing := [number for number in range(slices) if number not in owners]:
+                self.compute_again([(step, number) for number in missing])
+                continue
+            members = [*self._workers]
+            if members != self._ring:
+                self._ring, self._generation = members, self._generation + 1
+            self._reduced = {}
+            for position, link in enumerate(members):
+                own = [number for number in range(slices) if owners[number] is link]
+                ahead = self._workers[members[(position + 1) % len(members)]]
+                place = {"generation": self._generation, "position": position, "size": len(members), "ahead": ahead}
+                self._send(link, "reduce", step=step, slices=own, **place)
+            self._run(self._settled, "a worker")
+            answers = [self._reduced[link] for link in members if link in self._reduced]
+            if len(answers) == len(members) and all(one["op"] == "reduced" for one in answers):
+                return answers[0]["square"], sum(one["sent"] for one in answers)
+            self._ring = []
+
+    def _settled(self) -> bool:
+        """Whether the workers of the ring have added up, or cannot."""
+        waiting = [link for link in self._ring if link not in self._reduced]
+        broken = any(one["op"] == "broken" for one in self._reduced.values())
+        return not waiting or broken or any(link not in self._workers for link in waiting)
+
+    def update_kept(self, **fields: Any) -> None:
+        """Let every worker update what it keeps."""
+        self._computed.clear()
+        for link in [*self._workers]:
+            self._send(link, "apply", **fields)
+
+    def request_worker(self, op: str) -> tuple[dict[str, Any], list[Tensor]]:
+        """The answer of any worker about what all of them keep."""
+        while True:
+            link = next(iter(self._workers))
+            self._answers.pop(link, None)
+            self._send(link, op)
+            self._run(lambda link=link: link in self._answers or link not in self._workers, "a worker")  # type: ignore[misc]
+            if link in self._answers:
+                fields, tensors = self._answers.pop(link)
+                del fields["op"]
+                return fields, tensors
+
     # Servers
 
     def request(
@@ -208,7 +314,7 @@ class Fleet:
             except BROKEN:
                 self._server_gone(server)
 
-    def place(self, states: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> None:
+    def place(self, states: Sequence[State]) -> None:
         """Give every server its shard, and every shard its replica."""
         self._run(lambda: len(self._servers) == len(self._holders), "a server")
         self._holders = [[shard] for shard in range(len(self._holders))]
@@ -268,9 +374,13 @@ class Fleet:
             self._busy[link] = unit
             self._send(link, "unit", unit=unit, floor=min(self.outstanding()), **self._given, **self._layout())
 
-    def close(self) -> None:
-        """Let all members end, also those that have just come."""
-        _publish(self._folder, OVER)
+    def close(self, done: bool) -> None:
+        """Let all members end, also those that have just come; `done`: those to come have nothing left to do, else
+        they wait for the coordinator of the next attempt."""
+        if done:
+            _publish(self._folder, OVER)
+        else:
+            (self._folder / PLACE).unlink()
         self._over = True
         self._listener.close()
         for link in [*self._callers]:

@@ -74,5 +74,10 @@ def partition(elements: Mapping[str, int], tables: Mapping[str, int], servers: i
     return tuple(Shard(tuple(pieces), own) for pieces, own in zip(dense, rows, strict=True))
 
 
+def kept_by_workers(elements: Mapping[str, int]) -> Shard:
+    """All of the parameters that workers keep, each of which has them complete."""
+    return Shard(tuple(Piece(name, 0, count) for name, count in elements.items()))
+
+
 def _cuts(total: int, parts: int) -> list[int]:
     return [total * part // parts for part in range(parts + 1)]

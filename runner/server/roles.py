@@ -43,13 +43,14 @@ def train(rank: RankContext, job: TrainingJob) -> dict[str, Any] | None:
 
 
 def _is_over(job: TrainingJob) -> bool:
-    return (job.folder / PLACE).read_text(encoding="utf-8") == OVER
+    place = job.folder / PLACE
+    return place.exists() and place.read_text(encoding="utf-8") == OVER
 
 
 def _work(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> None:
     """Compute slices until the coordinator has enough."""
     worker = Worker(rank, job, link, secret)
-    link.send("worker")
+    link.send("worker", address=worker.address)
     worker.run()
 
 

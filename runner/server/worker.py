@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from runner.build.modules import DTYPES, cast
+from runner.build.optimizers import optimizer_factory
 from runner.data.loader import Block, LocalBatches
 from runner.data.row_seeds import seed_generators
 from runner.launch.orders import RankContext
@@ -23,11 +24,14 @@ from runner.planning.datasets import datasets, order_of
 from runner.planning.prepare import WEIGHTS
 from runner.planning.slices import sliced
 from runner.server.gradients import Gradient
-from runner.server.links import BROKEN, Link, connect
-from runner.server.partition import partition
+from runner.server.inbox import Inbox
+from runner.server.links import BROKEN, Address, Link, connect
+from runner.server.partition import kept_by_workers, partition
+from runner.server.shard import ServedShard
 from runner.server.tables import PulledTable
 from runner.training.fault_injection import Faults
-from runner.training.trainer import TrainingJob
+from runner.training.trainer import TrainingJob, groups_of
+from strategies.core.mesh import Mesh
 from strategies.rules.random import mix
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
@@ -46,6 +50,8 @@ class Worker:
     def __init__(self, rank: RankContext, job: TrainingJob, coordinator: Link, secret: bytes) -> None:
         self._rank, self._prepared, self._config = rank, job.prepared, job.prepared.config
         self._coordinator, self._secret = coordinator, secret
+        self._inbox = Inbox(coordinator, secret, self._config.launch.timeout)
+        self._faults = Faults(self._config, rank, torch.nn.Module(), Communicator(Mesh((("world", 1),)), 0))
         assert job.prepared.step is not None
         self._sliced = sliced(self._config, *job.prepared.step)
         self._program, self._slices = self._sliced.program, self._sliced.slices
@@ -55,11 +61,14 @@ class Worker:
         sizes = {name: size for name, size in self._sliced.elements.items() if name not in self._sliced.widths}
         dtype = self._tensors[next(iter(self._sliced.elements))].dtype
         self._values, self._gradients = (torch.zeros(sum(sizes.values()), dtype=dtype) for _ in range(2))
-        flat = (torch.split(tensor, [*sizes.values()]) for tensor in (self._values, self._gradients))
-        for name, value, gradient in zip(sizes, *flat, strict=True):
-            parameter = self._tensors[name]
-            parameter.data = value.view(parameter.shape)
-            parameter.grad = gradient.view(parameter.shape)
+        self._show(sizes, self._values, self._gradients)
+        assert job.prepared.graph is not None
+        groups, factory = groups_of(job.prepared.graph.sources, self._config), optimizer_factory(self._config.optimizer)
+        self._kept = ServedShard(kept_by_workers(self._sliced.kept), groups, factory, dtype)
+        self._kept_gradient = torch.zeros_like(self._kept.values)
+        self._show(self._sliced.kept, self._kept.values, self._kept_gradient)
+        self._kept_slices: dict[int, Tensor] = {}
+        """The gradient of what workers keep, by slice of this step."""
         parts = [shard.size for shard in shards]
         self._pulled, self._pushed = torch.split(self._values, parts), torch.split(self._gradients, parts)
         bounds = [[piece.rows for piece in shard.tables] for shard in shards]
@@ -80,6 +89,15 @@ class Worker:
             ]
         )
 
+    def _show(self, sizes: Mapping[str, int], values: Tensor, gradients: Tensor) -> None:
+        """Let parameters and their gradients be views of these flat tensors."""
+        for name, value, gradient in zip(
+            sizes, *(torch.split(flat, [*sizes.values()]) for flat in (values, gradients)), strict=True
+        ):
+            parameter = self._tensors[name]
+            parameter.data = value.view(parameter.shape)
+            parameter.grad = gradient.view(parameter.shape)
+
     def _build(self, number: int) -> tuple[torch.nn.Module, LocalBatches, Faults]:
         """What computes slice `number`."""
         program = self._program
@@ -93,28 +111,66 @@ class Worker:
         names, shapes, seed = self._prepared.names, self._prepared.shapes, self._config.train.seed
         return LocalBatches(self._training, self._collate, blocks, names=names, shapes=shapes, seed=seed)
 
+    @property
+    def address(self) -> Address:
+        """Where other workers reach it."""
+        return self._inbox.address
+
     def run(self) -> None:
         """Compute slices until the connection to the coordinator is closed, which raises EOFError or OSError."""
-        _, tensors = self._coordinator.receive()
+        _, tensors = self._inbox.order()
         for name, tensor in zip(self._sliced.constants, tensors, strict=True):
             with torch.no_grad():
                 self._tensors[name].copy_(tensor)
-        self._coordinator.patient()
         while True:
-            order, _ = self._coordinator.receive()
-            self._connect(order["servers"])
-            step, number = order["unit"]
-            recorder.begin(step)
-            while True:
-                try:
-                    report = self._compute(order, step, number)
-                    break
-                except BROKEN:
-                    self._coordinator.send("lost", servers=sorted({server for server, *_ in self._layout}))
-                    answer, _ = self._coordinator.receive()
-                    self._layout = []
-                    self._connect(answer["servers"])
-            self._coordinator.send("done", **report)
+            order, tensors = self._inbox.order()
+            if order["op"] == "unit":
+                self._coordinator.send("done", **self._unit(order))
+            elif order["op"] == "load":
+                self._kept.load(order, tensors)
+            elif order["op"] == "reduce":
+                self._reduce(order)
+            elif order["op"] == "apply":
+                self._kept.apply(order["step"], order["scale"], order["options"])
+                self._kept_slices.clear()
+            elif order["op"] == "state":
+                fields, found = self._kept.state()
+                self._coordinator.send("state", found, **fields)
+            else:
+                self._coordinator.send("gradient", self._kept.gradient())
+
+    def _unit(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute a slice; the report of it."""
+        self._connect(order["servers"])
+        step, number = order["unit"]
+        recorder.begin(step)
+        while True:
+            try:
+                return self._compute(order, step, number)
+            except BROKEN:
+                self._coordinator.send("lost", servers=sorted({server for server, *_ in self._layout}))
+                answer, _ = self._inbox.order()
+                self._layout = []
+                self._connect(answer["servers"])
+
+    def _reduce(self, order: Mapping[str, Any]) -> None:
+        """Add up the gradients of what workers keep, of all slices of a step."""
+        total = torch.zeros_like(self._kept_gradient)
+        for number in order["slices"]:
+            total += self._kept_slices[number]
+        try:
+            ring = self._inbox.ring(order)
+            if ring is None:
+                return  # a worker was killed: an order for another ring has come
+            self._faults.begin(order["step"])
+            self._faults.at("optimizer")
+            sent = ring.add(total)
+        except BROKEN:
+            self._coordinator.send("broken", generation=order["generation"])
+            return
+        self._kept.total = Gradient(total)
+        square = self._kept.total.square()
+        self._coordinator.send("reduced", generation=order["generation"], square=square, sent=sent)
 
     def _connect(self, layout: list[list[Any]]) -> None:
         """Connect to the primary of every shard."""
@@ -139,6 +195,7 @@ class Worker:
         micro_batches = self._load(batches, faults, step - 1 + order["ahead"])
         self._pull()
         loss = self._gradient(module, micro_batches, step)
+        self._kept_slices[number] = self._kept_gradient.clone()
         self._clip(order["clip"])
         faults.at("collective")
         answers = []
@@ -199,6 +256,7 @@ class Worker:
     def _gradient(self, module: torch.nn.Module, micro_batches: list[list[Tensor]], step: int) -> float:
         """Forward and backward of the slice in all micro-batches. Returns its part of the loss."""
         self._gradients.zero_()
+        self._kept_gradient.zero_()
         count, total = len(micro_batches), 0.0
         for micro, entries in enumerate(micro_batches):
             recorder.at(FORWARD)

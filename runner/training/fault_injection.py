@@ -68,10 +68,11 @@ def check(config: Config, world_size: int, steps: int) -> None:
 
 def _phases(config: Config, rank: int) -> tuple[Phase, ...]:
     """The phases of a server or a worker; collective is where a server has the sum of a step (sync) and where a worker
-    has a gradient to push."""
+    has a gradient to push; optimizer where workers add up the gradients of what they keep."""
     section = config.parallel.server
     if rank > section.servers:
-        return "data", "forward", "backward", "collective"
+        phases: tuple[Phase, ...] = ("data", "forward", "backward", "collective")
+        return phases if section.parameters is None else (*phases, "optimizer")
     return ("collective", "optimizer") if section.consistency == "sync" else ("optimizer",)
 
 

@@ -1,4 +1,5 @@
-"""What a step costs on parameter servers: the links of the servers carry what all workers pull and push.
+"""What a step costs on parameter servers: the links of the servers carry what all workers pull and push; the gradients
+of what workers keep travel around a ring of workers.
 
 A worker computes what a rank of data parallelism does. In a synchronous step pull, compute, push, replica and update
 follow one another; where slices update on arrival, servers and workers work at the same time, and the slower ones set
@@ -21,6 +22,8 @@ class Servers:
         pull, push: bytes that one worker receives and sends in a step, at most.
         summed: bytes of the gradient of all slices, at most.
         sync: whether a step is one update.
+        held: bytes of the parameters on servers.
+        kept: bytes of the parameters that workers keep, and of their gradients.
     """
 
     servers: int
@@ -30,6 +33,13 @@ class Servers:
     push: int
     summed: int
     sync: bool
+    held: int
+    kept: int = 0
+
+    @property
+    def reduced(self) -> int:
+        """Bytes that all workers send to one another to add up the gradients of what they keep."""
+        return 2 * (self.workers - 1) * self.kept
 
     @property
     def replicated(self) -> int:
@@ -55,8 +65,13 @@ def served(cost: StepCost, servers: Servers, cluster: Cluster) -> StepCost:
         name: count / link.bandwidth + servers.workers * (link.latency + link.call)
         for name, count in servers.communication().items()
     }
+    if servers.reduced:
+        calls = 2 * (servers.workers - 1)
+        share = servers.reduced / servers.workers
+        seconds["all_reduce"] = share / link.bandwidth + calls * (link.latency + link.call)
     updates = (1 if servers.sync else servers.workers) * (1 + servers.replicas)
-    optimizer = cost.optimizer * updates / servers.servers
+    by_workers = servers.kept / (servers.kept + servers.held) if servers.kept else 0.0
+    optimizer = cost.optimizer * (by_workers + (1 - by_workers) * updates / servers.servers)
     if not servers.sync:
         alone = cost.compute + (servers.pull + servers.push) / link.bandwidth
         pace = max(alone, sum(seconds.values()) + optimizer)

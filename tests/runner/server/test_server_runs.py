@@ -163,3 +163,63 @@ def test_what_does_not_go_together_is_refused(start, words, code):
     with pytest.raises((ConfigError, StrategyError)) as caught:
         start(*SERVED, *words, verb="plan")
     assert caught.value.code == code
+
+
+KEEPING = (*SERVED, "parallel.server.parameters=[inner.*]")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        (ADAM, 2),
+        pytest.param(MOMENTUM, 1, marks=pytest.mark.slow),
+        pytest.param((), 0, marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_that_workers_keep_equal_one_device(start, optimizer, states):
+    """One matrix is on servers; workers add up the gradients of the other one, as many bytes as predicted."""
+    assert start(*KEEPING, DOUBLE, *optimizer, verb="verify").value < 1e-10
+    run = start(*KEEPING, *optimizer, folder="counted")
+    predicted = {key: run.plan["server"][key] for key in ("bytes_pulled", "bytes_pushed", "bytes_reduced")}
+    held, kept = (12 * 16 + 16) * 4, (16 * 4 + 4) * 4
+    assert predicted["bytes_reduced"] == 2 * kept
+    assert run.plan["memory"]["parameters"] == held + kept
+    assert run.plan["memory"]["optimizer"] == pytest.approx(states * kept, abs=16)
+    arrived = 2 * held
+    assert run.plan["server"]["memory"] == pytest.approx((held * (2 + states) + arrived) / 2, abs=16)
+    assert all({key: one["server"][key] for key in predicted} == predicted for one in run.records)
+
+
+def test_workers_are_killed_that_keep_parameters(start):
+    """While slices are computed, and while gradients are added up; each joins again with what the other one has."""
+    few = ("world_size=6", "data.batch_size=18", "train.steps=8", REPLICAS, PATIENCE)
+    calm = start(*KEEPING, DOUBLE, *ADAM, *few, folder="calm")
+    kills = [kill(3, 2, "forward"), kill(4, 3, "optimizer"), kill(1, 4, "collective"), kill(5, 6, "data")]
+    hit = start(*KEEPING, DOUBLE, *ADAM, *few, f"launch.faults=[{', '.join(kills)}]", folder="hit")
+    assert len([*(hit.folder / "faults").iterdir()]) == len(kills)
+    assert hit.losses == pytest.approx(calm.losses, rel=1e-12)
+    counts = [record["server"] for record in hit.records if "server" in record]
+    assert sum(one.get("workers_lost", 0) for one in counts) == 3
+
+
+def test_all_workers_are_killed_that_keep_parameters(start):
+    """Nobody has them any more: the run goes on from the checkpoint, or ends."""
+    kills = f"launch.faults=[{kill(3, 4, 'data')}, {kill(4, 4, 'data')}]"
+    with pytest.raises(RunFailed) as failed:
+        start(*KEEPING, PATIENCE, kills, folder="ends")
+    assert failed.value.code == "MW711"
+    calm = start(*KEEPING, DOUBLE, folder="calm")
+    again = start(*KEEPING, DOUBLE, PATIENCE, kills, "checkpoint.every=2", "launch.max_restarts=1", folder="again")
+    assert again.losses[-1] == pytest.approx(calm.losses[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("consistency", ["async", "bounded"])
+def test_parameters_that_workers_keep_need_whole_steps(consistency):
+    staleness = ("parallel.server.staleness=1",) if consistency == "bounded" else ()
+    with pytest.raises(ConfigError, match=r"parallel\.server\.parameters"):
+        compose_config(*KEEPING, f"parallel.server.consistency={consistency}", *staleness)
+
+
+def test_a_glob_that_matches_no_parameter(start):
+    with pytest.raises(ConfigError, match=r"parallel\.server\.parameters: 'none\.\*'"):
+        start(*SERVED, "parallel.server.parameters=[none.*]")

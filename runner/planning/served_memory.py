@@ -1,0 +1,36 @@
+"""The memory of workers and servers, from that of a rank of data parallelism that computes the same slice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from strategies.cost.server import Servers
+from strategies.memory.parts import Memory
+
+
+def of_worker(alone: Memory, servers: Servers) -> Memory:
+    """A worker: the parameters that it pulls and keeps, one gradient of them that stays from step to step, two more of
+    what it keeps (of its slice, and of all), and optimizer states of what it keeps alone."""
+    trained = servers.held + servers.kept
+    parameters = alone.parameters - servers.held + servers.pull
+    gradients = servers.push + 3 * servers.kept
+    optimizer = alone.optimizer * servers.kept // trained
+    persistent = parameters + gradients + optimizer + alone.buffers
+    moving = {phase: peak - alone.persistent for phase, peak in alone.peaks.items() if phase != "update"}
+    moving["backward"] -= min(alone.gradients, moving["backward"])
+    return replace(
+        alone,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        persistent=persistent,
+        peaks={phase: persistent + most for phase, most in moving.items()} | {"update": persistent},
+    )
+
+
+def of_server(alone: Memory, servers: Servers) -> int:
+    """Bytes of a server: its shards with their optimizer states and the gradient of a step, its own and replicas of
+    others; and the gradients of the slices that have arrived."""
+    states = alone.optimizer * servers.held // (servers.held + servers.kept)
+    arrived = servers.workers * servers.push if servers.sync else servers.push
+    return ((1 + servers.replicas) * (servers.held + states + servers.summed) + arrived) // servers.servers
