@@ -66,9 +66,9 @@ class Inbox:
         if isinstance(found, BaseException):
             raise found
         if isinstance(found[0], int):
-            self._behind[found[0]] = found[1]  # type: ignore[assignment]
+            self._behind[found[0]] = found[1]
         else:
-            self._next = found  # type: ignore[assignment]
+            self._next = found
 
     def ring(self, order: Mapping[str, Any]) -> Ring | None:
         """The ring of an order, of which the worker ahead is at `order["ahead"]`. None where another order comes before
