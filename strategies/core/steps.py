@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
 import numpy as np
@@ -127,7 +127,8 @@ def intersect(a: Block, b: Block) -> Block:
     return tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
 
 
-def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
+@lru_cache(maxsize=2**14)
+def receives(step: Step, mesh: Mesh, rank: int) -> tuple[tuple[int, Block], ...]:
     """What `rank` receives in an exchange.
 
     Along axes that do not slice the tensor before the step, the sender has the receiver's own coordinate: every replica
@@ -141,7 +142,7 @@ def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
         parts = [
             (peer, intersect(step.before.block(step.shape, mesh, peer), wanted)) for peer in mesh.group(rank, step.axes)
         ]
-        return sorted((peer, part) for peer, part in parts if all(start < stop for start, stop in part))
+        return tuple(sorted((peer, part) for peer, part in parts if all(start < stop for start, stop in part)))
     local = step.before.local_shape(step.shape, mesh)
     slices = [
         range(start // size, -(-stop // size)) if size else range(0)
@@ -156,7 +157,7 @@ def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
                 peer += (coordinate - mesh.coordinate(rank, axis)) * mesh.strides[axis]
         owned = tuple((i * size, (i + 1) * size) for i, size in zip(position, local, strict=True))
         blocks.append((peer, intersect(owned, wanted)))
-    return sorted(blocks)
+    return tuple(sorted(blocks))
 
 
 def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:

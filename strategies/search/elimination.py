@@ -156,11 +156,12 @@ class Elimination:
         factors: over these variables.
         kept: variables that stay.
         largest: entries of a table that are too many; None for `LARGEST`.
+        most: entries of all tables together that are too many.
         fixing: where a table would have more entries, go on without the variable that is in most factors, which is
             then one of `fixed`. Nothing can be solved before these are taken out of the factors.
 
     Raises:
-        TooWide: a table would have more entries, and not `fixing`.
+        TooWide: a table would have more entries, and not `fixing`; or all of them together would.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Elimination:
         kept: Sequence[int] = (),
         largest: float | None = None,
         *,
+        most: float = math.inf,
         fixing: bool = False,
     ) -> None:
         self.sizes, self.factors, self.kept = sizes, list(factors), tuple(sorted(kept))
@@ -187,7 +189,7 @@ class Elimination:
         """Of all tables that the elimination makes."""
         self.left = set(range(len(self.scopes)))
         """The factors that were not added up yet."""
-        self.fixed: list[int] = []
+        self.most, self.fixed = most, list[int]()
         self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest, fixing)
         self.rest_seconds: list[Seconds] = []
         self.rest: Rest | None = None
@@ -238,6 +240,8 @@ class Elimination:
             around = tuple(sorted({v for number in used for v in self.scopes[number]} - {variable}))
             self.order.append((variable, around, used))
             self.entries += size
+            if self.entries > self.most:
+                raise TooWide
             self.left = (self.left - used) | {len(self.scopes)}
             alive.discard(variable)
             for v in around:
@@ -343,9 +347,10 @@ def eliminate(
 
 
 def elimination_effort(sizes: Mapping[int, int], scopes: Iterable[Variables], most: float) -> float:
-    """Entries of all tables that an elimination over `scopes` makes; infinite where one has more than `most`."""
+    """Entries of all tables that an elimination over `scopes` makes; infinite where they are more than `most`."""
+    table = Table()
     try:
-        return Elimination(sizes, [constant(scope, np.zeros(())) for scope in scopes], largest=most).entries
+        return Elimination(sizes, [Factor(scope, table) for scope in scopes], largest=most, most=most).entries
     except TooWide:
         return math.inf
 
@@ -360,7 +365,7 @@ def minimum(sizes: Sequence[int], tables: Mapping[Variables, Seconds], largest: 
     for variables in tables:
         for v in variables:
             around.setdefault(v, []).append(variables)
-    fixed: dict[int, int] = {}
+    fixed = {v: 0 for v, size in enumerate(sizes) if size == 1}
     while True:
         free = {v: size for v, size in enumerate(sizes) if v not in fixed}
         factors = [constant(*_conditioned(variables, table, fixed)) for variables, table in tables.items()]

@@ -42,6 +42,7 @@ def batches(model: Any, config: Any) -> Iterator[Batch]:
     ):
         names = [*dict.fromkeys([*base, *more])]
         made = {key: known[key] for key in names if key in known} | (labels if labelled else {})
+        made |= {key: known["input_ids"] for key in required if key.endswith("_input_ids")}
         if made and tuple(made) not in seen:
             seen.add(tuple(made))
             yield {key: make() for key, make in made.items()}
@@ -68,9 +69,19 @@ def _known(name: str, config: Any) -> dict[str, Callable[[], Tensor]]:
     width = _size(config, "hidden_size", "d_model", "n_embd", "embed_dim", default=32)
     frames, mels = (
         2 * _size(config, "max_source_positions", default=32),
-        _size(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "mel_dim", default=80),
+        _size(
+            config,
+            "feature_projection_input_dim",
+            "num_mel_bins",
+            "feature_size",
+            "input_feat_per_channel",
+            "mel_dim",
+            default=80,
+        ),
     )
     video = _size(config, "num_frames", "frames_per_clip", default=8)
+    patch = _size(config, "patch_embed_hidden_size", default=768)
+    spectrogram = isinstance(getattr(config, "num_mel_bins", None), int) and hasattr(config, "max_length")
     turned = name.startswith(TIME_LAST)
     return {
         "input_ids": ids,
@@ -79,7 +90,8 @@ def _known(name: str, config: Any) -> dict[str, Callable[[], Tensor]]:
             *((BATCH, video) if name.startswith(VIDEOS) else (BATCH,)), channels, picture, picture
         ),
         "pixel_values_videos": lambda: torch.randn(BATCH, video, channels, picture, picture),
-        "input_values": lambda: torch.randn(BATCH, SAMPLES),
+        "input_values": lambda: torch.randn(BATCH, *((config.max_length, mels) if spectrogram else (SAMPLES,))),
+        "flattened_patches": lambda: torch.cat([torch.ones(BATCH, LENGTH, 2), torch.randn(BATCH, LENGTH, patch)], -1),
         "input_features": lambda: torch.randn(*((BATCH, mels, frames) if turned else (BATCH, frames, mels))),
         "bbox": lambda: torch.randint(0, 100, (*shape, 4)).sort(-1).values,
         "past_values": lambda: torch.randn(BATCH, _size(config, "context_length", default=32)),

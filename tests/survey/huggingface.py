@@ -76,6 +76,8 @@ def _model(name: str, scale: Scale, dropout: float) -> Any:
     chosen = getattr(transformers, name)
     config = shrunk(chosen.config_class, scale)
     set_dropout(config, dropout)
+    if name.endswith(("ForCausalLM", "LMHeadModel", "WithLMHead")) and hasattr(config, "is_decoder"):
+        config.is_decoder = True
     with torch.device("meta"):
         size = sum(one.numel() for one in chosen(config).parameters())
     if size > LARGEST:

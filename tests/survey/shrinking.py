@@ -20,7 +20,7 @@ RESERVED = 24
 HEAD = 4
 """A head keeps at least this size."""
 BY_NAME: tuple[tuple[str, int], ...] = (
-    (r"(num_|n_|moe_|_)?(routed_|local_|moe_)?(num_)?experts?$|num_blocks_moe$", 4),
+    (r"(num_|n_|moe_|_)?(routed_|local_|moe_)?(num_)?experts?$|(zero_)?expert_num$", 4),
     (r"num_experts_per_(tok|token)$|moe_k$|(moe|router|experts?)_top_?k$|top_k_experts$|moe_topk$|n_group$", 2),
     (r"topk_group$|first_k_dense_replace$|num_(nextn_predict|mtp|dense)_layers$|n_dense_layers$", 1),
     (r"(.*_)?vocab(_size)?(s|_per_layer_input)?$", WORDS),
@@ -37,7 +37,7 @@ LAYERS = re.compile(
 WIDTH = re.compile(
     r".*(hidden|embed|intermediate|dim|dims|width|rank|ffn|channels?|features|units|filters)(_size|_sizes|_dim|_dims|s)?$"
     r"|d_(model|ff|kv|inner|embed|v|k)$|n_embd$|n_inner$|.*(proj|projection|memory|state|embedding|output|head)_sizes?$"
-    r"|conv_dim$|lru_width$|.*_channels_?(size)?$|.*_inplanes$|query_pre_attn_scalar$|.*moe_.*_size$|.*_ff$"
+    r"|conv_dim$|lru_width$|(coordinate|shape)_size$|.*_channels_?(size)?$|.*_inplanes$|query_pre_attn_scalar$|.*moe_.*_size$|.*_ff$"
 )
 FIXED = re.compile(
     r".*(patch|kernel|window|vocab|crop|chunk|position|frames|mel|codebook|stride|ratio|num_labels|max_|tokens?_|length"
@@ -51,6 +51,7 @@ COMMON = frozenset("id2label label2id architectures transformers_version dtype c
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 UNSET = {
     "pad_token_id": 0,
+    "vocab_size": WORDS,
     "num_experts_per_tok": 2,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -58,7 +59,7 @@ UNSET = {
     "head_dim": 8,
 }
 """Fields without which a class cannot be built, or its classifiers cannot tell padding, and their values."""
-WIDTHS = "hidden_size d_model n_embd embed_dim dim hidden_dim emb_dim encoder_hidden_dim".split()
+WIDTHS = "hidden_size hidden_sizes d_model n_embd embed_dim dim hidden_dim emb_dim encoder_hidden_dim".split()
 HEADS = re.compile(r"(.*_)?(heads?|n_head_kv)$")
 HEAD_SIZE = re.compile(r"(.*_)?head_dim$|d_kv$|kv_channels$|attention_(head_size|dim)$|mamba_headdim$|.*head_size$")
 TOKEN = re.compile(
@@ -71,13 +72,14 @@ PICTURE = re.compile(r"(.*_)?(image|img|input_image|crop)_size$|train_size$")
 class Scale:
     """What is tried: most `layers`; whether heads become fewer rather than smaller, and keep an even size (rotary
     embeddings); whether pictures are small, and whether lists with an entry for each layer are shortened or left to the
-    config to derive."""
+    config to derive; whether widths are divided at all."""
 
     layers: int = 2
     fewer: bool = False
     even: bool = False
     pictures: bool = True
     lists: bool = True
+    narrow: bool = True
 
 
 SCALES = (
@@ -89,13 +91,15 @@ SCALES = (
     Scale(layers=4, even=True),
     Scale(layers=4, even=True, pictures=False, lists=False),
     Scale(layers=10**6, even=True, pictures=False),
+    Scale(narrow=False),
+    Scale(layers=4, narrow=False, pictures=False),
 )
 
 
 def shrunk(config_class: type, scale: Scale) -> Any:
     """A small config of this class. Raises whatever the class raises for values that do not go together."""
     default = config_class()
-    divisor = min(_divisors(default, scale), default=16)
+    divisor = min(_divisors(default, scale), default=16) if scale.narrow else 1
     return _rebuilt(default, divisor, scale, count(1))
 
 
@@ -166,12 +170,20 @@ def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int]) ->
         elif isinstance(value, (list, tuple)) and len(value) == depth > len(chosen):
             small, derived = [value[index] for index in chosen], not scale.lists
         elif isinstance(value, (list, tuple)) and name.endswith(("indices", "indexes")):
-            small = type(value)(dict.fromkeys(min(v, scale.layers - 1) for v in _integers(value)))
+            small = type(value)(_spread(_integers(value), scale.layers))
         else:
             small = _small(name, value, divisor, scale, special)
         if small != declared[name] and (not derived or name == "rope_parameters"):
             given[name] = small
     return type(config)(**given)
+
+
+def _spread(indices: list[int], layers: int) -> list[int]:
+    """As many indices of fewer layers, the last one included."""
+    if max(indices, default=0) < layers:
+        return indices
+    count = min(len(indices), layers)
+    return [(place + 1) * layers // count - 1 for place in range(count)]
 
 
 def _representatives(values: dict[str, Any], depth: int, most: int) -> list[int]:

@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from statistics import median
 
 from tests.survey.outcomes import Outcome
 
 HEAD = """# Survey
 
-Written by `python -m tests.survey --write docs/survey.md`. Every model class that an installed package builds from a
-shrunk default config is trained for one step eagerly and on 4 simulated ranks, and as generated modules in threads,
-under three plans (data parallel, a search, a random one). `exact`: loss, every gradient and every buffer agree (1e-10
-in double precision; classes that do not compute in it: 1e-5, or 3 times one device's own rounding). `refused`: one
-paragraph says what to change. `unbuilt`: the survey's config or batch does not suit the class, or eager torch does not
-train it; these are not counted.
+Written by `python -m tests.survey --write docs/survey.md` from results that `--resume FILE` keeps. One class of each
+type of model that the installed packages have (`--all`: every class; transformers: the first of causal, masked and
+sequence-to-sequence language model, classifier, ..., base model that the type has) is built small and at random,
+nothing is downloaded. It is trained for one step eagerly and on 4 simulated ranks under three plans: data parallel, a
+search, and a random one, which also runs as generated modules in threads.
+
+* `exact`: loss, every gradient and every buffer agree (1e-10 in double precision; classes that do not compute in it:
+  1e-5; or 3 times one device's own rounding where that is more).
+* `refused`: an error with a code says what to change.
+* `late`: over the time limit for one class.
+* `unbuilt`: no config or batch of the survey suits the class, or eager torch does not train it. Not counted.
+* Of torchvision, detectors need compiled operators that wheels for another build of torch lack, and choose boxes by
+  their values; they are left out, as are quantized models.
 """
+ALIKE = 60
+"""Causes with as many equal characters at their beginning are one, whatever the numbers in them."""
+PLAIN = str.maketrans({"|": "/", "<": "(", ">": ")", "[": "(", "]": ")"})
 STATUSES = ("exact", "refused", "differs", "crash", "late", "unbuilt")
 
 
 def markdown(results: Sequence[Outcome], wanted: int) -> str:
     """The page docs/survey.md; `wanted` is the number of classes that the registries have."""
-    parts = [HEAD, "| package | classes | " + " | ".join(STATUSES) + " | exact of those that eager trains | minutes |"]
-    parts.append("|---" * (len(STATUSES) + 4) + "|")
+    parts = [
+        HEAD,
+        "| package | classes | "
+        + " | ".join(STATUSES)
+        + " | exact of those that eager trains | minutes of a core | median seconds |",
+    ]
+    parts.append("|---" * (len(STATUSES) + 5) + "|")
     for registry in sorted({one.registry for one in results}):
         own = [one for one in results if one.registry == registry]
         counts = Counter(one.status for one in own)
         trained = len(own) - counts["unbuilt"]
         cells = " | ".join(str(counts[status]) for status in STATUSES)
         minutes = sum(one.seconds for one in own) / 60
-        parts.append(f"| {registry} | {len(own)} | {cells} | {counts['exact'] / max(trained, 1):.1%} | {minutes:.0f} |")
+        share, each = counts["exact"] / max(trained, 1), median(one.seconds for one in own)
+        parts.append(f"| {registry} | {len(own)} | {cells} | {share:.1%} | {minutes:.0f} | {each:.1f} |")
     parts.append(f"\n{len(results)} of {wanted} classes were tried.\n")
     for status in STATUSES[1:]:
         some = [one for one in results if one.status == status]
         if some:
-            causes: defaultdict[str, list[str]] = defaultdict(list)
+            causes: defaultdict[str, list[Outcome]] = defaultdict(list)
             for one in some:
-                causes[one.cause].append(one.name)
+                causes[re.sub(r"\d+", "0", one.cause)[:ALIKE]].append(one)
             parts.append(f"## {status} ({len(some)})\n")
-            for cause, names in sorted(causes.items(), key=lambda item: -len(item[1])):
-                parts.append(f"* {', '.join(names)}: {cause.replace('|', '/').replace('<', '(').replace('>', ')')}")
+            for alike in sorted(causes.values(), key=lambda alike: (-len(alike), alike[0].name)):
+                cause = re.sub(r"[`*_]", r"\\\g<0>", alike[0].cause.translate(PLAIN))
+                parts.append(f"* {', '.join(sorted(one.name for one in alike))}: {cause}")
             parts.append("")
     return "\n".join(parts).rstrip() + "\n"
