@@ -105,7 +105,7 @@ def _read(
                     )
                 continue
             if isinstance(slicing, int) and not sharding.fits(factor, slicing):
-                fit = [n for n in range(1, sharding.sizes[factor] + 1) if sharding.fits(factor, n)]
+                fit = [n for n in range(1, max(sharding.lengths_of(factor)) + 1) if sharding.fits(factor, n)]
                 shown = ", ".join(map(str, fit[:12])) + (", ..." if len(fit) > 12 else "")
                 raise StrategyError(
                     "MW402", f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."

@@ -285,7 +285,7 @@ class Planning:
                 fitting = [str(n) for n in divisors(self.mesh.size) if sharding.fits(factor, n)]
                 raise StrategyError(
                     "MW402",
-                    f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} "
+                    f"{where}: a dim of size {sharding.size_of(factor)} cannot be cut into {self.mesh.product(axes)} "
                     f"equal slices; {', '.join(fitting)} would fit.",
                 )
         return assignment

@@ -126,8 +126,12 @@ class Sharding:
         return factor in self.padded and all(-(-n // count) * (count - 1) < n for n in self.lengths_of(factor))
 
     def lengths_of(self, factor: str) -> frozenset[int]:
-        """The sizes of the dims with a factor that may be padded."""
+        """The sizes of its dims where it may be padded, else the number that a slice count must divide."""
         return self.lengths.get(factor) or frozenset((self.sizes[factor],))
+
+    def size_of(self, factor: str) -> str:
+        """The sizes of its dims, for a message."""
+        return " and ".join(map(str, sorted(self.lengths_of(factor), reverse=True)))
 
     def legal(self, assignment: Assignment, mesh: Mesh) -> bool:
         """Whether every factor can be cut as `assignment` says."""

@@ -94,13 +94,13 @@ def test_slices_update_on_arrival(start, words):
     consistency, *staleness = words
     bound = [f"parallel.server.staleness={number}" for number in staleness]
     kills = f"launch.faults=[{kill(3, 2, 'forward')}, {kill(4, 4, 'collective')}, {kill(1, 3, 'optimizer')}]"
-    steps = "train.steps=30"
+    steps = "train.steps=90"  # workers that were killed are back before the end
     arriving = f"parallel.server.consistency={consistency}"
     run = start(*SERVED, arriving, *bound, REPLICAS, PATIENCE, kills, steps)
     counts = [record["server"] for record in run.records if "server" in record]
     hit = [mark.name.rpartition("-on-")[2][0] for mark in (run.folder / "faults").iterdir()]
     lost = {"servers_lost": hit.count("1"), "workers_lost": hit.count("3") + hit.count("4")}
-    assert len(counts) == 30 and hit and {key: sum(one.get(key, 0) for one in counts) for key in lost} == lost
+    assert len(counts) == 90 and hit and {key: sum(one.get(key, 0) for one in counts) for key in lost} == lost
     most = max(one["staleness_max"] for one in counts)
     assert 0 < most <= (60 if consistency == "async" else 2 * (2 * 1 + 1))  # slices of all within the bound
     assert run.losses == pytest.approx(start(*SERVED, steps, folder="sync").losses, rel=0.05)

@@ -263,4 +263,4 @@ def test_rows_that_do_not_divide(rows, slices, fits):
     graph = pool.graph([pool.emit("aten.conv2d.default", x, weight, None)])
     sharding = rule_of(graph.operators[0], graph)
     assert sharding.fits("s0", slices) is fits
-    assert sharding.lengths["s0"] == {rows, rows + 2}
+    assert sharding.lengths["s0"] == {rows, rows + 2} and sharding.size_of("s0") == f"{rows + 2} and {rows}"
