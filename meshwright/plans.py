@@ -61,12 +61,18 @@ _log = logging.getLogger("meshwright")
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan was made of: the preparation, the model and its loss, and what was captured of them."""
+    """What a plan was made of: the preparation, names and targets of the batch (`objective`, whose tensors may have
+    shapes alone), what was captured, and the loss."""
 
     prepared: Prepared
     objective: Objective
     captured: Captured
     signature: Signature
+    loss: nn.Module | None
+
+    def step_of(self, module: nn.Module) -> Objective:
+        """Another module with the loss of the plan."""
+        return Objective(module, self.loss, self.objective.names, tuple(self.objective.targets))
 
 
 class Plan:
@@ -330,7 +336,7 @@ def _planned(
             f"rank that a loop can call; use `run train`, or one of the modes {', '.join(MODES)} without a pipeline.",
         )
     planned_module, given = module, list(tensors)
-    function = None if loss is None else loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
+    function = original = None if loss is None else loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
     shapes_alone = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     if shapes_alone:
         planned_module, function = copy.deepcopy(module), copy.deepcopy(function)
@@ -344,7 +350,7 @@ def _planned(
         "title": f"{config.model.target} on {prepared.world_size} ranks",
         "config": prepared.config.model_dump(mode="json"),
     }
-    return Plan(content, Planned(prepared, objective, captured, signature_of(module)))
+    return Plan(content, Planned(prepared, objective, captured, signature_of(module), original))
 
 
 def _check_target(target: str) -> None:

@@ -17,7 +17,6 @@ from runner.errors import ConfigError, RunFailed
 from runner.planning import lowering
 from runner.report.comparison import MAGNIFIED, ROUNDING, TOLERANCE, Comparison, differences, of_step
 from runner.training.eager import Eager
-from strategies.capture import Objective
 from strategies.core.layout import Layout
 from strategies.rules.random import mix
 from strategies.runtime.simulate import Simulation, assemble
@@ -51,7 +50,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     names, tensors = flatten_batch(batch, planned.prepared.names)
     check_shapes(planned, tensors, "meshwright.verify")
     precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
-    eager = Eager(_objective(planned, module))
+    eager = Eager(copy.deepcopy(planned.step_of(module)).train())
     own = {name: tensor.detach() for name, tensor in eager.tensors().items()}
     values = {**planned.captured.tensors, **own, **dict(zip(names, tensors, strict=True))}
     ours, buffers = _on_simulated_ranks(planned, values, key)
@@ -62,7 +61,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     weights = {("weight", name): value for name, value in differences(buffers, written).items()}
     comparison = Comparison(gap, found | weights, limit, 1)
     if not comparison.passed and comparison.worst <= MAGNIFIED and precision == "fp32" and tolerance is None:
-        exact = Eager(_objective(planned, module).double(), single_draws=True)
+        exact = Eager(copy.deepcopy(planned.step_of(module)).train().double(), single_draws=True)
         doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
         truth = _on_one_device(exact, doubled, key, ours)
         comparison = replace(comparison, rounding=of_step(theirs, truth, limit, rounding)[1])
@@ -81,13 +80,6 @@ def check_shapes(planned: Planned, tensors: Sequence[Tensor], what: str) -> None
                 f"{what}: entry {name} of the batch has the shape {shape}, but the plan was made for {wanted}; give a "
                 "batch of that shape, or plan anew.",
             )
-
-
-def _objective(planned: Planned, module: nn.Module) -> Objective:
-    """A copy of a module with the loss of the plan, in training mode."""
-    given = planned.objective
-    loss = copy.deepcopy(given.loss)
-    return Objective(copy.deepcopy(module), loss, given.names, tuple(given.targets)).train()
 
 
 def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int) -> tuple[Record, dict[str, Tensor]]:

@@ -60,8 +60,7 @@ class ShardedModule(nn.Module):
         rank, self.device = _rank_of(prepared.plan.mesh, device_mesh, prepared.device)
         super().__init__()
         self.prepared, self._given_mesh = prepared, device_mesh
-        given = planned.objective
-        objective = Objective(module, given.loss, given.names, tuple(given.targets))
+        objective = planned.step_of(module)
         tensors = {**planned.captured.tensors, **_by_name(objective)}
         if prepared.plan.mesh.size > 1:
             agree({"the plan": prepared.digest}, "Plan the same module on every rank, or load one file.")

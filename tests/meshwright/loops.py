@@ -94,6 +94,29 @@ def compared(rank: Any, loop: Loop) -> dict[str, float]:
     return worst
 
 
+def uneven(rank: Any, _: None) -> tuple[dict[str, str], float]:
+    """How a state dict holds ten rows that two axes slice into 3, 3, 3 and 1, and the largest difference of a gradient
+    or of a weight that was loaded."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 4)).double()
+    batch = torch.randn(8, 8).double(), torch.randn(8, 4).double()
+    strategies = {"0": [[1, 1], [4, 1], [4]]}
+    mesh = {"a": 2, "b": 2}
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=mesh, strategies=strategies, plan_cache=None)
+    sharded = plan.apply(module)
+    optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
+    sharded(*batch).backward()
+    nn.MSELoss()(module(batch[0]), batch[1]).backward()
+    gradients = optimizer.gradients()
+    worst = max(_relative(_all(gradients[name]), one.grad) for name, one in module.named_parameters())
+    optimizer.zero_grad()
+    doubled = {name: 2 * value for name, value in module.state_dict().items()}
+    sharded.load_state_dict(doubled)
+    state = sharded.state_dict()
+    worst = max(worst, *(_relative(_all(state[name]), value) for name, value in doubled.items()))
+    return {name: f"{tuple(one.shape)} {sharded.get_parameter(name).shape[0]}" for name, one in state.items()}, worst
+
+
 def refused(rank: Any, _: None) -> list[str]:
     """The codes of what cannot be applied, and the number of process groups that it left behind."""
     two, four = (meshwright.plan(gpt(), tokens(), loss=next_token, mesh=ranks, plan_cache=None) for ranks in (2, 4))

@@ -56,3 +56,8 @@ def test_checkpoints_of_torch_hold_the_weights(on_ranks: Callable[..., Any], tmp
 
 def test_what_cannot_be_applied_leaves_nothing_behind(on_ranks: Callable[..., Any]) -> None:
     assert on_ranks("refused", None) == ["MW461", "MW461", "MW462", "MW807", "MW464", "0"]
+
+
+def test_a_layout_that_no_dtensor_has_is_replicated_in_state_dicts(on_ranks: Callable[..., Any]) -> None:
+    shapes, worst = on_ranks("uneven", None)
+    assert shapes["0.weight"] == "(10, 8) 3" and shapes["0.bias"] == "(10,) 3" and worst < 1e-10

@@ -96,13 +96,26 @@ def test_the_plan_is_that_of_the_command(tmp_path: Path) -> None:
         assert plan.content[key] == expected[key], key
 
 
+class Weighted(nn.Module):
+    """A squared error, by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.arange(1.0, 5.0).double())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.columns * (output - target).square()).mean()
+
+
 def test_a_plan_of_shapes_alone_is_that_of_the_module() -> None:
     with torch.device("meta"):
         shapes = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
-    plan, real = planned(shapes), planned()
+    plan, real = (planned(module, loss=Weighted(), mesh=2) for module in (shapes, network()))
     assert all(parameter.is_meta for parameter in shapes.parameters())
     assert plan.content["assignments"] == real.content["assignments"]
     assert meshwright.verify(network(), points(), plan).worst < 1e-10
+    alone = planned(shapes, loss=Weighted(), mesh=1).apply(network())
+    assert torch.equal(alone(*points()), Weighted()(network()(points()[0]), points()[1]))
 
 
 def test_limits_and_open_keys_are_decided() -> None:
