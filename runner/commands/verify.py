@@ -145,6 +145,7 @@ def _reference(config: Config) -> Config:
     content["world_size"] = None
     content["train"]["accumulate"] = config.parts
     content["train"]["compile"] = False
+    content["cluster"]["groups"] = []
     content["parallel"] = {"comm_fusion": {kind: {"mode": "none"} for kind in content["parallel"]["comm_fusion"]}}
     if config.verify.reference.target is not None:
         content["model"] = content["verify"]["reference"]

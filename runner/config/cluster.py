@@ -2,7 +2,7 @@
 seconds.
 
 `machine` null means: decided when the device is known (see `runner.planning.clusters`). The description may be in a
-separate file, `cluster.file`, which then replaces the section except for `cluster.nodes`.
+separate file, `cluster.file`, which then replaces the section except for `cluster.nodes` and `cluster.groups`.
 """
 
 from __future__ import annotations
@@ -69,10 +69,25 @@ class Machine(Section):
         return math.prod(level.size for level in self.levels.values())
 
 
+class Group(Section):
+    """Devices of one kind; ranks are assigned to the groups in their order."""
+
+    devices: Count = setting(REQUIRED, "Number of devices")
+    like: str | None = setting(
+        None,
+        "Rates and memory of a device: a cluster that comes with the package; null: those of cluster",
+        min_length=1,
+    )
+    speed: Positive = setting(1.0, "Factor of its rates, such as 0.5 for devices that compute at half speed")
+
+
 class ClusterForm(Section):
     name: str = setting("auto", "cluster=NAME chooses a description; auto: laptop_gloo on CPU, a dgx_h100 node on GPUs")
     nodes: Count | None = setting(None, "Number of nodes, for clusters that have them")
     file: str | None = setting(None, "A description of your own, such as `run calibrate` writes", min_length=1)
+    groups: tuple[Group, ...] = setting(
+        (), "Kinds of devices, [{devices: 8, like: dgx_h100}, {devices: 8, like: a100}]; []: all devices are equal"
+    )
     machine: Machine | None = setting(None, "Levels, rates and memory; null: by name or file")
 
     @model_validator(mode="after")
@@ -128,4 +143,4 @@ def from_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"cluster.file = {name!r} is not a description of a cluster: it has no `machine`; `run calibrate` writes "
             "one, and conf/cluster/ holds others.",
         )
-    return found | {"file": name}
+    return found | {"file": name, "groups": values.get("groups", [])}

@@ -73,8 +73,9 @@ def load(composed: DictConfig, origins: Origins) -> Config:
         if isinstance(section := values.get(name), Mapping):
             values |= {name: replaced(section)}
     config = validated(values, origins)
-    if config.world_size is None and config.launch.ranks is not None:
-        config = validated(values | {"world_size": config.launch.ranks}, origins)
+    ranks = config.launch.ranks or sum(group.devices for group in config.cluster.groups) or None
+    if config.world_size is None and ranks is not None:
+        config = validated(values | {"world_size": ranks}, origins)
     chosen = origins.choice("parallel")
     if chosen in get_args(Mode) and chosen != config.parallel.mode and not origins.overrides_key("parallel.mode"):
         raise ConfigError(

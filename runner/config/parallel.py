@@ -376,6 +376,11 @@ class Parallel(Section):
     copies: Count = setting(
         1, "Batch splits: parts of the batch of a step, one of which computes while another communicates"
     )
+    batch_rows: tuple[Count, ...] = setting(
+        (),
+        "Rows of a micro-batch on each rank, such as [5, 5, 2]; []: equal, or by the speeds of cluster.groups",
+        unit="rows",
+    )
     recompute: RecomputeForm = setting(RecomputeForm(), "Activation checkpointing; recompute=full sets operators")
     memory_limit: Bytes | None = setting(
         None, "Refuse plans that need more per rank; also a string such as 80GB", unit="bytes"

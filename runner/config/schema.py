@@ -313,6 +313,32 @@ class Config(Section):
                 "parallel.pipeline.micro_batches",
                 "data.batch_size",
             )
+        if rows := self.parallel.batch_rows:
+            whole, ranks = self.data.batch_size // self.train.accumulate, self.world_size or len(rows)
+            if sum(rows) != whole or len(rows) != ranks:
+                raise refusal(
+                    f"parallel.batch_rows = {list(rows)} are {sum(rows)} rows on {len(rows)} ranks, but a micro-batch "
+                    f"has {whole} (data.batch_size / train.accumulate) and there are {ranks} ranks (world_size); one "
+                    "number per rank, which add up to a micro-batch, is right.",
+                    "parallel.batch_rows",
+                    "data.batch_size",
+                )
+        if groups := self.cluster.groups:
+            devices = sum(group.devices for group in groups)
+            if self.world_size not in (None, devices):
+                raise refusal(
+                    f"cluster.groups have {devices} devices, but world_size = {self.world_size}; they must be equal.",
+                    "cluster.groups",
+                    "world_size",
+                )
+            if self.data.batch_size // self.train.accumulate < devices:
+                raise refusal(
+                    f"cluster.groups have {devices} devices, but a micro-batch has "
+                    f"{self.data.batch_size // self.train.accumulate} rows (data.batch_size / train.accumulate), and "
+                    "every rank needs one; take a larger data.batch_size.",
+                    "cluster.groups",
+                    "data.batch_size",
+                )
         if stages is not None and self.world_size is not None and self.world_size % stages:
             raise refusal(
                 f"world_size = {self.world_size} cannot be divided among parallel.pipeline.stages = {stages}; every "

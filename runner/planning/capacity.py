@@ -117,6 +117,8 @@ def check_plan(prepared: Prepared, content: Mapping[str, Any] | None) -> None:
         return
     groups = content["pipeline"]["memory"] if "pipeline" in content else [content["memory"]]
     peak = sum(group["peak"] for group in groups) * (count // len(groups))
+    if kinds := content.get("kinds"):
+        peak = sum(len(kind["ranks"]) * kind["memory"]["peak"] for kind in kinds)
     need = peak + count * _empty(config)
     if need > room:
         raise ConfigError(

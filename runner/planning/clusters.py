@@ -6,6 +6,7 @@ with one device per rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 
 from runner.config.cluster import NODE, ClusterForm, LevelForm, Machine, Rate, from_file
 from runner.config.schema import Config
-from runner.errors import ConfigError
+from runner.errors import ConfigError, allowed
 from strategies.cost.cluster import Cluster, Level, Link
 
 DEFAULTS = {"cpu": "laptop_gloo", "cuda": "dgx_h100"}
@@ -71,12 +72,42 @@ def cluster_of(config: Config, device: str, world_size: int) -> Cluster:
     if chosen.machine is not None:
         return described(chosen.name, chosen.machine)
     name = DEFAULTS[device]
+    if kinds := {group.like for group in chosen.groups if group.like is not None}:
+        name = min(kinds, key=lambda kind: next(iter(_of_kind(kind).levels.values())).bandwidth)
     machine = shipped(name)
     if NODE in machine.levels:
         return described(name, shipped(name, -(-world_size // machine.devices)))
     (title, level), *_ = machine.levels.items()
     larger = level.model_copy(update={"size": max(level.size, world_size)})
     return described(name, machine.model_copy(update={"levels": {title: larger}}))
+
+
+def clusters_of(config: Config, device: str, world_size: int) -> tuple[Cluster, ...]:
+    """The machine of every rank: what its own device computes and stores, with the links of `cluster_of`."""
+    base, every = cluster_of(config, device, world_size), []
+    for group in config.cluster.groups:
+        own = base if group.like is None else described(group.like, _of_kind(group.like))
+        own = replace(
+            own,
+            name=own.name if group.speed == 1 else f"{own.name} x {group.speed:g}",
+            levels=base.levels,
+            flops={dtype: group.speed * rate for dtype, rate in own.flops.items()},
+            memory_bandwidth=group.speed * own.memory_bandwidth,
+            launch=own.launch / group.speed,
+            view=own.view / group.speed,
+            algorithms=base.algorithms,
+        )
+        every += [own] * group.devices
+    return tuple(every) or (base,) * world_size
+
+
+def _of_kind(name: str) -> Machine:
+    """The description that comes with the package. Raises ConfigError."""
+    names = sorted(file.name.removesuffix(".yaml") for file in (files("conf") / "cluster").iterdir())
+    known = [one for one in names if not one.startswith(("_", "auto"))]
+    if name not in known:
+        raise ConfigError("MW106", f"cluster.groups: like = {name!r} is not a cluster.{allowed(name, known)}")
+    return shipped(name)
 
 
 def from_description(file: Path) -> Cluster:

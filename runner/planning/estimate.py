@@ -19,6 +19,7 @@ from runner.build import optimizers
 from runner.build.modules import offload_of
 from runner.config.schema import Config
 from runner.planning import lowering
+from runner.planning.batch_rows import Kind, kinds_of
 from runner.planning.memory_limit import MODES, Mode, RecomputedLayers, pareto_front
 from runner.planning.served_memory import of_server, of_worker
 from runner.planning.slices import sliced
@@ -84,7 +85,7 @@ class Programs:
 
     programs: dict[Hashable, tuple[Plan, Program]] = field(default_factory=dict)
     cuts: dict[Hashable, tuple[Plan, tuple[Stage, ...]]] = field(default_factory=dict)
-    work: dict[int, tuple[Plan, list[Work]]] = field(default_factory=dict)
+    work: dict[Hashable, tuple[Plan, list[Work]]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -96,17 +97,19 @@ class Programs:
     ) -> Program:
         if plan.recompute is not None and plan.recompute.slices_inputs:  # storage then depends on the program
             return lower(graph, plan, options, open_axes=open_axes, **stage)
-        key = id(plan.operators), options, tuple((name, tuple(axes)) for name, axes in open_axes.items())
+        axes = tuple((name, tuple(own)) for name, own in open_axes.items())
+        key = id(plan.operators), plan.mesh, options, axes
         if key not in self.programs:
             program = lower(graph, replace(plan, recompute=None), options, open_axes=open_axes, **stage)
             self.programs[key] = plan, program
         return replace(self.programs[key][1], recompute=plan.recompute)
 
     def works(self, graph: OperatorGraph, plan: Plan, cluster: Cluster) -> list[Work]:
-        """Like `works_of`, always for the same cluster."""
-        if id(plan.operators) not in self.work:
-            self.work[id(plan.operators)] = plan, works_of(graph, plan, cluster)
-        return self.work[id(plan.operators)][1]
+        """Like `works_of`."""
+        key = id(plan.operators), plan.mesh, cluster
+        if key not in self.work:
+            self.work[key] = plan, works_of(graph, plan, cluster)
+        return self.work[key][1]
 
     def stages(self, config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
         """Like `lowering.stages_of`."""
@@ -146,6 +149,14 @@ class StageEstimate:
 
 
 @dataclass(frozen=True)
+class KindEstimate:
+    """The step of the ranks of one kind."""
+
+    kind: Kind
+    part: StageEstimate
+
+
+@dataclass(frozen=True)
 class Estimate:
     """The estimate of a step whose `parts` are run by groups of ranks in the order of `schedule`; without a pipeline
     there is one part, one group, and no `stages`. Memory is traced on demand, see `memories`."""
@@ -160,6 +171,9 @@ class Estimate:
     """By group of ranks."""
     servers: Servers | None = None
     """The parameter servers, where there are any."""
+    kinds: Sequence[KindEstimate] = ()
+    """The kinds of ranks with different slices of the batch, where there are any: `parts` is then that of the slowest,
+    and `cluster` describes its devices."""
 
     @property
     def groups(self) -> int:
@@ -332,6 +346,8 @@ def estimate(
     Raises:
         StrategyError: the plan cannot be lowered or cut.
     """
+    if in_step[1].batch_rows:
+        return _of_kinds(config, in_step, settings, programs, traces)
     stages, schedule = programs.stages(config, *in_step), None
     if stages:
         schedule = lowering.schedule_of(config)
@@ -347,6 +363,20 @@ def estimate(
             cost = served(cost, servers, cluster)
         parts.append(StageEstimate(graph, plan, program, works, cost))
     return Estimate(parts, stages, schedule, settings, cluster, traces, servers=servers)
+
+
+def _of_kinds(
+    config: Config, in_step: tuple[OperatorGraph, Plan], settings: OptimizerSettings, programs: Programs, traces: Traces
+) -> Estimate:
+    """The estimate of a step with slices of different sizes: all ranks wait for the slowest."""
+    (graph, plan), kinds = in_step, []
+    for kind in kinds_of(config, plan, settings.device):
+        program = lowering.training_program(config, graph, kind.plan, programs)
+        works = programs.works(graph, kind.plan, kind.cluster)
+        cost = step_cost(graph, kind.plan, program, kind.cluster, settings, works)
+        kinds.append(KindEstimate(kind, StageEstimate(graph, kind.plan, program, works, cost)))
+    slowest = max(kinds, key=lambda one: one.part.cost.total)
+    return Estimate([slowest.part], (), None, settings, slowest.kind.cluster, traces, kinds=kinds)
 
 
 def servers_of(config: Config, graph: OperatorGraph, plan: Plan) -> Servers:

@@ -28,6 +28,7 @@ from runner.data.order import Order
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
 from runner.planning import lowering
+from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
 from runner.planning.datasets import (
     check_prediction_names,
@@ -37,7 +38,7 @@ from runner.planning.datasets import (
     order_of,
     prediction_data,
 )
-from runner.planning.estimate import step_price
+from runner.planning.estimate import settings_of, step_price
 from runner.planning.slices import sliced
 from runner.planning.sources import planned, request_of
 from strategies.capture import Objective, capture, run_once
@@ -281,6 +282,7 @@ def with_plan(
         price = step_price(config, graph, step_of, device, world_size, cluster)
         request = request_of(config, lowering.planned_ranks(config, world_size))
         plan = planned(config, graph, request, cluster, price, say)
+    plan = with_batch_rows(config, graph, plan, settings_of(config, graph, device))
     in_step = step_of(plan)
     if config.parallel.elastic:
         sliced(config, *in_step)

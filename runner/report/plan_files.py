@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from runner import home
 from runner.errors import ConfigError
+from runner.planning import lowering
 from runner.planning.clusters import cluster_of
-from runner.planning.estimate import Estimate, Programs, estimate, settings_of
+from runner.planning.estimate import Estimate, KindEstimate, Programs, estimate, settings_of
 from runner.planning.prepare import Prepared
 from runner.report.page import plan_page
 from runner.report.prediction import predict
 from strategies.lowering import ir
+from strategies.memory.parts import memory
 from strategies.memory.repeated_blocks import Traces
+from strategies.memory.trace import trace
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import describe, describe_stages
 
 
@@ -54,12 +58,14 @@ def plan_content(prepared: Prepared) -> tuple[dict[str, Any], Estimate]:
     else:
         content = describe(
             prepared.graph,
-            prepared.plan,
+            step.parts[0].plan if step.kinds else prepared.plan,
             programs[0],
             settings=settings,
-            cluster=cluster,
-            in_step=prepared.step,
+            cluster=step.cluster,
+            in_step=None if step.kinds else prepared.step,
         )
+    if step.kinds:
+        content["kinds"] = [_kind_entry(one, settings) for one in step.kinds]
     if (servers := step.servers) is not None:
         content["cost"], content["communication"] = step.parts[0].cost.to_json(), servers.communication()
         content["server"] = asdict(servers) | {
@@ -79,6 +85,18 @@ def plan_content(prepared: Prepared) -> tuple[dict[str, Any], Estimate]:
     return content, step
 
 
+def _kind_entry(one: KindEstimate, settings: OptimizerSettings) -> dict[str, Any]:
+    """Ranks with equal devices and equal slices of the batch."""
+    return {
+        "ranks": list(one.kind.ranks),
+        "rows": one.kind.rows,
+        "cluster": one.kind.cluster.name,
+        "cost": one.part.cost.to_json(),
+        "memory": memory(trace(one.part.program, settings), settings).to_json(),
+        "memory_limit": one.kind.cluster.memory,
+    }
+
+
 def _write_ir(prepared: Prepared, step: Estimate, place: Path) -> None:
     """`rank_R/step_parallel_begin.ir` and `..._end.ir` of every rank in `place`, numbered for further stages."""
     assert prepared.plan is not None
@@ -87,7 +105,11 @@ def _write_ir(prepared: Prepared, step: Estimate, place: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         group, local = divmod(rank, prepared.plan.mesh.size)
         for number in range(group, len(step.parts), step.groups):
-            part = step.parts[number]
+            part = next((one.part for one in step.kinds if rank in one.kind.ranks), step.parts[number])
+            if step.kinds:  # where a slice begins differs within a kind
+                plan = prepared.plan.of_rank(rank)
+                program = lowering.training_program(prepared.config, part.graph, plan)
+                part = replace(part, plan=plan, program=program)
             first = f"# stage {number} of {len(step.parts)}, whose ranks are counted from 0\n" * bool(step.stages)
             end = f"_{number}.ir" if number != group else ".ir"
             programs = {

@@ -67,7 +67,7 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
         "seconds": seconds,
         "samples_per_second": samples / seconds if seconds else None,
         "tokens_per_second": tokens / seconds if seconds and tokens else None,
-        "mfu": _seconds_at_peak(step) / ranks / seconds if seconds else None,
+        "mfu": _seconds_at_peak(step, ranks) / seconds if seconds else None,
         "memory": content["memory"]["peak"],
         "memory_limit": cluster.memory,
         "shares": shares,
@@ -99,9 +99,17 @@ def _producer(part: StageEstimate, ref: Ref) -> str:
     return model_name(node) if isinstance(node, Operator) else node.name
 
 
-def _seconds_at_peak(step: Estimate) -> float:
-    """Seconds in which one device at the peak of every dtype would do the matrix products of a step, without recompute;
-    backward has one per factor that is trained."""
+def _seconds_at_peak(step: Estimate, ranks: int) -> float:
+    """Seconds in which all devices at the peak of every dtype would do the matrix products of a step, without
+    recompute, each as many as it can; backward has one per factor that is trained."""
+    if step.kinds:
+        alone = [(len(one.kind.ranks), _alone_at_peak(step, one.kind.cluster)) for one in step.kinds]
+        rate = sum(count / seconds for count, seconds in alone if seconds)
+        return 1 / rate if rate else 0.0
+    return _alone_at_peak(step, step.cluster) / ranks
+
+
+def _alone_at_peak(step: Estimate, cluster: Cluster) -> float:
     seconds = 0.0
     for part in step.parts:
         for operator in part.graph.operators:
@@ -111,8 +119,8 @@ def _seconds_at_peak(step: Estimate) -> float:
                 _, backward = backward_work(sharding, operator, trained)
                 times = any(trained) * (ATTENTION if attends else backward)
                 dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
-                seconds += (1 + times) * sharding.flops / step.cluster.peak(dtype)
-    return step.settings.accumulate * step.cluster.fraction * seconds
+                seconds += (1 + times) * sharding.flops / cluster.peak(dtype)
+    return step.settings.accumulate * cluster.fraction * seconds
 
 
 def _sender(part: StageEstimate, ref: Ref, made: Set[str]) -> str:

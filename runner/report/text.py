@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,13 @@ def operator_table(content: Content) -> str:
     return "\n".join(lines)
 
 
+def _ranges(ranks: Sequence[int]) -> str:
+    """Increasing numbers as ranges: 0-3, 6."""
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
 def _ranks(mesh: Mapping[str, int], group: int) -> str:
     size = math.prod(mesh.values())
     return str(group) if size == 1 else f"{group * size}-{(group + 1) * size - 1}"
@@ -251,6 +258,12 @@ def totals(content: Content) -> str:
         f"sent per step and {'server' if 'server' in content else 'rank'}: {sent}",
         f"memory per rank: {memory}; at most {shown_bytes(needed['peak'])} at once, in {needed['peak_in']}",
         f"estimated time per step: {cost['total'] * 1e3:.2f} ms on {cost['cluster']}: {times}",
+    ]
+    lines += [
+        f"rank{'s' * (len(kind['ranks']) > 1)} {_ranges(kind['ranks'])}: {kind['cluster']}, {kind['rows']} rows, "
+        f"{kind['cost']['total'] * 1e3:.2f} ms ({kind['cost']['compute'] * 1e3:.2f} ms compute), "
+        f"{shown_bytes(kind['memory']['peak'])} of {shown_bytes(kind['memory_limit'])}"
+        for kind in content.get("kinds", ())
     ]
     copies, recompute = content["copies"], content.get("recompute")
     if copies["count"] > 1:

@@ -106,7 +106,8 @@ def sharded(prepared: Prepared, rank: RankContext, slices: Slices, axes: Axes) -
     """
     assert prepared.step is not None
     config, short, compile_ = prepared.config, prepared.short, prepared.config.train.compile
-    program = lowering.training_program(config, *prepared.step)
+    graph, plan = prepared.step
+    program = lowering.training_program(config, graph, plan.of_rank(rank.rank))
     evaluations = {
         rows: lowering.evaluation_program(config, evaluation.graph, evaluation.plan)
         for rows, evaluation in prepared.evaluations.items()

@@ -3,6 +3,7 @@
 Invariant: an axis occurs at most once in a layout. Every rank's slice is one rectangular block of the tensor, and all
 slices have the same local shape: where a dim does not divide, slices are as long as the first one, and what the last
 one holds beyond the end of the dim is padding (zeros, or whatever operators made of zeros; gradients there are zero).
+On a mesh with a `Share` slices along its axis have different lengths, without padding.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Shape of one slice, padding included."""
-        return tuple([-(-size // count) for size, count in zip(shape, self.counts(mesh), strict=True)])
+        return tuple([mesh.length(size, dim) if dim else size for size, dim in zip(shape, self.dims, strict=True)])
 
     def local_elements(self, shape: Sequence[int], mesh: Mesh) -> int:
         """Elements of one slice, padding included."""
@@ -79,7 +80,7 @@ class Layout:
     def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
         """The part of the tensor that `rank` holds, (start, stop) per dim, without padding."""
         local = self.local_shape(shape, mesh)
-        starts = [mesh.index(rank, dim) * size for dim, size in zip(self.dims, local, strict=True)]
+        starts = [mesh.start(rank, size, dim) for dim, size in zip(self.dims, shape, strict=True)]
         return tuple(
             (min(start, length), min(start + size, length))
             for start, size, length in zip(starts, local, shape, strict=True)

@@ -1,6 +1,7 @@
 """The device mesh: named axes, outermost (slowest link) first; rank = row-major coordinate. Pure arithmetic.
 
-Invariant: a rank's coordinate along every axis is unique, so a set of axes cuts the ranks into equal groups.
+Invariant: a rank's coordinate along every axis is unique, so a set of axes cuts the ranks into equal groups. Slices are
+equal, except along the one axis of a `Share`: a mesh with a share is the mesh as the ranks of one coordinate see it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise, product
 
@@ -15,10 +17,27 @@ from strategies.core.errors import StrategyError
 
 
 @dataclass(frozen=True)
+class Share:
+    """What the ranks of one coordinate along `axis` have of a dim that the axis slices: `start` to `stop` of `total`
+    equal parts."""
+
+    axis: str
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def fraction(self) -> Fraction:
+        return Fraction(self.stop - self.start, self.total)
+
+
+@dataclass(frozen=True)
 class Mesh:
-    """`axes` are (name, size) pairs, outermost first. Size-1 axes are allowed and never matter."""
+    """`axes` are (name, size) pairs, outermost first. Size-1 axes are allowed and never matter. Without a `share` all
+    slices are equal."""
 
     axes: tuple[tuple[str, int], ...]
+    share: Share | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -53,6 +72,41 @@ class Mesh:
     def product(self, axes: Iterable[str]) -> int:
         """Number of slices that `axes` make together."""
         return math.prod(map(self.sizes.__getitem__, axes))
+
+    @cached_property
+    def even(self) -> Mesh:
+        """The mesh with equal slices."""
+        return self if self.share is None else Mesh(self.axes)
+
+    def parts(self, axes: Iterable[str]) -> Fraction:
+        """The number of slices like one's own that `axes` make together: `product`, where slices are equal."""
+        names = tuple(axes)
+        if self.share is None or self.share.axis not in names:
+            return Fraction(self.product(names))
+        return Fraction(self.product(names), self.sizes[self.share.axis]) / self.share.fraction
+
+    def length(self, size: int, axes: Sequence[str]) -> int:
+        """The length of one slice that `axes` (major to minor) make of a dim of `size`, padding included.
+
+        Raises StrategyError where the share has no integer number of elements.
+        """
+        if self.share is None or self.share.axis not in axes:
+            return -(-size // self.product(axes)) if axes else size
+        length = size / self.parts(axes)
+        if length.denominator > 1 or axes[0] != self.share.axis or size % self.share.total:
+            raise StrategyError(
+                "MW414",
+                f"A dim of {size} elements over {'*'.join(axes)} has no slice for {self.share.stop - self.share.start} "
+                f"of {self.share.total} rows.",
+            )
+        return length.numerator
+
+    def start(self, rank: int, size: int, axes: Sequence[str]) -> int:
+        """Where the slice of `rank` of a dim of `size` begins. Raises StrategyError as `length`."""
+        length = self.length(size, axes)
+        if self.share is None or self.share.axis not in axes:
+            return self.index(rank, axes) * length
+        return size * self.share.start // self.share.total + self.index(rank, axes[1:]) * length
 
     def coordinate(self, rank: int, axis: str) -> int:
         return rank // self.strides[axis] % self.sizes[axis]

@@ -7,13 +7,14 @@ Invariant: together with the operator graph it determines the program of every r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 from strategies.core.graph import Source, modules_around
 from strategies.core.layout import Layout
-from strategies.core.mesh import Mesh
+from strategies.core.mesh import Mesh, Share
 
 Origin = Literal["configured", "data_parallel", "propagated", "searched", "default", "no rule", "copies"]
 
@@ -58,7 +59,8 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Plan:
-    """`operators` by plan name, `inputs` by batch entry, `tensors` (parameters, buffers, constants) by full name."""
+    """`operators` by plan name, `inputs` by batch entry, `tensors` (parameters, buffers, constants) by full name.
+    `batch_rows`: the rows of a micro-batch on each rank along the axis that slices the batch; () for equal slices."""
 
     mesh: Mesh
     operators: Mapping[str, OperatorPlan]
@@ -66,6 +68,22 @@ class Plan:
     tensors: Mapping[str, Layout]
     search: Mapping[str, Any] = field(default_factory=dict)
     recompute: Recompute | None = None
+    batch_rows: tuple[int, ...] = ()
+
+    @property
+    def batch_axes(self) -> frozenset[tuple[str, ...]]:
+        """The axes that slice the rows of each batch entry."""
+        return frozenset(layout.dims[0] if layout.dims else () for layout in self.inputs.values())
+
+    def of_rank(self, rank: int) -> Plan:
+        """The plan as `rank` sees it: its mesh has the share of the rank where the slices of the batch differ."""
+        if not self.batch_rows:
+            return self
+        ((axis,),) = self.batch_axes
+        own = self.mesh.coordinate(rank, axis)
+        ends = tuple(accumulate(self.batch_rows))
+        share = Share(axis, ends[own] - self.batch_rows[own], ends[own], ends[-1])
+        return replace(self, mesh=replace(self.mesh, share=share))
 
     def local_bytes(self, source: Source) -> int:
         """Bytes of a rank's slice of a parameter, buffer or constant."""
@@ -87,7 +105,7 @@ class Plan:
             "tensors": {name: layout_to_json(layout) for name, layout in self.tensors.items()},
             "search": dict(self.search),
             "recompute": None if self.recompute is None else asdict(self.recompute),
-        }
+        } | ({"batch_rows": list(self.batch_rows)} if self.batch_rows else {})
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
@@ -106,6 +124,7 @@ class Plan:
             {name: layout_from_json(layout) for name, layout in data["tensors"].items()},
             data["search"],
             _recompute_from_json(data.get("recompute")),
+            tuple(data.get("batch_rows", ())),
         )
 
 

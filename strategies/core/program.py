@@ -24,13 +24,15 @@ KEY = Ref("random_key")
 
 @dataclass(frozen=True)
 class RankValue:
-    """The index of a rank's slice over `axes`, times `stride`."""
+    """The index of a rank's slice over `axes`; or where that slice, of length `stride`, begins."""
 
     axes: tuple[str, ...]
-    stride: int
+    stride: int | None = None
 
     def of(self, mesh: Mesh, rank: int) -> int:
-        return mesh.index(rank, self.axes) * self.stride
+        if self.stride is None:
+            return mesh.index(rank, self.axes)
+        return mesh.start(rank, int(mesh.parts(self.axes) * self.stride), self.axes)
 
 
 class Ordinal(int):

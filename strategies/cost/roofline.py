@@ -109,6 +109,9 @@ def shares(sharding: Sharding, assignment: Assignment, mesh: Mesh) -> dict[str, 
     share = {}
     for factor, axes in assignment.items():
         size, count = sharding.sizes[factor], mesh.product(axes)
+        if mesh.share is not None and mesh.share.axis in axes:
+            share[factor] = float(1 / mesh.parts(axes))
+            continue
         size = size if size % count == 0 else max(sharding.lengths_of(factor))
         share[factor] = -(-size // count) / size if size else 1.0
     return share

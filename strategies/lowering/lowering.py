@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from strategies.core.errors import StrategyError
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, refs, rewrite, wide
 from strategies.core.layout import Layout, Windows
 from strategies.core.mesh import Mesh
@@ -34,7 +35,7 @@ from strategies.core.program import (
     RankValue,
     Redistribute,
 )
-from strategies.core.steps import EXCHANGE, ReshardingPath, Step
+from strategies.core.steps import ALL_REDUCE, EXCHANGE, LOCAL, SLICE, ReshardingPath, Step
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.rules.registry import changed, named
@@ -63,8 +64,13 @@ def lower(
         ordinals: for a stage of a pipeline, the numbers of random operators in the unsplit model, by operator id.
         open_axes: axes over which a parameter's gradient, by name, is at least reduced after backward, because other
             stages of the same ranks add to it.
+
+    Raises:
+        StrategyError: the mesh of `plan` has a share, and ranks with others would have to exchange their slices.
     """
-    return _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
+    program = _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
+    check_share(program)
+    return program
 
 
 def random_ordinals(graph: OperatorGraph, options: LoweringOptions = DEFAULT_OPTIONS) -> dict[str, int]:
@@ -83,6 +89,32 @@ def local_instructions(
     if sharding.local is not None:
         emission.emit(operator, sharding, assignment, operator.args, operator.keywords)
     return emission.instructions
+
+
+def unequal(what: str) -> StrategyError:
+    """The refusal of slices of different sizes in `what`."""
+    return StrategyError(
+        "MW414",
+        f"The ranks have different numbers of rows of the batch, which {what} cannot be computed with: it needs values "
+        "of other ranks' rows, or slices of one size. Use equal slices (parallel.batch_rows=[] and cluster.groups=[]), "
+        "or a model whose rows do not depend on one another.",
+    )
+
+
+def check_share(program: Program) -> None:
+    """Raises StrategyError where ranks with different shares would communicate slices: only sums of tensors of one
+    shape pass between them."""
+    share = program.mesh.share
+    if share is None:
+        return
+    for carried in program.redistributions:
+        for step in (*carried.forward, *(carried.backward if carried.differentiable else ())):
+            larger = step.before if step.kind == SLICE else step.after
+            alone = step.kind == ALL_REDUCE or (step.kind in LOCAL and not larger.dims[step.dim])
+            if share.axis in step.axes and not alone:
+                raise unequal(carried.operator)
+            if step.kind == EXCHANGE and share.axis in step.before.axes | step.after.axes:
+                raise unequal(carried.operator)
 
 
 def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh) -> frozenset[str]:
@@ -202,9 +234,18 @@ class Emitter:
         return Ref(fresh)
 
     def slices(self, *factors: str) -> int:
-        return self.emission.mesh.product(self._axes(factors))
+        mesh, axes = self.emission.mesh, self._axes(factors)
+        if mesh.share is not None and mesh.share.axis in axes:
+            raise unequal(self.operator.where)
+        return mesh.product(axes)
 
-    def position(self, factors: str | Dims, stride: int = 1) -> RankValue:
+    def parts(self, *factors: str) -> float:
+        axes, mesh = self._axes(factors), self.emission.mesh
+        if mesh.share is None or mesh.share.axis not in axes:
+            return mesh.product(axes)
+        return float(mesh.parts(axes))
+
+    def position(self, factors: str | Dims, stride: int | None = None) -> RankValue:
         return RankValue(self._axes((factors,) if isinstance(factors, str) else factors), stride)
 
     def size(self, factor: str) -> int:

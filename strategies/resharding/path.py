@@ -66,6 +66,7 @@ def resharding_path(before: Layout, after: Layout, shape: tuple[int, ...], mesh:
     Raises:
         StrategyError: A layout does not fit the shape, or no path leads to the target.
     """
+    mesh = mesh.even  # every rank takes the same path, whatever its share
     if 1 in mesh.sizes.values():  # an axis of one rank slices nothing and needs no collective
         before, after = _without_single(before, mesh), _without_single(after, mesh)
     if len(before.dims) != len(shape) or len(after.dims) != len(shape):

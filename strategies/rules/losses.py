@@ -1,11 +1,11 @@
 """Losses of elements, of rows and over classes, with every reduction. Sliced elements or rows leave partial sums.
 
-A mean over slices of equal size is the mean of one slice divided by the number of slices. The dim over which a row's
-own loss is taken stays replicated, except for classes (cross-entropy and negative log likelihood), which are a padded
-factor: a slice of the classes needs one thing from the others, the logarithm of the sum of all exponentials; each slice
-sends its largest score and its sum of exponentials relative to that. Then it adds up its own classes' part of the loss,
-so that the losses of the slices are summands. `mean` divides by the weight of the targets that count (ignore_index,
-class weights), added up over all predictions.
+A mean is the sum over slices of their means, each divided by the number of slices of its size. The dim over which a
+row's own loss is taken stays replicated, except for classes (cross-entropy and negative log likelihood), which are a
+padded factor: a slice of the classes needs one thing from the others, the logarithm of the sum of all exponentials;
+each slice sends its largest score and its sum of exponentials relative to that. Then it adds up its own classes' part
+of the loss, so that the losses of the slices are summands. `mean` divides by the weight of the targets that count
+(ignore_index, class weights), added up over all predictions.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def _sliced(operator: Operator, local: Local, options: dict[str, Any], dim: int)
 def _class(operator: Operator, local: Local) -> Ref:
     options, shape = local.arguments, local.operand_shape(0)
     scores_dims, predictions = _dims(len(shape))
-    slices, cut = local.slices(*predictions), local.slices("c") > 1
-    if not cut and (options["reduction"] != MEAN or slices == 1):
+    parts, cut = local.parts(*predictions), local.slices("c") > 1
+    if not cut and (options["reduction"] != MEAN or parts == 1):
         return local.itself()
     scores, target = local.args[:2]
     total = _sliced(operator, local, options, scores_dims.index("c")) if cut else local.itself(reduction=SUM)
@@ -209,7 +209,7 @@ def _class(operator: Operator, local: Local) -> Ref:
     if len(local.operand_shape(1)) == len(shape):  # class probabilities: torch divides by the number of predictions
         return local.call("aten.div.Tensor", total, math.prod(local.size(factor) for factor in predictions))
     counted = local.call("local.target_weight", scores, target, options["weight"], options["ignore_index"])
-    if slices > 1:
+    if parts > 1:
         counted = local.sum_over(counted, *predictions, dtype=wide(operator.results[0].dtype))
     return local.call("local.divided", total, counted)
 

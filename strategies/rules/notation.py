@@ -212,11 +212,11 @@ def _added_once(positions: Sequence[int], summed: Sequence[str]) -> LocalProgram
 
 
 def mean_of(summed: Sequence[str]) -> LocalProgram:
-    """The operator itself, divided by the number of slices, so that the partial results add up to the mean."""
+    """The operator itself, divided by the number of such slices, so that the partial results add up to the mean."""
 
     def program(operator: Operator, local: Local) -> Ref:
-        value, slices = local.itself(), local.slices(*summed)
-        return value if slices == 1 else local.call("aten.div.Tensor", value, slices)
+        value, parts = local.itself(), local.parts(*summed)
+        return value if parts == 1 else local.call("aten.div.Tensor", value, parts)
 
     return program
 

@@ -173,7 +173,7 @@ def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dim
     blocks = []
     for position, own in enumerate(dims):
         sizes = local.operand_shape(position)
-        shape = tuple(n * local.slices(name) if name else n for name, n in zip(own, sizes, strict=True))
+        shape = tuple(round(n * local.parts(name)) if name else n for name, n in zip(own, sizes, strict=True))
         blocks.append((shape, starts_of(local, own, sizes)))
     starts = starts_of(local, result, lengths)
     return call("local.random_block", *seeds, tuple(blocks), starts, lengths, *args, **kwargs)

@@ -43,32 +43,36 @@ def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mes
     return result
 
 
-def carry(paths: Sequence[ReshardingPath], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
+def carry(
+    paths: Sequence[ReshardingPath], tensors: Sequence[Sequence[Tensor]], mesh: Mesh, by_rank: Sequence[Mesh] = ()
+) -> list[list[Tensor]]:
     """One value along each path, on all ranks, with one collective for all.
 
     Args:
         paths: with the same collectives over the same axes.
         tensors: by path and rank.
+        mesh: that of all ranks.
+        by_rank: the mesh as each rank sees it, where it has shares.
 
     Returns:
         The results by path and rank; none shares memory with another or with an input.
     """
-    now = [list(value) for value in tensors]
+    now, meshes = [list(value) for value in tensors], by_rank or (mesh,) * mesh.size
     for steps in zip(*paths, strict=True):
         if steps[0].kind in LOCAL:
             now = [
-                [local(step, mesh, rank)(tensor) for rank, tensor in enumerate(value)]
+                [local(step, meshes[rank], rank)(tensor) for rank, tensor in enumerate(value)]
                 for step, value in zip(steps, now, strict=True)
             ]
         else:
-            _communicate(steps, now, mesh)
+            _communicate(steps, now, meshes)
     return [[tensor.clone() for tensor in value] for value in now]
 
 
-def _communicate(steps: Sequence[Step], values: list[list[Tensor]], mesh: Mesh) -> None:
+def _communicate(steps: Sequence[Step], values: list[list[Tensor]], meshes: Sequence[Mesh]) -> None:
     """The one collective that stands for `steps`, in place of `values`."""
-    for group in map(sorted, mesh.groups(steps[0].axes)):
-        transfers = [Transfer(steps, mesh, rank) for rank in group]
+    for group in map(sorted, meshes[0].groups(steps[0].axes)):
+        transfers = [Transfer(steps, meshes[rank], rank) for rank in group]
         pairs = [
             transfer.pack([value[rank] for value in values]) for rank, transfer in zip(group, transfers, strict=True)
         ]
@@ -90,7 +94,7 @@ def _communicate(steps: Sequence[Step], values: list[list[Tensor]], mesh: Mesh) 
 
 
 def redistribute(
-    instruction: Redistribute | Fused, mesh: Mesh, tensors: Sequence[Sequence[Tensor]]
+    instruction: Redistribute | Fused, mesh: Mesh, tensors: Sequence[Sequence[Tensor]], by_rank: Sequence[Mesh] = ()
 ) -> list[list[Tensor]]:
     """A redistribution, or several that are joined, on all ranks: `tensors` and the results by part and rank."""
     parts = instruction.parts
@@ -99,10 +103,10 @@ def redistribute(
         return [list(flat[start : start + mesh.size]) for start in range(0, len(flat), mesh.size)]
 
     def carrier(paths: Sequence[ReshardingPath]) -> Carrier:
-        return lambda flat: list(chain(*carry(paths, by_part(flat), mesh)))
+        return lambda flat: list(chain(*carry(paths, by_part(flat), mesh, by_rank)))
 
     if not instruction.differentiable:
-        return carry([part.forward for part in parts], tensors, mesh)
+        return carry([part.forward for part in parts], tensors, mesh, by_rank)
     forward, backward = carrier([part.forward for part in parts]), carrier([part.backward for part in parts])
     scales = tuple(part.scale for part in parts for _ in range(mesh.size))
     return by_part(Redistribution.apply(forward, backward, scales, False, *chain(*tensors)))  # type: ignore[no-untyped-call]
@@ -127,13 +131,17 @@ class Simulation:
     Args:
         program: what `lower` made.
         values: the global tensor of every source (batch entries, parameters, buffers, constants), by name.
+        by_rank: the program of each rank where their meshes have shares: the same instructions for other shapes.
     """
 
-    def __init__(self, program: Program, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, program: Program, values: Mapping[str, Tensor], by_rank: Sequence[Program] = ()) -> None:
         self.program, self.mesh = program, program.mesh
+        self.by_rank = tuple(by_rank) or (program,) * self.mesh.size
+        self.meshes = tuple(own.mesh for own in self.by_rank)
         self.slices: dict[Ref, list[Any]] = {}
         for source in program.sources:
-            pieces = shard(values[source.name], program.layouts[source.id], self.mesh)
+            layout, value = program.layouts[source.id], values[source.name]
+            pieces = [cut(value, layout, own.mesh, rank) for rank, own in enumerate(self.by_rank)]
             self.slices[Ref(source.id)] = [piece.requires_grad_(source.trainable) for piece in pieces]
 
     def run(self, key: int = 0) -> list[list[Any]]:
@@ -147,7 +155,7 @@ class Simulation:
         """
         values: dict[Ref, list[Any]] = {**self.slices, KEY: [key] * self.mesh.size}
         started: dict[Ref, dict[Ref, list[Any]]] = {}
-        for instruction in self.program.instructions:
+        for number, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, Start):
                 started[Ref(instruction.id)] = {ref: values[ref] for ref in instruction.operands}
             elif isinstance(instruction, Wait):
@@ -157,7 +165,7 @@ class Simulation:
             elif isinstance(instruction, Copy):
                 values[Ref(instruction.id)] = [tensor.clone() for tensor in values[instruction.value]]
             else:
-                self._compute(instruction, values)
+                self._compute(number, instruction, values)
         assert not started, "every start has its wait"
         for rank in range(self.mesh.size):
             written = [(self.slices[Ref(buffer)][rank], values[ref][rank]) for buffer, ref in self.program.updates]
@@ -165,19 +173,21 @@ class Simulation:
         return [values[ref] for ref in self.program.outputs]
 
     def _carried(self, of: Redistribute | Fused, values: Mapping[Ref, list[Any]]) -> dict[Ref, list[Any]]:
-        results = redistribute(of, self.mesh, [values[part.value] for part in of.parts])
+        results = redistribute(of, self.mesh, [values[part.value] for part in of.parts], self.meshes)
         return {Ref(of.id, number): value for number, value in enumerate(results)}
 
-    def _compute(self, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
+    def _compute(self, number: int, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
         calls: list[tuple[Any, Any]] = []
-        for rank in range(self.mesh.size):
+        for rank, program in enumerate(self.by_rank):
+            own = program.instructions[number]
+            assert isinstance(own, Compute) and own.id == instruction.id
 
-            def local(leaf: Any, rank: int = rank) -> Any:
+            def local(leaf: Any, rank: int = rank, mesh: Mesh = program.mesh) -> Any:
                 if isinstance(leaf, Ref):
                     return values[leaf][rank]
-                return leaf.of(self.mesh, rank) if isinstance(leaf, RankValue) else leaf
+                return leaf.of(mesh, rank) if isinstance(leaf, RankValue) else leaf
 
-            args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
+            args, kwargs = rewrite(own.args, local), rewrite(dict(own.kwargs), local)
             calls.append((args, kwargs))
         function: Callable[..., Any] = resolve(instruction.target)
         if isinstance(instruction, Cooperate):

@@ -53,6 +53,8 @@ def filled(piece: Tensor, shape: Sequence[int]) -> Tensor:
 def local(step: Step, mesh: Mesh, rank: int) -> Callable[[Tensor], Tensor]:
     """The function that carries out a step that sends nothing: its own slice, or that slice among zeros."""
     n, index, dim = mesh.product(step.axes), mesh.index(rank, step.axes), step.dim
+    if mesh.share is not None and mesh.share.axis in step.axes:
+        return _of_share(step, mesh, rank)
     length, end = step.cut_length(mesh), step.joined_length(mesh, step.dim)
 
     def own(tensor: Tensor) -> Tensor:
@@ -66,6 +68,22 @@ def local(step: Step, mesh: Mesh, rank: int) -> Callable[[Tensor], Tensor]:
         wide = tensor.new_zeros((*tensor.shape[:dim], size * n, *tensor.shape[dim + 1 :]))
         wide.narrow(dim, index * size, size).copy_(tensor)
         return _resized(wide, dim, end)
+
+    return own if step.kind == SLICE else padded
+
+
+def _of_share(step: Step, mesh: Mesh, rank: int) -> Callable[[Tensor], Tensor]:
+    """`local` along the axis of the mesh's share, of a dim that no other axis slices on the larger side."""
+    sliced, size, dim = step.after if step.kind == SLICE else step.before, step.shape[step.dim], step.dim
+    start, length = mesh.start(rank, size, sliced.dims[dim]), mesh.length(size, sliced.dims[dim])
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.narrow(dim, start, length).contiguous()
+
+    def padded(tensor: Tensor) -> Tensor:
+        wide = tensor.new_zeros((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
+        wide.narrow(dim, start, length).copy_(tensor)
+        return wide
 
     return own if step.kind == SLICE else padded
 

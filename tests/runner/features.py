@@ -77,6 +77,7 @@ FEATURES: dict[str, Feature] = {
     "evaluation": _set("evaluate.every", 1),
     "stand_alone": Feature("mode", ("parallel=stand_alone", "world_size=1")),
     "data_parallel": Feature("mode", ("parallel=data_parallel",)),
+    "uneven": Feature("mode", ("parallel=data_parallel", "cluster.groups=[{devices: 3}, {devices: 1, speed: 0.5}]")),
     "semi_auto": Feature("mode", ("parallel=semi_auto", STRATEGIES)),
     "auto": Feature("mode", ("parallel=auto", STRATEGIES)),
     "hybrid": Feature("mode", ("parallel=hybrid",)),

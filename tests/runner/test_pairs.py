@@ -31,6 +31,7 @@ ACTIVATIONS = ("activations on the host", "activations on a disk")
 AS_IT_IS = ("stand_alone", "hybrid")
 """Modes that run the user's module."""
 SERVED = ("parameter_server",)
+UNEVEN, GROUPS = ("uneven",), "cluster.groups"
 STAGES, STAGE, COMPILE, MODE = (
     "parallel.pipeline.stages",
     "parallel.zero.stage",
@@ -54,6 +55,10 @@ REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = 
     (("place",), AS_IT_IS, ("parallel.place", MODE)),
     (("copies",), AS_IT_IS, ("parallel.copies", MODE)),
     (("compile",), AS_IT_IS, (COMPILE, MODE)),
+    (SCHEDULES, UNEVEN, (STAGES, GROUPS)),
+    (("recompute auto",), UNEVEN, ("parallel.recompute.operators", GROUPS)),
+    (("copies",), UNEVEN, ("parallel.copies", GROUPS)),
+    (("compile",), UNEVEN, (COMPILE, GROUPS)),
     (SCHEDULES, SERVED, (STAGES, MODE)),
     (ZERO, SERVED, (STAGE, MODE)),
     (RECOMPUTE, SERVED, ("parallel.recompute.operators", MODE)),
