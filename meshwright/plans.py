@@ -53,7 +53,7 @@ MODES = ("auto", "semi_auto", "data_parallel")
 """In which a rank runs one program."""
 TARGETS = ("torch",)
 """Of exports."""
-OF_RUNS = ("comm_overlap", "dump_ir", "offload", "server")
+OF_RUNS = ("batch_rows", "comm_overlap", "dump_ir", "offload", "server")
 """Keys of the section `parallel` that only `run train` carries out."""
 
 _log = logging.getLogger("meshwright")
@@ -345,6 +345,12 @@ def _planned(
     if shapes_alone:
         given = pretend(objective, given)
     prepared, captured = prepare_given(config, objective, given, _log.info)
+    if prepared.plan is not None and prepared.plan.batch_rows:
+        raise ConfigError(
+            "MW464",
+            "meshwright.plan: the cluster has groups of devices of unequal speed, whose ranks take unequal rows; only "
+            "`run train` slices batches so. Describe it without cluster.groups.",
+        )
     content, _ = plan_content(prepared)
     content |= {
         "title": f"{config.model.target} on {prepared.world_size} ranks",

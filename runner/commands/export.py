@@ -20,8 +20,15 @@ def run(config: Config, run_dir: Path) -> float | None:
     from runner.report.units import shown_path
 
     prepared = prepare_decided(config, None)
-    if prepared.plan is None or prepared.stages:
-        what = "a pipeline" if prepared.stages else f"parallel.mode = {config.parallel.mode!r}, which has no plan"
+    if prepared.plan is None or prepared.stages or prepared.plan.batch_rows:
+        uneven = "slices of unequal rows (parallel.batch_rows, cluster.groups)"
+        what = (
+            "a pipeline"
+            if prepared.stages
+            else uneven
+            if prepared.plan
+            else f"parallel.mode = {config.parallel.mode!r}, which has no plan"
+        )
         raise ConfigError("MW465", f"export: torch has no program for {what}; choose another plan.")
     title = f"{config.model.target} on {prepared.world_size} ranks"
     code = program(prepared, title, allow_changes=config.export.allow_changes)

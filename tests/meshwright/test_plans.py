@@ -178,6 +178,7 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     refused("MW464", lambda: planned(pipeline=2, mesh=4))
     refused("MW464", lambda: planned(offload={"optimizer": "host"}))
     refused("MW464", lambda: planned(mode="hybrid", mesh=4))
+    refused("MW464", lambda: planned(batch_rows=[3, 3, 1, 1], mesh=4))
     refused("MW464", lambda: planned(network(dtype=torch.float16)))
     refused("MW201", lambda: planned(serach="auto"))
     refused("MW204", lambda: planned(search="fastest"))
