@@ -162,12 +162,13 @@ def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int]) ->
     depth = next((values[name] for name in DEPTHS if name in values), None)
     chosen = _representatives(values, depth, scale.layers) if isinstance(depth, int) else []
     for name, value in values.items():
+        if _is_config(value):
+            given[name] = _rebuilt(value, divisor, scale, special)
+            continue
         derived = value == usual.get(name) and (
             declared[name] is None or isinstance(declared[name], str) > isinstance(value, str)
         )
-        if _is_config(value):
-            small, derived = _rebuilt(value, divisor, scale, special), False
-        elif isinstance(value, (list, tuple)) and len(value) == depth > len(chosen):
+        if isinstance(value, (list, tuple)) and len(value) == depth > len(chosen):
             small, derived = [value[index] for index in chosen], not scale.lists
         elif isinstance(value, (list, tuple)) and name.endswith(("indices", "indexes")):
             small = type(value)(_spread(_integers(value), scale.layers))
