@@ -203,7 +203,7 @@ def _table(prepared: Prepared, tensor: _Tensor) -> str:
     partial = " ".join(mesh.sorted(tensor.layout.partial)) or "-"
     rows = [("rank", *(f"dim {dim}" for dim in range(len(shape))), "partial over")]
     for rank in range(mesh.size):
-        block = tensor.layout.block(shape, mesh, rank)
+        block = tensor.layout.block(shape, prepared.plan.of_rank(rank).mesh, rank)
         rows.append((str(first + rank), *(f"{start}:{stop}" for start, stop in block), partial))
     title = f"{tensor.name} {list(shape)} {tensor.spec.dtype}, {tensor.kind}{stage}"
     return "\n".join([title, *(f"  {line}" for line in text_table(rows).split("\n"))])

@@ -118,3 +118,13 @@ def test_what_is_refused(code: str, words: tuple[str, ...], command: Callable[..
 
 def test_groups_say_how_many_ranks_there_are() -> None:
     assert compose_config(*SMALL, *THREE, "world_size=null", SLOWER).world_size == 3
+
+
+def test_explain_shows_the_slices_of_every_rank(command: Callable[..., Any]) -> None:
+    done = command("explain", *SMALL, *THREE, "parallel.batch_rows=[5, 5, 2]", "--slices", "inner")
+    assert done.code == 0, done.err
+    assert [line.split()[1] for line in done.out.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])] == [
+        "0:5",
+        "5:10",
+        "10:12",
+    ]
