@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SHARE = 12
+SHARE = 16
 """The sample holds one of every `SHARE` tests of a file, rounded up."""
 
 

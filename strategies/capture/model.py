@@ -20,6 +20,7 @@ from torch.utils import _pytree
 
 from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.exported import dtype_of, read
+from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import in_library, short
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import check_hooks, check_nodes, refusing_unseen
@@ -123,7 +124,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
             module.training = mode
     check_nodes(exported.graph, training)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
-    return Captured(_needed(graph), tensors)
+    return Captured(unmerged(_needed(graph)), tensors)
 
 
 def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = False) -> None:
