@@ -20,13 +20,12 @@ from pathlib import Path
 
 from runner.errors import ConfigError
 from runner.packages import ROOT
+from runner.training.loggers import PACKAGES
 
 LIBRARIES = ("torch", "deepspeed", "hydra", "omegaconf", "pydantic", "numpy", "tqdm")
 DISTRIBUTIONS = {"hydra": "hydra-core"}
 OPTIONAL = {
-    "tensorboard": "report.loggers=[tensorboard]",
-    "wandb": "report.loggers=[wandb]",
-    "mlflow": "report.loggers=[mlflow]",
+    **{name: f"report.loggers=[{name}]" for name in PACKAGES},
     "transformers": "model.target=transformers.X",
 }
 BESIDE_RUNNER = ("conf", "recipes", "models", "strategies")
@@ -87,7 +86,7 @@ def _imported(name: str) -> str:
 
 def _optional(name: str, use: str) -> str:
     absent = importlib.util.find_spec(name) is None
-    return f"absent; only {use} needs it" if absent else importlib.metadata.version(name)
+    return f"absent; only {use} needs it" if absent else importlib.metadata.version(PACKAGES.get(name, name))
 
 
 def _compiler() -> str:

@@ -20,6 +20,7 @@ ALLOWED = {
 SPECIAL = {
     "strategies/optimizer/zero/engine.py": {"deepspeed"},
     "runner/build/huggingface.py": {"transformers"},
+    "runner/training/loggers.py": {"mlflow", "wandb"},
 }
 
 

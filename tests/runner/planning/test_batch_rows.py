@@ -60,7 +60,7 @@ def test_uneven_rows_with_zero(stage: int, start: Callable[..., Any]) -> None:
 
 def test_rows_follow_the_speeds_and_the_plan_says_what_each_kind_needs(start: Callable[..., Any]) -> None:
     words = ("data.batch_size=60", SLOWER, "cluster=one_gpu", *DEVICES)
-    content = json.loads((start(*SMALL, *THREE, *words, verb="plan").folder / "plan.json").read_text())
+    content = json.loads((start(*SMALL, *THREE, *words, verb="plan").folder / "plan.json").read_text(encoding="utf-8"))
     fast, slow = content["kinds"][0], content["kinds"][-1]
     assert slow["ranks"] == [2] and sum(len(kind["ranks"]) for kind in content["kinds"]) == 3
     assert (fast["rows"], slow["rows"]) == (content["batch_rows"][0], content["batch_rows"][2])
@@ -78,7 +78,7 @@ def test_no_kind_gets_more_rows_than_its_memory_is_large_enough_for(
         one_gpu = ("cluster=one_gpu", *DEVICES, f"cluster.machine.memory={memory}")
         done = command("plan", *SMALL, *THREE, "data.batch_size=60", groups, *one_gpu, f"hydra.run.dir={memory}")
         assert done.code == 0, done.err
-        content: dict[str, Any] = json.loads((tmp_path / str(memory) / "plan.json").read_text())
+        content: dict[str, Any] = json.loads((tmp_path / str(memory) / "plan.json").read_text(encoding="utf-8"))
         return content
 
     free = planned(1e10)

@@ -107,7 +107,7 @@ def test_a_run_that_cannot_grow_waits_for_twice_as_many_checkpoints(monkeypatch,
     ready = Ready(4, "cpu", b"", None, ())
     waits = []
 
-    def start(entry, ready, config, run_dir, payload, until):
+    def start(entry, ready, config, run_dir, payload, until, hosts):
         if until is None:
             raise RunFailed("MW711", "rank 3 was killed.", rank=3)
         waits.append(until.after)

@@ -37,7 +37,7 @@ def run(name: str, folder: Path, first: int, last: int) -> None:
 def test_csv(tmp_path: Path) -> None:
     run("csv", tmp_path, 1, 3)
     run("csv", tmp_path, 3, 4)  # resumed after step 2
-    with (tmp_path / "metrics.csv").open(newline="") as file:
+    with (tmp_path / "metrics.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2", "3", "4", "4"]
     assert [float(row["train/loss"]) for row in rows if row["train/loss"]] == [1, 1 / 2, 1 / 3, 1 / 4]
@@ -94,7 +94,7 @@ def test_wandb(tmp_path: Path) -> None:
 
     run("wandb", tmp_path, 1, 2)
     run("wandb", tmp_path, 3, 4)
-    id = json.loads((tmp_path / "loggers.json").read_text())["wandb"]
+    id = json.loads((tmp_path / "loggers.json").read_text(encoding="utf-8"))["wandb"]
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{id}.wandb"))
     assert len(files) == 2  # `wandb sync` joins what has one id
     seen, config = {}, {}
@@ -112,14 +112,14 @@ def test_wandb(tmp_path: Path) -> None:
 def test_a_run_of_the_command(start) -> None:
     words = (*SMALL, *MODES["data_parallel"], "evaluate.every=3", "report.loggers=[csv,mlflow]")
     ended = start(*words)
-    with (ended.folder / "metrics.csv").open(newline="") as file:
+    with (ended.folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
     assert losses == ended.losses
     assert [row["step"] for row in rows if row["evaluation/loss"]] == ["3", "6"]
     from mlflow import MlflowClient
 
-    id = json.loads((ended.folder / "loggers.json").read_text())["mlflow"]
+    id = json.loads((ended.folder / "loggers.json").read_text(encoding="utf-8"))["mlflow"]
     found = MlflowClient((ended.folder / "mlruns").as_uri()).get_run(id)
     assert found.data.metrics["train/loss"] == ended.losses[-1]
     predicted = ended.plan["cost"]["total"], ended.plan["memory"]["peak"]
@@ -146,4 +146,4 @@ def test_a_logger_that_cannot_write(tmp_path: Path) -> None:
         os.remove(tmp_path / "metrics.csv")
         metrics.step(1, loss=1.0, lr=0.1, seconds=0.1, samples=4)
     assert refused.value.code == "MW808"
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1  # which comes first
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 1  # which comes first

@@ -128,6 +128,7 @@ def test_going_on_from_states_on_a_disk(start):
     assert losses == halves.losses
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_to_the_next_and_is_continued(start, tmp_path):
     """The command and its ranks are killed during a step, while tensors are being written to the disk."""
     words = ("+recipe=gpt_offload_disk", "+data.args.limit=200000", "train.log_every=1", "checkpoint.every=1")

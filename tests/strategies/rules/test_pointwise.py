@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+COVERS = "to type_as"
+"""Beside the operators of the table."""
 torch.manual_seed(1)
 DOUBLE = torch.float64
 

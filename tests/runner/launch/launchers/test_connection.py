@@ -134,6 +134,7 @@ def test_addresses() -> None:
         network.resolve("no.such.host.invalid")
 
 
+@pytest.mark.slow
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(acceptor: Acceptor) -> None:
     """More connections than this process may open files; each is served only briefly."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
