@@ -24,7 +24,7 @@ HEAD = (
     "Beside the table: on three named axes the search ends at a gap of 1 %. GPT-2 on 8 x 4 x 2 and 64 x 4 x 2",
     "devices costs 5.964 and 6.075 ms, 0.22 % more than the plans of commit 8464346. On an open mesh of 64 devices a",
     "mixture of experts of 8 layers takes 10 CPU-s (20 at commit 8464346). Not measured on open meshes: mixtures of",
-    "experts on more devices, and the 70B shape. Four joint decisions within a memory limit take 10.4 to 12.7 s, beyond",
+    "experts on more devices, and the 70B shape. Four joint decisions within a limit take 10.4 to 12.7 s, beyond",
     "their goal of 10 s, since keeping the collectives of recomputed layers is a choice of its own (88 choices for 66,",
     "6.6 to 9.2 s with the latter).",
     "",
