@@ -63,12 +63,13 @@ def catalogue() -> dict[str, Path]:
 
 
 def description(file: Path) -> str:
-    """The one-line description of a recipe: its first comment that is no `@package` header, or nothing."""
+    """The one-line description of a recipe: its first comment that is neither an `@package` header nor for editors, or
+    nothing."""
     for line in file.read_text(encoding="utf-8").splitlines():
         comment = line.removeprefix("#").strip()
         if line and not line.startswith("#"):
             break
-        if comment and not comment.startswith("@package"):
+        if comment and not comment.startswith(("@package", "yaml-language-server:")):
             return comment
     return ""
 

@@ -63,6 +63,13 @@ class Verb:
 
 
 VERBS = {
+    "init": Verb(
+        "make a project that trains at once: recipe, model, data, test, Makefile",
+        "run init mine",
+        "runner.commands.init:run",
+        composed=False,
+        usage="run init NAME",
+    ),
     "train": Verb(
         "train the model in parallel (also when no verb is given)",
         "run train +recipe=ffn_auto parallel.search=sharding_propagation",
@@ -143,11 +150,25 @@ VERBS = {
         usage="run doctor [CHECKPOINT or PLAN]    (a file, or the folder of a run)",
     ),
     "recipes": Verb(
-        "list the recipes, or print one",
+        "list the recipes, or print one, or copy it into ./recipes to change it",
         "run recipes quickstart",
         "runner.commands.recipes:run",
         composed=False,
-        usage="run recipes [NAME]",
+        usage="run recipes [NAME] [--copy]",
+    ),
+    "schema": Verb(
+        "print or write the JSON Schema of recipes, with which editors complete keys",
+        "run schema config.schema.json",
+        "runner.commands.schema:run",
+        composed=False,
+        usage="run schema [FILE]",
+    ),
+    "env": Verb(
+        "print versions, hardware and settings as a block for an issue report",
+        "run env",
+        "runner.commands.env:run",
+        composed=False,
+        usage="run env",
     ),
 }
 

@@ -1,21 +1,55 @@
-"""`run recipes` lists the recipes, `run recipes NAME` prints the file of one, comments included."""
+"""`run recipes` lists the recipes, `run recipes NAME` prints the file of one, comments included, and `--copy` writes it
+into the folder `recipes` here, where it can be changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from runner.cli.recipes import catalogue, table
+from runner.cli.recipes import GROUP, catalogue, shipped, table
 from runner.errors import ConfigError, allowed
+
+COPY = "--copy"
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the table, or the recipes that are named. Raises ConfigError for a name that does not exist."""
+    """Print the table, or print or copy the recipes that are named.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: A recipe does not exist, or a file is in the way of its copy or cannot be written.
+    """
     found = catalogue()
-    for name in words:
+    names = [word for word in words if word != COPY]
+    for name in names:
         if name not in found:
             raise ConfigError("MW110", f"there is no recipe {name!r}.{allowed(name, found)}")
-    for name in words:
+    if COPY in words and not names:
+        raise ConfigError("MW112", f"recipes {COPY} needs the name of a recipe, such as `run recipes gpt {COPY}`.")
+    if COPY in words:
+        for name in names:
+            _copy(name, found[name])
+        return 0
+    for name in names:
         print(found[name].read_text(encoding="utf-8"), end="")
     if not words:
         print(table())
     return 0
+
+
+def _copy(name: str, file: Path) -> None:
+    """Copy a recipe; what a shipped one calls by the name of a model keeps its meaning beside modules of the user's."""
+    target = Path("recipes", f"{name}.yaml")
+    if target.exists():
+        raise ConfigError("MW860", f"recipes: {target} is there already; remove or rename it.")
+    text = file.read_text(encoding="utf-8")
+    if file.is_relative_to(shipped()):
+        text = text.replace("target: models.", "target: meshwright.models.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("MW603", f"recipes: {target} cannot be written: {error.strerror}.") from None
+    print(f"{target} is a copy of the recipe {name}, and what +{GROUP}={name} means here from now on")

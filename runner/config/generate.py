@@ -34,7 +34,8 @@ INTRODUCTION = """# Config keys
 
 Every key with its type, default and meaning. Set one in a recipe or on the command line (`run +recipe=NAME KEY=VALUE`);
 `run +recipe=NAME --cfg job` prints the values of a recipe. [config.schema.json](config.schema.json) describes recipes
-for editors: begin one with `# yaml-language-server: $schema=PATH/config.schema.json` and they complete its keys.
+for editors: `run schema FILE` writes it and says which comment in the second line of a recipe makes an editor complete
+its keys.
 
 """
 EXCLUSIVE = """# Keys that exclude each other
