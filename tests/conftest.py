@@ -1,5 +1,5 @@
-"""Settings for every test: one thread per process, because many run side by side on few cores, and an interrupt
-that arrives: a shell that starts the suite in the background may ignore it, and programs under test would inherit that.
+"""Settings for every test: one thread per process, because many run side by side on few cores, and signals that arrive:
+a shell that starts the suite in the background, or nohup, may ignore them, and programs under test would inherit that.
 
 `--part` divides the suite in two. The `sample` has every test marked `essential` and, of every file, a share chosen by
 `--seed`, none of them slow; the `rest` has all others. Whoever runs both with the same seed has run every test once.
@@ -15,6 +15,8 @@ import torch
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SHARE = 16
 """The sample holds one of every `SHARE` tests of a file, rounded up."""

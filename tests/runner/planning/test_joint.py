@@ -150,6 +150,7 @@ def test_layers_that_are_computed_again_train_as_one_process(start):
     assert ended.plan["memory"]["peak"] <= 6e6
 
 
+@pytest.mark.slow
 def test_a_given_pipeline_computes_again_as_little_as_keeps_the_limit(start, command):
     """Every stage recomputes only as many layers as it needs."""
     words = (*DEEP, "world_size=2", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")

@@ -57,7 +57,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened(start, undisturbed, capfd, fau
     assert stored(ended.folder) == expected
 
 
-@pytest.mark.parametrize("kind", ["corrupt", "truncate"])
+@pytest.mark.parametrize("kind", ["corrupt", pytest.param("truncate", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_passed_over(start, undisturbed, capfd, kind):
     expected = undisturbed(*FOUR)
     fault = f"{{kind: {kind}, rank: 1, step: 4}}", "{kind: kill, rank: 0, step: 6, phase: data}"

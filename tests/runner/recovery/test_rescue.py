@@ -30,10 +30,11 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline=
             "{kind: raise, rank: 3, step: 3, phase: forward}",
             "step-00000002 is made of what the ranks had in mem",
         ),
-        (
+        pytest.param(
             (*SMALL, *MODES["data_parallel"], ADAM, "parallel.zero.stage=1"),
             "{kind: raise, rank: 2, step: 4, phase: data}",
             "step-00000003 is made of what the ranks had in memory$",
+            marks=pytest.mark.slow,
         ),
     ],
 )
