@@ -14,11 +14,25 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _at_once)
     try:
+        if sys.argv[1:] == ["--complete"] and not _hydra_knows():
+            return
         from runner.cli.main import main as command
 
         command()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _hydra_knows() -> bool:
+    """Print what may follow on the line that a shell is asking about; or let Hydra do so, which takes a second."""
+    from runner.cli.completion import offers
+
+    found = offers(os.environ.get("COMP_LINE", ""))
+    if found is not None:
+        print("\n".join(found))
+        return False
+    sys.argv[1:] = ["-sc", "query=bash"]
+    return True
 
 
 def _at_once(number: int, frame: FrameType | None) -> None:

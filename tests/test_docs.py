@@ -40,6 +40,7 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PYTHONSAFEPATH": "1",
         "XDG_CACHE_HOME": str(folder / "cache"),
+        "HOME": str(folder),  # where completion is installed
     }
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from runner.config.keys import table
-
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 wrong command or config, 130 interrupted, 143 stopped by SIGTERM (129 by SIGHUP)."
 )
@@ -50,6 +48,8 @@ class Verb:
     @property
     def help(self) -> str:
         """What `--help` prints about the verb."""
+        from runner.config.keys import table  # not above: shells ask for the names of verbs at every TAB
+
         parts = [self.command, f"    {self.summary}", f"For example:\n    {self.example}"]
         if self.composed:
             parts.append(f"Keys and their defaults:\n{table(self.keys)}")
@@ -163,6 +163,13 @@ VERBS = {
         composed=False,
         usage="run schema [FILE]",
     ),
+    "completion": Verb(
+        "print the completion of bash, zsh or fish, or install it for new shells (--install)",
+        "run completion bash",
+        "runner.commands.completion:run",
+        composed=False,
+        usage="run completion [bash|zsh|fish] [--install]",
+    ),
     "env": Verb(
         "print versions, hardware and settings as a block for an issue report",
         "run env",
@@ -178,8 +185,8 @@ def page() -> str:
     parts = [
         "# Command line\n\n`run [VERB] +recipe=NAME [KEY=VALUE ...]`; without a verb it trains. `run --help` lists "
         "verbs, recipes and\ngroups, `run VERB --help` the keys of a verb with their defaults, `run +recipe=NAME --cfg "
-        "job` the config of a recipe.\n`-m` runs one job for each of several values; `-sc install=bash` (zsh, fish) "
-        "installs completion.\n\n"
+        "job` the config of a recipe.\n`-m` runs one job for each of several values; `run completion --install` "
+        "sets up completion.\n\n"
         f"{EXIT_CODES}\n"
     ]
     for name, verb in VERBS.items():

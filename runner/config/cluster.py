@@ -2,7 +2,8 @@
 seconds.
 
 `machine` null means: decided when the device is known (see `runner.planning.clusters`). The description may be in a
-separate file, `cluster.file`, which then replaces the section except for `cluster.nodes` and `cluster.groups`.
+separate file, `cluster.file`, which then replaces the section except for `cluster.nodes`,
+`cluster.groups` and `cluster.price_per_hour`.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class ClusterForm(Section):
     groups: tuple[Group, ...] = setting(
         (), "Kinds of devices, [{devices: 8, like: dgx_h100}, {devices: 8, like: a100}]; []: all devices are equal"
     )
+    price_per_hour: Positive | None = setting(
+        None, "Price of one device for an hour, in any currency; `run plan` then tells what the training costs"
+    )
     machine: Machine | None = setting(None, "Levels, rates and memory; null: by name or file")
 
     @model_validator(mode="after")
@@ -143,4 +147,5 @@ def from_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"cluster.file = {name!r} is not a description of a cluster: it has no `machine`; `run calibrate` writes "
             "one, and conf/cluster/ holds others.",
         )
-    return found | {"file": name, "groups": values.get("groups", [])}
+    own = {key: values[key] for key in ("price_per_hour",) if values.get(key) is not None}
+    return found | {"file": name, "groups": values.get("groups", [])} | own

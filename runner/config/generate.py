@@ -1,8 +1,8 @@
 """`python -m runner.config.generate [--check]`: write the files generated from the schema, or name those that are out
 of date.
 
-From `runner.config.schema` follow the defaults in `conf/` below the line MARK, the reference page and the JSON Schema
-with which editors complete recipes.
+From `runner.config.schema` follow the defaults in `conf/` below the line MARK, the reference page, the JSON Schema
+with which editors complete recipes, and the words with which shells complete commands.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def files() -> dict[Path, str]:
     generated = {ROOT / file: _defaults(ROOT / file, group) for group, file in GROUPS.items()}
     generated[ROOT / "conf/config.yaml"] = _defaults(ROOT / "conf/config.yaml", "")
     schema = json_schema()
+    generated[ROOT / "runner/cli/words.json"] = words()
     generated[ROOT / "docs/reference/config.md"] = reference_page(schema)
     generated[ROOT / "docs/reference/exclusive_keys.md"] = exclusive_page()
     generated[ROOT / "docs/reference/config.schema.json"] = json.dumps(schema, indent=1) + "\n"
@@ -70,6 +71,15 @@ def json_schema() -> dict[str, Any]:
                 value["anyOf"] = [{"$ref": reference}, *inside["properties"][SHORT[name]]["anyOf"]]
     schema["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def words() -> str:
+    """JSON with a line for every key that can be typed, and its values where they are enumerated; keys that hold keys
+    of the user's end in a dot."""
+    mappings = keys.open_mappings()
+    paths = [key.path for key in keys.walk() if key.section is None]
+    typed = {f"{path}." if path in mappings else path: list(keys.enumerated(path)) for path in paths}
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(values)}" for key, values in typed.items()) + "\n}\n"
 
 
 def reference_page(schema: Mapping[str, Any]) -> str:

@@ -233,6 +233,9 @@ def _tiles(prediction: text.Content) -> list[tuple[str, str]]:
             if rate := prediction[f"{unit}_per_second"]:
                 tiles.append((units.shown_rate(rate), f"{unit} per second"))
         tiles.append((units.shown_share(prediction["mfu"]), "of peak flops (MFU)"))
+    if (taken := prediction.get("training")) is not None:
+        time, hours, *price = text.training_amounts(taken)
+        tiles.append((time, f"for {taken['steps']} steps: {', '.join([hours, *price])}"))
     tiles.append((units.shown_bytes(prediction["memory"]), f"of {limit} memory per device"))
     return [*tiles, (prediction["binding"], "is the bottleneck")]
 

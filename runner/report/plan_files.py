@@ -14,7 +14,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.estimate import Estimate, KindEstimate, Programs, estimate, settings_of
 from runner.planning.prepare import Prepared
 from runner.report.page import plan_page
-from runner.report.prediction import predict
+from runner.report.prediction import predict, training
 from strategies.lowering import ir
 from strategies.memory.parts import memory
 from strategies.memory.repeated_blocks import Traces
@@ -28,6 +28,8 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     if prepared.graph is None or prepared.plan is None:
         return None
     content, step = plan_content(prepared)
+    price = prepared.config.cluster.price_per_hour
+    content["prediction"]["training"] = training(content["prediction"], prepared.steps, price)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if (wanted := prepared.config.parallel.dump_ir) is not False:
         try:

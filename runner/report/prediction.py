@@ -77,6 +77,16 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
     }
 
 
+def training(prediction: Mapping[str, Any], steps: int, price_per_hour: float | None) -> dict[str, Any]:
+    """What a training of so many steps takes, without evaluations, checkpoints and the start: `steps`, `seconds`,
+    `device_hours` of all devices of the plan, and their `price`, null where a device has none; all for `prediction` as
+    plan.json has it."""
+    seconds = steps * prediction["seconds"]
+    hours = prediction["ranks"] * seconds / 3600
+    price = None if price_per_hour is None else hours * price_per_hour
+    return {"steps": steps, "seconds": seconds, "device_hours": hours, "price": price}
+
+
 def _by_model_operator(part: StageEstimate, costs: Mapping[str, OperatorCost]) -> Iterator[tuple[str, OperatorCost]]:
     """The cost of every operator, with the name of the model's operator that it belongs to: what cuts or joins batch
     splits belongs to its first user."""

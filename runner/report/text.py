@@ -15,7 +15,7 @@ from runner.planning.clusters import DESCRIBING
 from runner.planning.joint import choice_of
 from runner.planning.prepare import Prepared
 from runner.report.layers import Sums, kinds
-from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share, text_table
+from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share, shown_time, text_table
 from strategies.core.plan import Plan
 
 Content = Mapping[str, Any]
@@ -318,7 +318,15 @@ def prediction_lines(content: Content) -> str:
         line += f", {shown_share(prediction['mfu'])} of peak flops (MFU)"
     total = sum(prediction["shares"].values())
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in prediction["shares"].items() if seconds)
-    return "\n".join([line, f"bottleneck: {prediction['binding']} (time by limit: {shares})", *next_better(content)])
+    taken = prediction.get("training")
+    lines = [line] if taken is None else [line, f"{taken['steps']} steps: {', '.join(training_amounts(taken))}"]
+    return "\n".join([*lines, f"bottleneck: {prediction['binding']} (time by limit: {shares})", *next_better(content)])
+
+
+def training_amounts(taken: Content) -> list[str]:
+    """Time, device hours and price of a training; `taken` is `prediction.training` of plan.json."""
+    amounts = [shown_time(taken["seconds"]), f"{shown_rate(taken['device_hours'])} device hours"]
+    return [*amounts, f"{taken['price']:,.2f} at the price per hour"] if taken["price"] is not None else amounts
 
 
 def next_better(content: Content) -> list[str]:

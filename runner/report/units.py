@@ -15,6 +15,14 @@ def shown_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds >= 5e-8 else "<0.1 us" if seconds else "0 ms"
 
 
+def shown_time(seconds: float) -> str:
+    """The time of a training, in the unit that suits it."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86_400:,.3g} days" if seconds < 8.64e7 else f"{seconds / 86_400:,.0f} days"
+
+
 def shown_bytes(count: float) -> str:
     """Bytes in the unit that suits them."""
     for unit in ("B", "KiB", "MiB", "GiB"):

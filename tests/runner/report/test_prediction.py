@@ -12,7 +12,7 @@ from small import MODES, SMALL
 from runner.planning.clusters import described, shipped
 from runner.report.prediction import doubled
 from runner.report.text import layer_table, prediction_lines
-from runner.report.units import shown_bytes, shown_rate, shown_seconds, shown_share
+from runner.report.units import shown_bytes, shown_rate, shown_seconds, shown_share, shown_time
 
 LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
 NOTHING = tuple(f"parallel.{key}" for key in ("mesh=null", "strategies=null", "dataset_strategy=data_parallel"))
@@ -24,9 +24,15 @@ def plan_of(start, *options, **more):
     return start("+recipe=llama", LLAMA, *WINDOWS, "cluster=dgx_h100", *options, verb="plan", **more).plan
 
 
-def test_speed_and_flops(start):
-    plan = plan_of(start)
+def test_speed_and_flops_hours_and_price(start, capsys):
+    plan = plan_of(start, "train.steps=1000000", "cluster.price_per_hour=2.5")
     prediction = plan["prediction"]
+    hours = 8 * 1e6 * prediction["seconds"] / 3600
+    taken = {"steps": 1_000_000, "seconds": 1e6 * prediction["seconds"], "device_hours": hours, "price": 2.5 * hours}
+    assert prediction["training"] == pytest.approx(taken)
+    assert f"1000000 steps: {shown_time(taken['seconds'])}, {shown_rate(hours)} device hours, {2.5 * hours:,.2f} " in (
+        capsys.readouterr().out
+    )
     assert prediction["seconds"] == plan["cost"]["total"] > 0
     assert prediction["samples_per_second"] == pytest.approx(16 / prediction["seconds"])
     assert prediction["tokens_per_second"] == pytest.approx(16 * 512 / prediction["seconds"])
@@ -193,3 +199,8 @@ def test_predictions_are_json(start):
     plan = plan_of(start)
     assert json.loads(json.dumps(plan["prediction"])) == plan["prediction"]
     assert compose_config("+recipe=llama").cluster.machine is None
+
+
+def test_the_time_of_a_training_has_the_unit_that_suits_it():
+    shown = {0.5: "0.5 s", 119: "119 s", 121: "2.02 min", 7199: "120 min", 7201: "2 h", 172_801: "2 days"}
+    assert {seconds: shown_time(seconds) for seconds in shown} == shown
