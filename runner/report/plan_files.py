@@ -17,8 +17,7 @@ from runner.report.page import plan_page
 from runner.report.prediction import predict, training
 from strategies.lowering import ir
 from strategies.memory.parts import memory
-from strategies.memory.repeated_blocks import Traces
-from strategies.memory.trace import trace
+from strategies.memory.repeated_blocks import Traces, trace_repeated
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import describe, describe_stages
 
@@ -94,7 +93,7 @@ def _kind_entry(one: KindEstimate, settings: OptimizerSettings) -> dict[str, Any
         "rows": one.kind.rows,
         "cluster": one.kind.cluster.name,
         "cost": one.part.cost.to_json(),
-        "memory": memory(trace(one.part.program, settings), settings).to_json(),
+        "memory": memory(trace_repeated(one.part.program, settings, 0), settings).to_json(),
         "memory_limit": one.kind.cluster.memory,
     }
 

@@ -24,7 +24,7 @@ from strategies.cost.server import served
 from strategies.cost.step import step_cost
 from strategies.lowering.recompute import recomputed
 from strategies.memory.parts import memory
-from strategies.memory.trace import trace
+from strategies.memory.repeated_blocks import trace_repeated
 from strategies.planner.description import model_name, model_operators
 from strategies.rules import rule_of
 
@@ -182,7 +182,7 @@ def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
         rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
         recompute = recomputed(part.graph, rules, RecomputeRequest("full"))
         if recompute.modules:
-            peak = memory(trace(replace(part.program, recompute=recompute), settings), settings).peak
+            peak = memory(trace_repeated(replace(part.program, recompute=recompute), settings, 0), settings).peak
             needs["parallel.recompute=full"] = peak
             if zero:
                 needs[f"parallel.recompute=full {zero}"] = peak - freed

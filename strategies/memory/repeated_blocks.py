@@ -251,13 +251,13 @@ class _Repetition:
         return all(self.place.get(ref.id, end) >= end - 2 * blocks.period for ref in self.program.outputs)
 
 
-def trace_repeated(program: Program, settings: OptimizerSettings) -> Traced:
-    """As `trace`, in time that does not grow with the repetitions."""
+def trace_repeated(program: Program, settings: OptimizerSettings, slack: float = SLACK) -> Traced:
+    """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak."""
     blocks = repeated_blocks(replace(program, updates=()))
     if blocks is None or settings.offload.activations != "none":
         return trace(program, settings)
     known = KnownBytes(program, settings)
-    if max(known.sizes, default=0) > known.bucket:
+    if known.joined and settings.overlap and not slack:
         return trace(program, settings)
     traced = on_shapes(program, settings, lambda program, _: _extrapolated(program, settings, known, blocks))
     return trace(program, settings) if traced is None else traced
@@ -416,7 +416,11 @@ class _RecordingBuffers(ZeroBuffers):
         live, elements = self.recording.live, self.elements[name]
         assert live.events is not None
         self.recording.segments[-1].arrivals.append((len(live.events), elements, live.now))
-        parameter.grad = None
+        if self.filled:  # one that is larger than a bucket waits for the next if it comes first
+            for other in self.names:
+                self.parameters[other].grad = None
+        elif elements <= self.bucket:
+            parameter.grad = None
         self.filled += elements
 
     def _flush(self) -> None:

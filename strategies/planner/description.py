@@ -17,8 +17,8 @@ from strategies.cost.step import step_cost
 from strategies.lowering.pipeline import Stage
 from strategies.lowering.pipeline_schedule import Schedule, bubble, makespan, peak_activations
 from strategies.memory.parts import group_memory, memory
-from strategies.memory.repeated_blocks import Traces
-from strategies.memory.trace import Traced, trace
+from strategies.memory.repeated_blocks import Traces, trace_repeated
+from strategies.memory.trace import Traced
 from strategies.optimizer.buckets import predicted
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.zero import traffic as zero_traffic
@@ -37,13 +37,13 @@ def describe(
     in_step: tuple[OperatorGraph, Plan] | None = None,
 ) -> dict[str, Any]:
     """The content of plan.json; its seconds are those of `cluster`. `settings` is how a step goes on after backward;
-    `traced` is `trace(program, settings)` if it is known; `in_step` is what a step computes for `graph` and `plan`,
-    where that is several copies of them."""
+    `traced` is `trace_repeated(program, settings, 0)` if it is known; `in_step` is what a step computes for `graph` and
+    `plan`, where that is several copies of them."""
     by_operator: dict[str, list[tuple[Redistribute, int]]] = {}
     for redistribution in program.redistributions:
         name, copy = program.batch_splits.get(redistribution.operator, (redistribution.operator, 0))
         by_operator.setdefault(name, []).append((redistribution, copy))
-    traced = trace(program, settings) if traced is None else traced
+    traced = trace_repeated(program, settings, 0) if traced is None else traced
     sent = communication(program, settings, traced)
     return plan.to_json() | {
         "operators": [
@@ -74,7 +74,7 @@ def describe(
 def recompute_entry(plan: Plan, program: Program, traced: Traced, settings: OptimizerSettings) -> dict[str, Any]:
     """The recomputed modules, and the bytes that a rank stores for one micro-batch with and without recompute."""
     assert plan.recompute is not None
-    without = trace(replace(program, recompute=None, replicas={}), settings)
+    without = trace_repeated(replace(program, recompute=None, replicas={}), settings, 0)
     return asdict(plan.recompute) | {
         "stored_bytes": traced.activations,
         "stored_bytes_without": without.activations,
