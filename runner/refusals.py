@@ -25,7 +25,7 @@ AREAS = {
     "5": "Memory",
     "6": "Checkpoints and run folders",
     "7": "Launch, hosts and ranks",
-    "8": "Devices and installation",
+    "8": "Devices, installation and data workers",
     "9": "Capture of the model",
 }
 """The first digit of a code."""

@@ -35,6 +35,7 @@ UNSET = Kind("not given", lambda value: not _is_given(value))
 ON, OFF = Kind("`true`", lambda value: value is True), Kind("`false`", lambda value: value is False)
 NUMBER = Kind("a number", lambda value: isinstance(value, int))
 ABOVE_0 = Kind("above 0", lambda value: value > 0)
+SOME = Kind("a number above 0", lambda value: isinstance(value, int) and value > 0)
 ABOVE_1 = Kind("above 1", lambda value: value is not None and value > 1)
 ROWS = Kind("a .jsonl file", lambda value: isinstance(value, str) and value.endswith(".jsonl"))
 
@@ -221,6 +222,7 @@ RULES: tuple[Rule, ...] = (
         ("train.measure_memory", ON, "only ranks of one program are measured", "use train.measure_memory=false"),
         ("data.drop_last", OFF, "a short batch has no equal slices", "use data.drop_last=true"),
         ("data.unbatched", GIVEN, "a batch is divided by rows", "choose another mode"),
+        ("data.workers", SOME, "a worker is given the next slice when it is done with one", "use data.workers=auto"),
         ("device", any_of("cuda"), "workers compute on CPUs", "use device=cpu"),
         ("launch.launcher", none_of("local"), "servers and workers are forks of this command", "use launch=local"),
         *((f"launch.{name}", GIVEN, "ranks that are killed are replaced", "drop it")

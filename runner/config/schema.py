@@ -12,7 +12,7 @@ import re
 from math import prod
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, StrictBool, field_validator, model_validator
+from pydantic import AfterValidator, Field, StrictBool, field_validator, model_validator
 
 from runner.config import exclusive
 from runner.config.cluster import NODE, ClusterForm
@@ -203,6 +203,12 @@ class Data(Section):
     unbatched: tuple[str | int, ...] = setting(
         (), "Batch entries that are one tensor for all rows, such as [w] for forward(x, w)"
     )
+    workers: Annotated[int, Field(strict=True, ge=0)] | Literal["auto"] = setting(
+        "auto", "Processes that read ahead for each rank; auto: as many as keep up, 0 where reading takes no time"
+    )
+    prefetch: Count = setting(2, "Micro-batches that each worker reads ahead")
+    pin_memory: StrictBool = setting(True, "Copy batches to a GPU from page-locked memory, while it computes")
+    persistent_workers: StrictBool = setting(True, "Keep the workers over epochs; false: new ones, with new datasets")
 
 
 class ParameterGroup(Section):

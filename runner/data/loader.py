@@ -12,14 +12,15 @@ the blocks are read, and only the slice of each row where the dataset offers `re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from runner.build import targets
 from runner.data.row_seeds import EVALUATION, row_seeds, unseeded, watched
+from runner.data.streams import Stream, numbered
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
 
@@ -56,7 +57,9 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, what: str) -> MapDataset:
+def build_dataset(
+    target: str, args: Mapping[str, Any], path: str | None, *, what: str, seed: int = 0, window: int = 1024
+) -> MapDataset:
     """Call the configured dataset.
 
     Args:
@@ -64,10 +67,11 @@ def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, wha
         args: its keyword arguments.
         path: given to it as the argument `path`, where one is configured.
         what: the config section, such as `data`, for messages.
+        seed, window: those of the Stream that is returned for a dataset that can only be iterated.
 
     Raises:
         ConfigError: as `runner.build.targets.build`; a path for a dataset that takes none; an object without len() or
-            indexing; no rows.
+            indexing, which cannot be iterated again and again either; no rows.
     """
     function = targets.resolve(target, f"{what}.target")
     given = dict(args)
@@ -80,13 +84,17 @@ def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, wha
             raise ConfigError("MW315", f"{what}.path and {what}.args.path are both set; set one of them.")
         given["path"] = path
     dataset = targets.call(function, given, target, what)
+    if type(dataset).__module__.partition(".")[0] == "datasets":
+        dataset = _as_tensors(dataset, target, what)
+    if isinstance(dataset, IterableDataset) or _only_iterated(dataset):
+        return Stream(dataset, target, seed=seed, window=window)
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:
         kind = type(dataset).__name__
         raise ConfigError(
             "MW305",
             f"{what}.target = {target!r} makes a {kind} without {' and '.join(lacking)}; a dataset with len() and "
-            "dataset[i] is needed, because every rank reads its own rows.",
+            "dataset[i], or one that can be iterated again and again, is needed.",
         )
     try:
         length = len(dataset)
@@ -98,6 +106,29 @@ def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, wha
         raise ConfigError("MW310", f"{what}: {target} has no rows; check {what}.args and {what}.path.")
     checked: MapDataset = dataset
     return checked
+
+
+def _only_iterated(dataset: Any) -> bool:
+    return isinstance(dataset, Iterable) and not isinstance(dataset, Iterator) and not hasattr(dataset, "__getitem__")
+
+
+def _as_tensors(dataset: Any, target: str, what: str) -> Any:
+    """A dataset of Hugging Face that returns tensors instead of lists and numbers, unless the user has chosen a format.
+    Raises ConfigError for several of them."""
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            "MW305",
+            f"{what}.target = {target!r} makes several datasets: {', '.join(map(str, dataset))}; name one, with "
+            f"{what}.args.split={next(iter(dataset), 'train')}.",
+        )
+    chosen = dataset.format["type"] if hasattr(dataset, "format") else getattr(dataset, "_formatting", None)
+    return dataset if chosen else dataset.with_format("torch")
+
+
+def at_epoch(dataset: MapDataset, epoch: int) -> None:
+    """Let a stream read the samples of `epoch`."""
+    if isinstance(dataset, Stream) and epoch != EVALUATION:
+        dataset.set_epoch(epoch)
 
 
 def global_batch(
@@ -116,6 +147,7 @@ def global_batch(
             number of rows.
     """
     samples: list[Any] = []
+    at_epoch(dataset, epoch)
     with row_seeds(seed, epoch) as begin:
         for row in rows:
             begin(row)
@@ -198,8 +230,9 @@ class LocalBatches:
         """This rank's block of each tensor, for the global micro-batch made of `rows`, on the CPU.
 
         Raises ConfigError: rows whose names or shapes differ, or values that cannot be stacked. Exceptions of the
-        dataset or the collate are passed on unchanged.
+        dataset or the collate are passed on; those of the dataset have the row as their attribute `data_row`.
         """
+        at_epoch(self._dataset, epoch)
         if not self._random:
             try:
                 with watched() as draws:
@@ -221,7 +254,8 @@ class LocalBatches:
         values: dict[int, list[Any]] = {}
         for position in self._needed:
             begin(rows[position])
-            values[position] = self._row(rows[position], position)
+            with numbered(rows[position]):
+                values[position] = self._row(rows[position], position)
         return [
             _stack([values[position][number] for position in range(*block[0])], number)
             for number, block in enumerate(self._blocks)
@@ -252,7 +286,8 @@ class LocalBatches:
         samples = []
         for position in self._needed:
             begin(rows[position])
-            samples.append(self._dataset[rows[position]])
+            with numbered(rows[position]):
+                samples.append(self._dataset[rows[position]])
         if self._random and not self._collate_random and len(self._needed) < len(rows):
             with watched() as draws:
                 collate(samples)

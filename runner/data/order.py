@@ -72,8 +72,10 @@ class Order:
 
     def rows(self, step: int) -> list[int]:
         """The row numbers of the optimizer step `step`, counted from 0 across epochs."""
-        order = _cached_order(self.length, self.seed, self.epoch(step), self.shuffle)
         first = step % self.steps_per_epoch * self.batch_size
+        if not self.shuffle:
+            return [*range(first, min(first + self.batch_size, self.length))]
+        order = _cached_order(self.length, self.seed, self.epoch(step), self.shuffle)
         rows: list[int] = order[first : first + self.batch_size].tolist()
         return rows
 

@@ -17,7 +17,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -74,6 +74,14 @@ class Failure:
         return self.what.startswith(RAISED)
 
 
+class Reported(Exception):
+    """What a process that a rank has started reports; the `failure` becomes that of the rank."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.what)
+        self.failure = failure
+
+
 _TIMEOUT = re.compile(
     r"timed out waiting|wait timeout after|application timeout|collective operation timeout|watchdog.*timed? ?out|"
     r"timed out after \d+ ?ms",
@@ -93,6 +101,8 @@ _LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "
 
 def from_exception(rank: int, error: BaseException) -> Failure:
     """The failure of a rank whose entry raised `error`."""
+    if isinstance(error, Reported):
+        return replace(error.failure, rank=rank, at=time.monotonic())
     chain = list(_chain(error))
     text = _first_paragraph(error)
     name = type(error).__name__
@@ -188,7 +198,8 @@ def _first_paragraph(error: BaseException) -> str:
 
 def _where(chain: Sequence[BaseException]) -> str:
     operators = [operator for link in chain if isinstance(operator := getattr(link, "operator", None), str)]
-    parts = [f"operator {operator}" for operator in operators[:1]]
+    rows = [row for link in chain if isinstance(row := getattr(link, "data_row", None), int)]
+    parts = [f"operator {operator}" for operator in operators[:1]] + [f"row {row} of the data" for row in rows[:1]]
     # The deepest link was raised first, nearest to the user's line.
     for own_only in (True, False):
         for link in reversed(chain):

@@ -11,21 +11,48 @@ from runner.config.schema import Config
 from runner.data.lines import Lines
 from runner.data.loader import Collate, MapDataset, build_dataset
 from runner.data.order import Order
+from runner.data.streams import ENDLESS, Stream
 from runner.data.unbatched import Unbatched
 from runner.errors import ConfigError
 
 
-def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | None]:
-    """Training data, evaluation data (None unless something under `evaluate` asks for it), and the user's collate."""
+def datasets(config: Config, rows: int | None = None) -> tuple[MapDataset, MapDataset | None, Collate | None]:
+    """Training data, evaluation data (None unless something under `evaluate` asks for it), and the user's collate.
+    `rows` is how many training samples there are, if that is known."""
     name, given = config.data.collate, config.data.collate_args
     collate: Collate | None = None if name is None else targets.bound(name, given, "data.collate")
     if config.data.unbatched:
         collate = Unbatched(frozenset(map(str, config.data.unbatched)), collate)
-    training = build_dataset(config.data.target, config.data.args, config.data.path, what="data")
+    training = training_data(config, rows)
     if not config.evaluate.wanted:
         return training, None, collate
     args = config.data.args | config.evaluate.args
-    return training, build_dataset(config.data.target, args, config.data.path, what="data"), collate
+    return training, _finite(build_dataset(config.data.target, args, config.data.path, what="data")), collate
+
+
+def _finite(found: MapDataset) -> MapDataset:
+    return found.counted() if isinstance(found, Stream) else found
+
+
+def training_data(config: Config, rows: int | None = None) -> MapDataset:
+    """The training data alone; a stream that is trained in epochs has `rows` samples, or is counted.
+
+    Raises ConfigError: as `build_dataset`; a schedule by epochs where a stream has none.
+    """
+    data, train = config.data, config.train
+    window = 2 * data.batch_size
+    found = build_dataset(data.target, data.args, data.path, what="data", seed=train.seed, window=window)
+    if not isinstance(found, Stream):
+        return found
+    if train.epochs is not None:
+        return found.counted(rows)
+    if config.optimizer.scheduler.target is not None and config.optimizer.scheduler.per == "epoch":
+        raise ConfigError(
+            "MW822",
+            "optimizer.scheduler.per = 'epoch', but the samples of a stream are not counted where train.steps says how "
+            "long to train; give train.epochs, or choose optimizer.scheduler.per=step.",
+        )
+    return found
 
 
 def prediction_data(config: Config) -> tuple[MapDataset, Collate | None]:
@@ -46,9 +73,9 @@ def _prediction_rows(config: Config) -> tuple[MapDataset, Collate | None]:
         lines = f"{Lines.__module__}.{Lines.__qualname__}"
         return build_dataset(lines, {}, section.path, what="predict.data"), collate
     if section.target is not None:
-        return build_dataset(section.target, section.args, section.path, what="predict.data"), collate
+        return _finite(build_dataset(section.target, section.args, section.path, what="predict.data")), collate
     args = training.args | config.evaluate.args | section.args
-    return build_dataset(training.target, args, section.path or training.path, what="data"), collate
+    return _finite(build_dataset(training.target, args, section.path or training.path, what="data")), collate
 
 
 def check_prediction_names(names: Sequence[str], known: Sequence[str], targeted: Sequence[str]) -> None:
@@ -64,10 +91,14 @@ def check_prediction_names(names: Sequence[str], known: Sequence[str], targeted:
         )
 
 
-def order_of(config: Config, length: int) -> Order:
-    """The batches of training data of `length` rows. Raises ConfigError for fewer rows than one batch."""
-    data = config.data
-    return Order(length, data.batch_size, config.train.seed, data.shuffle, data.drop_last)
+def order_of(config: Config, training: MapDataset) -> Order:
+    """The batches of training data; those of a stream are in its own order. Raises ConfigError for fewer rows than one
+    batch."""
+    data, length = config.data, len(training)
+    if length == ENDLESS:
+        length -= length % data.batch_size
+    shuffle = data.shuffle and not isinstance(training, Stream)
+    return Order(length, data.batch_size, config.train.seed, shuffle, data.drop_last)
 
 
 def micro_batch_rows(config: Config) -> int:

@@ -322,7 +322,7 @@ class JointDecision:
     def batch(self) -> tuple[list[str], list[Tensor]]:
         """Names and tensors of a step's batch."""
         training, _, collate = datasets(self.config)
-        order = order_of(self.config, len(training))
+        order = order_of(self.config, training)
         rows = self.config.data.batch_size // self.config.train.accumulate
         first = order.rows(0)[:rows]
         names, tensors = flatten_batch(global_batch(training, collate, first, self.config.train.seed, 0))

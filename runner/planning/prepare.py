@@ -173,7 +173,7 @@ def prepare(
     evaluation_collate = collate
     if config.job.name == "predict":
         evaluating, evaluation_collate = prediction_data(config)
-    order, rows = order_of(config, len(training)), micro_batch_rows(config)
+    order, rows = order_of(config, training), micro_batch_rows(config)
     first = order.rows(0)[:rows]
     names, tensors = flatten_batch(global_batch(training, collate, first, config.train.seed, 0))
     if unknown := sorted(unbatched(collate) - {*names}):

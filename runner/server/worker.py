@@ -80,7 +80,7 @@ class Worker:
         self._layout: list[list[Any]] = []
         training, _, self._collate = datasets(self._config)
         seed_generators(self._config.train.seed)
-        self._training, self._order = training, order_of(self._config, len(training))
+        self._training, self._order = training, order_of(self._config, training)
         self._slice = cache(self._build)
         self._facts = self._batches(
             [

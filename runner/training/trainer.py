@@ -23,7 +23,8 @@ from runner import checkpoint as checkpoints
 from runner.build import optimizers
 from runner.build.modules import DTYPES, cast, offload_of
 from runner.config.schema import Config
-from runner.data.loader import Block, LocalBatches, MapDataset
+from runner.data.loader import LocalBatches, MapDataset
+from runner.data.reading import Load, Reader, Request
 from runner.data.row_seeds import seed_generators
 from runner.errors import ConfigError
 from runner.launch import logs
@@ -31,7 +32,7 @@ from runner.launch.orders import RankContext
 from runner.launch.startup import Marks, marked, summary
 from runner.launch.stopping import stopping_of
 from runner.planning import lowering
-from runner.planning.datasets import datasets, order_of
+from runner.planning.datasets import datasets, order_of, training_data
 from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
 from runner.run_folder.lineage import Lineage
@@ -85,15 +86,15 @@ class Trainer:
         self.marks = marked(job.marks, "ranks")
         agree_on_program(self.prepared, job.folder)
         seed_generators(self.config.train.seed)
-        training, evaluating, self.collate = datasets(self.config)
+        training, evaluating, self.collate = datasets(self.config, self.prepared.data.training)
         agree_on_data(self.prepared, training, evaluating, self.collate)
-        self.order = order_of(self.config, len(training))
+        self.order = order_of(self.config, training)
         extra: Axes = gather_axes if job.record is not None else lambda program: []
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
         if (mesh := self.execution.communicator.mesh).size > 1:
             agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
-        self.batches, short = self._batches(training, self.execution.blocks), self.execution.short
-        self.short_batches = self.batches if short is None else self._batches(training, short.blocks)
+        self.load = self._loader(training)
+        self.reader: Reader | None = None
         self.offload = offload_of(self.config, job.offload)
         self.activations = activations(self.execution.module, self.offload, rank.device)
         self.updates: Updates = self._updates()
@@ -109,9 +110,31 @@ class Trainer:
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
 
-    def _batches(self, training: MapDataset, blocks: Sequence[Block]) -> LocalBatches:
-        names, shapes, seed = self.prepared.names, self.prepared.shapes, self.config.train.seed
-        return LocalBatches(training, self.collate, blocks, names=names, shapes=shapes, seed=seed)
+    def _loader(self, training: MapDataset) -> Load:
+        """What reads the blocks of this rank from `training`."""
+        config, names, shapes, short = self.config, self.prepared.names, self.prepared.shapes, self.execution.short
+        size, dtype = self.prepared.rows, DTYPES[config.train.precision]
+        full, rest = (
+            LocalBatches(training, self.collate, blocks, names=names, shapes=shapes, seed=config.train.seed)
+            for blocks in (self.execution.blocks, self.execution.blocks if short is None else short.blocks)
+        )
+
+        def load(request: Request) -> list[Tensor]:
+            return cast((full if len(request.rows) == size else rest).load(request.rows, request.epoch), dtype)
+
+        return load
+
+    def _requests(self, first: int) -> Iterator[Request]:
+        """Every micro-batch from step `first` on, in the order in which this rank computes them."""
+        size, runner = self.prepared.rows, self.execution.runner
+        for step in range(first, self.prepared.steps + 1):
+            number = self._number(step)
+            rows, epoch = self.order.rows(number), self.order.epoch(number)
+            micro_batches = [*range(-(-len(rows) // size))]
+            if runner is not None:
+                micro_batches = runner.loaded(len(micro_batches), equal=len(rows) == self.order.batch_size)
+            for micro in micro_batches:
+                yield Request(tuple(rows[micro * size : (micro + 1) * size]), epoch)
 
     def _updates(self) -> Updates:
         config, program = self.config, self.execution.program
@@ -157,7 +180,15 @@ class Trainer:
         self.marks = marked(self.marks, "program and data")
         loss, results, stopped = float("nan"), {}, None
         record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
-        with record as metrics, _found_in_training(), self.keeper.rescuing():
+        pinned = self.config.data.pin_memory and self.rank.device != "cpu"
+        self.reader = Reader(
+            self.load,
+            lambda: self._loader(training_data(self.config, self.prepared.data.training)),
+            self._requests(first),
+            self.config.data,
+            pinned=pinned,
+        )
+        with record as metrics, _found_in_training(), self.reader.reading(), self.keeper.rescuing():
             for step in range(first, self.prepared.steps + 1):
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
@@ -266,32 +297,26 @@ class Trainer:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the global batch,
         and the number of its rows."""
         with self._aside():
-            number = self._number(step)
-            rows, epoch = self.order.rows(number), self.order.epoch(number)
-        size, short = self.prepared.rows, self.execution.short
+            rows = len(self.order.rows(self._number(step)))
+        short, reader = self.execution.short, self.reader
+        assert reader is not None
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
-            micro = first + number
             recorder.at(DATA)
             self.faults.at("data")
-            part = rows[micro * size : (micro + 1) * size]
-            batches = self.batches if len(part) == size else self.short_batches
             with self._aside():
-                entries = [
-                    _placed(tensor, self.rank.device)
-                    for tensor in cast(batches.load(part, epoch), DTYPES[self.config.train.precision])
-                ]
+                entries = [_placed(tensor, self.rank.device) for tensor in reader.next()]
             recorder.at(FORWARD)
             if self.writes:
                 self.keeper.intact.changes()
-            return entries, mix(self.config.train.seed, step, micro)
+            return entries, mix(self.config.train.seed, step, first + number)
 
         axes, divisor = self.execution.program.loss_axes, self.execution.loss_divisor
-        if len(rows) == self.order.batch_size:
-            return self._over_ranks({axes: self._equal(load)}) / self.config.parts / divisor, len(rows)
+        if rows == self.order.batch_size:
+            return self._over_ranks({axes: self._equal(load)}) / self.config.parts / divisor, rows
         totals = {axes: self._zero(), axes if short is None else short.loss_axes: self._zero()}
-        self._unequal(load, len(rows), totals)
-        return self._over_ranks(totals) / divisor, len(rows)
+        self._unequal(load, rows, totals)
+        return self._over_ranks(totals) / divisor, rows
 
     def _equal(self, load: Callable[[int, int], tuple[list[Tensor], int]]) -> Tensor:
         """All micro-batches of a full batch. Returns the sum of this rank's losses."""
@@ -476,8 +501,8 @@ def _found_in_training() -> Iterator[None]:
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:
-    """A batch entry on the device of the rank. On a GPU the copy is asynchronous, from pinned memory."""
-    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """A batch entry on the device of the rank. The copy to a GPU is asynchronous from pinned memory."""
+    return tensor if device == "cpu" else tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def train(rank: RankContext, job: TrainingJob) -> dict[str, Any]:

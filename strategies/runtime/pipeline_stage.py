@@ -79,6 +79,14 @@ class StageRunner:
         self.evaluations = evaluations
         self.short = {unit.stage.number: unit for unit in short}
 
+    def loaded(self, micro_batches: int, *, equal: bool) -> list[int]:
+        """The micro-batches of an optimizer step in the order in which `step`, or with unequal ones `one`, loads
+        them."""
+        if not equal:
+            return [number for number in range(micro_batches) for _ in self.units]
+        order = [action.micro_batch for action in self.actions if action.way == FORWARD]
+        return [first + number for first in range(0, micro_batches, len({*order})) for number in order]
+
     def step(self, load: Load, updates: Gradients) -> Tensor:
         """Run all micro-batches. Returns the sum of this rank's losses as a double, zero without the last stage."""
         return self._run(self.actions, self.units, load, updates, 1 / self.parts)

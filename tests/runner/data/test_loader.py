@@ -231,9 +231,12 @@ class Plain(list):
     def __init__(self, rows=2):
         super().__init__(range(rows))
 
-class Stream:
+class Once:
     def __iter__(self):
-        return iter(())
+        return self
+
+    def __next__(self):
+        raise StopIteration
 
 class Folder(Plain):
     def __init__(self, path):
@@ -261,7 +264,7 @@ def own_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("Plain", {"rows": 0}, None, "data: datasets_of_mine.Plain has no rows"),
         ("Plain", {}, "here", r"data\.path = 'here', but datasets_of_mine\.Plain takes no argument 'path'"),
         ("Plain", {"row": 1}, None, "takes no argument 'row'"),
-        ("Stream", {}, None, "makes a Stream without __len__ and __getitem__"),
+        ("Once", {}, None, "makes a Once without __len__ and __getitem__"),
         ("Folder", {}, "absent", "FileNotFoundError.*absent"),
         ("Folder", {"path": "a"}, "b", r"data\.path and data\.args\.path are both set"),
         ("Lazy", {}, None, "length of datasets_of_mine.Lazy cannot be had: NotImplementedError: no length yet"),

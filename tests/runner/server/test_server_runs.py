@@ -117,7 +117,7 @@ def test_workers_move_the_rows_that_a_slice_names(start):
     run = start(*words, folder="rows")
     config = compose_config(*words)
     training, _, _ = datasets(config)
-    order, wide, pulled, pushed = order_of(config, len(training)), 32 * 8, [], []
+    order, wide, pulled, pushed = order_of(config, training), 32 * 8, [], []
     dense = sum(math.prod(one["shape"]) for name, one in run.plan["parameters"].items() if name != "embedding.weight")
     for step in range(3):
         rows = order.rows(step)
