@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .transformer import Block
+from .transformer import Block, block_causal
 
 
 class GPT(nn.Module):
@@ -14,6 +14,8 @@ class GPT(nn.Module):
     `vocabulary` tokens, `length` positions at most, `layers` blocks of `width` columns in `heads` heads. `dropout` is
     that of embeddings and branches, `attention_dropout` that of attention weights. With the arguments of GPT-2 small
     (50257, 1024, 768, 12, 12) it has its 124,439,808 parameters. Attention is causal, so right padding needs no mask.
+    Of rows that hold several documents, `documents` [batch, sequence] numbers each position's and `positions` counts
+    inside of it (`runner.data.packing`): attention stays inside of a document.
     Raises ValueError: a sequence longer than `length`.
     """
 
@@ -40,13 +42,14 @@ class GPT(nn.Module):
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         length, longest = input_ids.shape[1], self.positions.num_embeddings
         if length > longest:
             raise ValueError(f"a sequence of {length} tokens, but the model has {longest} positions (argument length)")
-        places = torch.arange(length, device=input_ids.device)
+        places = torch.arange(length, device=input_ids.device) if positions is None else positions
         x = self.dropout(self.tokens(input_ids) + self.positions(places))
+        seen = None if documents is None else block_causal(documents)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, seen)
         logits: Tensor = self.head(self.norm(x))
         return logits

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .transformer import block_causal
+
 
 class Rotary(nn.Module):
     """x [batch, heads, sequence, width] -> the same, columns i and i + width / 2 of position p rotated by the angle
     p * base ** (-2 i / width).
 
-    The tables for `length` positions are non-persistent buffers [length, width].
+    The position is the place in the sequence, or what `positions` [batch, sequence] say. The tables for `length`
+    positions are non-persistent buffers [length, width].
     Raises ValueError: an odd width.
     """
 
@@ -32,14 +35,18 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos().to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("sin", angles.sin().to(torch.get_default_dtype()), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         first, second = x.chunk(2, -1)
-        length = x.shape[2]
-        return x * self.cos[:length] + torch.cat((-second, first), -1) * self.sin[:length]
+        cos, sin = (
+            table[: x.shape[2]] if positions is None else functional.embedding(positions, table)[:, None]
+            for table in (self.cos, self.sin)
+        )
+        return x * cos + torch.cat((-second, first), -1) * sin
 
 
 class GroupedAttention(nn.Module):
-    """Causal self-attention, x [batch, sequence, width] -> the same shape, for at most `length` positions.
+    """Causal self-attention, x [batch, sequence, width] -> the same shape, for at most `length` positions; with a mask
+    `seen` (`block_causal`) and `positions`, inside of documents.
 
     Raises ValueError: a width that `heads` does not divide, or heads that `kv_heads` does not divide.
     """
@@ -57,11 +64,13 @@ class GroupedAttention(nn.Module):
         self.rotary = Rotary(self.columns, length, base)
         self.o_proj = nn.Linear(heads * self.columns, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seen: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         q, k, v = (self._split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = self.rotary(q), self.rotary(k)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        q, k = self.rotary(q, positions), self.rotary(k, positions)
+        attended = functional.scaled_dot_product_attention(
+            q, k, v, seen, is_causal=seen is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return out
 
     def _split(self, x: Tensor) -> Tensor:
@@ -97,8 +106,8 @@ class LlamaLayer(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(width, eps)
         self.feed_forward = SwiGLU(width, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, seen: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), seen, positions)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
@@ -108,7 +117,8 @@ class Llama(nn.Module):
 
     `layers` layers of `width` columns, `heads` heads of queries and `kv_heads` of keys and values, `hidden` columns in
     the gated part; positions up to `length`, rotary base `base`; `eps` is that of the RMS norms. With the arguments of
-    Llama 3 8B (128256, 8192, 4096, 32, 32, 8, 14336) it has its 8,030,261,248 parameters.
+    Llama 3 8B (128256, 8192, 4096, 32, 32, 8, 14336) it has its 8,030,261,248 parameters. `documents` and `positions`
+    are those of `models.gpt.GPT`.
     Raises ValueError: a sequence longer than `length`.
     """
 
@@ -133,11 +143,12 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(width, eps)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         if input_ids.shape[1] > self.length:
             raise ValueError(f"a sequence of {input_ids.shape[1]} tokens, but argument length is {self.length}")
         x = self.tokens(input_ids)
+        seen = None if documents is None else block_causal(documents)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, seen, positions)
         logits: Tensor = self.head(self.norm(x))
         return logits

@@ -7,14 +7,27 @@ shards.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+def block_causal(documents: Tensor) -> Tensor:
+    """The mask of rows that hold several documents: each position sees itself and what precedes it in its document.
+
+    `documents` [batch, sequence] is the number of each position's document. Returns bool [batch, 1, sequence,
+    sequence], true where a query (dim 2) sees a key (dim 3).
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & (places[:, None] >= places)
 
 
 class SelfAttention(nn.Module):
     """x [batch, sequence, width] -> the same shape; each of `heads` heads has width / heads columns.
 
-    `dropout` drops attention weights in training, `causal` masks later positions.
+    `dropout` drops attention weights in training, `causal` masks later positions; a mask `seen` in its place, as of
+    `block_causal`, says what each position sees.
     Raises ValueError: a width that the heads do not divide.
     """
 
@@ -28,11 +41,11 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(width, width)
         self.o_proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         q, k, v = (self._split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        dropped = self.dropout if self.training else 0.0
-        seen = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=self.causal)
-        out: Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
+        dropped, causal = self.dropout if self.training else 0.0, self.causal and seen is None
+        attended = functional.scaled_dot_product_attention(q, k, v, seen, dropped, causal)
+        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return out
 
     def _split(self, x: Tensor) -> Tensor:
@@ -59,7 +72,7 @@ class Block(nn.Module):
     """One pre-norm layer: x [batch, sequence, width] -> the same shape.
 
     `dropout` is that of the two branches before they are added, `attention_dropout` that of the attention weights;
-    the feed-forward part is 4 times as wide unless `hidden` says otherwise.
+    the feed-forward part is 4 times as wide unless `hidden` says otherwise. `seen` is the mask of `SelfAttention`.
     """
 
     def __init__(
@@ -79,7 +92,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(width, hidden or 4 * width)
         self.feed_forward_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seen))
         out: Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out

@@ -106,7 +106,7 @@ def corpus(
         raise ConfigError("MW314", f"{folder}: there is no such folder; data.path must be a folder with text files.")
     files = [
         (name, file)
-        for name, file in _files(folder, pattern, skip=NOT_OURS if path is None else frozenset())
+        for name, file in files_below(folder, pattern, skip=NOT_OURS if path is None else frozenset())
         if train is None or train != _in_test(name)
     ]
     if not files:
@@ -166,7 +166,7 @@ def cached(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = N
     return file
 
 
-def _files(folder: Path, pattern: str, skip: frozenset[str]) -> list[tuple[str, Path]]:
+def files_below(folder: Path, pattern: str, skip: frozenset[str]) -> list[tuple[str, Path]]:
     """Files by their path below `folder`, sorted by it, so that the order is the same on every machine."""
     files = []
     for parent, folders, names in os.walk(folder):

@@ -20,6 +20,8 @@ ALLOWED = {
 SPECIAL = {
     "strategies/optimizer/zero/engine.py": {"deepspeed"},
     "runner/build/huggingface.py": {"transformers"},
+    "runner/data/documents.py": {"fsspec"},
+    "runner/data/tokenizer.py": {"tokenizers", "transformers"},
     "runner/training/loggers.py": {"mlflow", "wandb"},
 }
 

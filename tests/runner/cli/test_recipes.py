@@ -22,6 +22,7 @@ NAMES = [
     "gpt_multi_copy",
     "gpt_offload_disk",
     "gpt_offload_host",
+    "gpt_packed",
     "gpt_padded",
     "gpt_pipeline",
     "gpt_recompute",

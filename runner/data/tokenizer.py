@@ -1,0 +1,109 @@
+"""Tokenizers from local files: a `tokenizer.json`, or a folder as transformers saves one. Nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from runner import home
+from runner.build.huggingface import QUIET
+from runner.errors import ConfigError
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Names of the token that ends a document, where a tokenizer.json alone is given: it does not say which it is."""
+
+
+class Bytes:
+    """Every byte of UTF-8 is a token, and 256 ends a document."""
+
+    vocabulary, end = 257, 256
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The bytes of each text."""
+        return [list(text.encode()) for text in texts]
+
+
+class Tokenizer:
+    """The tokenizer of the file or folder `path`.
+
+    Attributes:
+        vocabulary: the number of its tokens: every id is less.
+        end: the id of the token that ends a document; None without one.
+
+    Raises:
+        ConfigError: no such file, one that holds no tokenizer, a package that is missing, or no token `end`.
+    """
+
+    def __init__(self, path: str, end: str | None = None) -> None:
+        file = located(path)
+        self._tokenizer: Any
+        try:
+            if file.is_dir():
+                for name, value in QUIET.items():
+                    os.environ.setdefault(name, value)
+                made = import_module("transformers").AutoTokenizer.from_pretrained(str(file), local_files_only=True)
+                self._encode, known = self._of_transformers, made.eos_token
+            else:
+                made = import_module("tokenizers").Tokenizer.from_file(str(file))
+                self._encode = self._of_tokenizers
+                known = next((name for name in ENDS if made.token_to_id(name) is not None), None)
+        except ImportError as error:
+            package = error.name or "transformers"
+            raise ConfigError(
+                "MW802", f'{file}: the package {package} is needed: pip install "meshwright[text]".'
+            ) from error
+        except Exception as error:  # both libraries raise plain exceptions for a file that they cannot use
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError("MW830", f"{file} holds no tokenizer that can be loaded: {reason}.") from error
+        self._tokenizer = made
+        ids = made.get_vocab()
+        self.vocabulary = max(ids.values()) + 1
+        if end is not None and end not in ids:
+            raise ConfigError(
+                "MW830", f"data.args.end = {end!r} is no token of {file}; name one of its tokens, or null for its own."
+            )
+        ending = known if end is None else end
+        self.end: int | None = None if ending is None else ids[ending]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens at its ends."""
+        return self._encode(list(texts))
+
+    def _of_transformers(self, texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return encoded
+
+    def _of_tokenizers(self, texts: list[str]) -> list[list[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def load(path: str | None, end: str | None = None) -> Tokenizer | Bytes:
+    """The tokenizer of the file or folder `path`, None: that of bytes. Raises ConfigError as `Tokenizer`."""
+    if path is not None:
+        return Tokenizer(path, end)
+    if end is not None:
+        raise ConfigError("MW830", f"data.args.end = {end!r}, but without data.args.tokenizer the end is token 256.")
+    return Bytes()
+
+
+def located(path: str) -> Path:
+    """The file or folder of a tokenizer. Raises ConfigError: there is none."""
+    file = home.expanded(path).absolute()
+    if not file.exists():
+        raise ConfigError(
+            "MW830",
+            f"{file}: there is no such tokenizer. Give a tokenizer.json, or a folder as transformers saves one.",
+        )
+    return file
+
+
+def facts(path: str | None) -> list[str]:
+    """What changes when the tokenizer does: names, sizes and times of change of its files."""
+    if path is None:
+        return ["bytes"]
+    file = located(path)
+    files = sorted(one for one in file.iterdir() if one.is_file()) if file.is_dir() else [file]
+    return [f"{one.name} {one.stat().st_size} {one.stat().st_mtime_ns}" for one in files]
