@@ -30,27 +30,47 @@ if "runner" not in sys.modules:
     sys.path.remove(_ROOT)
 
 if TYPE_CHECKING:
+    from meshwright.exchange import Excess, best, compare, from_tp_plan
     from meshwright.plans import Plan, load, plan
     from meshwright.proof import verify
     from meshwright.runs import Run, compose, train
-    from runner.export.torch_program import Change
+    from runner.export.changes import Change
     from runner.report.comparison import Comparison
     from strategies.core.errors import CodedError
 
 _MODULES = {
-    "Change": "runner.export.torch_program",
+    "Change": "runner.export.changes",
     "CodedError": "strategies.core.errors",
     "Comparison": "runner.report.comparison",
+    "Excess": "meshwright.exchange",
     "Plan": "meshwright.plans",
     "Run": "meshwright.runs",
+    "best": "meshwright.exchange",
+    "compare": "meshwright.exchange",
     "compose": "meshwright.runs",
+    "from_tp_plan": "meshwright.exchange",
     "load": "meshwright.plans",
     "plan": "meshwright.plans",
     "train": "meshwright.runs",
     "verify": "meshwright.proof",
 }
 
-__all__ = ["Change", "CodedError", "Comparison", "Plan", "Run", "compose", "load", "plan", "train", "verify"]
+__all__ = [
+    "Change",
+    "CodedError",
+    "Comparison",
+    "Excess",
+    "Plan",
+    "Run",
+    "best",
+    "compare",
+    "compose",
+    "from_tp_plan",
+    "load",
+    "plan",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

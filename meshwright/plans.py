@@ -26,7 +26,8 @@ from runner.config.origins import Origins
 from runner.config.schema import Config
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, allowed
-from runner.export.torch_program import Change, changes, program
+from runner.export.changes import Change
+from runner.export.targets import exported, target_of
 from runner.planning.clusters import shipped
 from runner.planning.given import prepare_given
 from runner.planning.prepare import Prepared
@@ -36,6 +37,8 @@ from runner.report.plan_files import plan_content
 from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, LossFunction, Objective
 from strategies.capture.shapes import pretend
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan as OperatorPlans
 from strategies.planner.plan_file import check_form
 
 if TYPE_CHECKING:
@@ -51,8 +54,6 @@ Signature = Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
 
 MODES = ("auto", "semi_auto", "data_parallel")
 """In which a rank runs one program."""
-TARGETS = ("torch",)
-"""Of exports."""
 OF_RUNS = ("batch_rows", "comm_overlap", "dump_ir", "offload", "server")
 """Keys of the section `parallel` that only `run train` carries out."""
 
@@ -62,13 +63,14 @@ _log = logging.getLogger("meshwright")
 @dataclass(frozen=True)
 class Planned:
     """What a plan was made of: the preparation, names and targets of the batch (`objective`, whose tensors may have
-    shapes alone), what was captured, and the loss."""
+    shapes alone), what was captured, the loss, and the batch."""
 
     prepared: Prepared
     objective: Objective
     captured: Captured
     signature: Signature
     loss: nn.Module | None
+    batch: tuple[Tensor, ...]
 
     def step_of(self, module: nn.Module) -> Objective:
         """Another module with the loss of the plan."""
@@ -178,26 +180,26 @@ class Plan:
         """What a target would lay out otherwise than this plan, with what that costs; empty where it says all of it.
 
         Args:
-            target: `torch`.
+            target: `torch` or `transformers`.
         """
-        _check_target(target)
-        return changes(self.planned("expressible").prepared)
+        return target_of(target).changes(self.planned("expressible").prepared)
 
     def export(self, target: str, file: str | Path, *, allow_changes: bool = False) -> Path:
         """Write the plan for another trainer. Returns the path of the file.
 
         Args:
-            target: `torch`: a Python file of plain torch, which lays out the parameters of the module as DTensors.
+            target: `torch`: a Python file of plain torch, which lays out the parameters of the module as DTensors;
+                `transformers`: the JSON of a `DistributedConfig`, for `from_pretrained(distributed_config=...)`.
             file: to write.
             allow_changes: also where `expressible` lists something.
 
         Raises:
             ConfigError: the target cannot say the plan; nothing is written.
         """
-        _check_target(target)
-        code = program(self.planned("export").prepared, self.content["title"], allow_changes=allow_changes)
+        prepared = self.planned("export").prepared
+        content = exported(target, prepared, self.content["title"], allow_changes=allow_changes)
         path = Path(file)
-        path.write_text(code, encoding="utf-8")
+        path.write_text(content, encoding="utf-8")
         return path
 
     def planned(self, what: str) -> Planned:
@@ -255,6 +257,27 @@ def plan(
     """
     names, tensors = flatten_batch(batch)
     _check_device(module, "meshwright.plan")
+    options = {"search": search, "strategies": dict(strategies or {}), "memory_limit": memory_limit, "zero": zero}
+    config = config_of(module, tensors, loss, mesh, cluster, optimizer, seed, device, options | parallel)
+    return planned(config, module, names, tensors, loss)
+
+
+def config_of(
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    loss: Loss | None,
+    mesh: int | Mapping[str, int] | str | Path | None,
+    cluster: str | Path | None,
+    optimizer: type[torch.optim.Optimizer] | str,
+    seed: int,
+    device: str,
+    parallel: Mapping[str, Any],
+) -> Config:
+    """The config of a step: the arguments of `plan`, with all that belong into the section `parallel` as a mapping.
+
+    Raises:
+        ConfigError: a key that only `run train` carries out, or a value that the config refuses.
+    """
     if left := [name for name in parallel if name in OF_RUNS]:
         raise ConfigError(
             "MW464",
@@ -268,10 +291,6 @@ def plan(
         "train": {"seed": seed, "precision": _precision(module)},
         "parallel": {
             "mode": "auto",
-            "search": search,
-            "strategies": dict(strategies or {}),
-            "memory_limit": memory_limit,
-            "zero": zero,
             "comm_overlap": False,  # gradients are added up when the optimizer steps
             **parallel,
         },
@@ -288,7 +307,7 @@ def plan(
         "data": {"target": "meshwright.batch", "batch_size": len(tensors[0])},
         "job": {"name": "plan"},
     }
-    return _planned(load_config(OmegaConf.create(sections), Origins()), module, names, tensors, loss)
+    return load_config(OmegaConf.create(sections), Origins())
 
 
 def load(
@@ -322,12 +341,18 @@ def load(
     }
     sections["parallel"] |= {"plan": str(place.absolute()), "memory_limit": None}
     sections["data"] |= {"batch_size": len(tensors[0])}
-    return _planned(validated(sections, Origins()), module, names, tensors, loss)
+    return planned(validated(sections, Origins()), module, names, tensors, loss)
 
 
-def _planned(
-    config: Config, module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor], loss: Loss | None
+def planned(
+    config: Config,
+    module: nn.Module,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    loss: Loss | None,
+    plan_of: Callable[[OperatorGraph], OperatorPlans] | None = None,
 ) -> Plan:
+    """The plan of a step: that of `plan_of` for its graph, or the one that the config asks for."""
     mode, stages = config.parallel.mode, config.parallel.pipeline.stages
     if stages is not None or mode not in MODES:
         raise ConfigError(
@@ -344,7 +369,7 @@ def _planned(
     objective = Objective(planned_module, function, names, targets)
     if shapes_alone:
         given = pretend(objective, given)
-    prepared, captured = prepare_given(config, objective, given, _log.info)
+    prepared, captured = prepare_given(config, objective, given, _log.info, plan_of)
     if prepared.plan is not None and prepared.plan.batch_rows:
         raise ConfigError(
             "MW464",
@@ -356,12 +381,7 @@ def _planned(
         "title": f"{config.model.target} on {prepared.world_size} ranks",
         "config": prepared.config.model_dump(mode="json"),
     }
-    return Plan(content, Planned(prepared, objective, captured, signature_of(module), original))
-
-
-def _check_target(target: str) -> None:
-    if target not in TARGETS:
-        raise ConfigError("MW466", f"There is no target {target!r} of an export.{allowed(target, TARGETS)}")
+    return Plan(content, Planned(prepared, objective, captured, signature_of(module), original, tuple(given)))
 
 
 def signature_of(module: nn.Module) -> Signature:

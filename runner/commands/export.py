@@ -14,7 +14,7 @@ def run(config: Config, run_dir: Path) -> float | None:
 
     Raises ConfigError where there is no plan, where the target cannot say it, and where the file cannot be written.
     """
-    from runner.export.torch_program import changes, program
+    from runner.export.targets import exported, target_of
     from runner.planning.joint import prepare_decided
     from runner.report import plan_files, text
     from runner.report.units import shown_path
@@ -29,12 +29,13 @@ def run(config: Config, run_dir: Path) -> float | None:
             if prepared.plan
             else f"parallel.mode = {config.parallel.mode!r}, which has no plan"
         )
-        raise ConfigError("MW465", f"export: torch has no program for {what}; choose another plan.")
+        raise ConfigError("MW465", f"export: {config.export.target} has no word for {what}; choose another plan.")
     title = f"{config.model.target} on {prepared.world_size} ranks"
-    code = program(prepared, title, allow_changes=config.export.allow_changes)
+    target = target_of(config.export.target)
+    code = exported(config.export.target, prepared, title, allow_changes=config.export.allow_changes)
     content = plan_files.write_plan(prepared, run_dir)
     assert content is not None
-    file = run_dir / "parallel_torch.py" if config.export.file is None else home.expanded(config.export.file)
+    file = run_dir / target.file if config.export.file is None else home.expanded(config.export.file)
     try:
         file.write_text(code, encoding="utf-8")
     except OSError as error:
@@ -42,7 +43,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             "MW603", f"export.file = {str(file)!r} cannot be written ({error.strerror}); name another file."
         ) from error
     print(text.headline(prepared, run_dir))
-    for change in changes(prepared):
+    for change in target.changes(prepared):
         print(f"changed: {change}")
     print(f"exported: {shown_path(file)}")
     seconds: float = content["cost"]["total"]

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.tensor import Placement
 
-from runner.errors import ConfigError
+from runner.export.changes import Change, of_optimizer, operand_layouts, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from strategies.core.graph import Operator, OperatorGraph, Ref
@@ -22,7 +21,6 @@ from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
 from strategies.resharding.path import resharding_path
-from strategies.rules import rule_of
 from strategies.runtime.dtensors import placements
 
 SKELETON = Path(__file__).with_name("plain_torch.py")
@@ -38,50 +36,15 @@ GATHERED = {
 """Dims of the first operands (of more than one dim) that the plan may slice and DTensor makes whole, by operator."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """Something that a target lays out otherwise than the plan.
-
-    Attributes:
-        kind: parameter, buffer, input, operator or optimizer.
-        name: of the tensor, batch entry or operator.
-        planned, exported: its layouts.
-        bytes: sent by a rank in forward of a step to come from the one to the other; of a parameter, and under ZeRO,
-            held in addition.
-        seconds: of sending them, predicted.
-    """
-
-    kind: str
-    name: str
-    planned: str
-    exported: str
-    bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.name}: {self.planned} in the plan, {self.exported} as exported; {self.bytes:,} bytes, "
-            f"{self.seconds * 1e3:.3g} ms"
-        )
-
-
 def changes(prepared: Prepared) -> list[Change]:
     """What the exported program lays out otherwise than the plan; empty where it says all of it."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
-    return [*_of_sources(prepared, graph, plan), *_of_operators(prepared, graph, plan), *_of_optimizer(prepared)]
+    return [*_of_sources(prepared, graph, plan), *_of_operators(prepared, graph, plan), *of_optimizer(prepared, {0})]
 
 
-def program(prepared: Prepared, title: str, *, allow_changes: bool = False) -> str:
-    """The file. Raises ConfigError for a plan that it cannot say, unless with `allow_changes`."""
-    found = changes(prepared)
-    if found and not allow_changes:
-        shown = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        raise ConfigError(
-            "MW465",
-            f"The target torch would lay out {len(found)} of the plan otherwise: {shown}. Export with "
-            "allow_changes=True, or plan without them.",
-        )
+def program(prepared: Prepared, title: str) -> str:
+    """The file."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     received, returned = _boundaries(graph, plan)
@@ -145,7 +108,7 @@ def _boundaries(graph: OperatorGraph, plan: Plan) -> tuple[dict[str, Boundary], 
         taken = [
             (ref, layout)
             for operator in operators
-            for ref, layout in zip(operator.operands, _operand_layouts(operator, graph, plan), strict=True)
+            for ref, layout in zip(operator.operands, operand_layouts(operator, graph, plan), strict=True)
             if ref.id not in made and ref.id not in tensors
         ]
         if len({ref for ref, _ in taken}) == 1:
@@ -158,15 +121,11 @@ def _boundaries(graph: OperatorGraph, plan: Plan) -> tuple[dict[str, Boundary], 
     return received, returned
 
 
-def _operand_layouts(operator: Operator, graph: OperatorGraph, plan: Plan) -> tuple[Layout, ...]:
-    return tuple(rule_of(operator, graph).operand_layouts(plan.operators[operator.name].assignment))
-
-
 def _uses_outside(graph: OperatorGraph, plan: Plan, made: set[str]) -> Iterator[tuple[Ref, Layout]]:
     """Every use of what the operators `made` return by others, with the layout in which it is used."""
     for operator in graph.operators:
         if operator.id not in made:
-            layouts = _operand_layouts(operator, graph, plan)
+            layouts = operand_layouts(operator, graph, plan)
             yield from ((ref, layout) for ref, layout in zip(operator.operands, layouts, strict=True) if ref.id in made)
 
 
@@ -190,7 +149,7 @@ def _of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Itera
     """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there."""
     cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
     for operator in graph.operators:
-        for ref, layout in zip(operator.operands, _operand_layouts(operator, graph, plan), strict=True):
+        for ref, layout in zip(operator.operands, operand_layouts(operator, graph, plan), strict=True):
             spec, dims = graph.specs[ref], list(layout.dims)
             for dim in GATHERED.get(operator.label, ()) if len(dims) > 1 else ():
                 dims[dim] = ()
@@ -198,17 +157,4 @@ def _of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Itera
             if placements(kept, spec.shape, mesh) is None:
                 kept = Layout.replicated(len(dims))
             if kept != layout:
-                path = resharding_path(layout, kept, spec.shape, mesh)
-                sent = sum(step.busiest(mesh) for step in path) * spec.item_bytes
-                seconds = path_seconds(path, spec.item_bytes, mesh, cluster)
-                yield Change("operator", operator.name, str(layout), str(kept), sent, seconds)
-
-
-def _of_optimizer(prepared: Prepared) -> Iterator[Change]:
-    """The optimizer's states, which no target slices that has no ZeRO."""
-    stage, plan, graph = prepared.config.parallel.zero.known, prepared.plan, prepared.graph
-    assert plan is not None and graph is not None
-    if stage:
-        trained = [source for source in graph.of_kind("parameter") if source.trainable]
-        size = sum(plan.local_bytes(source) for source in trained)
-        yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", "on every replica", size, 0.0)
+                yield sent("operator", operator.name, layout, kept, spec, mesh, cluster)

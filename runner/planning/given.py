@@ -13,14 +13,20 @@ from runner.planning import lowering
 from runner.planning.clusters import device_of
 from runner.planning.joint import JointDecision, choice_of, with_choice
 from runner.planning.prepare import Prepared, check_model, with_plan
-from runner.planning.sources import request_of
+from runner.planning.sources import request_of, with_recompute
 from strategies.capture import Captured, Objective, capture
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
 from strategies.core.request import check
 from strategies.lowering.device_placement import on_host
 
 
 def prepare_given(
-    config: Config, step: Objective, tensors: Sequence[Tensor], say: Callable[[str], None]
+    config: Config,
+    step: Objective,
+    tensors: Sequence[Tensor],
+    say: Callable[[str], None],
+    plan_of: Callable[[OperatorGraph], Plan] | None = None,
 ) -> tuple[Prepared, Captured]:
     """Capture and plan a step.
 
@@ -29,6 +35,7 @@ def prepare_given(
         step: model and loss.
         tensors: a global batch.
         say: prints notices for the user.
+        plan_of: the plan of a graph, instead of a search.
 
     Returns:
         The preparation, with a config in which nothing is open, and what was captured of `step`.
@@ -42,7 +49,10 @@ def prepare_given(
     on_host(captured.graph, config.parallel.place)
     lowering.check_ranks(config, world_size)
     lowering.rows_per_split(config)
-    if config.parallel.open or config.parallel.memory_limit is not None:
+    if plan_of is not None:
+        request = request_of(config, lowering.planned_ranks(config, world_size))
+        plan = with_recompute(plan_of(captured.graph), captured.graph, request)
+    elif config.parallel.open or config.parallel.memory_limit is not None:
         given = {config.data.batch_size: (step, captured, list(tensors))}
         plan = JointDecision(config, say, given).plan()
         if config.parallel.open:

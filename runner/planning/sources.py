@@ -162,10 +162,16 @@ def cache_folder(wanted: str | None, say: Callable[[str], None]) -> Path | None:
 def from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:
     """The plan of `parallel.plan` with the recompute of `request`. Raises as `planned`."""
     plan = read_plan(read_content(file), graph, request.world_size, f"parallel.plan = {str(file)!r}")
-    if request.recompute is not None:
-        rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-        plan = replace(plan, recompute=recomputed(graph, rules, request.recompute))
+    plan = with_recompute(plan, graph, request)
     return _loaded(replace(plan, search=with_cost(plan.search, None)), str(file))
+
+
+def with_recompute(plan: Plan, graph: OperatorGraph, request: Request) -> Plan:
+    """A plan that was not searched, with the recompute of `request`."""
+    if request.recompute is None:
+        return plan
+    rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+    return replace(plan, recompute=recomputed(graph, rules, request.recompute))
 
 
 def _loaded(plan: Plan, where: str) -> Plan:

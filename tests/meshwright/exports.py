@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from loops import next_token, tokens
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from runner.report.comparison import ROUNDING, TOLERANCE, of_step
 
@@ -52,3 +55,32 @@ def exported(rank: Any, given: tuple[Path, nn.Module]) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
     return worst
+
+
+def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:
+    """The same of a model that transformers itself loads with an exported config, of the rank's rows."""
+    import transformers
+
+    folder, file = given
+    content = json.loads(file.read_text(encoding="utf-8"))
+    eager = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False, distributed_config=content)
+    x, _ = tokens()
+    copies = content["dp_replicate_size"] * content["fsdp_size"]
+    own = x.chunk(copies)[dist.get_rank() // content["tp_size"]]
+    loss = model(input_ids=own, labels=own).loss
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    expected = eager(input_ids=x, labels=x).loss
+    expected.backward()
+    sliced = {name: one.grad for name, one in model.named_parameters()}
+    gradients = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in sliced.items()}
+    ours = {"loss": float(mean) / dist.get_world_size(), "gradients": gradients}
+    theirs = {
+        "loss": float(expected.detach()),
+        "gradients": {name: one.grad for name, one in eager.named_parameters()},
+    }
+    gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
+    assert any(isinstance(one, DTensor) for one in sliced.values())
+    return {"loss": gap, "gradient": max(found.values())}

@@ -1,0 +1,88 @@
+"""What a target of an export lays out otherwise than the plan, with what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from runner.planning.clusters import cluster_of
+from runner.planning.prepare import Prepared
+from strategies.core.graph import Operator, OperatorGraph, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan
+from strategies.cost.cluster import Cluster
+from strategies.cost.collectives import path_seconds
+from strategies.resharding.path import resharding_path
+from strategies.rules import rule_of
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that a target lays out otherwise than the plan.
+
+    Attributes:
+        kind: parameter, buffer, input, operator or optimizer.
+        name: of the tensor, batch entry or operator.
+        planned, exported: its layouts.
+        bytes: sent by a rank in forward of a step to come from the one to the other; of a parameter, and under ZeRO,
+            held in addition.
+        seconds: of sending them, predicted.
+    """
+
+    kind: str
+    name: str
+    planned: str
+    exported: str
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.name}: {self.planned} in the plan, {self.exported} as exported; {self.bytes:,} bytes, "
+            f"{self.seconds * 1e3:.3g} ms"
+        )
+
+
+def sent(kind: str, name: str, planned: Layout, exported: Layout, spec: TensorSpec, mesh: Mesh, at: Cluster) -> Change:
+    """The change of a value that is brought from one layout to the other, on the cluster `at`."""
+    path = resharding_path(planned, exported, spec.shape, mesh)
+    size = int(sum(step.busiest(mesh) for step in path) * spec.item_bytes)
+    return Change(kind, name, str(planned), str(exported), size, path_seconds(path, spec.item_bytes, mesh, at))
+
+
+def operand_layouts(operator: Operator, graph: OperatorGraph, plan: Plan) -> tuple[Layout, ...]:
+    """The layouts in which an operator takes its operands."""
+    return tuple(rule_of(operator, graph).operand_layouts(plan.operators[operator.name].assignment))
+
+
+def of_optimizer(prepared: Prepared, stages: Collection[int]) -> Iterator[Change]:
+    """The optimizer's states, which a target slices over replicas only at these stages of ZeRO."""
+    stage, plan, graph = prepared.config.parallel.zero.known, prepared.plan, prepared.graph
+    assert plan is not None and graph is not None
+    if stage not in stages:
+        trained = [source for source in graph.of_kind("parameter") if source.trainable]
+        size = sum(plan.local_bytes(source) for source in trained)
+        yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", "on every replica", size, 0.0)
+
+
+def between(prepared: Prepared, exported: Plan) -> Iterator[Change]:
+    """The parameters, batch entries and operators of a plan that another one on the same mesh lays out otherwise."""
+    graph, plan = prepared.graph, prepared.plan
+    assert graph is not None and plan is not None
+    mesh, cluster = plan.mesh, cluster_of(prepared.config, prepared.device, prepared.world_size)
+    for source in graph.sources:
+        ours, theirs = ((one.inputs if source.kind == "input" else one.tensors) for one in (plan, exported))
+        layout, other, spec = ours[source.name], theirs[source.name], source.spec
+        if layout == other:
+            continue
+        if source.kind == "input":
+            yield sent("input", source.name, layout, other, spec, mesh, cluster)
+            continue
+        more = other.local_elements(spec.shape, mesh) - layout.local_elements(spec.shape, mesh)
+        yield Change(source.kind, source.name, str(layout), str(other), more * spec.item_bytes, 0.0)
+    for operator in graph.operators:
+        pair = (operand_layouts(operator, graph, one) for one in (plan, exported))
+        for ref, layout, other in zip(operator.operands, *pair, strict=True):
+            if layout != other:
+                yield sent("operator", operator.name, layout, other, graph.specs[ref], mesh, cluster)

@@ -1,0 +1,89 @@
+"""Plans of others: read, priced, proven and compared; and written for the trainers that they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import tokens
+from meshwright.models.gpt import GPT
+from torch import nn
+
+import meshwright
+
+COLUMNS = ("layers.*.attention.q_proj", "layers.*.attention.k_proj", "layers.*.attention.v_proj")
+MEGATRON = {
+    "tokens": "embedding_rowwise",
+    **dict.fromkeys((*COLUMNS, "layers.*.feed_forward.up_proj"), "colwise"),
+    **dict.fromkeys(("layers.*.attention.o_proj", "layers.*.feed_forward.down_proj"), "rowwise"),
+    "head": "colwise",
+}
+SLICED = ("mesh", "inputs", "tensors", "communication", "memory", "cost")
+
+
+def layouts(plan: meshwright.Plan) -> list[tuple[str, Any, Any]]:
+    return [(one["name"], one["in_layouts"], one["out_layouts"]) for one in plan.content["operators"]]
+
+
+def recipe(name: str) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
+    """Model, batch, loss and section `parallel` of a recipe."""
+    config = meshwright.compose(name)
+    torch.manual_seed(0)
+    model, batch = GPT(**config.model.args), torch.randint(256, (16, 65))
+    from meshwright.models.losses import NextTokenLoss
+
+    section = config.parallel.model_dump(include={"mesh", "dataset_strategy", "strategies"})
+    return model, (batch[:, :-1], batch[:, 1:]), NextTokenLoss(), section
+
+
+def test_a_tp_plan_of_megatron_is_the_recipe_megatron_tp() -> None:
+    model, batch, loss, section = recipe("megatron_tp")
+    ours = meshwright.plan(model, batch, loss=loss, plan_cache=None, **section)
+    read = meshwright.from_tp_plan(MEGATRON, model, batch, loss=loss, mesh={"dp": 2, "tp": 4})
+    assert layouts(read) == layouts(ours)
+    for key in SLICED:
+        assert read.content[key] == ours.content[key], key
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def labelled() -> dict[str, torch.Tensor]:
+    x, _ = tokens()
+    return {"input_ids": x, "labels": x}
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)])
+def test_the_loader_of_transformers_trains_the_export_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, mesh: dict[str, int]
+) -> None:
+    model = llama()
+    plan = meshwright.from_tp_plan("auto", model, labelled(), mesh=mesh)
+    assert plan.expressible("transformers") == []
+    file = plan.export("transformers", tmp_path / "distributed.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    written, own = content["tp_plan"], model.tp_plan
+    assert {name: written[name] for name in own} == own
+    assert {style for name, style in written.items() if name not in own} == {"replicate"}
+    assert (content["tp_size"], content["dp_replicate_size"]) == (2, mesh.get("dp", 1))
+    model.save_pretrained(tmp_path / "model")
+    ranks = 2 * mesh.get("dp", 1)
+    worst = on_ranks("transformed", (tmp_path / "model", file), world_size=ranks, module="exports")
+    assert max(worst.values()) < 1e-5, worst
