@@ -105,11 +105,11 @@ VERBS = {
         keys=("explain", "parallel", "cluster", *SETUP),
     ),
     "export": Verb(
-        "write the plan for another trainer: a file of plain torch",
+        "write the plan for another trainer, such as a file of plain torch, or a config of transformers",
         "run export torch +recipe=quickstart",
         "runner.commands.export:run",
         argument="export.target",
-        usage="run export TARGET +recipe=NAME [export.file=FILE] [KEY=VALUE ...]    (TARGET: torch)",
+        usage="run export TARGET +recipe=NAME [export.file=FILE] [KEY=VALUE ...]    (TARGET: torch, transformers)",
         keys=("export", "parallel", "cluster", *SETUP),
     ),
     "predict": Verb(

@@ -186,7 +186,7 @@ def _dim(placed: Sequence[Placement | None] | None, key: str) -> Dim | Kept:
 
 
 def tp_plan_of(graph: OperatorGraph, plan: Plan) -> dict[str, str]:
-    """A plan as {glob of modules: name of a style}, for the axes that do not slice rows; where layers differ, as most
+    """A plan as {glob of modules: name of a style}, for the axes that slice parameters; where layers differ, as most
     of them have it, since transformers knows globs alone."""
     axes = _axes(plan)
     found: dict[str, Counter[str]] = defaultdict(Counter)
@@ -201,8 +201,9 @@ def tp_plan_of(graph: OperatorGraph, plan: Plan) -> dict[str, str]:
 
 
 def _axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that slice no rows of the batch."""
-    return plan.mesh.others({axis for axes in plan.batch_axes for axis in axes})
+    """The axes that slice parameters; without any, those that slice no rows of the batch."""
+    used = {axis for layout in plan.tensors.values() for axis in layout.axes}
+    return plan.mesh.sorted(used) or plan.mesh.others({axis for axes in plan.batch_axes for axis in axes})
 
 
 def _styles_of(

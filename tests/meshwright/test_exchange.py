@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from loops import tokens
+from loops import gpt, next_token, tokens
 from meshwright.models.gpt import GPT
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 import meshwright
 
@@ -87,3 +89,64 @@ def test_the_loader_of_transformers_trains_the_export_as_one_device(
     ranks = 2 * mesh.get("dp", 1)
     worst = on_ranks("transformed", (tmp_path / "model", file), world_size=ranks, module="exports")
     assert max(worst.values()) < 1e-5, worst
+
+
+def sequence_parallel() -> dict[str, Any]:
+    """The plan that torchtitan writes with the styles of torch, of a GPT."""
+    entering = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    columns = dict.fromkeys((*COLUMNS, "layers.*.feed_forward.up_proj"), ColwiseParallel())
+    rows = ("layers.*.attention.o_proj", "layers.*.feed_forward.down_proj")
+    return {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        **dict.fromkeys(("norm", "layers.*.*_norm"), SequenceParallel()),
+        "layers.*.attention": entering,
+        "layers.*.feed_forward": entering,
+        **columns,
+        **dict.fromkeys(rows, RowwiseParallel(output_layouts=Shard(1))),
+        "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def test_a_parallelize_plan_is_read_proven_and_compared_with_the_best() -> None:
+    module = gpt()
+    plan = meshwright.from_tp_plan(sequence_parallel(), module, tokens(), loss=next_token, mesh=4)
+    by_name = {name: (taken, made) for name, taken, made in layouts(plan)}
+    assert by_name["layers.1.attention_norm"][0][0] == "(-, tp, -)"
+    assert by_name["layers.1.attention.q_proj"] == (["(-, -, -)", "(tp, -)", "(tp)"], ["(-, -, tp)"])
+    assert by_name["layers.1.feed_forward.down_proj"][1] == ["(-, tp, -)"]
+    seconds = plan.content["cost"]["redistributions"]  # losses and their sums alone are reduced
+    assert seconds["reduce_scatter"] > 5 * seconds["all_reduce"]
+    assert meshwright.verify(module, tokens(), plan).passed
+    excess = meshwright.compare(plan)
+    assert excess.other.gap is not None and excess.share > 0
+    assert excess.plan.cost == pytest.approx(excess.other.cost * (1 + excess.share))
+    assert "% longer" in str(excess) and "layers.*.attention.q_proj" in str(excess)
+    sliced = [change.name for change in plan.expressible("transformers")]
+    assert "layers.0.attention_norm" in sliced and "layers.0.attention.q_proj" not in sliced
+
+
+@pytest.mark.parametrize(
+    ("code", "tp_plan", "mesh"),
+    [
+        ("MW880", {"tokens": "packed_colwise"}, 2),
+        ("MW880", {"layers.*.attention.q_proj": "columns"}, 2),
+        ("MW881", {"layers.*.attention.query": "colwise"}, 2),
+        ("MW882", {"tokens": "embedding_rowwise"}, {"dp": 2}),
+        ("MW882", "auto", 2),
+    ],
+)
+def test_a_plan_that_cannot_be_read_is_refused(code: str, tp_plan: Any, mesh: Any) -> None:
+    with pytest.raises(meshwright.CodedError) as error:
+        meshwright.from_tp_plan(tp_plan, gpt(), tokens(), loss=next_token, mesh=mesh)
+    assert error.value.code == code
+
+
+def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -> None:
+    plan = meshwright.from_tp_plan(MEGATRON, gpt(torch.float32), tokens(), loss=next_token, mesh=2, zero=1)
+    (optimizer,) = plan.expressible("transformers")
+    assert (optimizer.kind, optimizer.bytes > 0) == ("optimizer", True)
+    file = tmp_path / "distributed.json"
+    with pytest.raises(meshwright.CodedError) as error:
+        plan.export("transformers", file)
+    assert error.value.code == "MW465" and not file.exists()
+    assert json.loads(plan.export("transformers", file, allow_changes=True).read_text(encoding="utf-8"))["tp_size"] == 2
