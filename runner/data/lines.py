@@ -48,11 +48,12 @@ class Lines:
         except ValueError as error:
             raise ConfigError("MW314", f"{where} is no JSON: {error}.") from error
         if isinstance(value, dict):
-            return {name: _tensor(entry, f"{where}, {name!r}") for name, entry in value.items()}
-        return _tensor(value, where)
+            return {name: tensor_of(entry, f"{where}, {name!r}") for name, entry in value.items()}
+        return tensor_of(value, where)
 
 
-def _tensor(value: Any, where: str) -> Tensor:
+def tensor_of(value: Any, where: str) -> Tensor:
+    """A number or nested lists of numbers as a tensor. Raises ConfigError for anything else."""
     try:
         return torch.tensor(value, dtype=None if isinstance(value, (int, list)) else torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:

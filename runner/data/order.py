@@ -7,7 +7,7 @@ save or restore: a resumed run computes the rows of the step at which it continu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,14 +16,18 @@ from torch import Tensor
 
 from runner.errors import ConfigError
 
+Shuffled = Callable[[torch.Generator], Tensor]
+"""An order of the rows of a dataset in which it reads fast: int64 [length], a permutation."""
 
-def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+
+def epoch_order(length: int, seed: int, epoch: int, shuffle: bool, shuffled: Shuffled | None = None) -> Tensor:
     """The order of the rows in one epoch: int64 [length], a permutation, the same everywhere for equal arguments."""
     if not shuffle:
         return torch.arange(length)
     # Hashed, so that neighbouring seeds do not share the permutations of neighbouring epochs.
     key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
-    return torch.randperm(length, generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+    return torch.randperm(length, generator=generator) if shuffled is None else shuffled(generator)
 
 
 # A step needs one epoch, or two at an epoch boundary: two cached permutations suffice.
@@ -35,7 +39,7 @@ class Order:
     """The batches of training, over as many epochs as there are steps.
 
     `batch_size` is the global batch of one optimizer step; a last batch of an epoch that is short is left out with
-    `drop_last`. Raises ConfigError: fewer rows than one batch.
+    `drop_last`; `shuffled` is the dataset's own way to shuffle. Raises ConfigError: fewer rows than one batch.
     """
 
     length: int
@@ -43,6 +47,7 @@ class Order:
     seed: int
     shuffle: bool = True
     drop_last: bool = True
+    shuffled: Shuffled | None = None
 
     def __post_init__(self) -> None:
         if self.length < self.batch_size:
@@ -75,7 +80,7 @@ class Order:
         first = step % self.steps_per_epoch * self.batch_size
         if not self.shuffle:
             return [*range(first, min(first + self.batch_size, self.length))]
-        order = _cached_order(self.length, self.seed, self.epoch(step), self.shuffle)
+        order = _cached_order(self.length, self.seed, self.epoch(step), self.shuffle, self.shuffled)
         rows: list[int] = order[first : first + self.batch_size].tolist()
         return rows
 

@@ -11,6 +11,7 @@ from runner.config.schema import Config
 from runner.data.lines import Lines
 from runner.data.loader import Collate, MapDataset, build_dataset
 from runner.data.order import Order
+from runner.data.shards import Shards
 from runner.data.streams import ENDLESS, Stream
 from runner.data.unbatched import Unbatched
 from runner.errors import ConfigError
@@ -98,7 +99,8 @@ def order_of(config: Config, training: MapDataset) -> Order:
     if length == ENDLESS:
         length -= length % data.batch_size
     shuffle = data.shuffle and not isinstance(training, Stream)
-    return Order(length, data.batch_size, config.train.seed, shuffle, data.drop_last)
+    shuffled = training.shuffled if isinstance(training, Shards) else None
+    return Order(length, data.batch_size, config.train.seed, shuffle, data.drop_last, shuffled)
 
 
 def micro_batch_rows(config: Config) -> int:

@@ -23,6 +23,7 @@ SPECIAL = {
     "runner/data/documents.py": {"fsspec"},
     "runner/data/tokenizer.py": {"tokenizers", "transformers"},
     "runner/training/loggers.py": {"mlflow", "wandb"},
+    "runner/data/shards.py": {"fsspec", "pyarrow"},
 }
 
 

@@ -2,13 +2,15 @@
 
 import random
 
+import pyarrow
 import pytest
 import streaming
 import torch
+from pyarrow import parquet
 
 from runner.data.loader import LocalBatches, build_dataset, global_batch
 from runner.data.streams import ENDLESS, Stream
-from runner.errors import ConfigError
+from runner.errors import ConfigError, RunFailed
 
 
 def stream(**more):
@@ -93,3 +95,34 @@ ONCE = [sum(streaming.value(8 * step + number) ** 2 for number in range(8)) / 8 
 def test_an_epoch_has_every_sample_once(start, ranks, workers):
     losses = start(*WORDS, "train.epochs=1", f"world_size={ranks}", f"data.workers={workers}").losses
     assert losses == pytest.approx(ONCE, rel=1e-6)
+
+
+KILLED = "launch.faults=[{kind: kill, rank: 1, step: 4, phase: backward}]"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 2), (4, 1)), *(pytest.param(*one, marks=pytest.mark.slow) for one in (((4, 1), (1, 3)), ((2, 0), (2, 2))))],
+)
+def test_a_killed_run_goes_on_with_the_next_sample(start, before, after):
+    words = (*WORDS, "train.epochs=1", "checkpoint.every=2")
+    with pytest.raises(RunFailed, match="was killed by SIGKILL"):
+        start(*words, KILLED, f"world_size={before[0]}", f"data.workers={before[1]}")
+    resumed = start(*words, "train.resume=auto", f"world_size={after[0]}", f"data.workers={after[1]}")
+    losses = {record["step"]: record["loss"] for record in resumed.records if "loss" in record}
+    assert [losses[step] for step in range(1, 7)] == pytest.approx(ONCE, rel=1e-6)
+
+
+def test_datasets_of_hugging_face_are_streams(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    table = pyarrow.table({"x": [[row, 2.0 * row] for row in range(20)], "label": range(20)})
+    for number in range(2):
+        parquet.write_table(table.slice(10 * number, 10), tmp_path / f"part-{number}.parquet")
+    args = {"path": "parquet", "data_files": str(tmp_path / "part-*.parquet"), "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(ConfigError, match=r"makes several datasets: train; name one, with data\.args\.split=train"):
+        build_dataset("datasets.load_dataset", {**args, "streaming": True}, None, what="data")
+    streamed = build_dataset("datasets.load_dataset", {**args, "split": "train", "streaming": True}, None, what="data")
+    assert isinstance(streamed, Stream)
+    for row in (0, 12, 3, 25):
+        sample = streamed[row]
+        assert torch.equal(sample["x"], torch.tensor([row % 20, 2.0 * (row % 20)])) and sample["label"] == row % 20
