@@ -12,7 +12,7 @@ TEXT = {"read_text": 0, "write_text": 1}
 MODE = {"open": 1, "fdopen": 1, "makefile": 0, "NamedTemporaryFile": 0, "TemporaryFile": 0}
 """Callables that open text or bytes, and the position of `mode`; one earlier for the method of a Path."""
 MODULES = {"builtins", "io", "os", "codecs"}
-OTHERS = {"os.open", "gzip.open", "bz2.open", "self.open", "looking.open", "folder.write_text"}
+OTHERS = {"os.open", "gzip.open", "bz2.open", "self.open", "looking.open", "system.open", "folder.write_text"}
 """Calls that open no text, or name the encoding."""
 
 

@@ -85,6 +85,10 @@ class Shards:
             return read()
         except ConfigError:
             raise
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "MW802", f"data: {file} needs {error.name}, which is not installed: pip install 'meshwright[data]'."
+            ) from error
         except Exception as error:
             raise ConfigError("MW821", f"data: the shard {file} cannot be read: {describe(error)}.") from error
 
