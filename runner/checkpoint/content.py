@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,12 +28,20 @@ from strategies.runtime.communicator import Communicator
 from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, of_slice
 
 
+class Stateful(Protocol):
+    """What has a state that is no tensor of the model."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Content:
     """The state to save and restore. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` are the names in the model's state
     dict (None: all), `described` is the config.json of a model of transformers, `samples` is how many rows the training
-    data has; `lineage` is that of this run."""
+    data has; `lineage` is that of this run; `callbacks` are those with a state, which is the same on all ranks."""
 
     program: Program
     communicator: Communicator
@@ -47,6 +55,7 @@ class Content:
     described: str | None = None
     samples: int | None = None
     lineage: Lineage = field(default_factory=Lineage)
+    callbacks: Mapping[str, Stateful] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -127,6 +136,7 @@ def plain(content: Content, copies: int = 1) -> bytes:
         scheduler = None if content.scheduler is None else content.scheduler.state_dict()
         state |= {"groups": optimizer.groups, "scalars": optimizer.scalars}
         state |= {"loss_scale": optimizer.loss_scale, "scheduler": scheduler}
+        state |= {"callbacks": {name: one.state_dict() for name, one in content.callbacks.items()}}
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
@@ -135,7 +145,7 @@ def plain(content: Content, copies: int = 1) -> bytes:
         line = next((line.strip() for line in str(error).splitlines() if "global" in line), str(error))[:200]
         raise ConfigError(
             "MW609",
-            "The optimizer or its scheduler keeps something in its state that a checkpoint cannot hold; it can hold "
-            f"numbers, strings, lists, dicts and tensors ({line}).",
+            "The optimizer, its scheduler or a callback keeps something in its state that a checkpoint cannot hold; "
+            f"it can hold numbers, strings, lists, dicts and tensors ({line}).",
         ) from error
     return buffer.getvalue()

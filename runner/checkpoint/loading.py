@@ -81,6 +81,9 @@ def load(path: Path, content: Content) -> Restored:
         content.scheduler.load_state_dict(
             regrouped(parts, [group["names"] for group in content.updates.plain().groups])
         )
+    for name, callback in content.callbacks.items():
+        if name in (saved := parts[0].get("callbacks", {})):
+            callback.load_state_dict(saved[name])
     if random is not None:
         rng_state.restore(random)
     elif (seed := content.config["train"].get("seed")) is not None:

@@ -220,6 +220,7 @@ RULES: tuple[Rule, ...] = (
         ("train.precision", any_of("bf16", "fp16"), "servers hold what workers compute with",
          "choose train.precision=bf16_autocast, fp32 or fp64"),
         ("train.measure_memory", ON, "only ranks of one program are measured", "use train.measure_memory=false"),
+        ("train.callbacks", GIVEN, "workers are ahead of the step that a callback sees", "drop them"),
         ("data.drop_last", OFF, "a short batch has no equal slices", "use data.drop_last=true"),
         ("data.unbatched", GIVEN, "a batch is divided by rows", "choose another mode"),
         ("data.workers", SOME, "a worker is given the next slice when it is done with one", "use data.workers=auto"),

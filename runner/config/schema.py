@@ -9,8 +9,9 @@ about several keys is in the section that holds them, or in `Config` if they are
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, field_validator, model_validator
 
@@ -43,6 +44,38 @@ def _metric(name: str) -> str:
 Metric = Annotated[str, AfterValidator(_metric)]
 
 
+CALLBACKS = {
+    "early_stopping": "runner.training.callbacks.early_stopping.EarlyStopping",
+    "monitor": "runner.training.callbacks.monitor.Monitor",
+    "nan_watch": "runner.training.callbacks.nan_watch.NanWatch",
+    "time_left": "runner.training.callbacks.time_left.TimeLeft",
+}
+"""Callbacks that ship with the project, with their dotted names."""
+
+
+def _named(name: str, known: Iterable[str]) -> str:
+    """`name`, one of `known` or dotted. Raises ValueError."""
+    if name in known:
+        return name
+    if "." not in name:
+        raise ValueError(f"is no dotted name.{allowed(name, [*known, 'package.module.Name'])}")
+    return dotted(name)
+
+
+class CallbackForm(Section):
+    """A callback: `target` called with `args`. A name alone is short for its target."""
+
+    target: Annotated[str, AfterValidator(lambda name: _named(name, CALLBACKS))] = setting(
+        REQUIRED, f"{', '.join(CALLBACKS)}, or the dotted name of a class or function"
+    )
+    args: Arguments = setting({}, "Keyword arguments of target")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"target": value} if isinstance(value, str) else value
+
+
 class Train(Section):
     steps: Count | None = setting(None, "Optimizer steps to train; give steps or epochs", unit="steps")
     epochs: Count | None = setting(None, "Passes over the dataset; give steps or epochs", unit="epochs")
@@ -60,6 +93,9 @@ class Train(Section):
     )
     resume: str | None = setting(None, "auto (the newest checkpoint of the run) or the path of a checkpoint")
     log_every: Count = setting(10, "Interval of lines in the log", unit="steps")
+    callbacks: tuple[CallbackForm, ...] = setting(
+        (), "What is called during training: [early_stopping, {target: package.module.Name, args: {}}, ...]"
+    )
 
 
 class Evaluate(Section):

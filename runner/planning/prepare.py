@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build import huggingface, optimizers, pretrained
+from runner.build.callbacks import callbacks
 from runner.build.modules import DTYPES, captured_from_shapes, cast, check_half, check_modules, objective
 from runner.build.scores import Structure, scores, try_evaluation
 from runner.config.schema import Config
@@ -385,6 +386,7 @@ def check_model(config: Config, model: nn.Module) -> None:
             "no entry of a sample is known to be the target. Name the loss, or leave evaluate.metric null.",
         )
     scores(config.evaluate.metric, None)
+    callbacks(config)
     check_modules(config, model)
 
 

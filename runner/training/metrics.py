@@ -74,6 +74,7 @@ class Metrics(ExitStack):
         offload: Mapping[str, int] | None = None,
         loss_scale: LossScale | None = None,
         server: Mapping[str, float] | None = None,
+        callbacks: Mapping[str, float] | None = None,
     ) -> None:
         """Record one optimizer step.
 
@@ -86,6 +87,7 @@ class Metrics(ExitStack):
             grad_norm: norm of all gradients before clipping, where it is known.
             loss_scale: in fp16, what the next step's loss is multiplied by, and how many steps were skipped so far.
             server: what servers and workers of mode parameter_server have done in this step.
+            callbacks: what callbacks have logged in this step.
             offload: bytes that were moved away from the device and back in this step, by kind.
         """
         rate = samples / seconds if seconds > 0 else 0.0
@@ -94,9 +96,9 @@ class Metrics(ExitStack):
             values["grad_norm"] = grad_norm
         if loss_scale is not None:
             values |= {"loss_scale": loss_scale.value, "skipped_steps": loss_scale.skipped}
-        more = {"offload": offload, "server": server}
+        more = {"offload": offload, "server": server, "callbacks": callbacks}
         self._write(step, values | {name: dict(one) for name, one in more.items() if one})
-        log(self._loggers, step, "train", {**values, **(offload or {}), **(server or {})})
+        log(self._loggers, step, "train", {**(callbacks or {}), **values, **(offload or {}), **(server or {})})
         self._steps += 1
         self._seconds += seconds
         self._samples += samples

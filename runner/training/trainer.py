@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from runner import checkpoint as checkpoints
 from runner.build import optimizers
+from runner.build.callbacks import callbacks
 from runner.build.modules import DTYPES, cast, offload_of
 from runner.config.schema import Config
 from runner.data.loader import LocalBatches, MapDataset
@@ -41,6 +42,7 @@ from runner.training.checkpointing import Keeper
 from runner.training.evaluate import Evaluator
 from runner.training.execution import Axes, Execution, execution, gather_axes
 from runner.training.fault_injection import Faults
+from runner.training.hooks import Hooks, TrainingState
 from runner.training.metering import Meter
 from runner.training.metrics import metrics_of
 from runner.training.offloading import activations, change
@@ -107,6 +109,9 @@ class Trainer:
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
         self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
         self.keeper = Keeper(self.config, rank, self.order, self._content, self._saving)
+        self.hooks = self._hooks()
+        self._read: list[list[Tensor]] = []
+        """The entries of this step, if a callback may repeat it."""
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
 
@@ -161,6 +166,25 @@ class Trainer:
             loss_scale=config.train.loss_scale,
         )
 
+    def _hooks(self) -> Hooks:
+        graph, execution = self.prepared.graph, self.execution
+        state = TrainingState(
+            self.config,
+            self.rank.run_dir,
+            self.rank.rank,
+            self.rank.world_size,
+            self.rank.device,
+            first=1,
+            last=self.prepared.steps,
+            module=execution.module,
+            program=execution.program,
+            updates=self.updates,
+            operators={} if graph is None else {operator.name: operator.where for operator in graph.operators},
+            repeat=lambda: self._micro_batches(self.hooks.state.step, again=True),
+        )
+        training = self.config.job.name in ("train", "launch")
+        return Hooks(callbacks(self.config) if training else {}, state)
+
     def _moved(self) -> dict[str, OffloadTraffic]:
         """The offload traffic since the start, by kind."""
         moved = dict(self.updates.moved)
@@ -188,11 +212,22 @@ class Trainer:
             self.config.data,
             pinned=pinned,
         )
-        with record as metrics, _found_in_training(), self.reader.reading(), self.keeper.rescuing():
+        hooks, seen, last = self.hooks, self.hooks.state, self.prepared.steps
+        seen.first, seen.last, seen.step = first, last, first - 1
+        with record as metrics, _found_in_training(), self.reader.reading(), hooks.watching(), self.keeper.rescuing():
+            if metrics is not None:
+                seen.say = metrics.say
+            hooks.call("start")
+            if hooks.stopping():
+                last = first - 1
             for step in range(first, self.prepared.steps + 1):
+                if step > last:
+                    break
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
                     break
+                seen.step, seen.loss, seen.grad_norm = step, math.nan, None
+                hooks.call("before_step")
                 recorder.begin(step)
                 self.keeper.intact.after(step - 1)
                 self.faults.begin(step)
@@ -201,6 +236,7 @@ class Trainer:
                     self.meter.begin(self.updates.hosted())
                 lr = self.updates.optimizer.param_groups[0]["lr"]
                 loss, samples = self._micro_batches(step)
+                seen.loss, seen.samples = loss, samples
                 if not math.isfinite(loss):
                     raise FloatingPointError(
                         f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
@@ -213,14 +249,18 @@ class Trainer:
                     self._record(step, loss)
                 if self.job.follow is not None:
                     self._follow(step)
+                hooks.call("before_update")
                 self.faults.at("optimizer")
                 self.keeper.before_update()
+                measure = hooks.measures_norm or step % self.config.train.log_every == 0
                 with self._phase("update"):
-                    norm = self.updates.update(
-                        measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
-                    )
+                    norm = self.updates.update(measure=measure or step == self.prepared.steps)
+                seen.grad_norm = norm
                 self._schedule(step)
                 self.keeper.intact.after(step)
+                hooks.call("after_step")
+                if hooks.stopping():
+                    last = step
                 if step % self.config.train.log_every == 0 or step == self.prepared.steps:
                     logs.note(f"epoch {self.order.epoch(self._number(step)) + 1}  step {step}  loss {loss:.6g}")
                 if metrics is not None:
@@ -237,18 +277,23 @@ class Trainer:
                         offload=change(moved, self._moved()),
                         loss_scale=self.updates.loss_scale,
                         server=self._served(),
+                        callbacks=hooks.taken(),
                     )
-                evaluated = self.evaluator is not None and self._due(step)
+                evaluated = self.evaluator is not None and (step == last or self._due(step))
                 if self.evaluator is not None and evaluated:
                     recorder.at(EVALUATION)
                     results = self._evaluated(self.evaluator)
                     if metrics is not None:
                         metrics.evaluation(step, results)
-                self.keeper.after(step, self.prepared.steps, results if evaluated else None)
+                    hooks.call("evaluation")
+                    if step < last and hooks.stopping():
+                        last = step
+                self.keeper.after(step, last, results if evaluated else None)
             if stopped is not None:
                 self.keeper.stop(stopped)
             self.keeper.finish()
             self.faults.end()
+            hooks.call("end")
             if metrics is not None and (moved := self._moved()):
                 metrics.say(traffic_summary(moved, self.offload))
         if self.job.record is not None:
@@ -257,7 +302,7 @@ class Trainer:
             "loss": loss,
             "evaluation": results,
             "sent": dict(self.execution.communicator.sent),
-            "steps": self.prepared.steps,
+            "steps": last,
             "stopped": stopped,
             "offload": change({}, self._moved()),
             "memory": None if self.meter is None else self._measured(),
@@ -286,26 +331,41 @@ class Trainer:
         return number
 
     def _evaluated(self, evaluator: Evaluator) -> dict[str, float]:
-        """The results of an evaluation with the current parameters (collective)."""
-        return evaluator.run()
+        """The results of an evaluation with the current parameters, on rank 0, and on all ranks where they decide
+        something (collective)."""
+        if not self.hooks:
+            return evaluator.run()
+        self.hooks.call("before_evaluation")
+        results = evaluator.run()
+        if self.rank.world_size > 1:
+            results = gather(results)[0]
+        self.hooks.state.evaluation, self.hooks.state.evaluated = results, self.hooks.state.step
+        return results
 
     def _served(self) -> dict[str, float]:
         """What servers and workers have done in this step, where there are any."""
         return {}
 
-    def _micro_batches(self, step: int) -> tuple[float, int]:
-        """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the global batch,
-        and the number of its rows."""
+    def _micro_batches(self, step: int, again: bool = False) -> tuple[float, int]:
+        """Forward and backward of every micro-batch of `step` (from 1), `again` on the entries that were read before.
+        Returns the mean loss over the global batch, and the number of its rows."""
         with self._aside():
             rows = len(self.order.rows(self._number(step)))
         short, reader = self.execution.short, self.reader
         assert reader is not None
+        if not again:
+            self._read.clear()
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             recorder.at(DATA)
             self.faults.at("data")
-            with self._aside():
-                entries = [_placed(tensor, self.rank.device) for tensor in reader.next()]
+            if again:
+                entries = self._read.pop(0)
+            else:
+                with self._aside():
+                    entries = [_placed(tensor, self.rank.device) for tensor in reader.next()]
+                if self.hooks.repeats:
+                    self._read.append(entries)
             recorder.at(FORWARD)
             if self.writes:
                 self.keeper.intact.changes()
@@ -409,6 +469,7 @@ class Trainer:
             published=self.prepared.published,
             described=self.prepared.described,
             lineage=self.lineage,
+            callbacks=self.hooks.stateful,
             **self.prepared.identity(),
         )
 
@@ -423,6 +484,7 @@ class Trainer:
 
     def _saving(self) -> None:
         recorder.at(SAVING)
+        self.hooks.call("checkpoint")
         self.faults.saving()
 
     def _weights(self) -> dict[str, Tensor]:

@@ -1,0 +1,1 @@
+"""Callbacks that ship with the project; `runner.training.hooks` describes what a callback is."""

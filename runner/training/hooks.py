@@ -1,0 +1,246 @@
+"""Callbacks of a run: what they are, what they see, and when they are called.
+
+`train.callbacks` names classes or functions; each makes an object of which the methods with the names of hooks are
+called. Invariant: without callbacks nothing here is called in a step, and a callback that asks for nothing changes no
+number of the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from runner.build.callbacks import HOOKS
+from runner.config.schema import Config
+from runner.training.agreement import gather
+from strategies.core.errors import CodedError
+from strategies.core.program import Program
+from strategies.optimizer.updates import Updates
+
+
+@dataclass
+class TrainingState:
+    """What a callback sees of a run, on one rank. What it may change are `stop`, `log` and the options of `optimizer`,
+    such as the learning rate; then in the same way on all ranks.
+
+    Attributes:
+        config: the config of the run.
+        run_dir: the run folder.
+        rank: the number of this rank among all `world_size`.
+        device: where this rank computes, such as `cpu` or `cuda:0`.
+        first: the first step of this run, 1 unless it is resumed.
+        last: the last step.
+        module: the program of this rank; its parameters are this rank's slices, under ZeRO 3 only while it runs.
+        program: the layout of every tensor.
+        updates: gradients and weights in slices (`gradients`, `pieces`), and what updates them.
+        operators: where each operator of the model is written, by its name in the plan.
+        repeat: computes loss and gradients of the current step once more; collective, for callbacks with `repeats`.
+        say: prints a line on rank 0.
+        step: the current step, counted from 1.
+        loss: its mean loss over the global batch, the same on all ranks; nan before it is known.
+        grad_norm: the norm of all gradients before clipping, where it was measured: at every step if a callback has
+            `measures_norm = True`.
+        samples: rows of the step's global batch.
+        evaluation: the results of the last evaluation by name, the same on all ranks.
+        evaluated: the step after which that was; 0 before the first one.
+    """
+
+    config: Config
+    run_dir: Path
+    rank: int
+    world_size: int
+    device: str
+    first: int
+    last: int
+    module: nn.Module
+    program: Program
+    updates: Updates
+    operators: Mapping[str, str]
+    repeat: Callable[[], Any]
+    say: Callable[[str], None] = lambda text: None
+    step: int = 0
+    loss: float = math.nan
+    grad_norm: float | None = None
+    samples: int = 0
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluated: int = 0
+    logged: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer; the options of its `param_groups` may be changed."""
+        return self.updates.optimizer
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """In `before_update`: name and gradient of this rank's slice of every trainable parameter. Collective: all
+        ranks must go through all of it."""
+        return self.updates.gradients()
+
+    def stop(self, reason: str) -> None:
+        """End training after the current step on all ranks, as after the last step; one rank's call is enough."""
+        self.reason = self.reason or reason
+
+    def log(self, **values: float) -> None:
+        """Add numbers to the record of this step in metrics.jsonl (below `callbacks`) and in the loggers. Rank 0's
+        count."""
+        self.logged |= {name: float(value) for name, value in values.items()}
+
+
+class Callback:
+    """What a callback may have; a class need not derive from this one, and may leave out any method.
+
+    Attributes:
+        ranks: "all", or "first" for one object on rank 0 alone, whose methods must not call collectives.
+        measures_norm: whether `grad_norm` is needed at every step.
+        repeats: whether it may call `state.repeat`, for which the batch of a step is kept.
+    """
+
+    ranks = "all"
+    measures_norm = False
+    repeats = False
+
+    def start(self, state: TrainingState) -> None:
+        """Before the first step, after a checkpoint was restored."""
+
+    def before_step(self, state: TrainingState) -> None:
+        """Before a step computes anything."""
+
+    def before_update(self, state: TrainingState) -> None:
+        """After the gradients of a step are complete, before the optimizer uses them."""
+
+    def after_step(self, state: TrainingState) -> None:
+        """After the update; `loss` and `grad_norm` are those of the step."""
+
+    def before_evaluation(self, state: TrainingState) -> None:
+        """Before an evaluation."""
+
+    def evaluation(self, state: TrainingState) -> None:
+        """After an evaluation, whose results are in `state.evaluation`."""
+
+    def checkpoint(self, state: TrainingState) -> None:
+        """Before a checkpoint of the state after `state.step` is saved."""
+
+    def exception(self, state: TrainingState, error: Exception) -> None:
+        """After an error on this rank. Other ranks may be gone, so no collectives; but a FloatingPointError is raised
+        by all ranks together."""
+
+    def end(self, state: TrainingState) -> None:
+        """After the last step, when everything is saved; not after an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, the same on all ranks: numbers, strings, tensors, lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what `state_dict` has returned before."""
+
+
+class CallbackFailed(CodedError):
+    """A callback that raised an exception."""
+
+
+class Hooks:
+    """The callbacks of one rank.
+
+    Args:
+        callbacks: by name.
+        state: what they see.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Any], state: TrainingState) -> None:
+        self.state, self._any = state, bool(callbacks)
+        self.callbacks = {
+            name: callback
+            for name, callback in callbacks.items()
+            if state.rank == 0 or getattr(callback, "ranks", "all") == "all"
+        }
+        self._calls = {
+            hook: [
+                (name, method) for name, callback in self.callbacks.items() if callable(method := _own(callback, hook))
+            ]
+            for hook in HOOKS
+        }
+        self.measures_norm = any(getattr(callback, "measures_norm", False) for callback in callbacks.values())
+        self.repeats = any(getattr(callback, "repeats", False) for callback in callbacks.values())
+
+    def __bool__(self) -> bool:
+        """Whether the run has callbacks, on any rank."""
+        return self._any
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call this hook of all callbacks, in their order.
+
+        Raises:
+            CallbackFailed: one of them raised an exception; a CodedError is raised as it is.
+        """
+        for name, method in self._calls[hook]:
+            try:
+                method(self.state, *args)
+            except CodedError:
+                raise
+            except Exception as error:
+                text = " ".join(str(error).split())
+                raise CallbackFailed(
+                    "MW841",
+                    f"train.callbacks: {name} fails in {hook} at step {self.state.step}: {type(error).__name__}"
+                    f"{': ' if text else ''}{text}",
+                ) from error
+
+    def stopping(self) -> bool:
+        """Whether a callback on any rank has asked to stop (collective). Rank 0 prints why."""
+        if not self._any:
+            return False
+        state = self.state
+        reasons = [state.reason]
+        if state.world_size > 1:
+            flag = torch.tensor([int(state.reason is not None)], device=state.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            if not flag.item():
+                return False
+            reasons = gather(state.reason)
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            state.say(f"stopped after step {state.step}: {reason}")
+        return reason is not None
+
+    def watching(self) -> Watching:
+        """Call the hook `exception` for an error that leaves a block."""
+        return Watching(self)
+
+    def taken(self) -> dict[str, float]:
+        """The numbers that were logged since the last call."""
+        logged, self.state.logged = self.state.logged, {}
+        return logged
+
+    @property
+    def stateful(self) -> dict[str, Any]:
+        """The callbacks whose state a checkpoint keeps."""
+        return {name: one for name, one in self.callbacks.items() if callable(_own(one, "state_dict"))}
+
+
+class Watching:
+    """A block whose errors callbacks see. No generator: its frames would be taken for the place of what they raise."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._hooks.call("exception", error)
+
+
+def _own(callback: Any, name: str) -> Any:
+    """The method `name` of a callback; None if it is that of `Callback`, which does nothing."""
+    return None if getattr(type(callback), name, None) is getattr(Callback, name) else getattr(callback, name, None)

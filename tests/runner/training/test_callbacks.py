@@ -1,0 +1,168 @@
+"""Callbacks: every hook is called on the ranks that want it, may stop training and change its learning rate, and keeps
+its state; what fails is named; a result that is not finite is traced to its operator."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composing import compose_config
+from small import MODES, SMALL
+from torch import nn
+
+from runner.build.callbacks import callbacks
+from runner.errors import ConfigError, RunFailed
+from runner.training.callbacks.early_stopping import EarlyStopping
+from runner.training.callbacks.nan_watch import _Backward, _Forward
+from runner.training.hooks import CallbackFailed, Hooks, TrainingState
+
+HOOKED = (*SMALL, *MODES["data_parallel"])
+
+
+def state(**values: Any) -> TrainingState:
+    """What a callback sees on the only rank of a run."""
+    config = compose_config(*HOOKED, "evaluate.every=1")
+    given: dict[str, Any] = {
+        "config": config, "run_dir": Path(), "rank": 0, "world_size": 1, "device": "cpu", "first": 1, "last": 6,
+        "module": nn.Identity(), "program": None, "updates": None, "operators": {}, "repeat": lambda: None,
+    }  # fmt: skip
+    return TrainingState(**given | values)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "stops"),
+    [
+        ([3.0, 2.0, 2.0, 2.5], {"patience": 2}, 4),
+        ([3.0, 2.0, 2.0, 1.9], {"patience": 2}, None),
+        ([3.0, 2.9, 2.8], {"patience": 2, "min_delta": 0.5}, 3),
+        ([0.1, 0.3, 0.2, math.nan], {"metric": "accuracy", "patience": 2}, 4),
+        ([0.1, 0.3], {"metric": "accuracy", "mode": "min", "patience": 1}, 2),
+    ],
+)
+def test_early_stopping(values: list[float], arguments: dict[str, Any], stops: int | None) -> None:
+    stopping, seen = EarlyStopping(**arguments), state()
+    ended = None
+    for number, value in enumerate(values, 1):
+        seen.evaluation = {stopping.metric: value}
+        again = EarlyStopping(**arguments)
+        again.load_state_dict(stopping.state_dict())  # as after a restart
+        (stopping := again).evaluation(seen)
+        if seen.reason is not None:
+            ended = number
+            break
+    assert ended == stops
+
+
+def test_early_stopping_names_the_results() -> None:
+    seen = state(evaluation={"loss": 1.0, "accuracy": 0.5})
+    with pytest.raises(ConfigError, match="Did you mean 'accuracy'") as found:
+        EarlyStopping(metric="acuracy").evaluation(seen)
+    assert found.value.code == "MW614"
+    with pytest.raises(ConfigError) as found:
+        EarlyStopping().start(state(config=compose_config(*HOOKED)))
+    assert found.value.code == "MW842"
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "words"),
+    [
+        ("nan_wach", "MW204", "Did you mean 'nan_watch'"),
+        ("hooked.Fail", "MW301", "Did you mean 'Fails'"),
+        ("hooked.NoHooks", "MW840", "Did you mean 'before_step'"),
+        ("{target: early_stopping, args: {patienc: 2}}", "MW303", "Did you mean 'patience'"),
+        ("{target: early_stopping, args: {mode: mn}}", "MW304", "Did you mean 'min'"),
+        ("{target: hooked.Fails, args: {state: {target: torch.nn.Liner}}}", "MW301", "Did you mean 'Linear'"),
+    ],
+)
+def test_what_is_no_callback_is_refused(value: str, code: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as found:
+        callbacks(compose_config(*HOOKED, f"train.callbacks=[{value}]"))
+    assert found.value.code == code
+
+
+def test_a_name_twice_is_two_callbacks() -> None:
+    both = callbacks(compose_config(*HOOKED, "train.callbacks=[monitor, monitor]"))
+    assert [*both] == ["monitor", "monitor#2"]
+
+
+def test_an_error_of_a_callback_names_it() -> None:
+    class Raises:
+        def before_step(self, state: TrainingState) -> None:
+            raise ZeroDivisionError("here")
+
+    with pytest.raises(CallbackFailed, match="mine fails in before_step at step 4: ZeroDivisionError: here") as found:
+        Hooks({"mine": Raises()}, state(step=4)).call("before_step")
+    assert found.value.code == "MW841" and isinstance(found.value.__cause__, ZeroDivisionError)
+
+
+def test_the_place_of_a_result_that_is_not_finite() -> None:
+    """An infinity that was given is none; a gradient leads to the call whose node made it."""
+    x = torch.zeros(3, requires_grad=True)
+    with _Forward() as forward:
+        y = x.masked_fill(torch.tensor([True, False, False]), -torch.inf).exp()
+        assert forward.found is None
+        torch.log(y - 2)
+    assert forward.found is not None and forward.found[1:] == ("forward", "nan")
+    assert "test_callbacks.py" in forward.found[0]
+    forward = _Forward()
+    with _Backward(forward) as backward, forward:
+        x.exp().sum().backward()
+        assert backward.found is None
+        x.sqrt().sum().backward()
+    assert backward.found is not None and backward.found[1:] == ("backward", "inf")
+
+
+def test_hooks_of_a_run(start) -> None:
+    """Called in order on all ranks with the same numbers; one of them changes the learning rate."""
+    words = "train.callbacks=[hooked.Calls, hooked.Halves, monitor, {target: early_stopping, args: {patience: 1}}]"
+    ended = start(*HOOKED, "evaluate.every=2", "optimizer.args={lr: 1000.0}", words, "checkpoint.every=2")
+    calls = [
+        [json.loads(line) for line in (ended.folder / f"calls-{rank}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for rank in range(4)
+    ]
+    assert all(one == calls[0] for one in calls)
+    steps = [["before_step", "before_update", "after_step"]] * 6
+    evaluation = ["before_evaluation", "evaluation", "checkpoint"]
+    found = records(ended.folder)
+    evaluated = [record["evaluation"]["loss"] for record in found if "evaluation" in record]
+    last = 2 * next(n for n, (one, two) in enumerate(pairwise(evaluated), 2) if two >= one)
+    assert last < 6
+    expected = [name for step in range(last) for name in steps[step] + (evaluation if step % 2 else [])]
+    assert [name for name, *_ in calls[0]] == ["start", *expected, "end"]
+    trained = [record for record in found if "loss" in record]
+    assert [record["step"] for record in trained] == [*range(1, last + 1)]
+    assert [record["lr"] for record in trained] == [1000 / 2**n for n in range(last)]
+    assert [record["callbacks"]["lr_0"] for record in trained] == [record["lr"] for record in trained]
+    assert all(record["callbacks"]["grad_norm"] == record["grad_norm"] > 0 for record in trained)
+
+
+@pytest.mark.slow
+def test_a_callback_that_raises_ends_the_run(start) -> None:
+    with pytest.raises(RunFailed, match=r"hooked.Fails fails in after_step at step 3: KeyError.*hooked\.py") as found:
+        start(*HOOKED, "train.callbacks=[hooked.Calls, hooked.Fails]")
+    assert (found.value.code, found.value.rank) == ("MW841", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "more", "operator"),
+    [
+        ("Logarithm", (), "log"),
+        ("Root", (), "sqrt"),
+        ("Root", ("parallel.zero.stage=1",), "sqrt"),
+        ("Root", ("parallel.zero.stage=3",), "sqrt"),
+        ("Root", ("parallel=semi_auto", "+parallel.mesh={dp: 2, tp: 2}", "train.accumulate=2"), "sqrt"),
+    ],
+)
+def test_nan_watch_names_the_operator(start, model: str, more: tuple[str, ...], operator: str) -> None:
+    words = (*HOOKED, f"model.target=hooked.{model}", "train.callbacks=[nan_watch]", *more)
+    with pytest.raises(RunFailed, match=rf"operator {operator} \({operator}, .*hooked\.py:\d+\)") as found:
+        start(*words)
+    assert found.value.code == "MW719"
