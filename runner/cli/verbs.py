@@ -89,6 +89,12 @@ VERBS = {
         "runner.commands.plan:run",
         keys=("parallel", "cluster", *SETUP, "train.precision", "train.accumulate"),
     ),
+    "tune": Verb(
+        "train a few steps with each of the best plans of the search and keep the fastest",
+        "run tune +recipe=quickstart parallel.search=dynamic_programming tune.plans=2",
+        "runner.commands.tune:run",
+        keys=("tune", "parallel", "cluster", *SETUP, "train.precision", "train.accumulate"),
+    ),
     "verify": Verb(
         "train in parallel and on one process side by side and compare",
         "run verify +recipe=quickstart train.precision=fp64",

@@ -186,7 +186,7 @@ class Export(Section):
     allow_changes: StrictBool = setting(False, "Export also a plan that the target lays out otherwise in part")
 
 
-Verb = Literal["train", "launch", "plan", "verify", "explain", "export", "predict", "calibrate"]
+Verb = Literal["train", "launch", "plan", "tune", "verify", "explain", "export", "predict", "calibrate"]
 
 
 class Loss(Section):
@@ -278,6 +278,11 @@ class Verify(Section):
     reference: Reference = setting(Reference(), "What to compare a hybrid module with")
 
 
+class Tune(Section):
+    plans: Count = setting(4, "Plans to try, the best of the search first")
+    steps: Count = setting(10, "Optimizer steps to time with each plan", unit="steps")
+
+
 class Report(Section):
     loggers: tuple[Literal["csv", "tensorboard", "wandb", "mlflow"], ...] = setting(
         (), "What receives metrics beside metrics.jsonl; W&B and MLflow write into the run folder"
@@ -323,6 +328,7 @@ class Config(Section):
     explain: Explain = setting(Explain(), "`run explain`: what to explain")
     export: Export = setting(Export(), "`run export`: a plan for another trainer")
     calibrate: Calibrate = setting(Calibrate(), "`run calibrate`: measurement of this machine")
+    tune: Tune = setting(Tune(), "`run tune`: measurement of the best plans")
     report: Report = setting(Report(), "What a run shows of its progress")
     run: RunFolder = setting(RunFolder(), "What a run does with the folder of an earlier one")
     job: Job = setting(Job(), "The verb")

@@ -22,7 +22,7 @@ from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.roofline import backward_work
 from strategies.cost.server import served
 from strategies.cost.step import step_cost
-from strategies.lowering.recompute import recomputed
+from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.parts import memory
 from strategies.memory.repeated_blocks import trace_repeated
 from strategies.planner.description import model_name, model_operators
@@ -178,7 +178,7 @@ def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
         freed += int(share * memory_now[("optimizer", "gradients", "parameters")[stage - 1]])
         zero = f"parallel.zero.stage={stage}"
         needs[zero] = memory_now["peak"] - freed
-    if part.plan.recompute is None:
+    if part.plan.recompute is None and repeated_layers(part.graph, None):
         rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
         recompute = recomputed(part.graph, rules, RecomputeRequest("full"))
         if recompute.modules:
