@@ -94,8 +94,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
                 return module(*entries)
 
         unit = RankStage(stage, program, run, tuple(tensors[name] for name in program.reductions))
-        actions = make_schedule(kind, RANKS, micro_batches)[rank.rank]
-        runner = StageRunner(peers, [unit], actions, micro_batches, "cpu", {})
+        schedule = make_schedule(kind, RANKS, micro_batches)
+        runner = StageRunner(peers, [unit], schedule, micro_batches, "cpu", {})
         total = runner.step(lambda number: (parts[number], 0), updates)
         updates.reduce()
         updates.close()

@@ -172,7 +172,7 @@ class RecomputeForm(Section):
         return operators
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto"]
 DEALT = ("interleaved_1f1b", "zero_bubble")
 """The schedules in which a rank may have several stages."""
 
@@ -191,7 +191,9 @@ class Pipeline(Section):
         None, "Micro-batches in the pipeline at once; auto; null: twice the stages (auto with them)"
     )
     schedule: Schedule = setting(
-        "1f1b", "Order of forward and backward passes; interleaved_1f1b and zero_bubble idle less"
+        "1f1b",
+        "Order of forward and backward passes; interleaved_1f1b and zero_bubble idle less; auto: made for the "
+        "predicted times of the stages and the memory of a rank",
     )
     cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]] = setting(
         "auto", "auto: balanced; or {module.path: stage, ...}"
@@ -231,7 +233,8 @@ class Pipeline(Section):
                     "parallel.pipeline.cuts",
                     "parallel.pipeline.stages",
                 )
-        if self.schedule in DEALT and not self.open and self.parts % max(1, self.parts // self.stages):
+        dealt = self.schedule in DEALT or (self.schedule == "auto" and self.virtual > 1)
+        if dealt and not self.open and self.parts % max(1, self.parts // self.stages):
             raise refusal(
                 f"parallel.pipeline.schedule = {self.schedule!r} sends parallel.pipeline.micro_batches = {self.parts} "
                 f"through the stages in {self.parts // self.stages} groups of one size, into which they do not divide; "

@@ -46,12 +46,13 @@ from strategies.cost.step import (
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline import Stage, recompute_in
 from strategies.lowering.pipeline_schedule import Schedule, peak_activations
+from strategies.lowering.pipeline_timeline import StageTimes
 from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_by_module, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import OptimizerSettings
-from strategies.planner.description import cost_of_stages
+from strategies.planner.description import cost_of_stages, stage_times
 from strategies.planner.step_certificate import StepEvaluation, StepSavings
 from strategies.rules import rule_of
 
@@ -190,7 +191,17 @@ class Estimate:
             return costs[0].total
         by_part = [cost.to_json() for cost in costs]
         accumulate = self.settings.accumulate
-        return float(cost_of_stages(self.stages, by_part, self.schedule, accumulate, self.cluster)[0]["total"])
+        return float(cost_of_stages(self.stages, by_part, self.schedule, accumulate, self.cluster)["total"])
+
+    @property
+    def stage_times(self) -> list[StageTimes]:
+        """The passes of every stage."""
+        costs = [part.cost.to_json() for part in self.parts]
+        return stage_times(self.stages, costs, self.groups, self.settings.accumulate, self.cluster)
+
+    def activations(self, number: int) -> int:
+        """Bytes that a micro-batch stores in a stage for backward, by tracing its program."""
+        return memory(self.traces.of(self.parts[number].program, self.settings), self.settings).activations
 
     def memory(self, group: int) -> Memory:
         """The memory of a rank of a group, by tracing its programs; with parameter servers that of a worker."""
@@ -332,6 +343,7 @@ def estimate(
     cluster: Cluster,
     programs: Programs,
     traces: Traces,
+    schedule: Schedule | None = None,
 ) -> Estimate:
     """The estimate of a step.
 
@@ -342,15 +354,16 @@ def estimate(
         cluster: the machine for which the cost is estimated.
         programs: the cache of lowered programs.
         traces: the cache of memory traces.
+        schedule: of a pipeline; None: as `lowering.schedule_of` returns it.
 
     Raises:
         StrategyError: the plan cannot be lowered or cut.
     """
     if in_step[1].batch_rows:
         return _of_kinds(config, in_step, settings, programs, traces)
-    stages, schedule = programs.stages(config, *in_step), None
+    stages = programs.stages(config, *in_step)
     if stages:
-        schedule = lowering.schedule_of(config)
+        schedule = schedule or lowering.schedule_of(config)
         pairs = [(stage.graph, stage.plan) for stage in stages]
         lowered = lowering.pipeline_programs(config, stages, lowering.training_options(config), programs)
     else:

@@ -230,9 +230,12 @@ def pipeline_programs(
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The order in which the groups of ranks run forward and backward of micro-batches."""
+    """The order in which the groups of ranks run forward and backward of micro-batches. With `auto` plans are compared
+    under 1f1b, or its like for several stages per rank; `runner.planning.schedules` then makes that of the plan."""
     section = config.parallel.pipeline
-    return make_schedule(section.schedule, pipeline_groups(config), section.parts, section.virtual)
+    stand_in = "1f1b" if section.virtual == 1 else "interleaved_1f1b"
+    kind = stand_in if section.schedule == "auto" else section.schedule
+    return make_schedule(kind, pipeline_groups(config), section.parts, section.virtual)
 
 
 # Batch splits

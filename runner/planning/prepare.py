@@ -39,7 +39,8 @@ from runner.planning.datasets import (
     order_of,
     prediction_data,
 )
-from runner.planning.estimate import settings_of, step_price
+from runner.planning.estimate import Programs, estimate, settings_of, step_price
+from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
 from runner.planning.sources import planned, request_of
 from strategies.capture import Objective, capture, run_once
@@ -49,10 +50,13 @@ from strategies.core.plan import Plan
 from strategies.core.request import check
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.pipeline import Stage
+from strategies.lowering.pipeline_schedule import Schedule, as_text
+from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.updates import check_elementwise, check_kind
 from strategies.planner.planner import follow
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
+from strategies.search.algorithms import with_cost
 
 WEIGHTS = "initial.pt"
 TRAINING = ("train", "verify")
@@ -99,6 +103,7 @@ class Prepared:
         digest: the fingerprint that ranks and checkpoints compare.
         steps: the number of the last optimizer step, counted from 1.
         stages: of a pipeline, made from `step`; none without one.
+        schedule: what every group of ranks of a pipeline runs in which order.
         step: graph and plan of a training step, with an operator per batch split where there are several.
         evaluated: the entries of an evaluated or predicted batch, with their shapes but for the rows.
         published: the names in the model's state dict.
@@ -121,6 +126,7 @@ class Prepared:
     digest: str
     steps: int
     stages: tuple[Stage, ...] = ()
+    schedule: Schedule | None = None
     step: tuple[OperatorGraph, Plan] | None = None
     evaluated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     published: frozenset[str] | None = None
@@ -287,11 +293,31 @@ def with_plan(
     in_step = step_of(plan)
     if config.parallel.elastic:
         sliced(config, *in_step)
-    stages = lowering.stages_of(config, *in_step)
+    stages, schedule = lowering.stages_of(config, *in_step), None
+    if stages:
+        schedule = lowering.schedule_of(config)
+        if config.parallel.pipeline.schedule == "auto":
+            schedule, plan = _with_schedule(prepared, graph, plan, in_step)
     without_search = plan.to_json() | {"search": None}
     del without_search["recompute"]  # it changes no number
-    fingerprint = digest(graph.signature(), json.dumps(without_search), [list(stage.graph.by_name) for stage in stages])
-    return replace(prepared, graph=graph, plan=plan, digest=fingerprint, stages=stages, step=in_step)
+    made = (
+        [as_text(actions) for actions in schedule] if schedule and config.parallel.pipeline.schedule == "auto" else []
+    )
+    names = [list(stage.graph.by_name) for stage in stages]
+    fingerprint = digest(graph.signature(), json.dumps(without_search), names, *made)
+    return replace(prepared, graph=graph, plan=plan, digest=fingerprint, stages=stages, schedule=schedule, step=in_step)
+
+
+def _with_schedule(
+    prepared: Prepared, graph: OperatorGraph, plan: Plan, in_step: tuple[OperatorGraph, Plan]
+) -> tuple[Schedule, Plan]:
+    """A schedule for the times of the plan's stages, and the plan with the cost that it has under that."""
+    config = prepared.config
+    cluster = cluster_of(config, prepared.device, prepared.world_size)
+    settings = settings_of(config, graph, prepared.device)
+    step = estimate(config, in_step, settings, cluster, Programs(), Traces())
+    schedule = synthesised(config, step, config.parallel.memory_limit or cluster.memory)
+    return schedule, replace(plan, search=with_cost(plan.search, replace(step, schedule=schedule).seconds))
 
 
 def _described(

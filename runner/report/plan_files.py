@@ -49,7 +49,7 @@ def plan_content(prepared: Prepared) -> tuple[dict[str, Any], Estimate]:
     cluster = cluster_of(config, prepared.device, prepared.world_size)
     settings = settings_of(config, prepared.graph, prepared.device)
     assert prepared.step is not None
-    step = estimate(config, prepared.step, settings, cluster, Programs(), Traces())
+    step = estimate(config, prepared.step, settings, cluster, Programs(), Traces(), prepared.schedule)
     programs = [part.program for part in step.parts]
     if step.schedule is not None:
         content = describe_stages(

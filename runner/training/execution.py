@@ -217,10 +217,16 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     }
     recorder.explain({operator.name: operator.where for k in mine for operator in stages[k].graph.operators})
     peers = Peers([stages[k] for k in mine], communicator, circle=len(stages) > count)
-    actions = lowering.schedule_of(config)[number]
+    assert prepared.schedule is not None
     short_units = [unit(short[k], short_programs[k], True)[0] for k in mine] if short else []
     runner = StageRunner(
-        peers, [stage for stage, _ in units], actions, config.parts, rank.device, evaluation_stages, short_units
+        peers,
+        [stage for stage, _ in units],
+        prepared.schedule,
+        config.parts,
+        rank.device,
+        evaluation_stages,
+        short_units,
     )
     batch = len(prepared.names)  # comes before what earlier stages send
     short_execution = None

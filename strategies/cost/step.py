@@ -17,6 +17,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE
+from strategies.cost.backward_halves import weight_seconds
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.cost.exposed_communication import added_seconds
@@ -45,6 +46,7 @@ class StepCost:
         cluster: The machine's name.
         forward: Compute of forward.
         backward: Compute of backward, without recompute.
+        backward_weights: The part of it that a stage of a pipeline may compute later, see `weight_seconds`.
         recomputed: Second forward of recomputed modules.
         redistributions: Exposed redistributions, by collective.
         weights: The part of the redistributions that carries parameters.
@@ -57,6 +59,7 @@ class StepCost:
     cluster: str
     forward: float
     backward: float
+    backward_weights: float
     recomputed: float
     redistributions: dict[str, float]
     weights: dict[str, float]
@@ -86,6 +89,7 @@ class StepCost:
             "cluster": self.cluster,
             "forward": self.forward,
             "backward": self.backward,
+            "backward_weights": self.backward_weights,
             "recomputed": self.recomputed,
             "compute": self.compute,
             "redistributions": self.redistributions,
@@ -173,6 +177,7 @@ def step_cost(
         cluster.name,
         micro_batches * forward,
         micro_batches * backward,
+        micro_batches * weight_seconds(graph, works),
         micro_batches * recomputed_seconds(graph, works, plan.recompute),
         redistributed,
         weights,

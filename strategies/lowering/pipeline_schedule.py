@@ -10,6 +10,7 @@ way) are those of torch.distributed.pipelining.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -25,8 +26,6 @@ FORWARD: Pass = "forward"
 BACKWARD: Pass = "backward"
 INPUT: Pass = "input"
 WEIGHT: Pass = "weight"
-COST = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
-"""The time of a pass, in forward passes."""
 
 
 @dataclass(frozen=True)
@@ -146,26 +145,19 @@ def needed(action: Action, last: int) -> tuple[Action, ...]:
     return (own, Action(INPUT, number, stage + 1)) if stage < last else (own,)
 
 
-def makespan(schedule: Schedule, work: Sequence[float]) -> float:
-    """When the last group is done: `work` is the time of one forward pass by stage, backward takes twice as long (each
-    half as long as forward), and sends take no time."""
-    ends: dict[Action, float] = {}
-    free, last = [0.0] * len(schedule), last_stage(schedule)
-    for action in in_one_process(schedule):
-        group = action.stage % len(schedule)
-        ready = max([free[group], *(ends[one] for one in needed(action, last))])
-        free[group] = ready + work[action.stage] * COST[action.way]
-        for half in gradient_passes(action):
-            ends[half] = free[group]
-    return max(free)
+LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 
 
-def bubble(schedule: Schedule, work: Sequence[float]) -> float:
-    """The predicted share of the time in which a group waits, over all groups. Equal stages give
-    (s - 1) / (v m + s - 1) for m micro-batches, s groups and v stages of each, for gpipe, 1f1b and interleaved_1f1b
-    where s divides m."""
-    busy = sum(work[action.stage] * COST[action.way] for actions in schedule for action in actions)
-    return 1 - busy / (makespan(schedule, work) * len(schedule))
+def as_text(actions: Sequence[Action]) -> str:
+    """Actions in the notation of torch.distributed.pipelining: stage, letter of the pass, micro-batch."""
+    return " ".join(f"{action.stage}{LETTERS[action.way]}{action.micro_batch}" for action in actions)
+
+
+def from_text(text: str) -> tuple[Action, ...]:
+    """The actions that `as_text` wrote."""
+    ways = {letter: way for way, letter in LETTERS.items()}
+    parts = (re.fullmatch(r"(\d+)([FBIW])(\d+)", word) for word in text.split())
+    return tuple(Action(ways[one[2]], int(one[3]), int(one[1])) for one in parts if one is not None)
 
 
 def peak_activations(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:

@@ -15,7 +15,8 @@ from strategies.core.steps import ALL_REDUCE, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.pipeline import Stage
-from strategies.lowering.pipeline_schedule import Schedule, bubble, makespan, peak_activations
+from strategies.lowering.pipeline_schedule import Schedule, as_text, peak_activations
+from strategies.lowering.pipeline_timeline import StageTimes, bubble, makespan
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.repeated_blocks import Traces, trace_repeated
 from strategies.memory.trace import Traced
@@ -196,8 +197,12 @@ def describe_stages(
             own.update(_between(stages[number], stages, groups, parts, settings.stage))
         sent.append(dict(own))
         memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).to_json())
-    cost, own_times = cost_of_stages(stages, [one["cost"] for one in entries], schedule, parts, cluster)
-    even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
+    costs = [one["cost"] for one in entries]
+    cost, times = (
+        cost_of_stages(stages, costs, schedule, parts, cluster),
+        stage_times(stages, costs, groups, parts, cluster),
+    )
+    even = times if any(one.total for one in times) else [StageTimes(1.0, 1.0, 1.0)] * len(stages)
     parameters: dict[str, Any] = {}
     for stage, one in zip(stages, entries, strict=True):
         for name, entry in one["parameters"].items():
@@ -223,28 +228,43 @@ def describe_stages(
             "memory": memories,
             "held": [int(peak_activations(actions)) for actions in schedule],
             "bubble": bubble(schedule, even),
+            "actions": [as_text(actions) for actions in schedule],
+            "seconds": [asdict(one) for one in times],
         },
     }
 
 
+def stage_times(
+    stages: Sequence[Stage], alone: Sequence[Mapping[str, Any]], groups: int, parts: int, cluster: Cluster
+) -> list[StageTimes]:
+    """The passes of every stage, from the `cost` of plan.json of the stages `alone` with `parts` micro-batches per
+    step. Half of what a stage communicates in itself counts in each direction."""
+    times = []
+    for cost, stage in zip(alone, stages, strict=True):
+        ahead, back = _send_seconds(stage, stages, groups, cluster, parts)
+        own, weight = sum(cost["redistributions"].values()) + sum(cost["zero"].values()), cost["backward_weights"]
+        forward = cost["forward"] + own / 2 + ahead
+        backward = cost["backward"] - weight + cost["recomputed"] + own / 2 + back
+        times.append(StageTimes(forward / parts, backward / parts, weight / parts))
+    return times
+
+
 def cost_of_stages(
     stages: Sequence[Stage], alone: Sequence[Mapping[str, Any]], schedule: Schedule, parts: int, cluster: Cluster
-) -> tuple[dict[str, Any], list[float]]:
-    """The `cost` of plan.json, from those of the stages `alone` with `parts` micro-batches per step; and the seconds of
-    every stage until its gradients are added."""
+) -> dict[str, Any]:
+    """The `cost` of plan.json, from those of the stages `alone` with `parts` micro-batches per step."""
     groups, micro_batches = len(schedule), 1 + max(action.micro_batch for action in schedule[0])
-    own_times, costs = [], []
+    costs = []
     for cost, stage in zip(alone, stages, strict=True):
-        sends = _send_seconds(stage, stages, groups, cluster, parts)
-        after = cost["gradients_exposed"] + cost["optimizer"]  # once per step, when the schedule is done
-        own_times.append(cost["total"] + sends - after)
+        sends = sum(_send_seconds(stage, stages, groups, cluster, parts))
         costs.append({**cost, "send": sends, "communication": cost["communication"] + sends})
-    busiest = max(range(groups), key=lambda group: sum(own_times[group::groups]))
+    times = stage_times(stages, alone, groups, parts, cluster)
+    busiest = max(range(groups), key=lambda group: sum(one.total for one in times[group::groups]))
     slowest = _added(costs[busiest::groups])
     busy = slowest["compute"] + slowest["communication"] + slowest["optimizer"]
-    after = slowest["gradients_exposed"] + slowest["optimizer"]
-    total = after + makespan(schedule, [time / (3 * parts) for time in own_times]) * (parts // micro_batches)
-    return slowest | {"waiting": total - busy, "total": total}, own_times
+    after = slowest["gradients_exposed"] + slowest["optimizer"]  # once per step, when the schedule is done
+    total = after + makespan(schedule, times) * (parts // micro_batches)
+    return slowest | {"waiting": total - busy, "total": total}
 
 
 def _added(costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -271,15 +291,17 @@ def _recompute(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> dict[str, An
     }
 
 
-def _send_seconds(stage: Stage, stages: Sequence[Stage], groups: int, cluster: Cluster, parts: int) -> float:
-    """Seconds per step in which a rank sends values of `stage` on and gradients back. Group 0 has the first ranks."""
+def _send_seconds(
+    stage: Stage, stages: Sequence[Stage], groups: int, cluster: Cluster, parts: int
+) -> tuple[float, float]:
+    """Seconds per step in which a rank sends values of `stage` on, and gradients back. Group 0 has the first ranks."""
     ranks = stage.plan.mesh.size
-    first, seconds = stage.number % groups * ranks, 0.0
+    first = stage.number % groups * ranks
+    seconds = []
     for count, peer in zip(_sent(stage, stages), (stage.number + 1, stage.number - 1), strict=True):
-        if count:
-            link = cluster.between(first, peer % groups * ranks, SEND)
-            seconds += parts * (link.call + link.latency + count / link.bandwidth)
-    return seconds
+        link = cluster.between(first, peer % groups * ranks, SEND)
+        seconds.append(parts * (link.call + link.latency + count / link.bandwidth) if count else 0.0)
+    return seconds[0], seconds[1]
 
 
 def _sent(stage: Stage, stages: Sequence[Stage]) -> tuple[int, int]:

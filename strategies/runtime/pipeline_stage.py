@@ -2,11 +2,13 @@
 
 Peers are the ranks of the same number in each group's mesh; they hold the same slices. Values go to the next stage and
 gradients come back in the order of the schedule, each direction and each link over its own process group, so that none
-can block another: sends never wait, and receives wait in the order in which their neighbour sends.
+can block another: sends never wait, and receives take what their neighbour sends in its order. What arrives before the
+pass that needs it, for another stage of the rank, is kept until then.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ from torch import Tensor
 from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.lowering.pipeline import Stage
-from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, INPUT, Action
+from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, INPUT, Action, Schedule, last_stage
 from strategies.runtime.peers import Peers
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 
@@ -60,21 +62,21 @@ class RankStage:
 
 
 class StageRunner:
-    """Runs the `actions` of one group on real ranks. `units` are its stages in training, `evaluations` by rows those of
-    evaluation, `short` those of a short last micro-batch of an epoch; `parts` is the number of micro-batches of an
-    optimizer step."""
+    """Runs one group's part of a `schedule` on real ranks. `units` are its stages in training, `evaluations` by rows
+    those of evaluation, `short` those of a short last micro-batch of an epoch; `parts` is the number of micro-batches
+    of an optimizer step."""
 
     def __init__(
         self,
         peers: Peers,
         units: Sequence[RankStage],
-        actions: Sequence[Action],
+        schedule: Schedule,
         parts: int,
         device: torch.device | str,
         evaluations: dict[int, list[RankStage]],
         short: Sequence[RankStage] = (),
     ) -> None:
-        self.peers, self.actions, self.parts, self.device = peers, actions, parts, device
+        self.peers, self.schedule, self.parts, self.device = peers, schedule, parts, device
         self.units = {unit.stage.number: unit for unit in units}
         self.evaluations = evaluations
         self.short = {unit.stage.number: unit for unit in short}
@@ -89,28 +91,45 @@ class StageRunner:
 
     def step(self, load: Load, updates: Gradients) -> Tensor:
         """Run all micro-batches. Returns the sum of this rank's losses as a double, zero without the last stage."""
-        return self._run(self.actions, self.units, load, updates, 1 / self.parts)
+        return self._run(self.schedule, self.units, load, updates, 1 / self.parts)
 
     def one(self, load: Load, updates: Gradients, share: float, *, short: bool) -> Tensor:
         """As `step`, with one micro-batch alone, which has this share of the step's rows."""
         units = self.short if short else self.units
-        actions = [Action(FORWARD, 0, stage) for stage in sorted(units)]
-        actions += [Action(BACKWARD, 0, stage) for stage in sorted(units, reverse=True)]
-        return self._run(actions, units, load, updates, share)
+        count, stages = len(self.schedule), last_stage(self.schedule) + 1
+        alone = tuple(
+            (
+                *(Action(FORWARD, 0, stage) for stage in range(group, stages, count)),
+                *(Action(BACKWARD, 0, stage) for stage in reversed(range(group, stages, count))),
+            )
+            for group in range(count)
+        )
+        return self._run(alone, units, load, updates, share)
 
     def _run(
-        self, actions: Sequence[Action], units: Mapping[int, RankStage], load: Load, updates: Gradients, share: float
+        self, schedule: Schedule, units: Mapping[int, RankStage], load: Load, updates: Gradients, share: float
     ) -> Tensor:
+        arriving = {ahead: deque(arrivals(schedule, self.peers.number, ahead=ahead)) for ahead in (True, False)}
+        early: dict[tuple[bool, tuple[int, int]], list[Tensor]] = {}
+
+        def receive(at: tuple[int, int], ahead: bool) -> list[Tensor]:
+            """The values or gradients of a pass; those that its neighbour has sent before are kept."""
+            while (ahead, at) not in early:
+                first = arriving[ahead].popleft()
+                own = units[first[0]]
+                early[ahead, first] = self._values(own) if ahead else self._gradients(made[first])
+            return early.pop((ahead, at))
+
         received: dict[tuple[int, int], list[Tensor]] = {}
         made: dict[tuple[int, int], list[Tensor]] = {}
         later: dict[tuple[int, int], DeferredBackward] = {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         scale = updates.loss_scale
         weight = (1.0 if scale is None else scale.value) * share
-        for action in actions:
+        for action in schedule[self.peers.number]:
             at, unit = (action.stage, action.micro_batch), units[action.stage]
             if action.way == FORWARD:
-                received[at] = self._values(unit)
+                received[at] = receive(at, True) if action.stage else []
                 entries, key = load(action.micro_batch)
                 made[at] = unit.outputs(entries, received[at], key)
                 if self._last(unit):
@@ -119,7 +138,12 @@ class StageRunner:
                     self._send_on(made[at])
             elif action.way in (BACKWARD, INPUT):
                 inputs = received.pop(at)
-                outputs, gradients = self._returned(unit, made.pop(at), weight)
+                outputs = [output for output in made[at] if output.requires_grad]
+                if self._last(unit):
+                    gradients = [torch.full_like(output, weight) for output in outputs]
+                else:
+                    gradients = receive(at, False)
+                del made[at]
                 if action.way == BACKWARD:
                     torch.autograd.backward(outputs, gradients)
                 else:
@@ -164,11 +188,19 @@ class StageRunner:
             values.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
         return values
 
-    def _returned(self, unit: RankStage, made: Sequence[Tensor], weight: float) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs to which gradients come back, and these: of the loss times `weight`, or what the next stage
-        sends."""
+    def _gradients(self, made: Sequence[Tensor]) -> list[Tensor]:
+        """What the next stage sends for the results of a forward pass."""
         outputs = [output for output in made if output.requires_grad]
-        if self._last(unit):
-            return outputs, [torch.full_like(output, weight) for output in outputs]
         empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
-        return outputs, [self.peers.receive(gradient, ahead=False) for gradient in empty]
+        return [self.peers.receive(gradient, ahead=False) for gradient in empty]
+
+
+def arrivals(schedule: Schedule, group: int, *, ahead: bool) -> list[tuple[int, int]]:
+    """What a group's neighbour sends to it, in its order: the stages and micro-batches of the passes that need it."""
+    last, count, found = last_stage(schedule), len(schedule), []
+    for action in schedule[(group + (-1 if ahead else 1)) % count]:
+        if ahead and action.way == FORWARD and action.stage < last:
+            found.append((action.stage + 1, action.micro_batch))
+        elif not ahead and action.way in (BACKWARD, INPUT) and action.stage:
+            found.append((action.stage - 1, action.micro_batch))
+    return found

@@ -18,12 +18,12 @@ from strategies.lowering.pipeline_schedule import (
     WEIGHT,
     Action,
     Schedule,
-    bubble,
     in_one_process,
     last_stage,
     make_schedule,
     peak_activations,
 )
+from strategies.lowering.pipeline_timeline import StageTimes, bubble
 
 SIZES = [(2, 2), (2, 5), (3, 3), (4, 8), (4, 4), (3, 5), (8, 16)]
 WAYS = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
@@ -130,21 +130,23 @@ def test_messages_in_another_order_are_noticed() -> None:
 def test_bubble_of_equal_stages(kind: str, stages: int, micro_batches: int, virtual: int) -> None:
     if kind not in ROUND_ROBIN:
         virtual = 1
-    found = bubble(make_schedule(kind, stages, micro_batches, virtual), [2.0] * stages * virtual)
+    found = bubble(make_schedule(kind, stages, micro_batches, virtual), [StageTimes(1.0, 1.0, 1.0)] * stages * virtual)
     assert found == pytest.approx((stages - 1) / (virtual * micro_batches + stages - 1))
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (8, 16)])
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_zero_bubble_waits_a_third(stages: int, micro_batches: int, virtual: int) -> None:
-    found = bubble(make_schedule("zero_bubble", stages, micro_batches, virtual), [1.0] * stages * virtual)
+    found = bubble(
+        make_schedule("zero_bubble", stages, micro_batches, virtual), [StageTimes(1.0, 1.0, 1.0)] * stages * virtual
+    )
     assert found == pytest.approx((stages - 1) / (3 * virtual * micro_batches + stages - 1))
 
 
 def test_bubble_of_unequal_stages() -> None:
     schedule = make_schedule("gpipe", 2, 2)
     # 1 + 2 x 3 forward and 2 x 6 + 2 backward make 21; both are busy for 2 x 3 and 2 x 9 of 42
-    assert bubble(schedule, [1.0, 3.0]) == pytest.approx(1 - 24 / 42)
+    assert bubble(schedule, [StageTimes(1.0, 1.0, 1.0), StageTimes(3.0, 3.0, 3.0)]) == pytest.approx(1 - 24 / 42)
 
 
 def test_live_activations() -> None:
