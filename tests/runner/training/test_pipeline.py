@@ -32,6 +32,7 @@ KINDS = {
     "interleaved": (*INTERLEAVED, "train.accumulate=2", "data.batch_size=32"),
     "zero bubble": BUBBLE,
     "zero bubble of virtual stages, recomputed": (*BUBBLES, "world_size=2", LAYERS),
+    "synthesised, virtual stages": (*DEALT, "parallel.pipeline.schedule=auto", "parallel.pipeline.virtual_stages=2"),
     "interleaved, offloaded": (*INTERLEAVED, "world_size=2", "parallel.offload.activations.to=host"),
 }
 
@@ -117,6 +118,22 @@ def test_plan_reports_stages_and_the_bytes_sent(start):
     ]
     assert "stage 0 of 2" in text[1] and "inner.weight" in text[1] and "outer.weight" not in text[1]
     assert "stage 1 of 2" in text[2] and "outer.weight" in text[2] and "inner.weight" not in text[2]
+
+
+@pytest.mark.slow
+def test_synthesised_in_three_uneven_stages(start):
+    """With accumulation, recomputation, a limit of memory and ZeRO; the cost is that of the schedule."""
+    words = (
+        *(*STACK, "world_size=3", "parallel.pipeline.stages=3", "parallel.pipeline.cuts={layers.1: 1, layers.2: 2}"),
+        *("parallel.pipeline.schedule=auto", "parallel.pipeline.micro_batches=4", "train.accumulate=2"),
+        *("data.batch_size=32", LAYERS, "parallel.zero.stage=1"),
+    )
+    ended = start(*words, "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"]
+    assert max(ended.verdict["weight_max_rel_diff"].values()) <= 1e-6
+    pipeline = ended.plan["pipeline"]
+    assert pipeline["schedule"] == "auto" and len(pipeline["actions"]) == len(pipeline["seconds"]) == 3
+    assert ended.plan["search"]["cost"] == pytest.approx(ended.plan["cost"]["total"])
 
 
 def test_plan_reports_virtual_stages(start):
