@@ -121,10 +121,10 @@ def test_plan_reports_stages_and_the_bytes_sent(start):
 
 
 @pytest.mark.slow
-def test_synthesised_in_three_uneven_stages(start):
+def test_synthesised_in_uneven_stages(start):
     """With accumulation, recomputation, a limit of memory and ZeRO; the cost is that of the schedule."""
     words = (
-        *(*STACK, "world_size=3", "parallel.pipeline.stages=3", "parallel.pipeline.cuts={layers.1: 1, layers.2: 2}"),
+        *(*STACK, "world_size=2", "parallel.pipeline.cuts={layers.3: 1}"),
         *("parallel.pipeline.schedule=auto", "parallel.pipeline.micro_batches=4", "train.accumulate=2"),
         *("data.batch_size=32", LAYERS, "parallel.zero.stage=1"),
     )
@@ -132,7 +132,7 @@ def test_synthesised_in_three_uneven_stages(start):
     assert ended.verdict["passed"]
     assert max(ended.verdict["weight_max_rel_diff"].values()) <= 1e-6
     pipeline = ended.plan["pipeline"]
-    assert pipeline["schedule"] == "auto" and len(pipeline["actions"]) == len(pipeline["seconds"]) == 3
+    assert pipeline["schedule"] == "auto" and len(pipeline["actions"]) == len(pipeline["seconds"]) == 2
     assert ended.plan["search"]["cost"] == pytest.approx(ended.plan["cost"]["total"])
 
 
