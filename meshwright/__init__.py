@@ -30,7 +30,7 @@ if "runner" not in sys.modules:
     sys.path.remove(_ROOT)
 
 if TYPE_CHECKING:
-    from meshwright.exchange import Excess, best, compare, from_tp_plan
+    from meshwright.exchange import Excess, best, compare, from_dtensor, from_tp_plan
     from meshwright.plans import Plan, load, plan
     from meshwright.proof import verify
     from meshwright.runs import Run, compose, train
@@ -48,6 +48,7 @@ _MODULES = {
     "best": "meshwright.exchange",
     "compare": "meshwright.exchange",
     "compose": "meshwright.runs",
+    "from_dtensor": "meshwright.exchange",
     "from_tp_plan": "meshwright.exchange",
     "load": "meshwright.plans",
     "plan": "meshwright.plans",
@@ -65,6 +66,7 @@ __all__ = [
     "best",
     "compare",
     "compose",
+    "from_dtensor",
     "from_tp_plan",
     "load",
     "plan",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.plans import Batch, Loss, Plan, config_of, planned
 from runner.commands.diff import differences
@@ -17,6 +20,7 @@ from runner.data.loader import flatten_batch
 from runner.errors import ConfigError
 from runner.export import tensor_parallel
 from strategies.core.graph import OperatorGraph
+from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.planner.declared_layouts import Declared, declared_plan
 
@@ -73,6 +77,78 @@ def from_tp_plan(
         )
 
     return _declared(layouts, module, batch, axes, loss, options)
+
+
+def from_dtensor(
+    sharded: nn.Module | Mapping[str, Any],
+    module: nn.Module,
+    batch: Batch,
+    *,
+    rows: Sequence[str] = (),
+    mesh: Mapping[str, int] | None = None,
+    loss: Loss | None = None,
+    **options: Any,
+) -> Plan:
+    """Read the layouts of a module's DTensors: of `parallelize_module`, `fully_shard`, or made by hand.
+
+    Args:
+        sharded: the module that holds DTensors, or its state dict. Not collective: no tensor is sent.
+        module: the same module without DTensors, whose hooks a capture could not follow; it may be on `meta`.
+        batch, loss: as for `meshwright.plan`.
+        rows: the axes of the device mesh that slice the batch. A parameter that is sliced over one of them, as by
+            `fully_shard`, is gathered where it is used: ZeRO 3.
+        mesh: {axis: size} of all ranks; None: the largest device mesh of any DTensor.
+        **options: as for `from_tp_plan`.
+
+    Returns:
+        The plan. What modules receive and return follows from what is computed; where a `parallelize_plan` says more,
+        give that to `from_tp_plan`.
+
+    Raises:
+        ConfigError, StrategyError: there is no DTensor, or its mesh is no part of the one given.
+    """
+    entries = dict(sharded.named_parameters()) if isinstance(sharded, nn.Module) else dict(sharded)
+    tensors = {name: one for name, one in entries.items() if isinstance(one, DTensor)}
+    if not tensors:
+        raise ConfigError("MW882", "meshwright.from_dtensor: no parameter is a DTensor; shard the module before.")
+    meshes = [_named(one.device_mesh) for one in tensors.values()]
+    axes = dict(mesh or max(meshes, key=len))
+    for name, own in zip(tensors, meshes, strict=True):
+        if not own.items() <= axes.items() or not {*rows} <= {*axes}:
+            raise ConfigError(
+                "MW882",
+                f"meshwright.from_dtensor: {name} is on the device mesh {own}, and the rows of the batch on the axes "
+                f"{list(rows)}, which are not all axes of the mesh {axes}; give the mesh of all ranks as mesh=.",
+            )
+    found = {name: _layout(one, rows) for name, one in tensors.items()}
+    if any({*rows} & {*layout.axes} for layout in map(_layout, tensors.values())):
+        options = {"zero": 3} | options
+    grid = Mesh(tuple(axes.items()))
+    slicing = grid.sorted(rows)
+
+    def layouts(graph: OperatorGraph) -> Declared:
+        inputs = {
+            source.name: Layout(((slicing,) + ((),) * len(source.spec.shape))[: len(source.spec.shape)])
+            for source in graph.of_kind("input")
+        }
+        return Declared(grid, inputs, found)
+
+    return _declared(layouts, module, batch, axes, loss, options)
+
+
+def _named(mesh: DeviceMesh) -> dict[str, int]:
+    """The sizes of a device mesh by axis; axes without a name are numbered."""
+    names = mesh.mesh_dim_names or tuple(f"d{number}" for number in range(mesh.ndim))
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+def _layout(tensor: DTensor, without: Sequence[str] = ()) -> Layout:
+    """The layout of a DTensor on the other axes than `without`."""
+    dims: list[tuple[str, ...]] = [()] * tensor.ndim
+    for axis, placed in zip(_named(tensor.device_mesh), tensor.placements, strict=True):
+        if isinstance(placed, Shard | _StridedShard) and axis not in without:
+            dims[placed.dim] += (axis,)
+    return Layout(tuple(dims))
 
 
 def _declared(

@@ -180,7 +180,7 @@ class Plan:
         """What a target would lay out otherwise than this plan, with what that costs; empty where it says all of it.
 
         Args:
-            target: `torch` or `transformers`.
+            target: `torch`, `transformers` or `deepspeed`.
         """
         return target_of(target).changes(self.planned("expressible").prepared)
 
@@ -189,7 +189,8 @@ class Plan:
 
         Args:
             target: `torch`: a Python file of plain torch, which lays out the parameters of the module as DTensors;
-                `transformers`: the JSON of a `DistributedConfig`, for `from_pretrained(distributed_config=...)`.
+                `transformers`: the JSON of a `DistributedConfig`, for `from_pretrained(distributed_config=...)`;
+                `deepspeed`: the JSON of its config, with ZeRO and AutoTP.
             file: to write.
             allow_changes: also where `expressible` lists something.
 

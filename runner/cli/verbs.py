@@ -111,11 +111,12 @@ VERBS = {
         keys=("explain", "parallel", "cluster", *SETUP),
     ),
     "export": Verb(
-        "write the plan for another trainer, such as a file of plain torch, or a config of transformers",
+        "write the plan for another trainer, such as a file of plain torch, or a config of transformers or DeepSpeed",
         "run export torch +recipe=quickstart",
         "runner.commands.export:run",
         argument="export.target",
-        usage="run export TARGET +recipe=NAME [export.file=FILE] [KEY=VALUE ...]    (TARGET: torch, transformers)",
+        usage="run export TARGET +recipe=NAME [export.file=FILE] [KEY=VALUE ...]\n"
+        "    TARGET: torch, transformers, deepspeed",
         keys=("export", "parallel", "cluster", *SETUP),
     ),
     "predict": Verb(

@@ -179,8 +179,10 @@ class Explain(Section):
 
 
 class Export(Section):
-    target: Literal["torch", "transformers"] = setting(
-        "torch", "Format of the plan; torch: a Python file of plain torch; transformers: JSON of a DistributedConfig"
+    target: Literal["torch", "transformers", "deepspeed"] = setting(
+        "torch",
+        "Format of the plan; torch: a Python file of plain torch; transformers: JSON of a DistributedConfig; "
+        "deepspeed: JSON of its config, with AutoTP",
     )
     file: str | None = setting(None, "File to write; null: in the run folder", min_length=1)
     allow_changes: StrictBool = setting(False, "Export also a plan that the target lays out otherwise in part")

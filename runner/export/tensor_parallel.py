@@ -188,7 +188,7 @@ def _dim(placed: Sequence[Placement | None] | None, key: str) -> Dim | Kept:
 def tp_plan_of(graph: OperatorGraph, plan: Plan) -> dict[str, str]:
     """A plan as {glob of modules: name of a style}, for the axes that slice parameters; where layers differ, as most
     of them have it, since transformers knows globs alone."""
-    axes = _axes(plan)
+    axes = axes_of(plan)
     found: dict[str, Counter[str]] = defaultdict(Counter)
     by_module: dict[str, list[Operator]] = defaultdict(list)
     for operator in graph.operators:
@@ -200,7 +200,7 @@ def tp_plan_of(graph: OperatorGraph, plan: Plan) -> dict[str, str]:
     return {key: counts.most_common(1)[0][0] for key, counts in found.items()}
 
 
-def _axes(plan: Plan) -> tuple[str, ...]:
+def axes_of(plan: Plan) -> tuple[str, ...]:
     """The axes that slice parameters; without any, those that slice no rows of the batch."""
     used = {axis for layout in plan.tensors.values() for axis in layout.axes}
     return plan.mesh.sorted(used) or plan.mesh.others({axis for axes in plan.batch_axes for axis in axes})
@@ -250,7 +250,7 @@ def changes(prepared: Prepared) -> list[Change]:
     """What transformers lays out otherwise: where the plan that its entries declare differs."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
-    again = declared_plan(graph, declared(tp_plan_of(graph, plan), graph, plan.mesh, _axes(plan)))
+    again = declared_plan(graph, declared(tp_plan_of(graph, plan), graph, plan.mesh, axes_of(plan)))
     return [*between(prepared, again), *of_optimizer(prepared, {0, 3})]
 
 
@@ -258,7 +258,7 @@ def distributed_config(prepared: Prepared, title: str) -> str:
     """The JSON of a `DistributedConfig` of transformers, for `from_pretrained(..., distributed_config=...)`."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
-    axes = _axes(plan)
+    axes = axes_of(plan)
     data = plan.mesh.size // plan.mesh.product(axes)
     fsdp = prepared.config.parallel.zero.known == 3
     content: dict[str, Any] = {

@@ -84,3 +84,29 @@ def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:
     gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
     assert any(isinstance(one, DTensor) for one in sliced.values())
     return {"loss": gap, "gradient": max(found.values())}
+
+
+def sped(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:
+    """The largest relative differences of the losses of three steps with DeepSpeed, by an exported config."""
+    import deepspeed
+    import transformers
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    folder, file = given
+    content = json.loads(file.read_text(encoding="utf-8"))
+    model, eager = (transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False) for _ in range(2))
+    options = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}}
+    engine, *_ = deepspeed.initialize(model=model, config=content | options)
+    optimizer, worst = torch.optim.Adam(eager.parameters(), lr=0.01), 0.0
+    for step in range(3):
+        x, _ = tokens(step)
+        loss, expected = (one(input_ids=x, labels=x).loss for one in (engine, eager))
+        worst = max(worst, float(abs(loss - expected) / expected))
+        engine.backward(loss)
+        engine.step()
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shapes = {tuple(one.shape) for name, one in engine.module.named_parameters() if "q_proj" in name}
+    assert shapes == {(8, 16)}
+    return {"loss": worst}

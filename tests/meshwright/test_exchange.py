@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import gpt, next_token, tokens
 from meshwright.models.gpt import GPT
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright
 
@@ -150,3 +160,59 @@ def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -
         plan.export("transformers", file)
     assert error.value.code == "MW465" and not file.exists()
     assert json.loads(plan.export("transformers", file, allow_changes=True).read_text(encoding="utf-8"))["tp_size"] == 2
+
+
+@pytest.fixture
+def pretended() -> Iterator[None]:
+    """A process group of four ranks without the other three."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_dtensors_are_read_as_the_plan_that_made_them(pretended: None) -> None:
+    styles = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    written = {f"layers.{layer}.feed_forward.{name}": one for layer in range(2) for name, one in styles.items()}
+    device_mesh, axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), {"dp": 2, "tp": 2}
+    sharded = parallelize_module(gpt(torch.float32), device_mesh["tp"], written)
+    common: dict[str, Any] = {"loss": next_token, "device": "cpu"}
+    read = meshwright.from_dtensor(sharded, gpt(torch.float32), tokens(), rows=("dp",), mesh=axes, **common)
+    same = meshwright.from_tp_plan(written, gpt(torch.float32), tokens(), mesh=axes, **common)
+    assert layouts(read) == layouts(same) and read.content["tensors"] == same.content["tensors"]
+    assert read.content["tensors"]["layers.1.feed_forward.up_proj.weight"]["dims"] == [["tp"], []]
+    with pytest.raises(meshwright.CodedError, match="mesh of all ranks"):
+        meshwright.from_dtensor(sharded, gpt(torch.float32), tokens(), rows=("dp",), **common)
+    fully_shard(sharded, mesh=device_mesh["dp"])
+    again = meshwright.from_dtensor(sharded, gpt(torch.float32), tokens(), rows=("dp",), **common)
+    assert again.content["tensors"] == read.content["tensors"]
+    assert again.content["memory"]["parameters"] < read.content["memory"]["parameters"]
+
+
+def test_rules_of_autotp_mean_what_the_plan_says(tmp_path: Path) -> None:
+    from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
+
+    plan = meshwright.from_tp_plan(MEGATRON, gpt(torch.float32), tokens(), loss=next_token, mesh={"dp": 2, "tp": 2})
+    kinds = {change.kind for change in plan.expressible("deepspeed")}
+    assert kinds == {"parameter", "operator"}  # the table in slices of the vocabulary
+    file = plan.export("deepspeed", tmp_path / "deepspeed.json", allow_changes=True)
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["train_micro_batch_size_per_gpu"] == 4 and content["tensor_parallel"]["autotp_size"] == 2
+    rules = AutoTPConfig.from_dict(content["tensor_parallel"]["partition_config"])
+    expected = {"q_proj": PartitionType.COLUMN, "o_proj": PartitionType.ROW, "attention_norm": PartitionType.SKIP}
+    for name, kind in expected.items():
+        (path,) = [one for one, _ in gpt().named_modules() if one.startswith("layers.1") and one.endswith(name)]
+        spec = rules.find_matching_spec(f"{path}.weight")
+        assert spec is not None and spec.partition_type is kind
+    assert not rules.use_default_specs
+
+
+@pytest.mark.slow
+def test_deepspeed_trains_the_export_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    model = llama()
+    styles = {name: style for name, style in model.tp_plan.items() if "embed" not in name}
+    plan = meshwright.from_tp_plan(styles, model, labelled(), mesh={"tp": 2})
+    assert plan.expressible("deepspeed") == []
+    file = plan.export("deepspeed", tmp_path / "deepspeed.json")
+    model.save_pretrained(tmp_path / "model")
+    worst = on_ranks("sped", (tmp_path / "model", file), world_size=2, module="exports")
+    assert max(worst.values()) < 1e-5, worst

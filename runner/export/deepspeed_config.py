@@ -1,0 +1,68 @@
+"""A plan as the config of DeepSpeed: ZeRO over the ranks that share a slice, and AutoTP's rules for linear layers.
+
+AutoTP slices the linear layers that its patterns name, by columns or by rows. What its users sum or gather itself, such
+as a table in slices of the vocabulary, stays replicated. Source: deepspeed.module_inject.autotp_config.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from runner.export.changes import Change, between, of_optimizer
+from runner.export.tensor_parallel import axes_of, declared, tp_plan_of
+from runner.planning.prepare import Prepared
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.planner.declared_layouts import declared_plan
+
+SPECS: dict[str, dict[str, Any]] = {
+    "colwise": {"partition_type": "column"},
+    "colwise_gather_output": {"partition_type": "column", "gather_output": True},
+    "rowwise": {"partition_type": "row"},
+    "replicate": {"partition_type": "skip"},
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+}
+"""AutoTP's words for the styles of transformers that it has."""
+
+
+def changes(prepared: Prepared) -> list[Change]:
+    """What DeepSpeed lays out otherwise: where the plan that its rules declare differs."""
+    graph, plan = prepared.graph, prepared.plan
+    assert graph is not None and plan is not None
+    again = declared_plan(graph, declared(_styles(graph, plan), graph, plan.mesh, axes_of(plan)))
+    return [*between(prepared, again), *of_optimizer(prepared, {0, 1, 2, 3})]
+
+
+def config(prepared: Prepared, title: str) -> str:
+    """The JSON of a config of DeepSpeed, for `deepspeed.initialize(config=...)`."""
+    graph, plan = prepared.graph, prepared.plan
+    assert graph is not None and plan is not None
+    axes, rows = axes_of(plan), prepared.config.data.batch_size
+    copies = plan.mesh.size // plan.mesh.product(axes)
+    content: dict[str, Any] = {
+        "_comment": f"{title}, by Meshwright",
+        "train_micro_batch_size_per_gpu": rows // copies,
+        "zero_optimization": {"stage": prepared.config.parallel.zero.known},
+    }
+    if axes:
+        content["tensor_parallel"] = {
+            "autotp_size": plan.mesh.product(axes),
+            "partition_config": {"use_default_specs": False, "layer_specs": _specs(graph, plan)},
+        }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _styles(graph: OperatorGraph, plan: Plan) -> dict[str, str]:
+    """The style of every module, `replicate` where DeepSpeed has no word for it."""
+    return {key: style if style in SPECS else "replicate" for key, style in tp_plan_of(graph, plan).items()}
+
+
+def _specs(graph: OperatorGraph, plan: Plan) -> list[dict[str, Any]]:
+    """AutoTP's rules: the patterns of all modules of one style share a rule."""
+    patterns: dict[str, list[str]] = {}
+    for key, style in _styles(graph, plan).items():
+        name = r"\d+".join(map(re.escape, key.split("*")))
+        patterns.setdefault(style, []).append(rf"{name}\.weight$")
+    return [{"patterns": names, **SPECS[style]} for style, names in patterns.items()]
