@@ -101,7 +101,7 @@ def sped(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:
     for step in range(3):
         x, _ = tokens(step)
         loss, expected = (one(input_ids=x, labels=x).loss for one in (engine, eager))
-        worst = max(worst, float(abs(loss - expected) / expected))
+        worst = max(worst, float(abs(loss - expected).detach() / expected.detach()))
         engine.backward(loss)
         engine.step()
         expected.backward()
