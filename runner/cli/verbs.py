@@ -80,7 +80,8 @@ VERBS = {
         "train with a launcher of your site, or print its commands (--dry-run)",
         "run launch --dry-run +recipe=quickstart launch=torchrun",
         "runner.commands.launch:run",
-        usage="run launch [--dry-run] +recipe=NAME launch=torchrun|mpirun|slurm|deepspeed|rank_table [KEY=VALUE ...]",
+        usage="run launch [--dry-run] +recipe=NAME "
+        "launch=torchrun|mpirun|slurm|deepspeed|rank_table|kubernetes|skypilot [KEY=VALUE ...]",
         keys=("launch", "world_size", "device"),
     ),
     "plan": Verb(

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import signal
+import subprocess
 import sys
 from math import prod
 from pathlib import Path
@@ -15,11 +16,11 @@ from runner import launch
 from runner.cli.arguments import DRY_RUN
 from runner.cli.run_folders import remove_if_unused, without_trace
 from runner.config.schema import Config
-from runner.errors import ConfigError, Stopped
+from runner.errors import ConfigError, RunFailed, Stopped
 from runner.launch.interrupts import Interrupts
-from runner.launch.launchers.commands import Started
+from runner.launch.launchers.commands import LAUNCHERS, Started
 from runner.launch.launchers.host_assignment import meeting
-from runner.launch.launchers.start import described
+from runner.launch.launchers.start import check, described
 from runner.launch.startup import begin, marked
 from runner.launch.temporary_folder import offload_folder, own_folder
 from runner.recovery import restarting
@@ -35,6 +36,9 @@ def run(config: Config, run_dir: Path) -> float | None:
     require_loggers(config)
     if config.launch.dry_run:
         dry_run(config, run_dir)
+        return None
+    if submits(config):
+        submit(config, run_dir)
         return None
     launch.warm()
     with (
@@ -96,15 +100,43 @@ FOLDER = "join"
 """Stands for the folder that a run makes for its ranks, whose name differs every time."""
 
 
+def submits(config: Config) -> bool:
+    """Whether the launcher hands over a job for other machines."""
+    return config.launch.launcher != "local" and LAUNCHERS[config.launch.launcher].submits
+
+
+def submit(config: Config, run_dir: Path) -> None:
+    """Write the description of a job into the run folder and hand it over. Raises ConfigError where the program is
+    missing, RunFailed where it refuses."""
+    check(config.launch)
+    started = _started(config, run_dir.absolute())
+    for name, content in started.files.items():
+        (run_dir / name).write_text(content, encoding="utf-8")
+    for command in started.commands:
+        print(shlex.join(command.words), flush=True)
+        if code := subprocess.run(command.words).returncode:
+            raise RunFailed(
+                "MW863",
+                f"launch = {config.launch.launcher!r}: {command.words[0]} ended with exit code {code}; it says why "
+                f"above. The job is described in {', '.join(started.files)} of {shown_path(run_dir)}.",
+            )
+    print(f"submitted; the job is described in {', '.join(started.files)} of {shown_path(run_dir)}")
+
+
+def _started(config: Config, folder: Path) -> Started:
+    """What the launcher starts, for inputs in `folder`. No machine is looked at."""
+    typed = tuple(word for word in sys.argv[1:] if word != DRY_RUN and not word.startswith("job="))
+    site = meeting(config.launch, resolve=False)
+    return described(config.launch, _world_size(config), folder, site, typed, config.device)
+
+
 def dry_run(config: Config, run_dir: Path) -> None:
     """Print the commands, files and scripts of the launch. Raises ConfigError where the number of ranks is open."""
     if config.launch.launcher == "local" or config.launch.by_hand:
         print("the ranks are forks of this command; nothing else is started")
     else:
-        typed = tuple(word for word in sys.argv[1:] if word != DRY_RUN and not word.startswith("job="))
-        folder = run_dir.absolute() / FOLDER
-        site = meeting(config.launch, resolve=False)
-        print(_listed(described(config.launch, _world_size(config), folder, site, typed), folder))
+        folder = run_dir.absolute() if submits(config) else run_dir.absolute() / FOLDER
+        print(_listed(_started(config, folder), folder))
     remove_if_unused(run_dir)
 
 

@@ -84,6 +84,8 @@ AS_WRITTEN = any_of("stand_alone", "hybrid")
 NO_PLAN = "this mode runs the module without a plan"
 A_MODE = "choose parallel.mode data_parallel, semi_auto or auto"
 SHARDED = any_of(1, 2, 3)
+JOBS = ("kubernetes", "skypilot")
+"""Launchers that submit a job."""
 SERVER, ON_WORKERS = "parameter_server", "workers run the plain program"
 MODE, STAGE, STAGES = "parallel.mode", "parallel.zero.stage", "parallel.pipeline.stages"
 FUSION, OFFLOAD, PIPELINE = "parallel.comm_fusion", "parallel.offload", "parallel.pipeline"
@@ -138,13 +140,22 @@ RULES: tuple[Rule, ...] = (
     Rule("launch.rescue", ON, "launch.launcher", none_of("local"),
          "other launchers stop the survivors of a failure at once", "choose launch=local or launch.rescue=false"),
     *(Rule("launch.launcher", any_of("local"), f"launch.{name}", GIVEN, "it starts all ranks on this machine",
-           "choose launch=torchrun, mpirun, slurm, deepspeed or rank_table") for name in ("hosts", "nodes")),
+           "choose launch=torchrun, mpirun, slurm, deepspeed or rank_table (nodes: slurm, kubernetes, skypilot)")
+      for name in ("hosts", "nodes")),
     Rule("launch.launcher", any_of("rank_table"), "launch.hosts", UNSET,
          "it must know the hosts", "give launch.rank_table=FILE.json (or launch.hosts)"),
     Rule("launch.launcher", any_of("deepspeed"), "launch.hosts", UNSET,
          "it must know the hosts", "give launch.hostfile=FILE (or launch.hosts)"),
-    Rule("launch.nodes", GIVEN, "launch.launcher", none_of("slurm"),
-         "only Slurm finds the hosts itself", "name them in launch.hosts"),
+    Rule("launch.nodes", GIVEN, "launch.launcher", none_of("slurm", *JOBS),
+         "only Slurm, Kubernetes and SkyPilot find the hosts themselves", "name them in launch.hosts"),
+    Rule("launch.launcher", any_of("kubernetes"), "launch.image", UNSET, "a pod runs an image",
+         "set launch.image to one that holds Meshwright and your project"),
+    *(Rule(f"launch.{name}", GIVEN, "launch.launcher", none_of(*launchers), "nothing else uses it", "drop it")
+      for name, launchers in (("image", JOBS), ("claim", JOBS[:1]), ("accelerator", JOBS[1:]))),
+    *(Rule("launch.launcher", any_of(*JOBS), f"launch.{name}", GIVEN, "the nodes of a job have no names before it runs",
+           "set launch.nodes") for name in ("hosts", "standby")),
+    *(Rule("launch.launcher", any_of(*JOBS), f"launch.{name}", GIVEN, "a job has as many nodes after a restart",
+           "drop it") for name in ("min_ranks", "max_ranks")),
     *(Rule(f"launch.{name}", GIVEN, "launch.launcher", none_of("rank_table"), "it starts a part of a rank table",
            "choose launch=rank_table") for name in ("host", "rank")),
     Rule("launch.host", GIVEN, "launch.rank", GIVEN, "both say what to start here", "drop one of them"),
@@ -154,6 +165,8 @@ RULES: tuple[Rule, ...] = (
          "it prints how training would be started", "use the verb train or launch"),
     Rule("launch.launcher", none_of("local"), "job.name", any_of("verify", "calibrate"),
          "these verbs run on this machine", "use launch=local"),
+    Rule("launch.launcher", any_of(*JOBS), "job.name", any_of("predict", "tune"),
+         "only training is submitted", "use launch=local, or run the command where the job runs"),
     # pipeline
     *(Rule(f"{PIPELINE}.{name}", kind, STAGES, UNSET, "there is no pipeline, which would ignore it",
            "set parallel.pipeline.stages=N") for name, kind in (

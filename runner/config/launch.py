@@ -63,7 +63,7 @@ class Fault(Section):
         return self
 
 
-Launcher = Literal["local", "torchrun", "mpirun", "slurm", "deepspeed", "rank_table"]
+Launcher = Literal["local", "torchrun", "mpirun", "slurm", "deepspeed", "rank_table", "kubernetes", "skypilot"]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Number = Annotated[int, Field(strict=True, ge=0)]
 Word = Annotated[str, Field(min_length=1)]
@@ -130,7 +130,10 @@ class Launch(Section):
     rank_table: Word | None = setting(None, "A JSON file with {rank, host, device} of every rank")
     host: Word | None = setting(None, "Start only this host's ranks; the same command starts the others on theirs")
     rank: Number | None = setting(None, "Start only this rank; the same command starts the others")
-    nodes: Count | None = setting(None, "Number of hosts, where Slurm knows their names")
+    nodes: Count | None = setting(None, "Number of hosts, where Slurm, Kubernetes or SkyPilot knows their names")
+    image: Word | None = setting(None, "Container image with Meshwright and your project, for kubernetes and skypilot")
+    claim: Word | None = setting(None, "PersistentVolumeClaim of Kubernetes for the run folder")
+    accelerator: Word | None = setting(None, "Kind of GPU that SkyPilot rents, such as H100")
     address: Word | None = setting(None, "Address of the first host, or of this command; null: detected")
     port: Port | None = setting(None, "Port of the rendezvous; null: a free one")
     rendezvous: Literal["static", "c10d"] = setting("static", "Rendezvous of torchrun's agents")

@@ -138,15 +138,20 @@ def check(launch: Launch) -> None:
             f"launch.remote = {list(launch.remote)}: the program {launch.remote[0]}, which is to reach "
             f"{', '.join(elsewhere)}, is not here; name another, or launch.remote=[] to start the commands yourself.",
         )
-    if not launch.by_hand:
+    if not launch.by_hand and not (spec is not None and spec.submits):
         address_of(launch)
 
 
 def described(
-    launch: Launch, world_size: int, folder: Path, meeting: tuple[str, int], overrides: tuple[str, ...] = ()
+    launch: Launch,
+    world_size: int,
+    folder: Path,
+    meeting: tuple[str, int],
+    overrides: tuple[str, ...] = (),
+    device: str = "auto",
 ) -> Started:
     """The processes and files of `launch` for ranks that read their inputs from `folder`. Nothing is written, started
     or resolved."""
     environment = exported(launch.export)
-    site = LaunchSite(folder, world_size, *meeting, sys.executable, Path.cwd(), environment, overrides)
+    site = LaunchSite(folder, world_size, *meeting, sys.executable, Path.cwd(), environment, overrides, device)
     return LAUNCHERS[launch.launcher].described(launch, site)
