@@ -323,10 +323,11 @@ def _name(folder: Path) -> str:
 
 
 def _yaml(*documents: Mapping[str, Any]) -> str:
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
+    text: str = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
+    return text
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types here
     """Writes scripts as blocks, and repeats what occurs twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
