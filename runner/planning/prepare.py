@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from runner.errors import ConfigError
 from runner.planning import lowering
 from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
+from runner.planning.counted import Counted, counted
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -111,6 +113,7 @@ class Prepared:
         data: the description of the data, which every rank must match.
         single_draws: whether a module that runs alone in fp64 draws the random numbers of fp32.
         short: the short last micro-batch of an epoch, where there is one.
+        counted: what the loss divides by, where a step has several micro-batches that may differ in it.
     """
 
     config: Config
@@ -134,6 +137,7 @@ class Prepared:
     data: Description = UNSEEN
     single_draws: bool = False
     short: Short | None = None
+    counted: Counted | None = None
 
     def identity(self) -> dict[str, Any]:
         """The properties of the run that a checkpoint stores, as `runner.checkpoint.check` takes them."""
@@ -213,6 +217,7 @@ def prepare(
         evaluated = flatten_batch(global_batch(evaluating, evaluation_collate, range(1)))
         check_prediction_names(evaluated[0], names, targeted)
     last = order.rows(order.steps_per_epoch - 1)[-(order.short % rows) :] if order.short % rows else []
+    several = config.job.name in TRAINING and config.parts > 1
     values: Mapping[str, Tensor]
     prepared = Prepared(
         *(config, world_size, device, names, shapes, targeted, rows),
@@ -232,6 +237,10 @@ def prepare(
         values = {}
     elif config.parallel.mode == "stand_alone":
         run_once(step, tensors)
+        if several:
+            with suppress(StrategyError):  # a module that is no graph; all micro-batches count the same
+                captured = capture(step, tensors, training=True)
+                prepared = replace(prepared, counted=counted(captured.graph, captured.tensors))
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
         values = {
@@ -241,6 +250,8 @@ def prepare(
     else:
         captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
+        if several:
+            prepared = replace(prepared, counted=counted(graph, captured.tensors))
         on_host(graph, config.parallel.place)
         lowering.check_ranks(config, world_size)
         lowering.rows_per_split(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from runner.launch.orders import RankContext
 from runner.launch.startup import Marks, marked, summary
 from runner.launch.stopping import stopping_of
 from runner.planning import lowering
+from runner.planning.counted import Counted
 from runner.planning.datasets import datasets, order_of, training_data
 from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
@@ -131,15 +133,17 @@ class Trainer:
 
     def _requests(self, first: int) -> Iterator[Request]:
         """Every micro-batch from step `first` on, in the order in which this rank computes them."""
-        size, runner = self.prepared.rows, self.execution.runner
+        size = self.prepared.rows
         for step in range(first, self.prepared.steps + 1):
             number = self._number(step)
             rows, epoch = self.order.rows(number), self.order.epoch(number)
-            micro_batches = [*range(-(-len(rows) // size))]
-            if runner is not None:
-                micro_batches = runner.loaded(len(micro_batches), equal=len(rows) == self.order.batch_size)
-            for micro in micro_batches:
+            for micro in self._loaded(len(rows)):
                 yield Request(tuple(rows[micro * size : (micro + 1) * size]), epoch)
+
+    def _loaded(self, rows: int) -> list[int]:
+        """The micro-batches of a step of so many rows, in the order in which this rank loads them."""
+        count, runner = -(-rows // self.prepared.rows), self.execution.runner
+        return [*range(count)] if runner is None else runner.loaded(count, equal=rows == self.order.batch_size)
 
     def _updates(self) -> Updates:
         config, program = self.config, self.execution.program
@@ -355,6 +359,15 @@ class Trainer:
         assert reader is not None
         if not again:
             self._read.clear()
+        ahead: deque[list[Tensor]] = deque()
+        shares = None
+        if self.prepared.counted is not None and rows > self.prepared.rows:
+            micro_batches = self._loaded(rows)
+            with self._aside():
+                if not again:
+                    ahead.extend(reader.next() for _ in micro_batches)
+                own = dict(zip(micro_batches, self._read if again else ahead, strict=True))
+                shares = self._shares(self.prepared.counted, own, rows)
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             recorder.at(DATA)
@@ -363,7 +376,8 @@ class Trainer:
                 entries = self._read.pop(0)
             else:
                 with self._aside():
-                    entries = [_placed(tensor, self.rank.device) for tensor in reader.next()]
+                    read = ahead.popleft() if ahead else reader.next()
+                    entries = [_placed(tensor, self.rank.device) for tensor in read]
                 if self.hooks.repeats:
                     self._read.append(entries)
             recorder.at(FORWARD)
@@ -372,14 +386,42 @@ class Trainer:
             return entries, mix(self.config.train.seed, step, first + number)
 
         axes, divisor = self.execution.program.loss_axes, self.execution.loss_divisor
-        if rows == self.order.batch_size:
+        if rows == self.order.batch_size and shares is None:
             return self._over_ranks({axes: self._equal(load)}) / self.config.parts / divisor, rows
         totals = {axes: self._zero(), axes if short is None else short.loss_axes: self._zero()}
-        self._unequal(load, rows, totals)
+        if rows == self.order.batch_size and self.execution.runner is not None:
+            totals[axes] += self._equal(load, shares)
+        else:
+            self._unequal(load, rows, totals, shares)
         return self._over_ranks(totals) / divisor, rows
 
-    def _equal(self, load: Callable[[int, int], tuple[list[Tensor], int]]) -> Tensor:
-        """All micro-batches of a full batch. Returns the sum of this rank's losses."""
+    def _shares(self, counted: Counted, micro_batches: Mapping[int, Sequence[Tensor]], rows: int) -> list[float]:
+        """The share that each micro-batch of a step of so many rows has of the tokens that the loss counts
+        (collective)."""
+        communicator, short, shape = (
+            self.execution.communicator,
+            self.execution.short,
+            self.prepared.shapes[counted.entry],
+        )
+        counts, held = torch.zeros(2, len(micro_batches), dtype=torch.float64, device=self.rank.device)
+        for micro, entries in micro_batches.items():
+            full = (micro + 1) * self.prepared.rows <= rows
+            blocks = self.execution.blocks if full or short is None else short.blocks
+            counts[micro] = counted.of(entries, blocks[counted.entry])
+            held[micro] = entries[counted.entry].numel()
+        if communicator.mesh.size > 1:
+            both = torch.stack((counts, held))
+            recorder.cells[PLACE] = recorder.place("the loss")
+            communicator.sum(both, communicator.group(communicator.mesh.names))
+            left = torch.tensor([min(shape[0], rows - micro * shape[0]) for micro in range(len(counts))])
+            counts = both[0] / (both[1] / (left.to(both) * math.prod(shape[1:])))  # by how many ranks hold each element
+        total = float(counts.sum())
+        return [1 / len(counts)] * len(counts) if total == 0 else (counts / total).tolist()
+
+    def _equal(
+        self, load: Callable[[int, int], tuple[list[Tensor], int]], shares: Sequence[float] | None = None
+    ) -> Tensor:
+        """All micro-batches of a full batch. Returns the sum of this rank's losses, of a pipeline times `shares`."""
         total = self._zero()
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
         for turn in range(self.config.train.accumulate):
@@ -391,7 +433,8 @@ class Trainer:
                 total += loss.detach().double()
             else:
                 with self._phase("backward"):
-                    total += runner.step(partial(load, turn * parts), self.updates)
+                    own = None if shares is None else shares[turn * parts : (turn + 1) * parts]
+                    total += runner.step(partial(load, turn * parts), self.updates, own)
         return total
 
     def _unequal(
@@ -399,13 +442,16 @@ class Trainer:
         load: Callable[[int, int], tuple[list[Tensor], int]],
         rows: int,
         totals: Mapping[tuple[str, ...], Tensor],
+        shares: Sequence[float] | None,
     ) -> None:
-        """All micro-batches of a short batch: full ones, and one of the rows that are left. Each loss counts by its
-        rows, and is added to the total of the axes over which its program leaves it a partial sum."""
+        """All micro-batches of a batch in which they differ: full ones, and of a short batch one of the rows left.
+        Each loss counts by its share, that of its rows if none is given, and is added to the total of the axes over
+        which its program leaves it a partial sum."""
         size, runner, short = self.prepared.rows, self.execution.runner, self.execution.short
         for micro in range(-(-rows // size)):
             left = rows - micro * size
-            share, last = min(left, size) / rows, short if left < size else None
+            share = min(left, size) / rows if shares is None else shares[micro]
+            last = short if left < size else None
             if runner is None:
                 forward, module = self.execution.forward, self.updates.module
                 if last is not None:
@@ -418,7 +464,8 @@ class Trainer:
                 with self._phase("backward"):
                     loss = runner.one(partial(load, micro), self.updates, share, short=last is not None)
             axes = self.execution.program.loss_axes if last is None else last.loss_axes
-            totals[axes].add_(loss.detach().double(), alpha=share)
+            if share:  # of nothing the mean is not a number
+                totals[axes].add_(loss.detach().double(), alpha=share)
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.rank.device)

@@ -110,7 +110,8 @@ class Updates(ABC):
     @abstractmethod
     def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
         """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here. Of a
-        step with fewer rows, `share` is the part of them that this micro-batch has, and `left` more are to come."""
+        step whose micro-batches differ in rows or tokens, `share` is the part of them that this one has, and `left`
+        more are to come."""
 
     @abstractmethod
     def collect(self) -> None:

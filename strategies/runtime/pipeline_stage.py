@@ -89,9 +89,10 @@ class StageRunner:
         order = [action.micro_batch for action in self.actions if action.way == FORWARD]
         return [first + number for first in range(0, micro_batches, len({*order})) for number in order]
 
-    def step(self, load: Load, updates: Gradients) -> Tensor:
-        """Run all micro-batches. Returns the sum of this rank's losses as a double, zero without the last stage."""
-        return self._run(self.schedule, self.units, load, updates, 1 / self.parts)
+    def step(self, load: Load, updates: Gradients, shares: Sequence[float] | None = None) -> Tensor:
+        """Run all micro-batches, which have these `shares` of the step's gradient, by default all the same. Returns the
+        sum of this rank's losses as a double, each times its share if they are given; zero without the last stage."""
+        return self._run(self.schedule, self.units, load, updates, shares, 1 / self.parts)
 
     def one(self, load: Load, updates: Gradients, share: float, *, short: bool) -> Tensor:
         """As `step`, with one micro-batch alone, which has this share of the step's rows."""
@@ -104,10 +105,16 @@ class StageRunner:
             )
             for group in range(count)
         )
-        return self._run(alone, units, load, updates, share)
+        return self._run(alone, units, load, updates, None, share)
 
     def _run(
-        self, schedule: Schedule, units: Mapping[int, RankStage], load: Load, updates: Gradients, share: float
+        self,
+        schedule: Schedule,
+        units: Mapping[int, RankStage],
+        load: Load,
+        updates: Gradients,
+        shares: Sequence[float] | None,
+        share: float,
     ) -> Tensor:
         arriving = {ahead: deque(arrivals(schedule, self.peers.number, ahead=ahead)) for ahead in (True, False)}
         early: dict[tuple[bool, tuple[int, int]], list[Tensor]] = {}
@@ -125,22 +132,25 @@ class StageRunner:
         later: dict[tuple[int, int], DeferredBackward] = {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         scale = updates.loss_scale
-        weight = (1.0 if scale is None else scale.value) * share
+        factor = 1.0 if scale is None else scale.value
         for action in schedule[self.peers.number]:
             at, unit = (action.stage, action.micro_batch), units[action.stage]
             if action.way == FORWARD:
                 received[at] = receive(at, True) if action.stage else []
                 entries, key = load(action.micro_batch)
                 made[at] = unit.outputs(entries, received[at], key)
-                if self._last(unit):
-                    total += made[at][0].detach().double()
-                else:
+                if not self._last(unit):
                     self._send_on(made[at])
+                elif shares is None:
+                    total += made[at][0].detach().double()
+                elif part := shares[action.micro_batch]:  # of nothing the mean is not a number
+                    total += part * made[at][0].detach().double()
             elif action.way in (BACKWARD, INPUT):
                 inputs = received.pop(at)
                 outputs = [output for output in made[at] if output.requires_grad]
                 if self._last(unit):
-                    gradients = [torch.full_like(output, weight) for output in outputs]
+                    part = share if shares is None else shares[action.micro_batch]
+                    gradients = [torch.full_like(output, factor * part) for output in outputs]
                 else:
                     gradients = receive(at, False)
                 del made[at]

@@ -107,12 +107,37 @@ def test_digits_are_learnt_well(start):
     assert ended.evaluations[450]["accuracy"] > 0.93
 
 
+COUNTED = (DOUBLE, "train.log_every=1", "data.batch_size=32", "loss.args={ignore_index: 0}")
+"""Micro-batches with different numbers of rows that count."""
+
+
 def test_accumulation_changes_nothing(train):
-    full_batch, *others = (
-        train("semi_auto", DOUBLE, "data.batch_size=32", f"train.accumulate={count}").losses for count in (1, 2, 4)
-    )
+    full_batch, *others = (train("semi_auto", *COUNTED, f"train.accumulate={count}").losses for count in (1, 2, 4))
     for losses in others:
         assert losses == pytest.approx(full_batch, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("stand_alone", ("train.accumulate=32",)),  # some have nothing that counts
+        ("semi_auto", ("train.accumulate=16",)),
+        ("data_parallel", ("loss.target=networks.WeightedLoss",)),
+        ("semi_auto", ("train.clip=0.3", "data.drop_last=false", "data.args.rows=90", "train.steps=6")),
+        *(("data_parallel", (f"parallel.zero.stage={stage}", "train.precision=fp32")) for stage in (1, 2, 3)),
+        ("semi_auto", ("parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")),
+    ],
+)
+def test_the_mean_is_over_what_counts_in_all_micro_batches(train, mode, options):
+    """Accumulated losses and gradient norms are those of the full batch on one device."""
+    single = tuple(option for option in options if not option.startswith(("parallel", "train.accumulate")))
+    alone = train("stand_alone", *COUNTED, *single, folder="alone").records
+    found = train(mode, *COUNTED, "train.accumulate=4", *options).records
+    tolerance = 1e-5 if "train.precision=fp32" in options else 1e-10
+    for name in ("loss", "grad_norm"):
+        wanted = [record[name] for record in alone if name in record]
+        assert [record[name] for record in found if name in record] == pytest.approx(wanted, rel=tolerance)
 
 
 def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):

@@ -1,0 +1,112 @@
+"""What a loss over tokens divides by: the elements of a batch entry that count, such as labels other than -100.
+
+Micro-batches of one step hold different numbers of them. The step's loss is the mean over the tokens of all its
+micro-batches, as one device would compute it, so each of them counts by its share of the tokens and not as one of so
+many. The invariant: what is counted is what the class loss of the graph divides by, found in the graph itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.data.loader import Block
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
+from strategies.rules.registry import arguments, resolve
+
+CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"})
+MEAN = 1
+MOVES = frozenset(
+    "_to_copy _unsafe_view alias clone constant_pad_nd contiguous detach flatten movedim pad permute reshape select "
+    "slice squeeze to transpose unsqueeze view".split()
+)
+"""Operators that move elements and change none."""
+FIRST = 1 << 40
+"""Marks of elements are no less than this, and no class is as large."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The elements of batch entry number `entry` that a loss counts.
+
+    Attributes:
+        entry: the position of the entry in a batch.
+        times: how often the loss looks at each element of a row (a model may leave out the first); float64.
+        ignored: the value of elements that do not count.
+        weight: what a class counts, by class; None: 1.
+    """
+
+    entry: int
+    times: Tensor
+    ignored: int
+    weight: Tensor | None
+
+    def of(self, entries: Sequence[Tensor], block: Block) -> float:
+        """What the elements in this block of the micro-batch count together."""
+        classes = entries[self.entry].cpu()
+        counts = classes != self.ignored
+        values = counts.double()
+        if self.weight is not None:
+            values = values * self.weight.double()[classes.where(counts, 0)]
+        return float((values * self.times[tuple(slice(*span) for span in block[1:])]).sum())
+
+
+def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | None:
+    """What the loss of a training graph counts, None where that is not the same for all of its means: without a mean
+    over classes, with several that count differently, or where classes are computed."""
+    kinds = {
+        (given["target"], given["weight"], given["ignore_index"])
+        for operator in graph.operators
+        if operator.op in CLASS_LOSSES and operator.id in graph.returning
+        for given in [arguments(operator)]
+        if given["reduction"] == MEAN
+    }
+    if len(kinds) != 1:
+        return None
+    ((target, weight, ignored),) = kinds
+    source, moves = _origin(graph, target)
+    weighing = None if weight is None else graph.by_id[weight.id]
+    if source is None or (weighing is not None and not isinstance(weighing, Source)):
+        return None
+    if graph.specs[target].dtype not in ("int64", "int32"):  # probabilities: every prediction counts once
+        return None
+    times = _times(source, target, moves, ignored)
+    if times is None:
+        return None
+    names = [one.name for one in graph.sources if one.kind == "input"]
+    factors = None if weighing is None else tensors[weighing.name].detach().cpu().clone()
+    return Counted(names.index(source.name), times, ignored, factors)
+
+
+def _origin(graph: OperatorGraph, target: Ref) -> tuple[Source | None, list[Operator]]:
+    """The batch entry of which `target` is a view or copy, and the operators from there in order; None if it is not."""
+    moves: list[Operator] = []
+    while isinstance(node := graph.by_id[target.id], Operator):
+        if node.op not in MOVES or len({*node.operands}) != 1:
+            return None, []
+        moves.append(node)
+        (target,) = {*node.operands}
+    return (node if node.kind == "input" else None), moves[::-1]
+
+
+def _times(source: Source, target: Ref, moves: Sequence[Operator], ignored: int) -> Tensor | None:
+    """How often each element of a row reaches `target`: found by moving marks in place of classes. None where rows
+    differ, or classes are added."""
+    elements = source.spec.elements
+    values: dict[Ref, Tensor] = {Ref(source.id): torch.arange(FIRST, FIRST + elements).view(source.spec.shape)}
+
+    def value(leaf: Any) -> Any:
+        return values[leaf] if isinstance(leaf, Ref) else leaf
+
+    for operator in moves:
+        args, kwargs = rewrite((operator.args, operator.keywords), value)
+        values[Ref(operator.id)] = resolve(operator.target)(*args, **kwargs)
+    reached = values[target].flatten()
+    marks = reached[reached >= FIRST] - FIRST
+    times = torch.bincount(marks, minlength=elements).view(source.spec.shape).double()
+    constant = bool((reached[reached < FIRST] != ignored).any())
+    return None if constant or not source.spec.shape or not torch.equal(times, times[:1].expand_as(times)) else times[0]

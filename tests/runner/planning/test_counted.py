@@ -1,0 +1,83 @@
+"""What the loss of a graph divides by, found in the graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.losses import NextTokenLoss
+from runner.planning.counted import Counted, counted
+from strategies.capture.model import Objective, capture
+
+ROWS, LENGTH, CLASSES = 3, 6, 5
+
+
+class Tokens(nn.Module):
+    """Returns logits, or with labels a loss as models of transformers do: of the labels from the second on."""
+
+    def __init__(self, loss: str = "") -> None:
+        super().__init__()
+        self.table, self.loss = nn.Embedding(CLASSES, CLASSES), loss
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.table(input_ids)
+        if labels is None:
+            return logits
+        flat = logits.flatten(0, 1)
+        if self.loss == "shifted":
+            labels = functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        elif self.loss == "masked":
+            labels = labels.where(input_ids > 1, -100)
+        elif self.loss == "padded with a class":
+            labels = functional.pad(labels, (0, 1), value=3)[:, 1:].contiguous()
+        loss = functional.cross_entropy(flat, labels.reshape(-1))
+        if self.loss == "two":
+            loss = loss + functional.cross_entropy(flat, labels.reshape(-1), ignore_index=0)
+        return loss
+
+
+def found(model: nn.Module, loss: nn.Module | None) -> tuple[Counted | None, list[Tensor]]:
+    torch.manual_seed(0)
+    labels = torch.randint(CLASSES, (ROWS, LENGTH))
+    labels[0, 0] = labels[1, 2:] = -100
+    batch = [torch.randint(CLASSES, (ROWS, LENGTH)), labels]
+    objective = Objective(model, loss, ("input_ids", "labels"), () if loss is None else ("labels",))
+    captured = capture(objective, batch, training=True)
+    return counted(captured.graph, captured.tensors), batch
+
+
+def everywhere(shape: torch.Size) -> tuple[tuple[int, int], ...]:
+    return tuple((0, size) for size in shape)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [("next", ROWS * LENGTH - 5), ("own", ROWS * LENGTH - 5), ("shifted", ROWS * (LENGTH - 1) - 4)],
+)
+def test_labels_that_count(loss, expected):
+    count, batch = found(Tokens(loss), NextTokenLoss() if loss == "next" else None)
+    assert count is not None and count.entry == 1
+    assert count.of(batch, everywhere(batch[1].shape)) == expected
+    halves = [[entry[:, part] for entry in batch] for part in (slice(0, 2), slice(2, LENGTH))]
+    blocks = [((0, ROWS), (0, 2)), ((0, ROWS), (2, LENGTH))]
+    assert sum(count.of(half, block) for half, block in zip(halves, blocks, strict=True)) == expected
+
+
+@pytest.mark.parametrize("loss", ["masked", "two", "padded with a class"])
+def test_nothing_where_labels_are_computed_or_means_differ(loss):
+    assert found(Tokens(loss), None)[0] is None
+
+
+def test_class_weights_count():
+    weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
+
+    class Weighted(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return super().forward(input.transpose(1, 2), target)
+
+    count, batch = found(Tokens(), Weighted(weights))
+    assert count is not None
+    expected = weights[batch[1][batch[1] != -100]].double().sum()
+    assert count.of(batch, everywhere(batch[1].shape)) == pytest.approx(float(expected))
