@@ -86,7 +86,7 @@ class StageRunner:
         them."""
         if not equal:
             return [number for number in range(micro_batches) for _ in self.units]
-        order = [action.micro_batch for action in self.actions if action.way == FORWARD]
+        order = [action.micro_batch for action in self.schedule[self.peers.number] if action.way == FORWARD]
         return [first + number for first in range(0, micro_batches, len({*order})) for number in order]
 
     def step(self, load: Load, updates: Gradients, shares: Sequence[float] | None = None) -> Tensor:
