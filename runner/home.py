@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from runner.errors import ConfigError
@@ -28,3 +29,14 @@ def cache() -> Path | None:
         return Path.home() / ".cache" / "meshwright"
     except RuntimeError:
         return None
+
+
+def plan_cache(wanted: str | None, say: Callable[[str], None]) -> Path | None:
+    """The folder of the plan cache; `auto` is in that of the user, and None, which is said, for a user without one."""
+    if wanted != "auto":
+        return None if wanted is None else Path(wanted)
+    folder = cache()
+    if folder is None:
+        say("plan cache: none, as there is no home folder here; parallel.plan_cache or XDG_CACHE_HOME can name one")
+        return None
+    return folder / "plans"

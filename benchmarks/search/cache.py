@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search.speed import NODES, graph_of
+from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.planner import plan_cache
 from strategies.planner.planner import make_plan
@@ -29,12 +30,12 @@ def measure(setting: Setting) -> Outcome:
             started = time.process_time()
             plan = make_plan(graph, request, NODES)
             searched = time.process_time() - started
-            plan_cache.store(Path(name), plan_cache.key_of(graph, request, NODES), plan, print)
+            plan_cache.store(Path(name), plan_cache.key_of(graph, request, NODES), plan.to_json(), print)
             again = graph_of("8b", 64, 2048)
             plan_cache._code.cache_clear()
             gc.collect()  # or collecting earlier garbage would count as part of the hit
             started = time.process_time()
-            found = plan_cache.load(Path(name), plan_cache.key_of(again, request, NODES), print)
+            found = plan_cache.load(Path(name), plan_cache.key_of(again, request, NODES), print, Plan.from_json)
             hit = time.process_time() - started
         assert found == plan
         worst = max(worst, hit)

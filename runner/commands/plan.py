@@ -9,19 +9,23 @@ from runner.config.schema import Config
 
 def run(config: Config, run_dir: Path) -> float | None:
     """Write plan.json (and the IR with parallel.dump_ir), print a summary. Returns the predicted seconds per step."""
+    from runner.report.earlier import Reports
+
+    reports = Reports(config, run_dir)
+    if (report := reports.find()) is not None:
+        return report.give(run_dir)
     from runner.planning.joint import prepare_decided
     from runner.report import plan_files, text
     from runner.report.units import shown_path
 
-    prepared = prepare_decided(config, None)
+    prepared = prepare_decided(config, None, reports.watch())
     content = plan_files.write_plan(prepared, run_dir)
     print(text.headline(prepared, run_dir))
     if content is None:
         print(f"parallel.mode={config.parallel.mode} has no plan: the model runs as it is written.")
         return None
-    print(text.layer_table(content))
-    print(text.totals(content))
-    print(text.prediction_lines(content))
+    print(tables := "\n".join((text.layer_table(content), text.totals(content), text.prediction_lines(content))))
     print(f"report: {shown_path(plan_files.write_page(content, prepared, run_dir))}")
+    reports.keep(prepared, content, tables)
     seconds: float = content["cost"]["total"]
     return seconds

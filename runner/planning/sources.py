@@ -107,14 +107,14 @@ def cached(
 ) -> Plan:
     """The plan of the cache that is `wanted` (as in `parallel.plan_cache`), else one that `make` searches, which is
     stored there. `inputs` are those of the search besides graph, request and cluster."""
-    folder = cache_folder(wanted, say)
+    folder = home.plan_cache(wanted, say)
     key = "" if folder is None else plan_cache.key_of(graph, request, cluster, inputs)
-    if folder is not None and (plan := plan_cache.load(folder, key, say)) is not None:
+    if folder is not None and (plan := plan_cache.load(folder, key, say, Plan.from_json)) is not None:
         return _loaded(plan, "the plan cache")
     with search_progress(say, graph, request):
         plan = make()
     if folder is not None:
-        plan_cache.store(folder, key, plan, say)
+        plan_cache.store(folder, key, plan.to_json(), say)
     return plan
 
 
@@ -146,17 +146,6 @@ def search_progress(say: Callable[[str], None], graph: OperatorGraph, request: R
     finally:
         done.set()
         thread.join()
-
-
-def cache_folder(wanted: str | None, say: Callable[[str], None]) -> Path | None:
-    """The folder of the plan cache; `auto` is in that of the user, and None, which is said, for a user without one."""
-    if wanted != "auto":
-        return None if wanted is None else Path(wanted)
-    folder = home.cache()
-    if folder is None:
-        say("plan cache: none, as there is no home folder here; parallel.plan_cache or XDG_CACHE_HOME can name one")
-        return None
-    return folder / "plans"
 
 
 def from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:

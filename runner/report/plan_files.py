@@ -135,7 +135,11 @@ def _copies(prepared: Prepared) -> dict[str, Any]:
 
 def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Path:
     """Write report.html beside plan.json. Returns its path."""
-    file, config = run_dir / "report.html", prepared.config
-    title = f"{config.model.target}, parallel.mode={config.parallel.mode}"
-    file.write_text(plan_page(content, title), encoding="utf-8")
+    file = run_dir / "report.html"
+    file.write_text(page(content, prepared), encoding="utf-8")
     return file
+
+
+def page(content: dict[str, Any], prepared: Prepared) -> str:
+    """The content of report.html."""
+    return plan_page(content, f"{prepared.config.model.target}, parallel.mode={prepared.config.parallel.mode}")

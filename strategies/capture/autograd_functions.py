@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
 from strategies.rules.registry import function_class
@@ -120,11 +120,8 @@ def _recorded(function: Any, args: Sequence[Any], run: Callable[..., Any], trace
             raise _refusal(function, f"takes {what} (argument {position})", "pass tensors and numbers one by one")
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     versions = [tensor._version for tensor in tensors]
-    beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
-    include = torch._C._dispatch_tls_local_include_set().remove(torch._C.DispatchKey.PreDispatch)
-    exclude = torch._C._dispatch_tls_local_exclude_set() | beneath
     watched = _Watched()  # type: ignore[no-untyped-call]
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction(), watched:
+    with beneath_tracing(), watched:
         results = run(*args)
     if watched.draws:
         raise _refusal(function, "draws random numbers", "draw them outside (torch.rand_like) and pass them to it")

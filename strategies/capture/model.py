@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import in_library, short
+from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import check_hooks, check_nodes, refusing_unseen
 from strategies.core.errors import StrategyError
@@ -104,6 +106,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     if training:
         check_hooks(objective)
     hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
+    repeated = RepeatedModules(objective)
     try:
         with (
             traceable(objective),
@@ -113,7 +116,13 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         ):
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
-            exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
+            export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
+            try:
+                with repeated.traced_once():
+                    exported = export()
+                repeated.expand(exported)
+            except NotRepeated:
+                exported = export()
     except StrategyError:
         raise
     except Exception as error:  # whatever the user's forward raises, reported as one paragraph
@@ -125,6 +134,10 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     check_nodes(exported.graph, training)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(unmerged(_needed(graph)), tensors)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = False) -> None:

@@ -61,6 +61,16 @@ def replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+@contextmanager
+def beneath_tracing() -> Iterator[None]:
+    """What is computed meanwhile does not enter the graph that is traced."""
+    beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+    include = torch._C._dispatch_tls_local_include_set().remove(torch._C.DispatchKey.PreDispatch)
+    exclude = torch._C._dispatch_tls_local_exclude_set() | beneath
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction():
+        yield
+
+
 def in_library(filename: str) -> bool:
     return filename.startswith(("<", *PACKAGES)) or (filename.startswith(STANDARD) and "-packages" not in filename)
 

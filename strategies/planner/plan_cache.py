@@ -15,11 +15,12 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from strategies.core.bounded_files import read_json
 from strategies.core.graph import OperatorGraph
-from strategies.core.plan import Plan
 
+Entry = TypeVar("Entry")
 MOST = 256
 """Entries that are kept; the oldest go first."""
 
@@ -30,14 +31,14 @@ def key_of(graph: OperatorGraph, *request: object) -> str:
     return hashlib.sha256(f"{_code()}\n{text}".encode()).hexdigest()[:32]
 
 
-def load(folder: Path, key: str, warn: Callable[[str], None]) -> Plan | None:
-    """The plan of an entry; None where there is none or it is damaged, which `warn` reports."""
+def load(folder: Path, key: str, warn: Callable[[str], None], read: Callable[[Any], Entry]) -> Entry | None:
+    """What `read` makes of the content of an entry; None where there is none or it is damaged, which `warn` reports."""
     file = folder / f"{key}.json"
     try:
         entry = read_json(file)
         if entry["sha256"] != _hash(entry["plan"]):
             raise ValueError("its content is not what was written")
-        return Plan.from_json(entry["plan"])
+        return read(entry["plan"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RuntimeError) as error:
@@ -45,9 +46,8 @@ def load(folder: Path, key: str, warn: Callable[[str], None]) -> Plan | None:
         return None
 
 
-def store(folder: Path, key: str, plan: Plan, warn: Callable[[str], None]) -> None:
-    """Write an entry, and drop the oldest of too many; `warn` reports a failure."""
-    content = plan.to_json()
+def store(folder: Path, key: str, content: object, warn: Callable[[str], None]) -> None:
+    """Write an entry of JSON, and drop the oldest of too many; `warn` reports a failure."""
     text = json.dumps({"sha256": _hash(content), "plan": content})
     try:
         folder.mkdir(parents=True, exist_ok=True)

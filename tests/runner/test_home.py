@@ -8,7 +8,7 @@ import pytest
 from runner import home
 from runner.data.text import corpus
 from runner.errors import ConfigError
-from runner.planning.sources import cache_folder
+from runner.home import plan_cache
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,9 @@ def homeless(monkeypatch):
 
 def test_no_plan_is_kept_and_that_is_said():
     said: list[str] = []
-    assert cache_folder("auto", said.append) is None
+    assert plan_cache("auto", said.append) is None
     assert len(said) == 1 and "parallel.plan_cache" in said[0]
-    assert cache_folder("here", said.append) == Path("here") and len(said) == 1
+    assert plan_cache("here", said.append) == Path("here") and len(said) == 1
 
 
 def test_a_run_goes_on_without(command, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
-from runner.planning.sources import cache_folder
+from runner.home import plan_cache
 from strategies.core.errors import StrategyError
 
 
@@ -88,13 +88,13 @@ def test_the_second_plan_comes_from_the_cache(start, tmp_path, capfd):
 
 
 def test_the_folder_of_the_cache(monkeypatch, tmp_path):
-    assert cache_folder(None, print) is None
-    assert str(cache_folder("plans", print)) == "plans"
+    assert plan_cache(None, print) is None
+    assert str(plan_cache("plans", print)) == "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder("auto", print) == tmp_path / "meshwright" / "plans"
+    assert plan_cache("auto", print) == tmp_path / "meshwright" / "plans"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder("auto", print) == tmp_path / ".cache" / "meshwright" / "plans"
+    assert plan_cache("auto", print) == tmp_path / ".cache" / "meshwright" / "plans"
 
 
 @pytest.mark.parametrize("verb", ["plan", "explain"])

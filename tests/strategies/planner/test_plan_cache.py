@@ -43,9 +43,9 @@ def refuse(text: str) -> None:
 
 def test_a_stored_plan_is_found(graph: OperatorGraph, plan: Plan, tmp_path: Path) -> None:
     folder, key = tmp_path / "a" / "b", plan_cache.key_of(graph, REQUEST)
-    assert plan_cache.load(folder, key, refuse) is None
-    plan_cache.store(folder, key, plan, refuse)
-    assert plan_cache.load(folder, key, refuse) == plan
+    assert plan_cache.load(folder, key, refuse, Plan.from_json) is None
+    plan_cache.store(folder, key, plan.to_json(), refuse)
+    assert plan_cache.load(folder, key, refuse, Plan.from_json) == plan
     assert [path.name for path in folder.iterdir()] == [f"{key}.json"]
 
 
@@ -77,20 +77,20 @@ DAMAGES = {
 def test_a_damaged_entry_is_reported_and_not_used(
     damage: str, graph: OperatorGraph, plan: Plan, tmp_path: Path
 ) -> None:
-    plan_cache.store(tmp_path, "key", plan, refuse)
+    plan_cache.store(tmp_path, "key", plan.to_json(), refuse)
     file, said = tmp_path / "key.json", list[str]()
     file.write_text(DAMAGES[damage](file.read_text(encoding="utf-8")), encoding="utf-8")
-    assert plan_cache.load(tmp_path, "key", said.append) is None
+    assert plan_cache.load(tmp_path, "key", said.append, Plan.from_json) is None
     (line,) = said
     assert line.startswith(f"plan cache: {file} cannot be used (") and line.endswith("so the plan is searched anew.")
-    plan_cache.store(tmp_path, "key", plan, refuse)
-    assert plan_cache.load(tmp_path, "key", refuse) == plan
+    plan_cache.store(tmp_path, "key", plan.to_json(), refuse)
+    assert plan_cache.load(tmp_path, "key", refuse, Plan.from_json) == plan
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     said: list[str] = []
-    plan_cache.store(tmp_path / "file" / "plans", "key", plan, said.append)
+    plan_cache.store(tmp_path / "file" / "plans", "key", plan.to_json(), said.append)
     (line,) = said
     assert line.startswith("plan cache: the plan cannot be kept in ")
 
@@ -103,7 +103,7 @@ def test_an_entry_that_cannot_be_finished_leaves_nothing(
 
     said: list[str] = []
     monkeypatch.setattr(plan_cache.os, "replace", fail)
-    plan_cache.store(tmp_path, "key", plan, said.append)
+    plan_cache.store(tmp_path, "key", plan.to_json(), said.append)
     assert said == [f"plan cache: the plan cannot be kept in {tmp_path} (No space left on device)."]
     assert list(tmp_path.iterdir()) == []
 
@@ -111,7 +111,7 @@ def test_an_entry_that_cannot_be_finished_leaves_nothing(
 def test_the_oldest_go_first(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "MOST", 3)
     for number in range(5):
-        plan_cache.store(tmp_path, f"key{number}", plan, refuse)
+        plan_cache.store(tmp_path, f"key{number}", plan.to_json(), refuse)
         os.utime(tmp_path / f"key{number}.json", (number, number))
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["key2", "key3", "key4"]
 
@@ -123,8 +123,8 @@ def test_many_may_write_and_drop_at_once(plan: Plan, tmp_path: Path, monkeypatch
     def work(number: int) -> int:
         key, found = f"{number % 7:032d}", 0
         for _ in range(30):
-            plan_cache.store(tmp_path, key, plan, refuse)
-            entry = plan_cache.load(tmp_path, key, refuse)
+            plan_cache.store(tmp_path, key, plan.to_json(), refuse)
+            entry = plan_cache.load(tmp_path, key, refuse, Plan.from_json)
             assert entry in (plan, None)
             found += entry is not None
         return found

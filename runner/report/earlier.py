@@ -1,0 +1,150 @@
+"""The report of a plan that was made before, in the plan cache: `run plan` need not import, capture and plan again.
+
+The question is the config, the shapes of a batch of the data, and python's paths. An entry also names every file that
+was read to answer it: modules, what they opened, and the folders in which another module might now be found. One that
+has changed since, by its time or size, makes the entry useless. Invariant: what depends on more than files (the devices
+of this machine) is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner import home
+from runner.config.schema import Config
+from runner.data.loader import flatten_batch, global_batch
+from runner.planning.datasets import datasets, micro_batch_rows, order_of
+from runner.report.units import shown_path
+from strategies.planner import plan_cache
+
+if TYPE_CHECKING:
+    from runner.planning.prepare import Prepared
+
+PLAN, PAGE = "plan.json", "report.html"
+LOADED = {"loaded_from": "the plan cache"}
+PROGRESS = ("searching:", "deciding:")
+"""How notices begin that are not said again."""
+CHANGING = ("/proc/", "/sys/", "/dev/")
+HERE = "\0"
+"""Stands for the run folder."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `run plan` prints and writes, its predicted seconds of a step, and the state of the files behind it."""
+
+    notices: Sequence[str]
+    text: str
+    plan: str
+    page: str
+    seconds: float
+    files: dict[str, Any]
+
+    def give(self, run_dir: Path) -> float:
+        """Print it and write it to a run folder. Returns the seconds."""
+        print(*self.notices, self.text.replace(HERE, shown_path(run_dir)), sep="\n")
+        for name, content in ((PLAN, self.plan), (PAGE, self.page)):
+            (run_dir / name).write_text(content, encoding="utf-8")
+        print(f"report: {shown_path(run_dir / PAGE)}")
+        return self.seconds
+
+
+class Reports:
+    """The reports of one config, for a run folder."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.run_dir, self.folder = run_dir, _folder(config)
+        self.opened, self.said = set[str](), list[str]()
+        if self.folder is not None:
+            self.key = hashlib.sha256(repr(_question(config)).encode()).hexdigest()[:32]
+
+    def find(self) -> Report | None:
+        """One whose files are as they were."""
+        if self.folder is None:
+            return None
+        report = plan_cache.load(self.folder, self.key, print, lambda content: Report(**content))
+        return report if report is not None and report.files == _state(report.files) else None
+
+    def watch(self) -> Callable[[str], None]:
+        """Note from now on which files are opened. Returns what prints a notice and keeps it for the report."""
+        if self.folder is not None:
+            sys.addaudithook(self._note)
+        return self._say
+
+    def keep(self, prepared: Prepared, content: dict[str, Any], tables: str) -> None:
+        """Store the report of a plan as one that is loaded."""
+        if self.folder is None or prepared.plan is None:
+            return
+        from runner.report import plan_files, text
+
+        loaded = replace(prepared, plan=replace(prepared.plan, search={**prepared.plan.search, **LOADED}))
+        search = content["search"] | LOADED
+        plan = (self.run_dir / PLAN).read_text(encoding="utf-8")
+        before, after = (json.dumps(some, indent=2).replace("\n", "\n  ") for some in (content["search"], search))
+        report = Report(
+            [line for line in self.said if not line.startswith(PROGRESS)],
+            text.headline(loaded, self.run_dir).replace(shown_path(self.run_dir), HERE) + f"\n{tables}",
+            plan.replace(f'"search": {before}', f'"search": {after}', 1),
+            plan_files.page(content | {"search": search}, prepared),
+            content["cost"]["total"],
+            _state({*filter(self._lasts, self.opened), *_modules()}),
+        )
+        plan_cache.store(self.folder, self.key, asdict(report), print)
+
+    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+            self.opened.add(os.path.abspath(args[0]))
+
+    def _lasts(self, file: str) -> bool:
+        """Whether the next command meets a file as this one has left it."""
+        assert self.folder is not None
+        ours = self.run_dir.resolve(), self.folder.parent.resolve()
+        return not file.startswith(CHANGING) and not any(Path(file).is_relative_to(one) for one in ours)
+
+    def _say(self, line: str) -> None:
+        print(line)
+        self.said.append(line)
+
+
+def _folder(config: Config) -> Path | None:
+    """Where reports of this config are kept; None for those that depend on more than files."""
+    parallel = config.parallel
+    described = config.cluster.machine is not None and parallel.plan is None and config.model.weights is None
+    if not described or parallel.dump_ir is not False or parallel.mode in ("stand_alone", "hybrid"):
+        return None
+    folder = home.plan_cache(parallel.plan_cache, lambda _: None)
+    return None if folder is None else folder / "reports"
+
+
+def _question(config: Config) -> object:
+    training, _, collate = datasets(config)
+    rows = order_of(config, len(training)).rows(0)[: micro_batch_rows(config)]
+    names, tensors = flatten_batch(global_batch(training, collate, rows, config.train.seed, 0))
+    batch = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zip(names, tensors, strict=True)]
+    return config.model_dump_json(), len(training), batch, sys.version, sys.path, os.getcwd()
+
+
+def _modules() -> set[str]:
+    """The files of all modules that are loaded, and the folders where modules are looked for."""
+    known = [vars(module) for module in list(sys.modules.values())]
+    files = [file for module in known if (file := module.get("__file__"))]
+    folders = [folder for module in known for folder in module.get("__path__", ())]
+    return {*map(os.path.abspath, (*files, *folders, *sys.path))}
+
+
+def _state(files: Any) -> dict[str, Any]:
+    """Time and size of the files and folders that exist."""
+    state = {}
+    for file in sorted(files):
+        with suppress(OSError):
+            found = os.stat(file)
+            state[file] = [found.st_mtime_ns, found.st_size]
+    return state
