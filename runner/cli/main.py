@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -149,6 +150,9 @@ def _command(typed: list[str]) -> None:
         sys.exit(code)
     if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
         words.refuse_launcher()
+    elif {"--help", "-h"} & set(rest):  # lists the options of every group, for each of which Hydra copies all sources
+        sources = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
+        ConfigLoaderImpl._parse_overrides_and_create_caching_repo = _once(sources)  # type: ignore[method-assign]
     sys.argv[1:] = words.for_hydra(verb, rest)
     config_dir = words.check_options(sys.argv[1:])
     recipes.search(config_dir)
@@ -170,6 +174,18 @@ def _command(typed: list[str]) -> None:
         raise SweepFailed from error  # a sweeper may give up where too many jobs have failed
     if CheckConfig.sweep is not None and not CheckConfig.sweep.end():
         raise SweepFailed
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of an object, called once for calls with the same text."""
+    known: dict[str, Any] = {}
+
+    def call(owner: object, *args: object, **kwargs: object) -> Any:
+        if (key := repr((args, kwargs))) not in known:
+            known[key] = function(owner, *args, **kwargs)
+        return known[key]
+
+    return call
 
 
 def _register() -> None:

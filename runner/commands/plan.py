@@ -17,9 +17,11 @@ def run(config: Config, run_dir: Path) -> float | None:
     from runner.planning.joint import prepare_decided
     from runner.report import plan_files, text
     from runner.report.units import shown_path
+    from strategies.core.gc_paused import gc_paused
 
-    prepared = prepare_decided(config, None, reports.watch())
-    content = plan_files.write_plan(prepared, run_dir)
+    with gc_paused():
+        prepared = prepare_decided(config, None, reports.watch())
+        content = plan_files.write_plan(prepared, run_dir)
     print(text.headline(prepared, run_dir))
     if content is None:
         print(f"parallel.mode={config.parallel.mode} has no plan: the model runs as it is written.")

@@ -1,9 +1,9 @@
 """The report of a plan that was made before, in the plan cache: `run plan` need not import, capture and plan again.
 
-The question is the config, the shapes of a batch of the data, and python's paths. An entry also names every file that
-was read to answer it: modules, what they opened, and the folders in which another module might now be found. One that
-has changed since, by its time or size, makes the entry useless. Invariant: what depends on more than files (the devices
-of this machine) is not kept.
+The question is the config, the shapes of a batch of the user's data, and python's paths. An entry also names every file
+that was read to answer it: modules, what they opened, and the folders in which another module might now be found. One
+that has changed since, by its time or size, makes the entry useless. Invariant: what depends on more than files (the
+devices of this machine) is not kept.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from runner import home
 from runner.config.schema import Config
-from runner.data.loader import flatten_batch, global_batch
-from runner.planning.datasets import datasets, micro_batch_rows, order_of
 from runner.report.units import shown_path
 from strategies.planner import plan_cache
 
@@ -32,6 +30,8 @@ PLAN, PAGE = "plan.json", "report.html"
 LOADED = {"loaded_from": "the plan cache"}
 PROGRESS = ("searching:", "deciding:")
 """How notices begin that are not said again."""
+OURS = ("runner.data.", "meshwright.")
+"""Data sets that are known by their arguments and by the files that they open."""
 CHANGING = ("/proc/", "/sys/", "/dev/")
 HERE = "\0"
 """Stands for the run folder."""
@@ -125,11 +125,21 @@ def _folder(config: Config) -> Path | None:
 
 
 def _question(config: Config) -> object:
+    data = config.data
+    ours = (data.target or "").startswith(OURS) and data.path is None and "path" not in data.args
+    batch = None if ours and data.collate is None else _batch(config)
+    return config.model_dump_json(), batch, sys.version, sys.path, os.getcwd()
+
+
+def _batch(config: Config) -> object:
+    """What a plan depends on of data of the user's, which may come from anywhere."""
+    from runner.data.loader import flatten_batch, global_batch
+    from runner.planning.datasets import datasets, micro_batch_rows, order_of
+
     training, _, collate = datasets(config)
     rows = order_of(config, len(training)).rows(0)[: micro_batch_rows(config)]
     names, tensors = flatten_batch(global_batch(training, collate, rows, config.train.seed, 0))
-    batch = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zip(names, tensors, strict=True)]
-    return config.model_dump_json(), len(training), batch, sys.version, sys.path, os.getcwd()
+    return len(training), [(name, one.dtype, tuple(one.shape)) for name, one in zip(names, tensors, strict=True)]
 
 
 def _modules() -> set[str]:

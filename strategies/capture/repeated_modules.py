@@ -61,11 +61,11 @@ fx.node.has_side_effect(NOTE)  # else those without users would be dropped
 
 @dataclass(frozen=True)
 class _Call:
-    """How a layer was called, and what its forward read: attributes by the name of a module in it."""
+    """How a layer was called, which attributes its forward has read, by the names of modules, and what they held."""
 
-    layer: nn.Module
     arguments: object
     read: Mapping[str, set[str]]
+    modules: object
     results: Sequence[Look]
     structure: Any
 
@@ -164,12 +164,13 @@ def _called(path: str, some: _List, forward: Callable[[], Any], given: Any, trac
     leaves, structure = tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     arguments = structure, [_look(leaf) for leaf in leaves], [[a is b for a in tensors] for b in tensors], _mode()
-    if path not in ends and some.traced is not None and _repeats(layer, arguments, some.traced):
-        note = _note(tracer, "again", path, tensors)
-        results = [_made(one) for one in some.traced.results]
-        return tree_unflatten(track_tensor_tree(results, note, constant=None, tracer=tracer), some.traced.structure)
     if path not in ends:
-        return forward()
+        known = some.traced
+        if known is None or arguments != known.arguments or _described(layer, known.read) != known.modules:
+            return forward()
+        note = _note(tracer, "again", path, tensors)
+        results = [_made(one) for one in known.results]
+        return tree_unflatten(track_tensor_tree(results, note, constant=None, tracer=tracer), known.structure)
     state, read = _state(layer, tensors), dict[int, set[str]]()
     _note(tracer, "begin", path, tensors)
     with _reading(read):
@@ -180,7 +181,7 @@ def _called(path: str, some: _List, forward: Callable[[], Any], given: Any, trac
     _note(tracer, "end", path, results)
     if path == ends[1]:
         by_name = {name: read.get(id(vars(module)), set()) for name, module in layer.named_modules()}
-        some.traced = _Call(layer, arguments, by_name, [_look(one) for one in results], structure)
+        some.traced = _Call(arguments, by_name, _described(layer, by_name), [_look(one) for one in results], structure)
     return returned
 
 
@@ -217,25 +218,19 @@ def _mode() -> object:
     return torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), autocasts, torch.get_default_dtype()
 
 
-def _repeats(layer: nn.Module, arguments: object, traced: _Call) -> bool:
-    """Whether a layer called with `arguments` does what the traced one did."""
-    ours, theirs = dict(layer.named_modules()), dict(traced.layer.named_modules())
-    return (
-        arguments == traced.arguments
-        and ours.keys() == theirs.keys()
-        and all(_alike(ours[name], theirs[name], traced.read[name]) for name in ours)
-    )
+def _described(layer: nn.Module, read: Mapping[str, set[str]]) -> object:
+    """The modules of a layer with their tensors and with the attributes that were `read`, by names of modules."""
 
-
-def _alike(module: nn.Module, other: nn.Module, read: set[str]) -> bool:
-    def tensors(one: nn.Module) -> list[Any]:
-        named = (*one._parameters.items(), *one._buffers.items())
+    def tensors(module: nn.Module) -> list[Any]:
+        named = (*module._parameters.items(), *module._buffers.items())
         return [(name, type(tensor), None if tensor is None else _look(tensor)) for name, tensor in named]
 
-    def values(one: nn.Module) -> list[Any]:
-        return [_value(vars(one).get(name, NotRepeated)) for name in sorted(read.difference(TABLES))]
+    def values(module: nn.Module, names: set[str]) -> list[Any]:
+        return [(name, _value(vars(module).get(name, NotRepeated))) for name in sorted(names.difference(TABLES))]
 
-    return type(module) is type(other) and tensors(module) == tensors(other) and values(module) == values(other)
+    with torch._C.DisableTorchFunction():  # else attributes of tensors pass through all modes
+        every = layer.named_modules()
+        return [(name, type(one), tensors(one), values(one, read.get(name, set()))) for name, one in every]
 
 
 def _value(value: Any) -> Any:
@@ -249,8 +244,9 @@ def _value(value: Any) -> Any:
 
 def _state(layer: nn.Module, tensors: Sequence[Tensor]) -> object:
     """What a forward may change beside what it returns."""
-    own = (*tensors, *layer.parameters(), *layer.buffers())
-    return [_value(vars(module)) for module in layer.modules()], [tensor._version for tensor in own]
+    with torch._C.DisableTorchFunction():
+        own = (*tensors, *layer.parameters(), *layer.buffers())
+        return [_value(vars(module)) for module in layer.modules()], [tensor._version for tensor in own]
 
 
 @contextmanager

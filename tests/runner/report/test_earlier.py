@@ -1,0 +1,65 @@
+"""`run plan` finds the report that it made before, as long as the files behind it are as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+from composing import compose_config
+
+from runner.commands import plan as planning
+from runner.planning import joint
+
+NET = """
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self, sizes):
+        super().__init__(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
+"""
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch, capsys):
+    """Plans a model of the user's: the content of plan.json, what is printed, and whether it was planned anew."""
+    (tmp_path / "own_net.py").write_text(NET, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prepare, made = joint.prepare_decided, []
+    monkeypatch.setattr(joint, "prepare_decided", lambda *args: made.append(1) or prepare(*args))
+
+    def plan(name: str, *words: str):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        cache = f"parallel.plan_cache={tmp_path / 'cache'}"
+        config = compose_config("+recipe=data_parallel", "job=plan", "model.target=own_net.Net", cache, *words)
+        before = len(made)
+        seconds = planning.run(config, folder)
+        content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        assert content["cost"]["total"] == seconds
+        assert (folder / "report.html").stat().st_size > 1000
+        return content, capsys.readouterr().out, len(made) > before
+
+    yield plan
+    sys.modules.pop("own_net", None)
+
+
+def test_report_is_found_until_a_file_changes(planned, tmp_path):
+    described = ("cluster=dgx_h100", "world_size=4", "data.batch_size=64")
+    content, printed, _ = planned("a", *described)
+    again, text, anew = planned("b", *described)
+    assert not anew
+    assert again["search"].pop("loaded_from") == "the plan cache"
+    assert again == content
+    assert text.splitlines()[-1] == printed.splitlines()[-1].replace("runs/a", "runs/b")
+    assert [line for line in printed.splitlines() if "found in" not in line and "runs/" not in line] == [
+        line for line in text.splitlines() if "loaded from the plan cache" not in line and "runs/" not in line
+    ]
+    assert planned("c", *described, "optimizer.args.lr=0.5")[2]
+    file = tmp_path / "own_net.py"
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
+    assert planned("d", *described)[2]
+
+
+def test_plan_for_this_machine_is_made_anew(planned):
+    assert planned("a")[2] and planned("b")[2]
