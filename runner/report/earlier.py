@@ -137,7 +137,7 @@ def _batch(config: Config) -> object:
     from runner.planning.datasets import datasets, micro_batch_rows, order_of
 
     training, _, collate = datasets(config)
-    rows = order_of(config, len(training)).rows(0)[: micro_batch_rows(config)]
+    rows = order_of(config, training).rows(0)[: micro_batch_rows(config)]
     names, tensors = flatten_batch(global_batch(training, collate, rows, config.train.seed, 0))
     return len(training), [(name, one.dtype, tuple(one.shape)) for name, one in zip(names, tensors, strict=True)]
 
