@@ -97,11 +97,15 @@ def placements_of(table: Mapping[str, Placed], name: str, otherwise: Any = None)
 
 
 def _receiving(mesh: DeviceMesh, placed: Placed) -> Any:
-    return lambda _, args: (laid_out(args[0], mesh, placed), *args[1:])
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        given = bool(args) and isinstance(args[0], Tensor)  # what comes by keyword stays as torch lays it out
+        return (laid_out(args[0], mesh, placed), *args[1:]) if given else args
+
+    return hook
 
 
 def _returning(mesh: DeviceMesh, placed: Placed) -> Any:
-    return lambda _, __, result: laid_out(result, mesh, placed)
+    return lambda _, __, result: laid_out(result, mesh, placed) if isinstance(result, Tensor) else result
 
 
 def _complete(placed: Placed) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement
 from runner.export.changes import Change, of_optimizer, operand_layouts, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.graph import Operator, OperatorGraph, Ref
+from strategies.core.graph import Operator, OperatorGraph, Ref, modules_around
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
@@ -100,8 +100,8 @@ def _boundaries(graph: OperatorGraph, plan: Plan) -> tuple[dict[str, Boundary], 
     tensors = {source.id for source in graph.sources if source.kind != "input"}
     inside: dict[str, list[Operator]] = defaultdict(list)
     for operator in graph.operators:
-        if operator.module in owners and operator.module:
-            inside[operator.module].append(operator)
+        for path in owners.intersection(modules_around(operator.path)):
+            inside[path].append(operator)
     received, returned = {}, {}
     for path, operators in inside.items():
         made = {operator.id for operator in operators}

@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import next_token, tokens
-from torch import nn
+from loops import LENGTH, ROWS, TOKENS, gpt, tokens
+from meshwright.models.llama import Llama
+from meshwright.models.moe import MoE
+from meshwright.models.vit import ViT
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.report.comparison import ROUNDING, TOLERANCE, of_step
 
@@ -26,35 +32,106 @@ def imported(file: Path) -> ModuleType:
     return module
 
 
-def exported(rank: Any, given: tuple[Path, nn.Module]) -> dict[str, float]:
-    """The largest relative differences of two steps: of the loss and of any gradient."""
-    file, module = given
+def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A small model in fp32, and its batches (input, classes) of two steps."""
+    batches = [tokens(step) for step in range(2)]
+    torch.manual_seed(0)
+    if model == "llama":
+        return Llama(TOKENS, LENGTH, 16, 2, 4, 2, 32), batches
+    if model == "bert":
+        return Bert(), batches
+    if model == "moe":
+        return Experts(), batches
+    if model == "vit":
+        shape = (ROWS, 3, 8, 8)
+        return ViT(8, 4, 16, 2, 4, TOKENS), [(torch.randn(shape), torch.arange(ROWS)) for _ in range(2)]
+    return gpt(torch.float32), batches
+
+
+class Bert(nn.Module):
+    """transformers' BERT: input_ids -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(
+            vocab_size=TOKENS,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=32,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.bert = BertForMaskedLM(config)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.bert(input_ids=input_ids).logits
+        return logits
+
+
+class Experts(nn.Module):
+    """A mixture of four experts, without its load: input_ids -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(TOKENS, LENGTH, 16, 2, 4, 32, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.moe(input_ids)[0]
+        return logits
+
+
+def classes(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+class Sent(TorchDispatchMode):
+    """The bytes that this rank sends, by the formulas of rings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        part = {"all_reduce": 2.0, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0}
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "_c10d_functional" and (name in part or name == "all_gather_into_tensor"):
+            size = dist.get_world_size(_resolve_process_group(args[-1]))
+            self.bytes += part.get(name, float(size)) * (size - 1) / size * args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
+    """The largest relative differences of two steps: of the loss and of any gradient; and the bytes sent in one."""
+    file, model = given
     program = imported(file)
+    module, batches = built(model)
     eager = copy.deepcopy(module)
     mesh = program.make_mesh("cpu")
     program.parallelize(module, mesh)
     pair = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3) for one in (module, eager)]
     worst = {"loss": 0.0, "gradient": 0.0}
-    for step in range(2):
-        x, y = tokens(step)
-        with program.running(mesh):
-            loss = next_token(module(*program.sliced([x], mesh)), *program.sliced([y], mesh, first=1))
+    for x, y in batches:
+        with program.running(mesh), Sent() as sent:
+            loss = classes(module(*program.sliced([x], mesh)), *program.sliced([y], mesh, first=1))
             loss.backward()
-        expected = next_token(eager(x), y)
+        expected = classes(eager(x), y)
         expected.backward()
-        gradients = {name: one.grad.full_tensor() for name, one in module.named_parameters()}
-        ours = {"loss": float(loss.detach().full_tensor()), "gradients": gradients}
-        theirs = {
-            "loss": float(expected.detach()),
-            "gradients": {name: one.grad for name, one in eager.named_parameters()},
-        }
+        learnt = {name: one.grad for name, one in eager.named_parameters() if one.grad is not None}
+        gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+        whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[operator]
+        ours = {"loss": float(loss.detach().full_tensor()), "gradients": whole}  # type: ignore[operator]
+        theirs = {"loss": float(expected.detach()), "gradients": learnt}
         gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
         worst["loss"] = max(worst["loss"], gap)
         worst["gradient"] = max(worst["gradient"], *found.values())
         for optimizer in pair:
             optimizer.step()
             optimizer.zero_grad()
-    return worst
+    return worst | {"bytes": sent.bytes}
 
 
 def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from exports import built, classes
 from loops import gpt, next_token, tokens
-from meshwright.models.llama import Llama
 from torch import nn
 
 import meshwright
@@ -38,10 +37,7 @@ def megatron(model: str) -> dict[str, Any]:
 
 
 def module_of(model: str) -> nn.Module:
-    torch.manual_seed(0)
-    if model == "gpt":
-        return gpt(torch.float32)
-    return Llama(vocabulary=32, length=8, width=16, layers=2, heads=4, kv_heads=2, hidden=32)
+    return built(model)[0]
 
 
 def planned(model: str, **changed: Any) -> meshwright.Plan:
@@ -68,8 +64,23 @@ def test_the_exported_program_trains_as_one_device(on_ranks: Callable[..., Any],
     text = file.read_text(encoding="utf-8")
     assert modules_in(text) == {"torch"}
     assert '"layers.*.attention.q_proj.weight": (Replicate(), Shard(0))' in text
-    worst = on_ranks("exported", (file, module_of(model)), module="exports")
-    assert max(worst.values()) < 1e-5, worst
+    worst = on_ranks("exported", (file, model), module="exports")
+    assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["vit", "bert", "moe"])
+def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
+    """A plan of a search; and data parallel, where torch sends the bytes that the plan says, except for sums of a
+    number (the loss, and how many targets count)."""
+    module, batches = built(model)
+    searched = {"mesh": {"dp": 2, "tp": 2}, "search": "dynamic_programming"}
+    for options in (searched, {"mesh": 4, "mode": "data_parallel"}):
+        plan = meshwright.plan(module, batches[0], loss=classes, plan_cache=None, **options)
+        file = plan.export("torch", tmp_path / "exported.py")
+        worst = on_ranks("exported", (file, model), module="exports")
+        assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+    assert abs(worst["bytes"] - sum(plan.content["communication"].values())) <= 400, worst
 
 
 @pytest.mark.essential
