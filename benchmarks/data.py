@@ -1,39 +1,33 @@
-"""Training on a dataset that takes 20 ms a sample, against the same training on the same samples in memory.
+"""A training step whose samples take 20 ms each to read, against the same step with the data in memory, as a ratio.
 
-    python -m benchmarks.data [--steps 60] [--rounds 4] [--workers 8] [--only auto]
+    python -m benchmarks.data [--steps 60] [--workers 8]
 
-Both are real runs of the command on one rank, at the same time, each with its workers on one processor, so that
-what else the machine does slows both; they change places every round. They print the same losses. A ratio is that of
-their median steps without the first ten, and the last lines are medians over the rounds. Goal: at most 1.02 with enough
-workers, which are as many as read a micro-batch of a rank in the time of a step; beside it stand `data.workers=auto`
-and none.
+Both train in one rank, a step of each in turn, on the same rows, so that what else the machine does slows both; the
+median of the ratios of neighbouring steps is printed, without the first ten. The readers are those of training, with
+`data.workers=8`, `auto` and 0. Goal: at most 1.02 with enough workers, as many as read the samples of a step in
+the time of a step; the default of 8 read them in 40 ms.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from runner import launch
 from runner.data.synthetic import Regression
 
 WIDTH, LAYERS, ROWS = 2048, 6, 16
-"""Of the network, and samples of a step on each rank."""
+"""Of the network, and samples of a step."""
 SECONDS = 0.02
 WARM_UP = 10
-
-
-def network() -> nn.Module:
-    """x [rows, WIDTH] -> [rows, 1]."""
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
 
 class Slow(Regression):
@@ -48,57 +42,74 @@ class Slow(Regression):
         return super().__getitem__(index)
 
 
-def start(seconds: float, workers: str, steps: int, processor: int, folder: Path) -> subprocess.Popen[bytes]:
-    """A run on one processor."""
-    words = [
-        "parallel=data_parallel",
-        "world_size=1",
-        "model.target=benchmarks.data.network",
-        "loss.target=torch.nn.MSELoss",
-        "data.target=benchmarks.data.Slow",
-        f"data.args.seconds={seconds}",
-        f"data.batch_size={ROWS}",
-        f"data.workers={workers}",
-        "optimizer.args.lr=1e-4",
-        f"train.steps={steps}",
-        "checkpoint.at_end=false",
-        f"hydra.run.dir={folder}",
-    ]
-    command = ["taskset", "-c", str(processor), sys.executable, "-m", "runner", *words]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def measure(rank: Any, options: dict[str, Any]) -> dict[str, float]:
+    """The median ratio of steps, and the median seconds of both."""
+    import torch
+    from torch import nn
 
+    from runner.config.schema import Data
+    from runner.data.loader import LocalBatches
+    from runner.data.order import Order
+    from runner.data.reading import Load, Reader, Request
 
-def outcome(process: subprocess.Popen[bytes], folder: Path) -> tuple[float, list[float]]:
-    """The median seconds of a step of a run, and its losses."""
-    if process.wait():
-        sys.exit(f"the run in {folder} failed")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    records = [record for record in records if "loss" in record]
-    return statistics.median(one["seconds"] for one in records[WARM_UP:]), [one["loss"] for one in records]
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)], nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    order = Order(256, ROWS, 0)
+
+    def requests() -> Iterator[Request]:
+        for step in range(options["steps"]):
+            yield Request(tuple(order.rows(step)), order.epoch(step))
+
+    def loader(seconds: float) -> Load:
+        batches = LocalBatches(Slow(seconds), None, (((0, ROWS), (0, WIDTH)), ((0, ROWS), (0, 1))))
+        return lambda request: batches.load(request.rows, request.epoch)
+
+    def reader(seconds: float, workers: int | str) -> Reader:
+        section = Data(target="benchmarks.data.Slow", workers=workers)  # type: ignore[arg-type]
+        return Reader(loader(seconds), lambda: loader(seconds), requests(), section, pinned=False)
+
+    times: list[list[float]] = [[], []]
+    with ExitStack() as stack:
+        sides = [reader(SECONDS, options["workers"]), reader(0.0, 0)]
+        for side in sides:
+            stack.enter_context(side.reading())
+        for step in range(options["steps"]):
+            seen: dict[int, Tensor] = {}
+            for number in (step % 2, 1 - step % 2):
+                started = time.perf_counter()
+                x, y = sides[number].next()
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                times[number].append(time.perf_counter() - started)
+                seen[number] = x
+            assert torch.equal(seen[0], seen[1]), "the rows differ"
+    slow, memory = (one[WARM_UP:] for one in times)
+    ratios = [one / other for one, other in zip(slow, memory, strict=True)]
+    return {"ratio": statistics.median(ratios), "slow": statistics.median(slow), "memory": statistics.median(memory)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("steps", 60), ("rounds", 4), ("workers", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only", default="")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=8)
     options = parser.parse_args()
-    ways = [way for way in (str(options.workers), "auto", "0") if options.only in ("", way)]
-    for way in ways:
-        ratios = []
-        for number in range(options.rounds):
-            with tempfile.TemporaryDirectory() as place:
-                sides = [(0.0, "0", Path(place, "memory")), (SECONDS, way, Path(place, "slow"))]
-                started = [
-                    start(seconds, workers, options.steps, (number + side) % 2, folder)
-                    for side, (seconds, workers, folder) in enumerate(sides)
-                ]
-                found = [outcome(run, folder) for run, (*_, folder) in zip(started, sides, strict=True)]
-            (memory, expected), (slow, losses) = found
-            assert losses == expected, "the losses differ"
-            ratios.append(slow / memory)
-            print(f"{way} workers: {1000 * slow:.1f} ms a step, in memory {1000 * memory:.1f} ms", flush=True)
-        print(f"{way} workers: {statistics.median(ratios):.3f} times the step with the data in memory", flush=True)
+    for workers in (options.workers, "auto", 0):
+        with tempfile.TemporaryDirectory() as folder:
+            found = launch.run_ranks(
+                "benchmarks.data:measure",
+                {"steps": options.steps, "workers": workers},
+                world_size=1,
+                run_dir=Path(folder),
+                device="cpu",
+                timeout=300,
+                threads=1,
+            )
+        print(
+            f"data.workers={workers}: {1000 * found['slow']:.1f} ms a step, {1000 * found['memory']:.1f} ms with the "
+            f"data in memory, ratio {found['ratio']:.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

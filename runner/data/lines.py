@@ -52,6 +52,15 @@ class Lines:
         return tensor_of(value, where)
 
 
+def tensors_of(sample: dict[str, Any], where: str = "a sample") -> dict[str, Any]:
+    """A sample whose numbers and lists of numbers are tensors; text and mappings stay as they are. Raises ConfigError
+    for other lists."""
+    return {
+        name: tensor_of(value, f"{where}, {name!r}") if isinstance(value, int | float | list) else value
+        for name, value in sample.items()
+    }
+
+
 def tensor_of(value: Any, where: str) -> Tensor:
     """A number or nested lists of numbers as a tensor. Raises ConfigError for anything else."""
     try:

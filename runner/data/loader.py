@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from runner.build import targets
+from runner.data.lines import tensors_of
 from runner.data.row_seeds import EVALUATION, row_seeds, unseeded, watched
 from runner.data.streams import Stream, numbered
 from runner.data.unbatched import unbatched
@@ -84,10 +85,11 @@ def build_dataset(
             raise ConfigError("MW315", f"{what}.path and {what}.args.path are both set; set one of them.")
         given["path"] = path
     dataset = targets.call(function, given, target, what)
+    convert = None
     if type(dataset).__module__.partition(".")[0] == "datasets":
-        dataset = _as_tensors(dataset, target, what)
+        dataset, convert = _of_huggingface(dataset, target, what)
     if isinstance(dataset, IterableDataset) or _only_iterated(dataset):
-        return Stream(dataset, target, seed=seed, window=window)
+        return Stream(dataset, target, seed=seed, window=window, convert=convert)
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:
         kind = type(dataset).__name__
@@ -112,17 +114,19 @@ def _only_iterated(dataset: Any) -> bool:
     return isinstance(dataset, Iterable) and not isinstance(dataset, Iterator) and not hasattr(dataset, "__getitem__")
 
 
-def _as_tensors(dataset: Any, target: str, what: str) -> Any:
-    """A dataset of Hugging Face that returns tensors instead of lists and numbers, unless the user has chosen a format.
-    Raises ConfigError for several of them."""
+def _of_huggingface(dataset: Any, target: str, what: str) -> tuple[Any, Callable[[Any], Any] | None]:
+    """A dataset of Hugging Face that returns tensors instead of lists and numbers, unless the user has chosen a format;
+    of one that is iterated, what makes them of a sample, since those that are passed over need none. Raises ConfigError
+    for several datasets."""
     if isinstance(dataset, Mapping):
         raise ConfigError(
             "MW305",
             f"{what}.target = {target!r} makes several datasets: {', '.join(map(str, dataset))}; name one, with "
             f"{what}.args.split={next(iter(dataset), 'train')}.",
         )
-    chosen = dataset.format["type"] if hasattr(dataset, "format") else getattr(dataset, "_formatting", None)
-    return dataset if chosen else dataset.with_format("torch")
+    if hasattr(dataset, "format"):
+        return (dataset if dataset.format["type"] else dataset.with_format("torch")), None
+    return dataset, None if getattr(dataset, "_formatting", None) else tensors_of
 
 
 def at_epoch(dataset: MapDataset, epoch: int) -> None:

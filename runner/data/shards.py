@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from runner.build.targets import describe
-from runner.data.lines import tensor_of
+from runner.data.lines import tensors_of
 from runner.data.text import cached
 from runner.errors import ConfigError
 
@@ -235,11 +235,7 @@ def _block_of_lines(system: Any, name: str, place: int, rows: int, columns: Sequ
     def row(number: int) -> dict[str, Any]:
         values = json.loads(lines[number])
         chosen = values if columns is None else {name: values[name] for name in columns}
-        where = f"{name}, line {number + 1} from byte {place} on"
-        return {
-            key: value if isinstance(value, str | dict) or value is None else tensor_of(value, f"{where}, {key!r}")
-            for key, value in chosen.items()
-        }
+        return tensors_of(chosen, f"{name}, line {number + 1} from byte {place} on")
 
     return row
 

@@ -8,8 +8,9 @@ like any other dataset. Samples before n are passed over; only the last ones sta
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy
@@ -33,12 +34,21 @@ class Stream:
         length: the samples of one pass; then n counts those of the epoch given to `set_epoch`. None: n counts over all
             passes.
         window: how many of the samples that were read last can be read again without another pass.
+        convert: makes what training needs of a sample that is not passed over.
     """
 
     def __init__(
-        self, dataset: Iterable[Any], name: str, *, seed: int = 0, length: int | None = None, window: int = 1024
+        self,
+        dataset: Any,
+        name: str,
+        *,
+        seed: int = 0,
+        length: int | None = None,
+        window: int = 1024,
+        convert: Callable[[Any], Any] | None = None,
     ) -> None:
         self._dataset, self._name, self._seed, self._length, self._window = dataset, name, seed, length, window
+        self._convert = convert
         self._random = numpy.random.MT19937()
         self._recent: OrderedDict[int, Any] = OrderedDict()
         self._begin(0)
@@ -75,7 +85,8 @@ class Stream:
             if sample is _END:
                 self._end(index)
             elif number == index:
-                self._recent[index] = sample
+                with numbered(index):
+                    sample = self._recent[index] = sample if self._convert is None else self._convert(sample)
                 if len(self._recent) > self._window:
                     self._recent.popitem(last=False)
                 return sample
@@ -87,14 +98,19 @@ class Stream:
         self._epoch, self._first, self._next = epoch, first, first
         self._iterator: Iterator[Any] | None = None
 
+    def _fresh(self) -> Any:
+        """The dataset for another pass: one of Hugging Face keeps its place in itself, so every pass has a copy."""
+        return deepcopy(self._dataset) if type(self._dataset).__module__.startswith("datasets.") else self._dataset
+
     def _advance(self) -> Any:
         """The next sample, _END after the last one of a pass."""
         with _alone(), row_seeds(self._seed, self._epoch, self._random) as begin:
             begin(self._next)
             if self._iterator is None:
-                if hasattr(self._dataset, "set_epoch"):
-                    self._dataset.set_epoch(self._epoch)
-                self._iterator = iter(self._dataset)
+                dataset = self._fresh()
+                if hasattr(dataset, "set_epoch"):
+                    dataset.set_epoch(self._epoch)
+                self._iterator = iter(dataset)
             with numbered(self._next):
                 sample = next(self._iterator, _END)
         self._next += sample is not _END

@@ -123,6 +123,12 @@ def test_datasets_of_hugging_face_are_streams(tmp_path, monkeypatch):
         build_dataset("datasets.load_dataset", {**args, "streaming": True}, None, what="data")
     streamed = build_dataset("datasets.load_dataset", {**args, "split": "train", "streaming": True}, None, what="data")
     assert isinstance(streamed, Stream)
-    for row in (0, 12, 3, 25):
-        sample = streamed[row]
-        assert torch.equal(sample["x"], torch.tensor([row % 20, 2.0 * (row % 20)])) and sample["label"] == row % 20
+    plain = build_dataset("datasets.load_dataset", {**args, "split": "train", "streaming": True}, None, what="data")
+    passes = []
+    for epoch in range(5):  # the order of the files follows from the epoch
+        plain._dataset.set_epoch(epoch)
+        passes += [sample["label"] for sample in plain._dataset]
+    assert [sorted(passes[first : first + 20]) for first in range(0, 100, 20)] == [[*range(20)]] * 5
+    for row in (0, 12, 3, 25, 4, 19, 59, 60, 85, 0, 45):
+        sample, number = streamed[row], passes[row]
+        assert torch.equal(sample["x"], torch.tensor([number, 2.0 * number])) and sample["label"] == number
