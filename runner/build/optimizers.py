@@ -156,15 +156,24 @@ def need_of(config: Optimizer) -> Need:
     return needed(make, torch.float32)
 
 
-def check_scheduler(config: Scheduler, optimizer: TorchOptimizer) -> None:
+def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True) -> None:
     """Make the scheduler on an `optimizer` that nothing else uses, and step it. Raises ConfigError as `scheduler` does,
-    and where a step fails."""
+    where a step fails, and for one that follows evaluations of a run that has none."""
     made = scheduler(config, optimizer)
     if made is None:
         return
+    if isinstance(made, ReduceLROnPlateau) and not evaluates:
+        raise ConfigError(
+            "MW842",
+            f"optimizer.scheduler.target = {config.target!r} follows the evaluations, but nothing is evaluated; set "
+            "evaluate.every (steps) or a metric.",
+        )
     try:
         optimizer.step()
-        made.step()
+        if isinstance(made, ReduceLROnPlateau):
+            made.step(0.0)
+        else:
+            made.step()
     except Exception as error:
         raise ConfigError(
             "MW323", f"optimizer.scheduler: {config.target} fails in a step: {describe(error)}."
@@ -173,7 +182,7 @@ def check_scheduler(config: Scheduler, optimizer: TorchOptimizer) -> None:
 
 def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | None:
     """The scheduler on `optimizer`, or None if none is configured; call its `step` per step or epoch, as `config.per`
-    says.
+    says, and that of ReduceLROnPlateau with the result `config.metric` of every evaluation.
 
     Raises ConfigError for an unknown target or unfit arguments.
     """
@@ -189,11 +198,11 @@ def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | Non
 
     args = (config.args, config.target, "optimizer.scheduler", with_optimizer)
     made = call(partial(function, optimizer), *args)
-    if isinstance(made, ReduceLROnPlateau):
+    if config.metric is not None and not isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
             "MW323",
-            f"optimizer.scheduler.target = {config.target!r} needs a measurement at every step, which is not "
-            "offered; torch.optim.lr_scheduler.CosineAnnealingLR and StepLR follow the step alone.",
+            f"optimizer.scheduler.metric = {config.metric!r}, but {config.target} follows the steps alone; drop it, or "
+            "choose torch.optim.lr_scheduler.ReduceLROnPlateau.",
         )
     if not isinstance(made, LRScheduler):
         raise ConfigError(

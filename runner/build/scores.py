@@ -1,7 +1,9 @@
-"""Evaluation scores: the loss and a metric of one batch, from the model's output and the targets.
+"""Evaluation scores: the loss and any number of metrics, from the model's outputs and the targets of all batches.
 
-A metric is `accuracy` or any function (output, target, ...) -> number, an average over the rows of the batch, with the
-arguments of the loss. Invariant: output and targets are full tensors here, without padding rows.
+A metric is a function (output, target, ...) -> number, an average over the rows of a batch, or an object that is
+updated with every batch and computed at the end, as those of torchmetrics. Invariant: output and targets are full
+tensors here, without padding rows, and one process updates a metric with every batch in order; so its state is that of
+one device, whatever it holds (counts, lists of scores, boxes), and nothing of it has to be merged.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from runner.build import targets
+from runner.config.schema import MetricForm
 from runner.errors import ConfigError
 from strategies.capture import Objective, loss_in
-
-Metric = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,142 @@ class Structure:
         return _pytree.tree_unflatten([next(left) if leaf is ... else leaf for leaf in self.leaves], self.spec)
 
 
+class Average:
+    """A function (output, target, ...) -> number as a metric: the mean over all rows."""
+
+    def __init__(self, function: Callable[..., Any], what: str) -> None:
+        self._function, self._what = function, what
+        self._total, self._rows = 0.0, 0
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._total, self._rows = 0.0, 0
+
+    def update(self, rows: int, *given: Any) -> None:
+        """Add a batch of so many rows."""
+        self._total += _number(self._function(*given), self._what) * rows
+        self._rows += rows
+
+    def compute(self) -> float:
+        """The mean over all rows so far."""
+        return self._total / self._rows
+
+
+class Updated:
+    """An object with `update`, `compute` and `reset` as a metric; `compute` returns a number, or numbers by name."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        for part in metric.modules() if isinstance(metric, nn.Module) else ():
+            if hasattr(part, "distributed_available_fn"):
+                vars(part)["distributed_available_fn"] = _alone  # torchmetrics would wait for ranks that have no state
+        self.reset: Callable[[], Any] = metric.reset
+        self.compute: Callable[[], Any] = metric.compute
+
+    def update(self, rows: int, *given: Any) -> None:
+        """Add a batch."""
+        if isinstance(self._metric, nn.Module) and (tensors := [one for one in given if isinstance(one, Tensor)]):
+            self._metric.to(tensors[0].device)
+        self._metric.update(*given)
+
+
+def _alone() -> bool:
+    """That no other process has a part of a metric's state."""
+    return False
+
+
 @dataclass(frozen=True)
 class Scores:
-    """The loss (None: the model returns it) and the metric of a run, with its name in the results."""
+    """The loss (None: the model returns it) and the metrics of a run, by their names in the results; `inputs` makes the
+    arguments of some of them."""
 
     loss: nn.Module | None
-    metric: Metric | None
-    name: str
+    metrics: Mapping[str, Average | Updated]
+    inputs: Mapping[str, Callable[..., Any]]
 
-    def of(self, output: Any, target: Sequence[Tensor]) -> dict[str, float]:
-        """The scores of one batch. Raises whatever the user's functions raise, and ConfigError for a result that is not
-        a number."""
-        if self.loss is None:
-            return {"loss": _number(loss_in(output), "the model's loss")}
-        results = {"loss": _number(loss_in(self.loss(output, *target)), "the loss")}
-        if self.metric is not None:
-            results[self.name] = _number(self.metric(output, *target), f"evaluate.metric = {self.name}")
-        return results
+    def reset(self) -> None:
+        """Forget all batches."""
+        for metric in self.metrics.values():
+            metric.reset()
+
+    def update(self, rows: int, output: Any, target: Sequence[Tensor]) -> None:
+        """Add a batch of so many rows. Raises whatever the user's functions raise, and ConfigError for a result that is
+        not a number."""
+        for name, metric in self.metrics.items():
+            given: tuple[Any, ...] = (output, *target)
+            if name in self.inputs:
+                made = self.inputs[name](*given)
+                given = tuple(made) if isinstance(made, tuple | list) else (made,)
+            metric.update(rows, *given)
+
+    def results(self) -> dict[str, float]:
+        """The results of all batches by name; of a metric that computes several numbers by theirs.
+
+        Raises:
+            ConfigError: a metric computes no number, or two results have one name.
+        """
+        found: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            value, what = metric.compute(), f"evaluate.metric = {name}"
+            values: Mapping[Any, Any] = {name: value}
+            if isinstance(value, Mapping):
+                values = {key: one for key, one in value.items() if not isinstance(one, Tensor) or one.numel() == 1}
+                if not values:
+                    raise ConfigError("MW322", f"{what} computes no number: {', '.join(map(str, value)) or 'nothing'}.")
+            for key, one in values.items():
+                if key in found:
+                    raise _twice("evaluate.metrics", str(key))
+                found[str(key)] = _number(one, what)
+        return found
 
 
-def scores(metric: str | None, loss: nn.Module | None) -> Scores:
-    """Raises ConfigError for a metric that cannot be found."""
-    if metric is None or metric == "accuracy":
-        return Scores(loss, None if metric is None else accuracy, metric or "")
-    name = metric.rpartition(".")[2]
-    return Scores(loss, targets.resolve(metric, "evaluate.metric"), metric if name == "loss" else name)
+def scores(forms: Sequence[MetricForm], loss: nn.Module | None) -> Scores:
+    """The loss and the metrics of a run, without any batch.
+
+    Raises:
+        ConfigError: a metric that cannot be found or made, or two of one name.
+    """
+    function: Callable[..., Any] = loss_in if loss is None else lambda output, *target: loss_in(loss(output, *target))
+    metrics: dict[str, Average | Updated] = {
+        "loss": Average(function, "the model's loss" if loss is None else "the loss")
+    }
+    inputs: dict[str, Callable[..., Any]] = {"loss": lambda output, *_: (output,)} if loss is None else {}
+    for number, form in enumerate(forms):
+        where, last = f"evaluate.metrics[{number}]", form.target.rpartition(".")[2]
+        name = form.name or (form.target if last == "loss" else last)
+        if name in metrics:
+            raise _twice(where, name)
+        metrics[name] = _metric(form, where, name)
+        if form.inputs is not None:
+            inputs[name] = targets.resolve(form.inputs, f"{where}.inputs")
+    return Scores(loss, metrics, inputs)
+
+
+def _twice(where: str, name: str) -> ConfigError:
+    return ConfigError(
+        "MW843",
+        f"{where}: two results are called {name!r}; give one of the metrics another name: {{target: ..., name: ...}}.",
+    )
+
+
+def _metric(form: MetricForm, where: str, name: str) -> Average | Updated:
+    """Raises ConfigError for a target that cannot be found, or be made with its arguments."""
+    what = f"evaluate.metric = {name}"
+    if form.target == "accuracy":
+        return Average(accuracy, what)
+    function = targets.resolve(form.target, "evaluate.metric")
+    if not isinstance(function, type):
+        return Average(targets.bound(form.target, form.args, where), what)
+    made = targets.call(function, form.args, form.target, where)
+    if all(callable(getattr(made, method, None)) for method in ("update", "compute", "reset")):
+        return Updated(made)
+    if not callable(made):
+        raise ConfigError(
+            "MW305",
+            f"{where}: {form.target} made a {type(made).__name__}, which can neither be called nor has the methods "
+            "update, compute and reset.",
+        )
+    return Average(made, what)
 
 
 def accuracy(output: Any, target: Tensor) -> float:
@@ -99,7 +211,10 @@ def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Score
                     "pieces; return a tensor, a tuple or a dict, or let the model return its loss (loss.target=null).",
                 )
             if set(step.names) <= set(batch):
-                measured.of(output, [batch[name] for name in step.names if name in step.targets])
+                measured.reset()
+                rows = len(next(iter(batch.values())))
+                measured.update(rows, output, [batch[name] for name in step.names if name in step.targets])
+                measured.results()
     except ConfigError:
         raise
     except Exception as error:

@@ -29,7 +29,7 @@ from runner import packages
 from runner.errors import ConfigError
 from strategies.core.errors import closest
 
-EXTRAS = {"datasets": "data", "transformers": "hf"}
+EXTRAS = {"datasets": "data", "torchmetrics": "metrics", "transformers": "hf"}
 """Packages that the project knows but does not need, with the extra that installs each."""
 HYDRA_TARGET = "_target_"
 HYDRA_KEYS = (HYDRA_TARGET, "_args_", "_partial_")

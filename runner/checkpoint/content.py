@@ -25,7 +25,7 @@ from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.optimizer.updates import Updates
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, of_slice
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_slice
 
 
 class Stateful(Protocol):
@@ -41,7 +41,8 @@ class Content:
     """The state to save and restore. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` are the names in the model's state
     dict (None: all), `described` is the config.json of a model of transformers, `samples` is how many rows the training
-    data has; `lineage` is that of this run; `callbacks` are those with a state, which is the same on all ranks."""
+    data has; `lineage` is that of this run; `callbacks` are those with a state, which is the same on all ranks, and
+    `held` what they keep of parameters, as CALLBACK/NAME."""
 
     program: Program
     communicator: Communicator
@@ -56,6 +57,7 @@ class Content:
     samples: int | None = None
     lineage: Lineage = field(default_factory=Lineage)
     callbacks: Mapping[str, Stateful] = field(default_factory=dict)
+    held: Shards = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -99,7 +101,7 @@ def shards(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
         return not one.shared or turn < copies
 
     kept: dict[str, list[Shard]] = {}
-    for batch in chain(content.updates.pieces(), [content.buffers()]):
+    for batch in chain(content.updates.pieces(), [content.buffers(), content.held]):
         for key, candidates in batch.items():
             if own := [one for one in candidates if stored(key, one)]:
                 lasting = [one if one.lasting else replace(one, view=one.view.clone()) for one in own]

@@ -92,7 +92,7 @@ FUSION, OFFLOAD, PIPELINE = "parallel.comm_fusion", "parallel.offload", "paralle
 RECOMPUTE, CUTS = "parallel.recompute.operators", "parallel.pipeline.cuts"
 COMPILE, ACTIVATIONS = "train.compile", "parallel.offload.activations.to"
 UNEVEN = ("parallel.batch_rows", "cluster.groups")
-EVALUATION = ("metric", "every", "args", "batch_size")
+EVALUATION = ("metric", "metrics", "every", "args", "batch_size")
 
 RULES: tuple[Rule, ...] = (
     # model and data

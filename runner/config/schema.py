@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, field_validator, model_validator
 
 from runner.config import exclusive
 from runner.config.cluster import NODE, ClusterForm
@@ -35,24 +35,6 @@ from runner.config.strategy_syntax import check_counts
 from runner.errors import allowed
 
 
-def _metric(name: str) -> str:
-    if name != "accuracy" and "." not in name:
-        raise ValueError(f"is neither accuracy nor a dotted name.{allowed(name, ['accuracy', 'package.module.Name'])}")
-    return name if name == "accuracy" else dotted(name)
-
-
-Metric = Annotated[str, AfterValidator(_metric)]
-
-
-CALLBACKS = {
-    "early_stopping": "runner.training.callbacks.early_stopping.EarlyStopping",
-    "monitor": "runner.training.callbacks.monitor.Monitor",
-    "nan_watch": "runner.training.callbacks.nan_watch.NanWatch",
-    "time_left": "runner.training.callbacks.time_left.TimeLeft",
-}
-"""Callbacks that ship with the project, with their dotted names."""
-
-
 def _named(name: str, known: Iterable[str]) -> str:
     """`name`, one of `known` or dotted. Raises ValueError."""
     if name in known:
@@ -62,18 +44,33 @@ def _named(name: str, known: Iterable[str]) -> str:
     return dotted(name)
 
 
+def _from_name(value: Any) -> Any:
+    """A name alone is short for its target."""
+    return {"target": value} if isinstance(value, str) else value
+
+
+Metric = Annotated[str, AfterValidator(lambda name: _named(name, ("accuracy",)))]
+
+
+CALLBACKS = {
+    "early_stopping": "runner.training.callbacks.early_stopping.EarlyStopping",
+    "ema": "runner.training.callbacks.ema.Ema",
+    "histograms": "runner.training.callbacks.histograms.Histograms",
+    "monitor": "runner.training.callbacks.monitor.Monitor",
+    "nan_watch": "runner.training.callbacks.nan_watch.NanWatch",
+    "profiler": "runner.training.callbacks.profiler.Profiler",
+    "time_left": "runner.training.callbacks.time_left.TimeLeft",
+}
+"""Callbacks that ship with the project, with their dotted names."""
+
+
 class CallbackForm(Section):
-    """A callback: `target` called with `args`. A name alone is short for its target."""
+    """A callback: `target` called with `args`."""
 
     target: Annotated[str, AfterValidator(lambda name: _named(name, CALLBACKS))] = setting(
         REQUIRED, f"{', '.join(CALLBACKS)}, or the dotted name of a class or function"
     )
     args: Arguments = setting({}, "Keyword arguments of target")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"target": value} if isinstance(value, str) else value
 
 
 class Train(Section):
@@ -93,13 +90,28 @@ class Train(Section):
     )
     resume: str | None = setting(None, "auto (the newest checkpoint of the run) or the path of a checkpoint")
     log_every: Count = setting(10, "Interval of lines in the log", unit="steps")
-    callbacks: tuple[CallbackForm, ...] = setting(
+    callbacks: tuple[Annotated[CallbackForm, BeforeValidator(_from_name)], ...] = setting(
         (), "What is called during training: [early_stopping, {target: package.module.Name, args: {}}, ...]"
     )
 
 
+class MetricForm(Section):
+    """A metric: a function (output, target, ...) -> number, averaged over all rows, with further arguments `args`; or a
+    class that is made with `args` and has `update`, `compute` and `reset`, as metrics of torchmetrics have."""
+
+    target: Metric = setting(REQUIRED, "accuracy, or the dotted name of a function or class")
+    args: Arguments = setting({}, "Keyword arguments of target")
+    name: str | None = setting(None, "Name in the results; null: the last word of target", min_length=1)
+    inputs: Dotted | None = setting(
+        None, "Function (output, target, ...) -> arguments of the metric; null: output and targets as the loss has them"
+    )
+
+
 class Evaluate(Section):
-    metric: Metric | None = setting(None, "accuracy, or the dotted name of a function")
+    metric: Metric | None = setting(None, "accuracy, or the dotted name of a function or class")
+    metrics: tuple[Annotated[MetricForm, BeforeValidator(_from_name)], ...] = setting(
+        (), "More metrics: [accuracy, {target: torchmetrics.AUROC, args: {task: binary}, name: auroc}, ...]"
+    )
     every: Count | None = setting(None, "Interval of evaluations; null: after every epoch, or the run", unit="steps")
     args: Arguments = setting({}, "Arguments of the dataset that differ from data.args")
     batch_size: Count | None = setting(None, "Samples of one batch over all ranks; null: as in training")
@@ -107,7 +119,12 @@ class Evaluate(Section):
     @property
     def wanted(self) -> bool:
         """Whether evaluation is configured."""
-        return bool(self.metric is not None or self.every is not None or self.batch_size is not None or self.args)
+        return bool(self.every_metric or self.every is not None or self.batch_size is not None or self.args)
+
+    @property
+    def every_metric(self) -> tuple[MetricForm, ...]:
+        """`metric` and `metrics`."""
+        return (*(() if self.metric is None else (MetricForm(target=self.metric),)), *self.metrics)
 
 
 class CheckpointForm(Section):
@@ -260,6 +277,9 @@ class Scheduler(Section):
     target: Dotted | None = setting(None, "Dotted name such as torch.optim.lr_scheduler.StepLR; null: constant")
     args: Arguments = setting({}, "Keyword arguments of target")
     per: Literal["step", "epoch"] = setting("step", "When the learning rate changes")
+    metric: str | None = setting(
+        None, "The result of every evaluation that ReduceLROnPlateau follows; null: loss", min_length=1
+    )
 
 
 class Optimizer(Section):

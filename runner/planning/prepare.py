@@ -28,7 +28,7 @@ from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, flatten_batch, global_batch
 from runner.data.order import Order
 from runner.data.unbatched import unbatched
-from runner.errors import ConfigError
+from runner.errors import ConfigError, allowed
 from runner.planning import lowering
 from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
@@ -415,14 +415,15 @@ def check_model(config: Config, model: nn.Module) -> None:
             check_kind(made)
         if config.parallel.elastic:
             check_elementwise(made, "servers")
-        optimizers.check_scheduler(config.optimizer.scheduler, made)
-    if config.evaluate.metric is not None and config.loss.target is None:
+        optimizers.check_scheduler(config.optimizer.scheduler, made, evaluates=config.evaluate.wanted)
+    if config.evaluate.every_metric and config.loss.target is None:
         raise ConfigError(
             "MW322",
-            f"evaluate.metric = {config.evaluate.metric!r} compares outputs with a target, but loss.target is null, so "
-            "no entry of a sample is known to be the target. Name the loss, or leave evaluate.metric null.",
+            f"evaluate.metric = {config.evaluate.every_metric[0].target!r} compares outputs with a target, but "
+            "loss.target is null, so no entry of a sample is known to be the target. Name the loss, or leave "
+            "evaluate.metric null.",
         )
-    scores(config.evaluate.metric, None)
+    scores(config.evaluate.every_metric, None)
     callbacks(config)
     check_modules(config, model)
 
@@ -444,7 +445,17 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
                 )
             names, entry_tensors = flatten_batch(batch, step.names)
         entries = dict(zip(names, cast(entry_tensors, DTYPES[config.train.precision]), strict=True))
-        structure = try_evaluation(step, entries, scores(config.evaluate.metric, step.loss))
+        measured = scores(config.evaluate.every_metric, step.loss)
+        structure = try_evaluation(step, entries, measured)
+        decided = {
+            "checkpoint.best": config.checkpoint.best,
+            "optimizer.scheduler.metric": config.optimizer.scheduler.metric,
+        }
+        for key, name in decided.items() if {*step.names} <= {*entries} and config.job.name == "train" else ():
+            if name is not None and name not in (found := measured.results()):
+                raise ConfigError(
+                    "MW614", f"{key} = {name!r} is not what an evaluation of this run finds.{allowed(name, found)}"
+                )
         trials.append((size, {name: entries[name] for name in names if name not in step.targets}, structure))
     return trials
 

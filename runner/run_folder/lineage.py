@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 FILE = "run.json"
 CHECKPOINTS, METRICS, RESTARTS, FAULTS = "checkpoints", "metrics.jsonl", "restarts.jsonl", "faults"
-LOGGED = ("metrics.csv", "loggers.json")
-"""Of loggers: the numbers, and the ids at services."""
+LOGGED = ("metrics.csv", "loggers.json", "histograms.jsonl")
+"""Of loggers: the numbers, and the ids at services; of the callback: histograms."""
 TRAINING = ("train", "launch")
 """Verbs after which the folder is that of a training run."""
 MARKS = {CONFIG_FILE: "parallel", "plan.json": "operators"}

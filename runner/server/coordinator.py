@@ -237,7 +237,7 @@ class Coordinator(Trainer):
         finally:
             self.fleet.close(done)
 
-    def _micro_batches(self, step: int) -> tuple[float, int]:
+    def _micro_batches(self, step: int, again: bool = False) -> tuple[float, int]:
         """Let workers compute the slices of `step`, and hand out those of later steps where they may run ahead.
         Returns the mean loss over the global batch, and the number of its rows."""
         if self._sliced.kept:

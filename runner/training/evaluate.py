@@ -54,7 +54,7 @@ class Evaluator:
         config, loss = prepared.config, build_loss(prepared.config)
         self.prepared, self.execution, self.rank = prepared, execution, rank
         self.dataset, self.collate, self.weight = dataset, collate, weight
-        self.scores = scores(config.evaluate.metric, None if loss is None else loss.to(rank.device).eval())
+        self.scores = scores(config.evaluate.every_metric, None if loss is None else loss.to(rank.device).eval())
         self.length = len(dataset)  # one whose length changes keeps that on which the ranks have agreed
         self.size = evaluation_rows(config)  # of one batch
         if config.parallel.mode != "hybrid":  # whose batches are padded to a size that its mesh divides
@@ -67,20 +67,19 @@ class Evaluator:
         """Evaluate every batch in order, and call `write` with its rows and the model's output, unsharded on rank 0.
 
         Returns:
-            Averages over all samples by name: `loss`, and the metric under its own name; on rank 0 alone, and only
-            where the samples have the entries of training.
+            Results over all samples by name: `loss`, and the metrics under their names; on rank 0 alone, and only where
+            the samples have the entries of training.
         """
         self._update_loss()
-        totals: dict[str, float] = {}
+        self.scores.reset()
         labelled = set(self.prepared.names) <= set(self.prepared.evaluated)
         for number, rows in enumerate(eval_rows(self.length, self.size)):
             # training steps count from 1, so no step uses these random numbers
             output = self._output(rows, mix(self._seed, 0, number))
             if labelled and self.rank.rank == 0:
-                for name, value in self.scores.of(output, self._target(rows)).items():
-                    totals[name] = totals.get(name, 0.0) + value * len(rows)
+                self.scores.update(len(rows), output, self._target(rows))
             write(rows, output)
-        return {name: total / self.length for name, total in totals.items()}
+        return self.scores.results() if labelled and self.rank.rank == 0 else {}
 
     def _update_loss(self) -> None:
         """Copy the trained parameters and buffers of the loss into the loss module."""

@@ -24,6 +24,7 @@ from runner.training.agreement import gather
 from strategies.core.errors import CodedError
 from strategies.core.program import Program
 from strategies.optimizer.updates import Updates
+from strategies.runtime.shards import Shards
 
 
 @dataclass
@@ -136,6 +137,10 @@ class Callback:
     def end(self, state: TrainingState) -> None:
         """After the last step, when everything is saved; not after an error."""
 
+    def tensors(self, state: TrainingState) -> Shards:
+        """Slices that a checkpoint keeps, by the name of the parameter of which they are."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, the same on all ranks: numbers, strings, tensors, lists and dicts."""
         return {}
@@ -220,6 +225,15 @@ class Hooks:
         """The numbers that were logged since the last call."""
         logged, self.state.logged = self.state.logged, {}
         return logged
+
+    def tensors(self) -> Shards:
+        """What callbacks keep of parameters, as CALLBACK/NAME."""
+        return {
+            f"{name}/{key}": shards
+            for name, callback in self.callbacks.items()
+            if (method := _own(callback, "tensors")) is not None
+            for key, shards in method(self.state).items()
+        }
 
     @property
     def stateful(self) -> dict[str, Any]:

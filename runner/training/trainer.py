@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from runner import checkpoint as checkpoints
 from runner.build import optimizers
@@ -289,7 +290,9 @@ class Trainer:
                     results = self._evaluated(self.evaluator)
                     if metrics is not None:
                         metrics.evaluation(step, results)
-                    hooks.call("evaluation")
+                    if hooks:
+                        hooks.call("evaluation")
+                        self.keeper.intact.after(step)
                     if step < last and hooks.stopping():
                         last = step
                 self.keeper.after(step, last, results if evaluated else None)
@@ -337,12 +340,17 @@ class Trainer:
     def _evaluated(self, evaluator: Evaluator) -> dict[str, float]:
         """The results of an evaluation with the current parameters, on rank 0, and on all ranks where they decide
         something (collective)."""
-        if not self.hooks:
+        plateau = self.scheduler if isinstance(self.scheduler, ReduceLROnPlateau) else None
+        if not self.hooks and plateau is None:
             return evaluator.run()
-        self.hooks.call("before_evaluation")
+        if self.hooks:
+            self.keeper.before_update()  # a callback may change the weights
+            self.hooks.call("before_evaluation")
         results = evaluator.run()
         if self.rank.world_size > 1:
             results = gather(results)[0]
+        if plateau is not None:
+            plateau.step(results[self.config.optimizer.scheduler.metric or "loss"])
         self.hooks.state.evaluation, self.hooks.state.evaluated = results, self.hooks.state.step
         return results
 
@@ -493,7 +501,7 @@ class Trainer:
         return nullcontext() if self.meter is None else self.meter.aside()
 
     def _schedule(self, step: int) -> None:
-        if self.scheduler is None:
+        if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
             return
         if self.config.optimizer.scheduler.per == "step" or self._ends_epoch(step):
             self.scheduler.step()
@@ -517,6 +525,7 @@ class Trainer:
             described=self.prepared.described,
             lineage=self.lineage,
             callbacks=self.hooks.stateful,
+            held=self.hooks.tensors(),
             **self.prepared.identity(),
         )
 

@@ -65,6 +65,10 @@ class FlightRecorder:
             self._write(place=self._places[text], text=text)
         return self._places[text]
 
+    def text(self, place: int) -> str:
+        """What calls of a place are made for; empty for none."""
+        return list(self._places)[place - 1] if 0 < place <= len(self._places) else ""
+
     def explain(self, texts: Mapping[str, str]) -> None:
         """More about the texts of places: the source line of an operator."""
         self._write(explained={text: more for text, more in texts.items() if text in self._places})

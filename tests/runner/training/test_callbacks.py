@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from composing import compose_config
-from small import MODES, SMALL
+from small import ALONE, MODES, SMALL
 from torch import nn
 
 from runner.build.callbacks import callbacks
@@ -166,3 +166,74 @@ def test_nan_watch_names_the_operator(start, model: str, more: tuple[str, ...], 
     with pytest.raises(RunFailed, match=rf"operator {operator} \({operator}, .*hooked\.py:\d+\)") as found:
         start(*words)
     assert found.value.code == "MW719"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        MODES["data_parallel"],
+        (*MODES["data_parallel"], "parallel.zero.stage=1"),
+        (*MODES["data_parallel"], "parallel.zero.stage=2"),
+        (*MODES["data_parallel"], "parallel.zero.stage=3"),
+        MODES["semi_auto"],
+    ],
+)
+def test_an_average_of_the_weights(start, more: tuple[str, ...]) -> None:
+    """Evaluated and saved under every sharding as on one device; a run that is resumed goes on with it."""
+    words = (*SMALL, "evaluate.every=2", "checkpoint.every=4", "optimizer.args.lr=0.5")
+    averaged = (*words, "train.callbacks=[{target: ema, args: {decay: 0.7}}]")
+    alone = records(start(*averaged, *ALONE, folder="alone").folder)
+    plain = records(start(*words, *ALONE, folder="plain").folder)
+    ended = start(*averaged, *more, folder="ranks").folder
+    found = records(ended)
+    for one, two, three in zip(alone, plain, found, strict=True):
+        if "evaluation" in one:
+            assert one["evaluation"]["loss"] != two["evaluation"]["loss"]
+            assert three["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], rel=1e-5)
+        else:
+            assert one["loss"] == two["loss"] and three["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    other = MODES["semi_auto"] if more == MODES["data_parallel"] else more
+    resume = f"train.resume={ended}/checkpoints/step-00000004"
+    again = records(start(*averaged, *other, resume, folder="again").folder)
+    assert again[-1]["evaluation"]["loss"] == pytest.approx(found[-1]["evaluation"]["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [MODES["semi_auto"], (*MODES["data_parallel"], "parallel.zero.stage=1")])
+def test_a_trace_names_collectives(start, more: tuple[str, ...]) -> None:
+    words = (*SMALL, *more, "train.callbacks=[{target: profiler, args: {wait: 1, warmup: 1, active: 2}}]")
+    ended = start(*words)
+    for rank in range(4):
+        text = (ended.folder / "profile" / f"rank-{rank}-step-4.json").read_text(encoding="utf-8")
+        names = [event.get("name", "") for event in json.loads(text)["traceEvents"]]
+        assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#2", "ProfilerStep#3"}
+        assert "all_reduce for the loss" in names
+        if more == MODES["semi_auto"]:
+            made = {name.split(" for ")[1] for name in names if "networks.py" in name and " for " in name}
+            assert {name.split(",")[0] for name in made} == {"inner (linear", "outer (linear", "gelu (gelu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(*MODES["data_parallel"], "parallel.zero.stage=3"), MODES["semi_auto"]])
+def test_histograms_are_those_of_one_device(start, more: tuple[str, ...]) -> None:
+    words = (*SMALL, "train.steps=2", "train.callbacks=[{target: histograms, args: {every: 1}}]")
+
+    def lines(folder: Path) -> list[dict[str, Any]]:
+        text = (folder / "histograms.jsonl").read_text(encoding="utf-8")
+        return sorted(map(json.loads, text.splitlines()), key=lambda one: (one["step"], one["kind"], one["name"]))
+
+    alone, ranks = lines(start(*words, *ALONE, folder="alone").folder), lines(start(*words, *more, folder="r").folder)
+    assert len(alone) == len(ranks) == 2 * 2 * 4
+    for one, two in zip(alone, ranks, strict=True):
+        assert {key: two[key] for key in ("step", "kind", "name", "elements")} == {
+            key: one[key] for key in ("step", "kind", "name", "elements")
+        }
+        assert sum(count for *_, count in two["bins"]) == two["elements"]
+        for key in ("min", "max", "mean", "std"):
+            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-7)
+        moved = {(low, high): count for low, high, count in one["bins"]}
+        for low, high, count in two["bins"]:
+            moved[low, high] = moved.get((low, high), 0) - count
+        # rounding may carry an element over an edge
+        assert sum(map(abs, moved.values())) <= 2 + 0.02 * one["elements"]

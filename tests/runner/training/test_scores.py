@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.scores import accuracy, scores, try_evaluation
+from runner.config.schema import MetricForm
 from runner.errors import ConfigError
 from strategies.capture import Objective
 
@@ -25,7 +26,7 @@ class Counting(nn.Module):
 def test_trying_an_evaluation_leaves_the_model_as_it_was() -> None:
     step = Objective(Counting(), nn.CrossEntropyLoss(), ("0", "1"), ("1",))
     batch = {"0": torch.randn(2, 4), "1": torch.tensor([0, 2])}
-    try_evaluation(step, batch, scores("accuracy", step.loss))
+    try_evaluation(step, batch, scores([MetricForm(target="accuracy")], step.loss))
     assert step.training and step.model.calls == 0
 
 
@@ -42,3 +43,79 @@ def test_accuracy_reports_shapes_that_do_not_match(output, target) -> None:
 def test_accuracy_counts_positions() -> None:
     scored = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # 1 row, 2 classes, 2 positions
     assert accuracy(scored, torch.tensor([[0, 0]])) == 0.5
+
+
+def batches(rows: int = 40) -> list[tuple[Tensor, Tensor]]:
+    """Scores of 3 classes and classes, in batches of 16, 16 and 8."""
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randn(rows, 3, generator=draw), torch.randint(0, 3, (rows,), generator=draw)
+    return [(x[at : at + 16], y[at : at + 16]) for at in range(0, rows, 16)]
+
+
+def measured(*forms: dict[str, object]) -> dict[str, float]:
+    made = scores([MetricForm.model_validate(form) for form in forms], nn.CrossEntropyLoss())
+    for x, y in batches():
+        made.update(len(x), x, [y])
+    return made.results()
+
+
+def as_binary(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return output.softmax(1)[:, 0], target == 0
+
+
+class Kinds:
+    """Not a function, and no metric."""
+
+
+def test_values_of_a_corpus_are_those_of_one_batch() -> None:
+    import torchmetrics
+
+    f1 = {"target": "torchmetrics.F1Score", "args": {"task": "multiclass", "num_classes": 3, "average": "macro"}}
+    auroc = {
+        "target": "torchmetrics.AUROC",
+        "args": {"task": "binary"},
+        "inputs": f"{__name__}.as_binary",
+        "name": "auc",
+    }
+    found = measured({"target": "accuracy"}, f1, auroc)
+    x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    exact = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
+    assert found["F1Score"] == pytest.approx(float(exact(x, y)), abs=1e-7)
+    mean = sum(float(exact(x, y)) * len(x) for x, y in batches()) / 40
+    assert abs(found["F1Score"] - mean) > 1e-3  # the mean over batches is another number
+    assert found["auc"] == pytest.approx(float(torchmetrics.AUROC(task="binary")(*as_binary(x, y))), abs=1e-7)
+    assert found["loss"] == pytest.approx(float(nn.functional.cross_entropy(x, y)), rel=1e-6)
+    assert found["accuracy"] == float((x.argmax(1) == y).double().mean())
+
+
+def test_a_metric_of_several_numbers_has_their_names() -> None:
+    classes = {"task": "multiclass", "num_classes": 3}
+    found = measured(
+        {
+            "target": "torchmetrics.MetricCollection",
+            "args": {
+                "metrics": [{"target": f"torchmetrics.{name}", "args": classes} for name in ("Recall", "Precision")]
+            },
+        }
+    )
+    assert {*found} == {"loss", "MulticlassRecall", "MulticlassPrecision"}
+
+
+@pytest.mark.parametrize(
+    ("form", "code", "words"),
+    [
+        ({"target": "torchmetrics.F1Scor"}, "MW301", "Did you mean 'F1Score'"),
+        ({"target": "torchmetrics.F1Score", "args": {"task": "multiklass"}}, "MW304", "multiklass"),
+        (
+            {"target": "torchmetrics.ConfusionMatrix", "args": {"task": "multiclass", "num_classes": 3}},
+            "MW322",
+            r"\[3, 3\]",
+        ),
+        ({"target": f"{__name__}.Kinds"}, "MW305", "update, compute and reset"),
+        ({"target": "runner.build.scores.accuracy"}, "MW843", "'accuracy'"),
+    ],
+)
+def test_what_is_no_metric_is_refused(form: dict[str, object], code: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as found:
+        measured({"target": "accuracy"}, form)
+    assert found.value.code == code
