@@ -54,6 +54,8 @@ PERIODS = 6
 TRACED = (2, 3)
 """Repetitions that are traced, and one more; where traces of the first do not agree, the second: what follows the last
 repetition may begin inside it."""
+RUNS = 2
+"""Runs of repetitions of which few are traced: of layers that are recomputed, and of those that are not."""
 SLACK = 0.005
 """Of the peak: what a bucket may be counted too much, because the moment at which it is needed is not known."""
 
@@ -253,13 +255,12 @@ class _Repetition:
 
 def trace_repeated(program: Program, settings: OptimizerSettings, slack: float = SLACK) -> Traced:
     """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak."""
-    blocks = repeated_blocks(replace(program, updates=()))
-    if blocks is None or settings.offload.activations != "none":
+    if repeated_blocks(replace(program, updates=())) is None or settings.offload.activations != "none":
         return trace(program, settings)
     known = KnownBytes(program, settings)
     if known.joined and settings.overlap and not slack:
         return trace(program, settings)
-    traced = on_shapes(program, settings, lambda program, _: _extrapolated(program, settings, known, blocks))
+    traced = on_shapes(program, settings, lambda program, _: _extrapolated(program, settings, known))
     return trace(program, settings) if traced is None else traced
 
 
@@ -279,62 +280,76 @@ class Traces:
         return self.done[key]
 
 
-def _extrapolated(
-    program: Program, settings: OptimizerSettings, known: KnownBytes, blocks: RepeatedBlocks
-) -> Traced | None:
-    """None where traces of few repetitions do not agree."""
-    done: dict[int, tuple[_Recording, Traced]] = {}
+def _extrapolated(program: Program, settings: OptimizerSettings, known: KnownBytes) -> Traced | None:
+    """None where traces of few repetitions do not agree, or where a joined bucket is too large to be counted without a
+    moment."""
+    recorded = _recorded(program, settings, known, RUNS)
+    return None if recorded is None else _peaks(known, settings, *recorded)
+
+
+def _recorded(
+    program: Program, settings: OptimizerSettings, known: KnownBytes, runs: int
+) -> tuple[list[_Segment], Traced] | None:
+    """The moments of a step, at most `runs` runs of repetitions from traces of few; None where these do not agree in
+    the longest run."""
+    blocks = repeated_blocks(program) if runs else None
+    if blocks is None:
+        recording = _Recording(program, settings, known)
+        traced = recording.run()
+        return recording.segments, traced
+    done: dict[int, tuple[list[_Segment], Traced]] = {}
     for few in TRACED:
         for count in {few, few + 1} - done.keys():
-            recording = _Recording(truncated(program, blocks, count), settings, known)
-            done[count] = recording, recording.run()
+            recorded = _recorded(truncated(program, blocks, count), settings, known, runs - 1)
+            assert recorded is not None
+            done[count] = recorded
         (one, less), (other, more) = done[few], done[few + 1]
-        pairs = [_Pair(a, b) for a, b in zip(one.segments, other.segments, strict=True)]
+        pairs = [_Pair(a, b) for a, b in zip(one, other, strict=True)]
         if all(pair.few.phase == "update" or pair.agree for pair in pairs):
-            return _lengthened(known, settings, blocks.count - few, less, more, pairs)
-    return None
+            left = blocks.count - few
+            return [pair.lengthened(left) for pair in pairs], _grown(less, more, left)
+    return None if runs == RUNS else _recorded(program, settings, known, 0)
 
 
-def _lengthened(
-    known: KnownBytes, settings: OptimizerSettings, left: int, less: Traced, more: Traced, pairs: Sequence[_Pair]
-) -> Traced | None:
-    """With `left` more repetitions than `less` has, of which `more` has one; None where a joined bucket is too large to
-    be counted without a moment."""
+def _grown(less: Traced, more: Traced, left: int) -> Traced:
+    """`less` with `left` more repetitions, of which `more` has one; without peaks."""
 
     def grown(a: int, b: int) -> int:
         return a + left * (b - a)
 
-    peaks, filled = {name: 0 for name in less.peaks}, 0
-    for pair in pairs:
-        phase = pair.few.phase
-        if phase == "update":  # all gradients are there all the time
-            peaks[phase] = grown(*(max(now for _, now in one.moments) for one in (pair.few, pair.more)))
-            continue
-        peaks[phase] = max(peaks[phase], pair.peak(left))
-        for elements, now in pair.arrivals(left):
+    return replace(
+        less,
+        activations=grown(less.activations, more.activations),
+        sent={kind: grown(less.sent.get(kind, 0), more.sent.get(kind, 0)) for kind in more.sent},
+        kept=grown(less.kept, more.kept),
+        gradients=grown(less.gradients, more.gradients),
+    )
+
+
+def _peaks(
+    known: KnownBytes, settings: OptimizerSettings, segments: Sequence[_Segment], traced: Traced
+) -> Traced | None:
+    """With the peaks of all `segments`; None where a joined bucket is too large to be counted without a moment."""
+    peaks, filled = {name: 0 for name in traced.peaks}, 0
+    for segment in segments:
+        phase = segment.phase
+        peaks[phase] = max(peaks[phase], *(now for _, now in segment.moments))
+        for _, elements, now in segment.arrivals:
             if filled and filled + elements > known.bucket:
                 peaks[phase] = max(peaks[phase], now + known.copied(filled))
                 filled = 0
             filled += elements
-        for a, b in zip(pair.few.flushed, pair.more.flushed, strict=True):
-            peaks[phase] = max(peaks[phase], grown(a, b) + known.copied(filled or known.trainable))
+        for now in segment.flushed:
+            peaks[phase] = max(peaks[phase], now + known.copied(filled or known.trainable))
             filled = 0
-    gradients = grown(less.gradients, more.gradients)
     joined = known.joined if settings.overlap and settings.stage == 0 else 0
     if joined > SLACK * (known.persistent.total + max(peaks.values())):
         return None
     peaks["backward"] += joined
+    gradients = traced.gradients
     peaks["update"] = max(peaks["update"], gradients + known.joined, known.update(gradients))
-    return Traced(
-        grown(less.activations, more.activations),
-        {kind: grown(less.sent.get(kind, 0), more.sent.get(kind, 0)) for kind in more.sent},
-        known.persistent,
-        grown(less.kept, more.kept),
-        gradients,
-        peaks,
-        0,
-        0 if known.zero is None else known.zero.host_in_update(),
-    )
+    in_update = 0 if known.zero is None else known.zero.host_in_update()
+    return replace(traced, persistent=known.persistent, peaks=peaks, offloaded=0, host_in_update=in_update)
 
 
 @dataclass
@@ -452,28 +467,35 @@ class _Pair:
             return all(a[0] is b[0] for a, b in zip(self.few.moments, self.more.moments, strict=True))
         return self.period > 0 and self.before - self.behind >= self.period
 
-    def peak(self, left: int) -> int:
-        """The peak with `left` more repetitions."""
+    def lengthened(self, left: int) -> _Segment:
+        """The segment with `left` more repetitions."""
+        few, more, middle = self.few, self.more, self.behind + self.period
+        flushed = [a + left * (b - a) for a, b in zip(few.flushed, more.flushed, strict=True)]
+        if few.phase == "update":  # all gradients are there all the time
+            most, other = (max(now for _, now in one.moments) for one in (few, more))
+            return _Segment(few.phase, [(None, most + left * (other - most))], [], flushed)
+        arrivals = [
+            (place, elements, now + left * self.front) for place, elements, now in few.arrivals if place < middle
+        ]
         if not self.period:
-            pairs = zip(self.few.moments, self.more.moments, strict=True)
-            return max(a + left * (b - a) for (_, a), (_, b) in pairs)
-        first = max(now for _, now in self.few.moments[: self.before])
-        last = max(now for _, now in self.few.moments[self.behind :])
-        return max(first + left * self.front, last + left * self.back)
-
-    def arrivals(self, left: int) -> Iterator[tuple[int, int]]:
-        """Elements of every gradient and the bytes alive at its arrival, with `left` more repetitions."""
-        middle = self.behind + self.period
-        for place, elements, now in self.few.arrivals:
-            if place < middle:
-                yield elements, now + left * self.front
-        for number in range(left):
-            for place, elements, now in self.more.arrivals:
-                if middle <= place < middle + self.period:
-                    yield elements, now + (left - 1) * self.front + number * (self.back - self.front)
-        for place, elements, now in self.few.arrivals:
-            if place >= middle:
-                yield elements, now + left * self.back
+            moments = [(call, a + left * (b - a)) for (call, a), (_, b) in zip(few.moments, more.moments, strict=True)]
+        else:
+            moments = [(call, now + left * self.front) for call, now in few.moments[:middle]]
+        for number in range(left if self.period else 0):
+            place_by, bytes_by = number * self.period, (left - 1) * self.front + number * (self.back - self.front)
+            moments += [(call, now + bytes_by) for call, now in more.moments[middle : middle + self.period]]
+            arrivals += [
+                (place + place_by, elements, now + bytes_by)
+                for place, elements, now in more.arrivals
+                if middle <= place < middle + self.period
+            ]
+        if self.period:
+            moments += [(call, now + left * self.back) for call, now in few.moments[middle:]]
+        by = left * self.period
+        arrivals += [
+            (place + by, elements, now + left * self.back) for place, elements, now in few.arrivals if place >= middle
+        ]
+        return _Segment(few.phase, moments, arrivals, flushed)
 
 
 def _equal(pairs: Iterable[tuple[tuple[object, int], tuple[object, int]]], difference: int) -> int:

@@ -142,6 +142,30 @@ def test_layers_of_two_plans_are_predicted_from_more_repetitions(contracted_only
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("again", [8, 7])
+def test_two_runs_of_layers_are_predicted(contracted_only, monkeypatch, again, stage):
+    """Some layers are recomputed and as many are not: neither are all of one kind traced nor all of the other."""
+    traced = []
+    build = repeating.Trace.__init__
+
+    def counted(self, program: Program, *args) -> None:
+        traced.append(len(program.instructions))
+        build(self, program, *args)
+
+    graph = graph_of("llama", 15, torch.float32)
+    plan = make_plan(graph, Request("data_parallel", 4))
+    rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+    recompute = recomputed(graph, rules, RecomputeRequest("full"))
+    plan = replace(plan, recompute=replace(recompute, modules=recompute.modules[:again]))
+    program = lower(graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
+    settings = OptimizerSettings(stage, torch.optim.AdamW)
+    complete = trace(program, settings)
+    monkeypatch.setattr(repeating.Trace, "__init__", counted)
+    assert trace_repeated(program, settings) == complete
+    assert max(traced) < len(program.instructions) / 2
+
+
 @pytest.mark.parametrize("again", [None, "full"])
 def test_calls_do_not_grow_with_the_layers(contracted_only, monkeypatch, again):
     calls, dispatch = [0], Live.__torch_dispatch__
