@@ -136,6 +136,14 @@ VERBS = {
         usage="run calibrate [FILE] [--force] [KEY=VALUE ...]",
         keys=("calibrate", "world_size", "device", "launch.timeout", "launch.threads"),
     ),
+    "tokenize": Verb(
+        "train a tokenizer on local text: files, folders or addresses, without any the standard library",
+        "run tokenize vocabulary=1024 out=tokenizer limit=2000000",
+        "runner.commands.tokenize:run",
+        composed=False,
+        usage="run tokenize [INPUT ...] vocabulary=N out=FOLDER [pattern=GLOB] [field=NAME] [separator=TEXT] "
+        "[limit=CHARACTERS]",
+    ),
     "diff": Verb(
         "compare two plans: operators with other layouts, and what that changes",
         "run diff runs/a/plan.json runs/b",

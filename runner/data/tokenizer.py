@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from runner.errors import ConfigError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Names of the token that ends a document, where a tokenizer.json alone is given: it does not say which it is."""
+
+
+BYTES = 256
 
 
 class Bytes:
@@ -89,13 +93,52 @@ def load(path: str | None, end: str | None = None) -> Tokenizer | Bytes:
     return Bytes()
 
 
+def trained(texts: Iterable[str], vocabulary: int) -> Mapping[str, str]:
+    """The files of a tokenizer that is trained on `texts`: byte-pair encoding of bytes (Sennrich et al., 2016), so any
+    text can be encoded, and nothing is lost.
+
+    Args:
+        texts: the documents.
+        vocabulary: tokens at most: 256 bytes, the end of a document, and merges.
+
+    Returns:
+        The contents of tokenizer.json and tokenizer_config.json, by name.
+
+    Raises:
+        ConfigError: a vocabulary below 257, no text, or a package that is missing.
+    """
+    if vocabulary <= BYTES:
+        raise ConfigError(
+            "MW830", f"vocabulary = {vocabulary} must be {BYTES + 1} or more: every byte and the end have a token."
+        )
+    try:
+        library: Any = import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigError("MW802", 'The package tokenizers is needed: pip install "meshwright[text]".') from error
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        iter(texts),
+        library.trainers.BpeTrainer(
+            vocab_size=vocabulary, special_tokens=[ENDS[0]], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    if made.get_vocab_size() == BYTES + 1 < vocabulary:
+        raise ConfigError("MW314", "There is no text to train a tokenizer on: no two bytes stand together twice.")
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ENDS[0], "clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(kind, indent=2) + "\n"}
+
+
 def located(path: str) -> Path:
     """The file or folder of a tokenizer. Raises ConfigError: there is none."""
     file = home.expanded(path).absolute()
     if not file.exists():
         raise ConfigError(
             "MW830",
-            f"{file}: there is no such tokenizer. Give a tokenizer.json, or a folder as transformers saves one.",
+            f"{file}: there is no such tokenizer. Give a tokenizer.json or a folder as transformers saves one; `run "
+            "tokenize` trains one on local text.",
         )
     return file
 

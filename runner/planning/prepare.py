@@ -45,6 +45,7 @@ from runner.planning.estimate import Programs, estimate, settings_of, step_price
 from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
 from runner.planning.sources import planned, request_of
+from runner.planning.vocabulary import check_vocabulary
 from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -236,11 +237,13 @@ def prepare(
         _check_mesh(config, world_size)
         values = {}
     elif config.parallel.mode == "stand_alone":
-        run_once(step, tensors)
-        if several:
-            with suppress(StrategyError):  # a module that is no graph; all micro-batches count the same
+        if several or hasattr(training, "vocabulary"):
+            with suppress(StrategyError):  # a module that is no graph: all micro-batches count the same
                 captured = capture(step, tensors, training=True)
-                prepared = replace(prepared, counted=counted(captured.graph, captured.tensors))
+        if captured is not None:
+            check_vocabulary(captured.graph, training)
+            prepared = replace(prepared, counted=counted(captured.graph, captured.tensors) if several else None)
+        run_once(step, tensors)
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
         values = {
@@ -250,6 +253,7 @@ def prepare(
     else:
         captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
+        check_vocabulary(graph, training)
         if several:
             prepared = replace(prepared, counted=counted(graph, captured.tensors))
         on_host(graph, config.parallel.place)

@@ -82,9 +82,10 @@ class Worker:
         seed_generators(self._config.train.seed)
         self._training, self._order = training, order_of(self._config, training)
         self._slice = cache(self._build)
+        weighed = [] if job.prepared.counted is None else [job.prepared.counted.entry]
         self._facts = self._batches(
             [
-                _full(shape) if position in self._sliced.counted else ((0, 1), *_full(shape[1:]))
+                _full(shape) if position in (*self._sliced.counted, *weighed) else ((0, 1), *_full(shape[1:]))
                 for position, shape in enumerate(job.prepared.shapes)
             ]
         )
@@ -192,9 +193,9 @@ class Worker:
         module, batches, faults = self._slice(number)
         faults.begin(step)
         sent, received = ([getattr(link, way) for link in self._servers] for way in ("sent", "received"))
-        micro_batches = self._load(batches, faults, step - 1 + order["ahead"])
+        micro_batches, shares = self._load(batches, faults, step - 1 + order["ahead"])
         self._pull()
-        loss = self._gradient(module, micro_batches, step)
+        loss = self._gradient(module, micro_batches, shares, step)
         self._kept_slices[number] = self._kept_gradient.clone()
         self._clip(order["clip"])
         faults.at("collective")
@@ -219,26 +220,32 @@ class Worker:
             "pulled": sum(link.received for link in self._servers) - sum(received),
         }
 
-    def _load(self, batches: LocalBatches, faults: Faults, batch: int) -> list[list[Tensor]]:
-        """The inputs of the program in every micro-batch of global batch number `batch`; ids of rows are positions."""
+    def _load(self, batches: LocalBatches, faults: Faults, batch: int) -> tuple[list[list[Tensor]], list[float]]:
+        """The inputs of the program in every micro-batch of global batch `batch`, where ids of rows are positions;
+        and the share that each one has of what the loss counts."""
         rows, epoch = self._order.rows(batch), self._order.epoch(batch)
         size, dtype = self._prepared.rows, DTYPES[self._config.train.precision]
         loaded: list[list[Tensor]] = []
         facts: list[list[Tensor]] = []
+        weighing, counts = self._prepared.counted, [0.0] * self._config.train.accumulate
         for micro in range(self._config.train.accumulate):
             recorder.at(DATA)
             faults.at("data")
             part = rows[micro * size : (micro + 1) * size]
             loaded.append(cast(batches.load(part, epoch), dtype))
             facts.append([])
-            if counted := self._sliced.counted:
+            if (counted := self._sliced.counted) or weighing is not None:
                 batch_entries = cast(self._facts.load(part, epoch), dtype)
+            if counted:
                 facts[-1] = self._sliced.facts_of([batch_entries[one] for one in counted], self._tensors)
+            if weighing is not None:
+                counts[micro] = weighing.of(batch_entries, _full(self._prepared.shapes[weighing.entry]))
         positions = [table.need(loaded) for table in self._tables]
+        total = sum(counts)
         return [
             [*entries, *(one for own in positions for one in own[micro]), *facts[micro]]
             for micro, entries in enumerate(loaded)
-        ]
+        ], [count / total if total else 1 / len(counts) for count in counts]
 
     def _pull(self) -> None:
         """Read the dense parameters and the rows that are needed from all servers, at the same time."""
@@ -253,17 +260,20 @@ class Worker:
         for table in self._tables:
             table.begin()
 
-    def _gradient(self, module: torch.nn.Module, micro_batches: list[list[Tensor]], step: int) -> float:
+    def _gradient(
+        self, module: torch.nn.Module, micro_batches: list[list[Tensor]], shares: list[float], step: int
+    ) -> float:
         """Forward and backward of the slice in all micro-batches. Returns its part of the loss."""
         self._gradients.zero_()
         self._kept_gradient.zero_()
-        count, total = len(micro_batches), 0.0
+        total = 0.0
         for micro, entries in enumerate(micro_batches):
             recorder.at(FORWARD)
             key = (mix(self._config.train.seed, step, micro),) if self._program.random else ()
             loss = module(*entries, *key)
-            (loss / count if count > 1 else loss).backward()
-            total += float(loss.detach().double()) / count
+            (loss if len(shares) == 1 else loss * shares[micro]).backward()
+            if shares[micro]:  # of nothing the mean is not a number
+                total += float(loss.detach().double()) * shares[micro]
         return total
 
     def _clip(self, limit: float | None) -> None:

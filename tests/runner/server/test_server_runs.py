@@ -15,7 +15,10 @@ from strategies.core.errors import StrategyError
 SERVED = (*SMALL, "parallel=parameter_server", "world_size=5", "parallel.server.servers=2", "train.log_every=1")
 REPLICAS, PATIENCE = "parallel.server.replicas=1", "launch.timeout=30"
 ADAM = ("optimizer={target: torch.optim.AdamW, args: {lr: 0.05}}", "train.clip=0.1")
-MOMENTUM = ("optimizer={target: torch.optim.SGD, args: {lr: 0.1, momentum: 0.9}}", "train.accumulate=2")
+MOMENTUM = (
+    "optimizer={target: torch.optim.SGD, args: {lr: 0.1, momentum: 0.9}}", "train.accumulate=2",
+    "loss.args={ignore_index: 0}",
+)  # fmt: skip
 
 
 def kill(rank, step, phase):
