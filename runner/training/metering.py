@@ -87,6 +87,12 @@ class Meter:
         if name == "forward":
             step["kept"] = max(step["kept"], self._now() - before)
 
+    @property
+    def latest(self) -> int:
+        """The peak of the latest step that was counted."""
+        peaks: dict[str, int] = self.steps[-1]["peaks"]
+        return max(peaks.values())
+
     def report(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """A summary of all steps except the first, which creates the optimizer's states (of that step, if it is the
         only one). Bytes after a phase are the minimum over the steps, and peaks the median: a communication thread may

@@ -12,15 +12,44 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from runner.config.schema import Config
 from runner.launch.logs import console
+from runner.report.units import shown_bytes, shown_rate, shown_share, shown_time
 from runner.run_folder.metrics import FILE, record_of
 from runner.training.loggers import Logger, close, log, loggers_of
 from strategies.core import bounded_files as bounded
 from strategies.optimizer.loss_scale import LossScale
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the plan of a run predicts, for the console.
+
+    Attributes:
+        memory: peak bytes of a rank.
+        tokens: of a sample; 0 for data without tokens.
+        at_peak: seconds in which all devices at their peak would do the matrix products of a step; 0 where the cluster
+            is not known.
+    """
+
+    memory: int = 0
+    tokens: float = 0.0
+    at_peak: float = 0.0
+
+    @classmethod
+    def of(cls, config: Config, run_dir: Path) -> Expected:
+        """Of the plan in a run folder; nothing is expected where there is none."""
+        file = run_dir / "plan.json"
+        if config.parallel.mode in ("stand_alone", "hybrid") or not file.is_file():
+            return cls()
+        found = json.loads(file.read_text(encoding="utf-8"))["prediction"]
+        known = config.cluster.machine is not None and found["mfu"] is not None
+        tokens = (found["tokens_per_second"] or 0) / (found["samples_per_second"] or 1)
+        return cls(found["memory"], tokens, found["mfu"] * found["seconds"] if known else 0.0)
 
 
 class Metrics(ExitStack):
@@ -33,6 +62,7 @@ class Metrics(ExitStack):
         first_step: the first step that this run will write; lines of it and of later steps are dropped.
         progress: "auto" shows a progress bar instead of lines when stdout is a terminal; True always, False never.
         loggers: what else receives the numbers, by name; they are closed with the record.
+        expected: what the plan predicts, which the lines compare.
     """
 
     def __init__(
@@ -44,6 +74,7 @@ class Metrics(ExitStack):
         first_step: int = 0,
         progress: Literal["auto"] | bool = "auto",
         loggers: Mapping[str, Logger] | None = None,
+        expected: Expected | None = None,
     ) -> None:
         super().__init__()
         path = run_dir / FILE
@@ -51,6 +82,7 @@ class Metrics(ExitStack):
         self._log_every, self._total = log_every, total_steps
         self._bar: Any = None
         self._loggers = loggers or {}
+        self._expected = expected or Expected()
         self._seconds, self._samples, self._steps = 0.0, 0, 0  # since the last line
         self.push(lambda kind, *_: close(self._loggers, kind is not None))
         screen = console()
@@ -75,6 +107,7 @@ class Metrics(ExitStack):
         loss_scale: LossScale | None = None,
         server: Mapping[str, float] | None = None,
         callbacks: Mapping[str, float] | None = None,
+        memory: int | None = None,
     ) -> None:
         """Record one optimizer step.
 
@@ -88,6 +121,7 @@ class Metrics(ExitStack):
             loss_scale: in fp16, what the next step's loss is multiplied by, and how many steps were skipped so far.
             server: what servers and workers of mode parameter_server have done in this step.
             callbacks: what callbacks have logged in this step.
+            memory: the most bytes that rank 0 has had on its device, where they are counted; only on the console.
             offload: bytes that were moved away from the device and back in this step, by kind.
         """
         rate = samples / seconds if seconds > 0 else 0.0
@@ -106,7 +140,7 @@ class Metrics(ExitStack):
             self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
             self._bar.update(1)
         elif step % self._log_every == 0 or step == self._total:
-            self._print_line(step, loss, lr, grad_norm)
+            self._print_line(step, loss, lr, grad_norm, memory)
 
     def evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Record and print the results of an evaluation after `step`."""
@@ -127,11 +161,24 @@ class Metrics(ExitStack):
         self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
         self._file.flush()
 
-    def _print_line(self, step: int, loss: float, lr: float, grad_norm: float | None) -> None:
+    def _print_line(self, step: int, loss: float, lr: float, grad_norm: float | None, memory: int | None) -> None:
+        seconds, expected = self._seconds / self._steps, self._expected
         rate = self._samples / self._seconds if self._seconds > 0 else 0.0
-        norm = "" if grad_norm is None else f"  grad_norm {grad_norm:.4g}"
-        pace = f"{1000 * self._seconds / self._steps:.4g} ms/step  {rate:.0f} samples/s"
-        print(f"{self._label(step)}  loss {loss:.6g}  lr {lr:.4g}{norm}  {pace}", flush=True)
+        parts = [self._label(step), f"loss {loss:.6g}", f"lr {lr:.4g}"]
+        parts += [] if grad_norm is None else [f"grad_norm {grad_norm:.4g}"]
+        parts.append(f"{1000 * seconds:.4g} ms/step")
+        if expected.tokens:
+            parts.append(f"{shown_rate(rate * expected.tokens)} tokens/s")
+        else:
+            parts.append(f"{shown_rate(rate)} samples/s")
+        if expected.at_peak and seconds:
+            parts.append(f"MFU {shown_share(expected.at_peak / seconds)}")
+        if memory is not None:
+            predicted = f" / {shown_bytes(expected.memory)}" if expected.memory else ""
+            parts.append(f"memory {shown_bytes(memory)}{predicted}")
+        if self._total is not None and step < self._total:
+            parts.append(f"{shown_time((self._total - step) * seconds)} left")
+        print("  ".join(parts), flush=True)
         self._seconds, self._samples, self._steps = 0.0, 0, 0
 
     def _label(self, step: int) -> str:
@@ -161,6 +208,7 @@ def metrics_of(
         first_step=first,
         progress=report.progress,
         loggers=loggers_of(config, run_dir, first),
+        expected=Expected.of(config, run_dir),
     )
 
 

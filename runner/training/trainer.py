@@ -283,6 +283,7 @@ class Trainer:
                         loss_scale=self.updates.loss_scale,
                         server=self._served(),
                         callbacks=hooks.taken(),
+                        memory=self._peak(),
                     )
                 evaluated = self.evaluator is not None and (step == last or self._due(step))
                 if self.evaluator is not None and evaluated:
@@ -314,6 +315,12 @@ class Trainer:
             "offload": change({}, self._moved()),
             "memory": None if self.meter is None else self._measured(),
         }
+
+    def _peak(self) -> int | None:
+        """The most bytes on this rank's device: on GPUs so far, on a CPU in a step that was counted."""
+        if self.meter is not None:
+            return self.meter.latest
+        return None if self.rank.device == "cpu" else torch.cuda.max_memory_allocated()
 
     def _measured(self) -> list[dict[str, Any]]:
         """The measurements of every rank (collective)."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.launch import logs
-from runner.training.metrics import FILE, Metrics
+from runner.training.metrics import FILE, Expected, Metrics
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -96,12 +96,23 @@ def test_lines_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         metrics.evaluation(10, {"accuracy": 0.9375, "loss": 0.25})
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "step  4/10  loss 0.25  lr 0.1  500 ms/step  64 samples/s",
-        "step  8/10  loss 0.125  lr 0.1  500 ms/step  64 samples/s",
+        "step  4/10  loss 0.25  lr 0.1  500 ms/step  64 samples/s  3 s left",
+        "step  8/10  loss 0.125  lr 0.1  500 ms/step  64 samples/s  1 s left",
         "step 10/10  loss 0.1  lr 0.1  500 ms/step  64 samples/s",
         "step 10/10  evaluation  accuracy 0.9375  loss 0.25",
     ]
     assert err == ""
+
+
+def test_a_line_compares_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = Expected(memory=3 << 30, tokens=1000, at_peak=0.2)
+    with Metrics(tmp_path, log_every=2, total_steps=1000, expected=expected) as metrics:
+        for step, seconds in ((1, 0.75), (2, 0.25)):
+            metrics.step(step, loss=0.5, lr=0.1, seconds=seconds, samples=32, memory=step << 30)
+    assert capsys.readouterr().out == (
+        "step    2/1000  loss 0.5  lr 0.1  500 ms/step  64,000 tokens/s  MFU 40.0%  memory 2.0 GiB / 3.0 GiB  "
+        "8.32 min left\n"
+    )
 
 
 def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
