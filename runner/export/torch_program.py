@@ -21,19 +21,11 @@ from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
 from strategies.resharding.path import resharding_path
-from strategies.runtime.dtensors import placements
+from strategies.runtime.dtensors import GATHERED, placements
 
 SKELETON = Path(__file__).with_name("plain_torch.py")
 BEGIN, END = "# The plan\n", "# The end of the plan\n"
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-GATHERED = {
-    "scaled_dot_product_attention": (-2,),
-    "cross_entropy_loss": (1,),
-    "conv1d": (-1,),
-    "conv2d": (-2, -1),
-    "conv3d": (-3, -2, -1),
-}
-"""Dims of the first operands (of more than one dim) that the plan may slice and DTensor makes whole, by operator."""
 
 
 def changes(prepared: Prepared) -> list[Change]:

@@ -32,6 +32,7 @@ from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
 from strategies.planner.step_certificate import StepEvaluation
 from strategies.rules import rule_of
+from strategies.runtime.dtensors import GATHERED
 from strategies.search.algorithms import with_cost
 
 EVERY = 10.0
@@ -66,6 +67,7 @@ def request_of(config: Config, world_size: int) -> Request:
         overlap_gradients=lowering.overlaps_backward(config) and not parallel.pipeline.known,
         micro_batches=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),
         memory_limit=None if limit is None else limit * groups,  # a rank holds only its stages
+        unsliced=GATHERED if parallel.for_target == "torch" else {},
     )
 
 

@@ -90,6 +90,7 @@ class Request:
         micro_batches: of a step; those for which a pipeline fills up among them.
         memory_limit: bytes per rank.
         runner_up: an exact search of an open mesh also returns the second best plan.
+        unsliced: dims of operands (those of more than one dim) that no plan slices, by label of an operator.
     """
 
     mode: Mode
@@ -108,6 +109,7 @@ class Request:
     micro_batches: int = 1
     memory_limit: int | None = None
     runner_up: bool = True
+    unsliced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def check(request: Request) -> None:

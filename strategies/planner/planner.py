@@ -70,7 +70,7 @@ class Planning:
         check(request)
         request = without_idle_axes(request)
         self.graph, self.request, self.cluster, self.step_cost = graph, request, cluster, step_cost
-        self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        self.shardings = {one.id: _unsliced(rule_of(one, graph), one, request) for one in graph.operators}
         self.configured = configured(graph, self.shardings, request.strategies)
         self.marked = self._marked()
         self.meshing = self._meshing()
@@ -485,6 +485,16 @@ class Planning:
     def _operand(self, operator: Operator, position: int, operators: Mapping[str, OperatorPlan]) -> Layout:
         sharding: Sharding = self.shardings[operator.id]
         return sharding.operand_layouts(operators[operator.name].assignment)[position]
+
+
+def _unsliced(sharding: Sharding, operator: Operator, request: Request) -> Sharding:
+    """The rule of an operator, where no slice is allowed of the dims that the request wants replicated."""
+    wanted = request.unsliced.get(operator.label, ())
+    factors = {dims[dim] for dims in sharding.operands if len(dims) > 1 for dim in wanted} - {None}
+    if not factors:
+        return sharding
+    sizes = {factor: 1 if factor in factors else size for factor, size in sharding.sizes.items()}
+    return replace(sharding, sizes=sizes, padded=sharding.padded - factors)
 
 
 def _flat(dims: Mapping[str, Axes]) -> set[str]:

@@ -17,6 +17,16 @@ from strategies.core.layout import Layout, indices
 from strategies.core.mesh import Mesh
 
 
+GATHERED = {
+    "scaled_dot_product_attention": (-2,),
+    "cross_entropy_loss": (1,),
+    "conv1d": (-1,),
+    "conv2d": (-2, -1),
+    "conv3d": (-3, -2, -1),
+}
+"""Dims of the first operands (of more than one dim) that the plan may slice and DTensor makes whole, by operator."""
+
+
 def placements(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[Placement, ...] | None:
     """The placement on every axis of the mesh, outermost first; None where no DTensor has this layout."""
     found: dict[str, Placement] = {axis: Partial() for axis in layout.partial}

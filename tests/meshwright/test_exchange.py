@@ -216,3 +216,19 @@ def test_deepspeed_trains_the_export_as_one_device(on_ranks: Callable[..., Any],
     model.save_pretrained(tmp_path / "model")
     worst = on_ranks("sped", (tmp_path / "model", file), world_size=2, module="exports")
     assert max(worst.values()) < 1e-5, worst
+
+
+def test_a_plan_for_torch_is_the_best_that_torch_can_say() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 3, 3, padding=1))
+        batch = torch.empty(1, 3, 8192, 8192), torch.empty(1, 3, 8192, 8192)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 4, "cluster": "dgx_h100", "plan_cache": None}
+    free = meshwright.plan(module, batch, **options)
+    plan = meshwright.plan(module, batch, for_target="torch", **options)
+    assert {change.name for change in free.expressible("torch")} == {"0", "2"}  # pictures in slices of rows
+    assert plan.expressible("torch") == []
+    assert plan.gap is not None and plan.gap < 0.5 and plan.cost > 2 * free.cost
+    rows = {"0": [[1, 1, 4, 1], [1, 1, 1, 1]]}
+    with pytest.raises(meshwright.CodedError) as error:
+        meshwright.plan(module, batch, for_target="torch", strategies=rows, **options)
+    assert error.value.code == "MW402"
