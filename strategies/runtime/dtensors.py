@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from strategies.core.layout import Layout, indices
 from strategies.core.mesh import Mesh
 
-
 GATHERED = {
     "scaled_dot_product_attention": (-2,),
     "cross_entropy_loss": (1,),
