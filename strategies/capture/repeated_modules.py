@@ -279,9 +279,15 @@ class _Nodes:
 
     def outside(self, path: str, arguments: Any, placeholders: Mapping[str, fx.Node]) -> dict[fx.Node, fx.Node]:
         """The values from outside that the layer `path` takes, called with `arguments`, where this one takes others."""
-        own = {name: node for name, node in placeholders.items() if name.startswith(f"{self.path}.")}
-        taken = {node: placeholders[path + name.removeprefix(self.path)] for name, node in own.items()}
-        return taken | dict(zip(self.arguments, arguments, strict=True))  # type: ignore[arg-type]
+        if len(self.arguments) != len(arguments):  # type: ignore[arg-type]
+            raise NotRepeated
+        taken = dict(zip(self.arguments, arguments, strict=True))  # type: ignore[arg-type]
+        for name, node in placeholders.items():
+            if name.startswith(f"{self.path}."):
+                if (other := placeholders.get(path + name.removeprefix(self.path))) is None:
+                    raise NotRepeated
+                taken.setdefault(node, other)
+        return taken
 
     def repeated_by(self, other: _Nodes, placeholders: Mapping[str, fx.Node]) -> bool:
         """Whether another layer was traced to the same nodes."""
@@ -345,6 +351,9 @@ class _Expansion:
     def expand(self, notes: Sequence[fx.Node]) -> None:
         """Replace the repetitions of one list. Raises NotRepeated where traced layers differ."""
         ends = [note for note in notes if note.args[0] != "again"]
+        kinds = [(note.args[0], note.args[1] == ends[at - at % 2].args[1]) for at, note in enumerate(ends)]
+        if kinds != [("begin", True), ("end", True)] * 3:  # not all are called, or one within another
+            raise NotRepeated
         first, second, last = (_Nodes(*pair) for pair in zip(ends[::2], ends[1::2], strict=True))
         if not all(second.repeated_by(other, self.placeholders) for other in (first, last)):
             raise NotRepeated
@@ -361,6 +370,8 @@ class _Expansion:
     def _taken(self, first: _Nodes, second: _Nodes) -> Counter[str]:
         """Names that a layer takes: from its first to the first of the next, but for those between the layers."""
         before, here = (dict(self.names[one] for one in reversed(layer.inside)) for layer in (first, second))
+        if before.keys() != here.keys():
+            raise NotRepeated
         taken = Counter({name: number - before[name] for name, number in here.items()})
         between = first.end
         while between is not second.begin:
