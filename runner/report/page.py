@@ -16,6 +16,7 @@ from typing import Any
 from runner.report import text, units
 from runner.report.html import COLOURS, render
 from runner.report.layers import LayerKind, Row, kinds
+from runner.report.schedule import drawing, spans_of
 from runner.report.units import shown_bytes
 from strategies.core.steps import LOCAL
 from strategies.rules.traits import traits
@@ -195,6 +196,7 @@ def plan_page(content: text.Content, title: str) -> str:
         step_time=bar(text.step_parts(content["cost"]), units.shown_seconds),
         limits=bar(prediction["shares"], units.shown_seconds),
         all_stages=", all stages together" if "pipeline" in content else "",
+        schedule=drawing(spans_of(content["pipeline"])) if "actions" in content.get("pipeline", {}) else None,
         memory=memory,
         memory_limit=prediction["memory_limit"],
         memory_parts=bar({part: memory[part] for part in text.MEMORY}, units.shown_bytes),

@@ -14,6 +14,7 @@ from typing import Any
 from runner.planning.clusters import DESCRIBING
 from runner.planning.joint import choice_of
 from runner.planning.prepare import Prepared
+from runner.report import schedule
 from runner.report.layers import Sums, kinds
 from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share, shown_time, text_table
 from strategies.core.plan import Plan
@@ -285,6 +286,9 @@ def totals(content: Content) -> str:
             f"estimated bubble: {pipeline['bubble']:.1%} of the time the stages wait; micro-batches whose activations "
             f"a rank keeps: {', '.join(map(str, pipeline['held']))}"
         )
+        if "actions" in pipeline:  # not in plans of earlier versions
+            lines += [f"schedule {pipeline['schedule']} (F forward, B backward, I input, W weight gradients):"]
+            lines += schedule.lines(pipeline)
     return "\n".join(lines)
 
 

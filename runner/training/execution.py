@@ -216,7 +216,7 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         for rows, evaluation in prepared.evaluations.items()
     }
     recorder.explain({operator.name: operator.where for k in mine for operator in stages[k].graph.operators})
-    peers = Peers([stages[k] for k in mine], communicator, circle=len(stages) > count)
+    peers = Peers([stages[k] for k in mine], communicator, stages, circle=len(stages) > count)
     assert prepared.schedule is not None
     short_units = [unit(short[k], short_programs[k], True)[0] for k in mine] if short else []
     runner = StageRunner(

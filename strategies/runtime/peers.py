@@ -23,48 +23,54 @@ SEND, BROADCAST = "send", "broadcast"
 
 
 class Peers:
-    """The peers of a rank that runs `stages`. Collective: every rank makes one.
+    """The peers of a rank that runs `stages` of those of a pipeline, `every`. Collective: every rank makes one.
 
     Group g sends values to group g + 1 and gradients back; with `circle`, the last one does so to the first. `copies`
     gives the number of groups that have a parameter, where several have it; `leads` are those of which this is the
     first.
     """
 
-    def __init__(self, stages: Sequence[Stage], communicator: Communicator, *, circle: bool = False) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], communicator: Communicator, every: Sequence[Stage], *, circle: bool = False
+    ) -> None:
         self._communicator = communicator
         self.number, self.count = communicator.stage, communicator.stages
         links = self.count if circle else self.count - 1
-        made = {first: (self._link(first), self._link(first)) for first in range(links) if self._touches(first)}
+        made = {first: (self._link(first), self._link(first)) for first in range(links)}
         none: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
         self._forward_to, self._backward_from = made.get(self.number, none)
         self._forward_from, self._backward_to = made.get((self.number - 1) % self.count, none)
+        self._shared = self._holding(stages)
+        self._groups = {groups: self._group(groups) for groups in sorted(set(self._holding(every).values()))}
+        self.copies = {name: len(groups) for name, groups in self._shared.items()}
+        self.leads = frozenset(name for name, groups in self._shared.items() if groups[0] == self.number)
+        self._sending: list[tuple[Any, Tensor]] = []
+
+    def _holding(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+        """The groups that have a parameter, where several have it."""
         holding = {
             name: tuple(sorted({number % self.count for number in numbers}))
             for stage in stages
             for name, numbers in stage.holders.items()
         }
-        self._shared = {name: groups for name, groups in holding.items() if len(groups) > 1}
-        self._groups = {groups: self._group(groups) for groups in sorted(set(self._shared.values()))}
-        self.copies = {name: len(groups) for name, groups in self._shared.items()}
-        self.leads = frozenset(name for name, groups in self._shared.items() if groups[0] == self.number)
-        self._sending: list[tuple[Any, Tensor]] = []
+        return {name: groups for name, groups in holding.items() if len(groups) > 1}
 
     def _group(self, groups: Sequence[int]) -> dist.ProcessGroup:
-        ranks = [self._rank(group) for group in groups]
+        """A process group of the peers in `groups`. torch names it by how many the rank has made before, which must be
+        equally many on all of them: so a rank that is in none of `groups` makes one of its own."""
+        ranks = [self._rank(group) for group in (groups if self.number in groups else [self.number])]
         group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
         return group
 
     def _rank(self, group: int) -> int:
         return group % self.count * self._communicator.mesh.size + self._communicator.rank
 
-    def _touches(self, first: int) -> bool:
-        return self.number in (first, (first + 1) % self.count)
-
     def _link(self, first: int) -> dist.ProcessGroup:
         """A process group for one way between the groups `first` and `first + 1`."""
         groups = sorted((first, (first + 1) % self.count))
         link = self._group(groups)
-        recorder.know(link, map(self._rank, groups), f"groups {groups[0]} and {groups[1]} of the pipeline")
+        if self.number in groups:
+            recorder.know(link, map(self._rank, groups), f"groups {groups[0]} and {groups[1]} of the pipeline")
         return link
 
     def send(self, value: Tensor, ahead: bool) -> None:

@@ -1,0 +1,295 @@
+"""Synthesised pipeline schedules against named ones: over random cost tables, against DualPipe's bubble, and measured.
+
+    python -m benchmarks.schedules [--tables 500] [--first 0] [--repetitions 7] [--only PART...] [--svg FILE]
+
+tables: every named schedule against the one that is made for the same stages in the memory of its busiest group. ZB-V
+is that of torch.distributed.pipelining; its V is a placement of stages that only the prediction knows. dualpipe: its
+bubble is (PP/2 - 1)(F&B + B - 3W) with PP + 1 micro-batches in memory, and it holds the parameters twice; synthesised
+schedules get these PP + 1, but none of the second copy's memory. measured: ranks on gloo run a network of small layers
+by each schedule; a pass waits as long as its stage is said to take, so ranks that share cores do not slow each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from runner import launch
+from runner.report.schedule import drawing
+from strategies.lowering.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Schedule,
+    make_schedule,
+    peak_activations,
+)
+from strategies.lowering.pipeline_synthesis import Problem, synthesise
+from strategies.lowering.pipeline_timeline import StageTimes, makespan, timeline
+
+NAMED = ("1f1b", "zero_bubble", "interleaved_1f1b", "zero_bubble x 2", "zb_v")
+RANKS, MICRO_BATCHES = 4, 8
+SECONDS = 0.01
+STAGES = ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.8, 1.6, 1.4))
+"""Forward, input and weight gradients of the measured stages: the last one has the output layer and the loss."""
+
+
+def zb_v(groups: int, micro_batches: int) -> Schedule:
+    """ZB-V as torch has it: group g runs the stages g and 2 groups - 1 - g."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    ways = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
+    given = SimpleNamespace(pp_group_size=groups, num_stages=2 * groups, _n_microbatches=micro_batches)
+    made = []
+    for group in range(groups):
+        actions = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(given, group)  # type: ignore[arg-type]
+        made.append(
+            tuple(
+                Action(ways[one.computation_type.name], one.microbatch_index or 0, one.stage_index)
+                for one in actions
+                if one is not None
+            )
+        )
+    return tuple(made)
+
+
+def table(seed: int) -> tuple[list[StageTimes], list[float], int]:
+    """Random seconds and sizes of the halves of every stage, even or not, and a number of micro-batches."""
+    draw = random.Random(seed)
+    groups, spread = draw.choice((2, 3, 4, 6, 8)), draw.choice((0.0, 0.3, 1.0, 3.0))
+    weight, send = draw.choice((0.5, 1.0, 1.5)), draw.choice((0.0, 0.2))
+
+    def some(mean: float) -> float:
+        return mean * (1 + spread * draw.random())
+
+    times = [StageTimes(some(1.0) + send, some(1.0) + send, some(weight)) for _ in range(2 * groups)]
+    return times, [some(1.0) for _ in times], groups * draw.choice((1, 2, 3))
+
+
+def compared(kind: str, seed: int) -> float:
+    """Seconds of the synthesised schedule relative to the named one."""
+    halves, sizes, micro_batches = table(seed)
+    groups = len(halves) // 2
+    owners = [stage % groups for stage in range(2 * groups)]
+    if kind in ("1f1b", "zero_bubble"):
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        halves = [StageTimes(a.forward + b.forward, a.input + b.input, a.weight + b.weight) for a, b in pairs]
+        sizes, owners = [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)], owners[:groups]
+        named = make_schedule(kind, groups, micro_batches)
+    elif kind == "zb_v":
+        owners = [*range(groups), *reversed(range(groups))]
+        named = zb_v(groups, micro_batches)
+    else:
+        named = make_schedule(kind.split()[0], groups, micro_batches, 2)
+    most = max(peak_activations(actions, sizes) for actions in named)
+    made = synthesise(Problem(halves, owners, micro_batches, sizes, [most] * groups), [named])
+    assert made is not None
+    assert max(peak_activations(actions, sizes) for actions in made) <= most * (1 + 1e-6)
+    return makespan(made, halves) / makespan(named, halves)
+
+
+def tables(first: int, count: int) -> str:
+    lines = ["| schedule | mean | best | slower |", "|---|---|---|---|"]
+    for kind in NAMED:
+        ratios = [compared(kind, seed) for seed in range(first, first + count)]
+        slower = sum(ratio > 1 + 1e-9 for ratio in ratios)
+        lines.append(f"| {kind} | {statistics.mean(ratios):.3f} | {min(ratios):.3f} | {slower} of {count} |")
+    return "\n".join(lines)
+
+
+def dualpipe(groups: int = 8, micro_batches: int = 20) -> str:
+    """Bubbles with F = 1, B = 2, W = 1 and F&B = F + B."""
+    theirs = (groups / 2 - 1) * (3 + 2 - 3)
+    lines = [
+        "| schedule | bubble | of DualPipe's |",
+        "|---|---|---|",
+        f"| DualPipe, {groups} groups, {micro_batches} micro-batches | {theirs:g} | 1 |",
+    ]
+    for virtual in (2, 4):
+        times = [StageTimes(1 / virtual, 1 / virtual, 1 / virtual)] * (virtual * groups)
+        owners, sizes = [stage % groups for stage in range(virtual * groups)], [1 / virtual] * len(times)
+        made = synthesise(Problem(times, owners, micro_batches, sizes, [groups + 1.0] * groups))
+        assert made is not None
+        own = makespan(made, times) - 3 * micro_batches
+        lines.append(f"| synthesised, {virtual} stages per rank | {own:g} | {own / theirs:.2f} |")
+    return "\n".join(lines)
+
+
+def stage_times() -> list[StageTimes]:
+    """Of the measured stages; all of the first one's backward is input gradients, for nothing waits for it."""
+    times = [StageTimes(*(SECONDS * one for one in own)) for own in STAGES]
+    return [StageTimes(times[0].forward, times[0].input + times[0].weight, 0.0), *times[1:]]
+
+
+def schedules() -> dict[str, Schedule]:
+    """1F1B, ZB-H1, and what is made in the memory of each."""
+    found: dict[str, Schedule] = {}
+    for kind in ("1f1b", "zero_bubble"):
+        named = make_schedule(kind, RANKS, MICRO_BATCHES)
+        most = max(peak_activations(actions) for actions in named)
+        problem = Problem(stage_times(), range(RANKS), MICRO_BATCHES, [1.0] * RANKS, [most] * RANKS)
+        made = synthesise(problem, [named])
+        assert made is not None
+        found |= {kind: named, f"synthesised in the memory of {kind}": made}
+    return found
+
+
+def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Median seconds of a step and the loss, by schedule."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from strategies.capture import Objective, capture
+    from strategies.core.program import LoweringOptions
+    from strategies.core.request import Request
+    from strategies.lowering.lowering import lower, random_ordinals
+    from strategies.lowering.pipeline import cut, in_stages
+    from strategies.optimizer.stages import make_updates
+    from strategies.optimizer.updates import axes_needed
+    from strategies.planner.planner import make_plan
+    from strategies.runtime.communicator import Communicator
+    from strategies.runtime.module_tree import build
+    from strategies.runtime.peers import Peers
+    from strategies.runtime.pipeline_stage import RankStage, StageRunner
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(RANKS)))
+    x, y = torch.randn(2 * MICRO_BATCHES, 32), torch.randn(2 * MICRO_BATCHES, 32)
+    captured = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), (x[:2], y[:2]), training=True)
+    plan = make_plan(captured.graph, Request("data_parallel", 1))
+    lowered = LoweringOptions(partial_loss=True)
+    cuts = {str(number): number for number in range(RANKS)}
+    placed = in_stages(captured.graph, RANKS, cuts)
+    stages = cut(captured.graph, plan, placed, random_ordinals(captured.graph, lowered))
+    stage = stages[rank.rank]
+    program = lower(stage.graph, stage.plan, lowered, outputs=stage.sends, ordinals=stage.ordinals)
+    communicator = Communicator(program.mesh, 0, axes_needed(program), stage=rank.rank, stages=RANKS)
+    own = [source for source in program.sources if source.kind != "input"]
+    tensors = {source.name: captured.tensors[source.name].detach().clone() for source in own}
+    tensors |= {source.name: nn.Parameter(tensors[source.name]) for source in own if source.kind == "parameter"}
+    module = build(program, tensors, communicator, "cpu")
+    peers = Peers([stage], communicator, stages)
+    names = [source.name for source in own if source.kind == "parameter"]
+    updates = make_updates(
+        *(0, module, program, communicator, lambda groups: torch.optim.SGD(groups, lr=0.0), [{"names": names}]),
+        accumulate=MICRO_BATCHES,
+        peers=peers,
+    )
+    times = stage_times()[rank.rank]
+
+    last_half = times.weight if rank.rank else times.input
+    for name in names:
+        if name.endswith("weight"):
+            tensors[name].register_post_accumulate_grad_hook(lambda _: time.sleep(last_half))
+
+    def run(entries: Any, key: int) -> Any:
+        time.sleep(times.forward)
+        for value in entries[2:]:  # what the stage before sends
+            value.register_hook(lambda _: time.sleep(times.input))
+        return module(*entries)
+
+    unit = RankStage(stage, program, run, tuple(tensors[name] for name in program.reductions))
+    parts = list(zip(x.split(2), y.split(2), strict=True))
+    runners = {
+        name: StageRunner(peers, [unit], schedule, MICRO_BATCHES, "cpu", {}) for name, schedule in schedules().items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    losses: dict[str, float] = {}
+    for repetition in range(1 + options["repetitions"]):
+        for name, runner in runners.items():
+            dist.barrier()
+            started = time.perf_counter()
+            total = runner.step(lambda number: (parts[number], 0), updates)
+            spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            updates.step()
+            peers.share_loss(total)
+            losses[name] = total.item() / MICRO_BATCHES
+            if repetition:
+                seconds[name].append(spent.item())
+    updates.close()
+    return {"seconds": {name: statistics.median(own) for name, own in seconds.items()}, "losses": losses}
+
+
+def measured(repetitions: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        found = launch.run_ranks(
+            "benchmarks.schedules:measure",
+            {"repetitions": repetitions},
+            world_size=RANKS,
+            run_dir=Path(folder),
+            device="cpu",
+            timeout=200,
+            threads=1,
+        )
+    lines = ["| schedule | micro-batches kept | predicted ms | measured ms | of 1f1b |", "|---|---|---|---|---|"]
+    for name, schedule in schedules().items():
+        kept = max(peak_activations(actions) for actions in schedule)
+        seconds = found["seconds"][name]
+        lines.append(
+            f"| {name} | {kept:g} | {1e3 * makespan(schedule, stage_times()):.0f} | {1e3 * seconds:.0f} | "
+            f"{seconds / found['seconds']['1f1b']:.3f} |"
+        )
+    spread = max(found["losses"].values()) - min(found["losses"].values())
+    return "\n".join([*lines, "", f"losses differ by {spread:.1e}"])
+
+
+def picture(named: Sequence[str]) -> str:
+    """The timelines of measured schedules to one scale, as SVG."""
+    every = schedules()
+    spans = [timeline(every[name], stage_times()) for name in named]
+    latest = max(own[-1].end for one in spans for own in one)
+    parts, top, width = [], 0.0, 0.0
+    for name, one in zip(named, spans, strict=True):
+        share = max(own[-1].end for own in one) / latest
+        drawn = drawing(one)
+        left = drawn["width"] - 884
+        parts.append(f'<text x="2" y="{top + 16:g}" font-weight="bold">{name}</text>')
+        for row in drawn["groups"]:
+            parts.append(f'<text x="2" y="{top + 22 + row["y"]:g}">{row["name"]}</text>')
+        for bar in drawn["bars"]:
+            x, wide = left + (bar["x"] - left) * share, bar["width"] * share
+            box = f'x="{x:.1f}" y="{top + 22 + bar["y"]:g}" width="{wide:.1f}" height="{drawn["bar_height"]}"'
+            parts.append(f'<rect {box} fill="{bar["colour"]}" stroke="#fff"><title>{bar["title"]}</title></rect>')
+        top, width = top + 30 + drawn["height"], max(width, drawn["width"])
+        legend = drawn["legend"]
+    for number, (what, colour) in enumerate(legend):
+        parts.append(f'<rect x="{70 + 160 * number}" y="{top}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{88 + 160 * number}" y="{top + 11}">{what}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + 20:g}" role="img">'
+    style = "<style>text{font:12px system-ui,sans-serif;fill:#1d2430}</style>"
+    return "\n".join([head + style, *parts, "</svg>\n"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=("tables", "dualpipe", "measured"), default=())
+    parser.add_argument("--svg", type=Path)
+    options = parser.parse_args()
+    parts = {
+        "tables": lambda: tables(options.first, options.tables),
+        "dualpipe": dualpipe,
+        "measured": lambda: measured(options.repetitions),
+    }
+    for name, part in parts.items():
+        if not options.only or name in options.only:
+            print(f"{part()}\n", flush=True)
+    if options.svg is not None:
+        options.svg.write_text(picture(("1f1b", "synthesised in the memory of 1f1b")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
