@@ -21,7 +21,7 @@ def spans_of(pipeline: Mapping[str, Any]) -> Sequence[Sequence[Span]]:
     times = [StageTimes(**one) for one in pipeline["seconds"]]
     if not any(one.total for one in times):
         times = [StageTimes(1.0, 1.0, 1.0)] * len(times)
-    return timeline([*map(from_text, pipeline["actions"])], times)
+    return timeline(tuple(map(from_text, pipeline["actions"])), times)
 
 
 def lines(pipeline: Mapping[str, Any]) -> list[str]:
