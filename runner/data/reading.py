@@ -15,11 +15,12 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, pairwise
 from multiprocessing import active_children
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from operator import attrgetter
 from os import getpid
@@ -103,9 +104,13 @@ class Reader:
             self._start(self._section.workers)
         try:
             yield
-        except RuntimeError as error:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would raise again, at any place, for each one dead
-            if died := [one for one in self._processes if one.exitcode is not None]:
+        except (RuntimeError, OSError, EOFError) as error:  # the last two where a tensor of a dead worker is fetched
+            with suppress(RuntimeError):  # torch's handler may come first
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it would raise again, at any place, for each one dead
+            if self._processes:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                wait([process.sentinel for process in self._processes], timeout=1)
+            if died := [process for process in self._processes if process.exitcode is not None]:
                 raise Reported(_death(died[0])) from error
             raise
         self.close()
