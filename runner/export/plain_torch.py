@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor  # noqa: F401
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 Placed = tuple[Placement, ...]
 """A placement for every axis of MESH."""
@@ -74,10 +76,34 @@ def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Te
 
 @contextmanager
 def running(mesh: DeviceMesh) -> Iterator[None]:
-    """Around forward and backward: tensors that the model makes itself are the same on all ranks, and attention is
-    made of products where torch has no sharded kernel (on CPUs)."""
-    with implicit_replication(), sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext():
+    """Around forward and backward: tensors that the model makes itself are the same on all ranks, attention is made of
+    products where torch has no sharded kernel (on CPUs), and losses are means over all slices."""
+    attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
+    with implicit_replication(), attention, _Means():
         yield
+
+
+class _Means(TorchFunctionMode):
+    """Averages losses one by one. DTensor (torch 2.13) averages the means of slices: for these losses with gradients
+    that are too large by the number of slices, for cross-entropy whatever targets are ignored in each."""
+
+    LOSSES = (
+        functional.binary_cross_entropy,
+        functional.huber_loss,
+        functional.mse_loss,
+        functional.smooth_l1_loss,
+        functional.soft_margin_loss,
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        mean = given.get("reduction", "mean") == "mean" and given.get("weight") is None and len(args) == 2
+        if not mean or func not in (*self.LOSSES, functional.cross_entropy) or not isinstance(args[0], DTensor):
+            return func(*args, **given)
+        losses = func(*args, **{**given, "reduction": "none"})
+        if func is not functional.cross_entropy or args[1].is_floating_point():
+            return losses.mean()
+        return losses.sum() / (args[1] != given.get("ignore_index", -100)).sum()
 
 
 def laid_out(value: Tensor, mesh: DeviceMesh, placed: Placed) -> Tensor:

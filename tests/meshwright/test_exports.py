@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exports import built, classes
+from exports import built, loss_of
 from loops import gpt, next_token, tokens
 from torch import nn
 
@@ -69,14 +69,14 @@ def test_the_exported_program_trains_as_one_device(on_ranks: Callable[..., Any],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["vit", "bert", "moe"])
+@pytest.mark.parametrize("model", ["regression", "vit", "bert", "moe"])
 def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
     """A plan of a search; and data parallel, where torch sends the bytes that the plan says, except for sums of a
     number (the loss, and how many targets count)."""
     module, batches = built(model)
     searched = {"mesh": {"dp": 2, "tp": 2}, "search": "dynamic_programming"}
     for options in (searched, {"mesh": 4, "mode": "data_parallel"}):
-        plan = meshwright.plan(module, batches[0], loss=classes, plan_cache=None, **options)
+        plan = meshwright.plan(module, batches[0], loss=loss_of, plan_cache=None, **options)
         file = plan.export("torch", tmp_path / "exported.py")
         worst = on_ranks("exported", (file, model), module="exports")
         assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
