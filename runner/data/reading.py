@@ -109,7 +109,7 @@ class Reader:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it would raise again, at any place, for each one dead
             if self._processes:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                wait([process.sentinel for process in self._processes], timeout=1)
+                wait([process.sentinel for process in self._processes], timeout=5)
             if died := [process for process in self._processes if process.exitcode is not None]:
                 raise Reported(_death(died[0])) from error
             raise
