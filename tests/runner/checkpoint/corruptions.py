@@ -177,7 +177,7 @@ class Corruptions:
             for step in STEPS:
                 save(place, step, seed=step, lineage=Lineage("a"), form=form, copies=copies)
             self._of_a_run(run)
-        plan_cache.store(self.origin / "cache", "key", self.plan, print)
+        plan_cache.store(self.origin / "cache", "key", self.plan.to_json(), print)
 
     @cached_property
     def plan(self) -> Plan:
@@ -278,11 +278,11 @@ class Corruptions:
         shutil.copytree(self.origin / "cache", run)
         draw.choice(PLAIN)(run / "key.json", draw)
         said: list[str] = []
-        found = plan_cache.load(run, "key", said.append)
+        found = plan_cache.load(run, "key", said.append, Plan.from_json)
         if found is None:
             if not said and (run / "key.json").exists():
                 raise Wrong("an entry is ignored without a line")
-            plan_cache.store(run, "key", self.plan, said.append)
+            plan_cache.store(run, "key", self.plan.to_json(), said.append)
             return "ignored"
         if found != self.plan:
             raise Wrong("another plan")

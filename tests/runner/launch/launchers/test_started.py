@@ -74,7 +74,12 @@ def words_of(process: int) -> bytes:
 @pytest.mark.essential
 @pytest.mark.parametrize(
     "words",
-    [("launch=torchrun",), ("launch=deepspeed", "launch.hosts=[localhost:4]"), ("launch=slurm",), ("launch=mpirun",)],
+    [
+        ("launch=torchrun",),
+        pytest.param(("launch=deepspeed", "launch.hosts=[localhost:4]"), marks=pytest.mark.slow),
+        ("launch=slurm",),
+        pytest.param(("launch=mpirun",), marks=pytest.mark.slow),
+    ],
     ids=" ".join,
 )
 def test_every_launcher_gives_the_losses_of_local_ranks(
