@@ -18,8 +18,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -150,9 +150,6 @@ def _command(typed: list[str]) -> None:
         sys.exit(code)
     if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
         words.refuse_launcher()
-    elif {"--help", "-h"} & set(rest):  # lists the options of every group, for each of which Hydra copies all sources
-        sources = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
-        ConfigLoaderImpl._parse_overrides_and_create_caching_repo = _once(sources)  # type: ignore[method-assign]
     sys.argv[1:] = words.for_hydra(verb, rest)
     config_dir = words.check_options(sys.argv[1:])
     recipes.search(config_dir)
@@ -160,7 +157,8 @@ def _command(typed: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
     CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
     try:
-        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext():
+        listed = _sources_copied_once() if {"--help", "-h"} & set(rest) else nullcontext()
+        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext(), listed:
             _job()
     except KeyboardInterrupt:
         if (sweep := CheckConfig.sweep) is not None:
@@ -176,16 +174,22 @@ def _command(typed: list[str]) -> None:
         raise SweepFailed
 
 
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of an object, called once for calls with the same text."""
+@contextmanager
+def _sources_copied_once() -> Iterator[None]:
+    """Inside of the block, Hydra copies all sources once for the list of options, not for every group."""
+    copied = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
     known: dict[str, Any] = {}
 
-    def call(owner: object, *args: object, **kwargs: object) -> Any:
+    def once(owner: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> Any:
         if (key := repr((args, kwargs))) not in known:
-            known[key] = function(owner, *args, **kwargs)
+            known[key] = copied(owner, *args, **kwargs)
         return known[key]
 
-    return call
+    ConfigLoaderImpl._parse_overrides_and_create_caching_repo = once  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl._parse_overrides_and_create_caching_repo = copied  # type: ignore[method-assign]
 
 
 def _register() -> None:

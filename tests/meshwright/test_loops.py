@@ -32,7 +32,8 @@ def test_a_loop_trains_as_one_device(on_ranks: Callable[..., Any], name: str) ->
     assert max(worst.values()) < 1e-10, worst
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_loop_under_zero_trains_as_one_device(on_ranks: Callable[..., Any], stage: int) -> None:
     worst = on_ranks("compared", ZERO[stage])
     assert max(worst.values()) < 1e-5, worst

@@ -20,6 +20,7 @@ from runner.config.schema import Model
 from runner.errors import ConfigError
 from runner.run_folder.plan_file import read_content
 from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
 from strategies.planner import plan_cache
 from strategies.runtime import tensor_files as stored
 
@@ -226,7 +227,7 @@ STRANGE = {
 def test_strange_json_files_are_refused_or_ignored(tmp_path, make):
     said = []
     make(tmp_path / "key.json")
-    assert plan_cache.load(tmp_path, "key", said.append) is None
+    assert plan_cache.load(tmp_path, "key", said.append, Plan.from_json) is None
     assert len(said) == 1 and "key.json cannot be used" in said[0]
     if make is not STRANGE["number"] and make is not os.mkdir:
         with pytest.raises(ConfigError, match=r"key\.json"):

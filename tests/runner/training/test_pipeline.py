@@ -201,7 +201,7 @@ def test_schedules_train_to_the_same_bits(start):
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(INTERLEAVED, id="interleaved"),
+        pytest.param(INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
         pytest.param(BUBBLES, id="zero bubble", marks=pytest.mark.slow),
     ],
 )
