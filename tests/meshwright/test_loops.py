@@ -51,6 +51,7 @@ def test_a_plan_from_a_file_is_applied(on_ranks: Callable[..., Any], tmp_path: P
     assert max(worst.values()) < 1e-10, worst
 
 
+@pytest.mark.slow
 def test_checkpoints_of_torch_hold_the_weights(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
     assert on_ranks("saved", tmp_path / "checkpoint") == 0
 

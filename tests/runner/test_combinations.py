@@ -146,7 +146,6 @@ QUICK = (
     "ring, tensor parallel, recompute, fp64",
     "2-d, recompute with sliced inputs, accumulation, fp64",
     "2-d, activations and states on the host, ZeRO-2",
-    "interleaved, tensor parallel, selective recompute, bf16, ZeRO-1",
     "zero bubble of virtual stages, sliced recompute, fp64",
 )
 

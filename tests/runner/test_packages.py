@@ -140,6 +140,7 @@ def test_theirs_are_found_by_ranks_of_launchers(run, tmp_path, words):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_files_called_like_packages_of_ours_add_to_them(run, tmp_path):
     loss = "from strategies import Mine\nfrom torch import nn\n\nclass Loss(nn.CrossEntropyLoss):\n    pass\n"
     recipe = RECIPE.format(model="strategies.Mine", data="runner.Rows").replace(

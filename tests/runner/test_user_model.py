@@ -130,6 +130,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", STAGES, ids=["1", "2", "3"])
 def test_parameters_of_no_dims_under_zero(start, words):
     """Plain SGD with a large learning rate shows a wrong norm in the weights."""

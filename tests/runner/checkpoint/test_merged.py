@@ -67,7 +67,7 @@ def test_weights_alone_begin_another_run(start, form):
         assert torch.equal(ours.read(f"model/{name}"), theirs.read(f"model/{name}")), name
 
 
-@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])
+@pytest.mark.parametrize("name", [pytest.param("hf_gpt2", marks=pytest.mark.slow), "hf_llama"])
 def test_transformers_reads_it(start, name):
     """From the folder alone: no key is missing or unexpected, and logits equal those of a model with copied weights."""
     transformers = importlib.import_module("transformers")

@@ -71,6 +71,7 @@ def test_a_chain_of_plans_trains_as_one_process_does(start, capfd):
     assert "random numbers" not in printed
 
 
+@pytest.mark.slow
 def test_half_precision_moves_its_masters(start):
     """Resumed in fp32, a bf16 run continues with the fp32 weights and states of its optimizer."""
     first = start(*COMMON, *CHAIN[1], "train.precision=bf16", "train.steps=2", folder="run-0").folder
@@ -87,6 +88,7 @@ def test_half_precision_moves_its_masters(start):
     assert largest(tensors(went), truth) <= 2e-2
 
 
+@pytest.mark.slow
 def test_another_batch_size_goes_on_at_the_same_place_of_the_epoch(start, capfd):
     """50 rows in batches of 16: after 2 steps the epoch is at row 32, in the third batch of 15 (from row 30)."""
     first = start(*COMMON, *CHAIN[1], "train.steps=2", folder="run-0").folder

@@ -75,7 +75,13 @@ def test_recipe_is_verified_in_double_precision(start, recipe):
 
 
 @pytest.mark.parametrize(
-    ("stage", "recipe"), [(1, "semi_auto_matmul"), (2, "hybrid_matmul"), (2, "reduce_mean"), (3, "zero")]
+    ("stage", "recipe"),
+    [
+        pytest.param(1, "semi_auto_matmul", marks=pytest.mark.slow),
+        (2, "hybrid_matmul"),
+        pytest.param(2, "reduce_mean", marks=pytest.mark.slow),
+        (3, "zero"),
+    ],
 )
 def test_recipe_is_verified_with_zero(start, stage, recipe):
     """One recipe for each stage, and one hybrid recipe; the tests below verify all recipes at all stages."""

@@ -41,7 +41,7 @@ def test_the_slowest_rank_is_as_fast_as_it_can_be(lines: tuple[tuple[float, floa
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel.batch_rows=[5, 5, 2]",),
+        pytest.param(("parallel.batch_rows=[5, 5, 2]",), marks=pytest.mark.slow),
         (SLOWER, "train.accumulate=2", "data.batch_size=24", "train.clip=0.5"),
         ("parallel.batch_rows=[1, 10, 1]", "optimizer.target=torch.optim.AdamW"),
     ],

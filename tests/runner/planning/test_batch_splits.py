@@ -55,6 +55,7 @@ def test_the_plan_lists_the_batch_splits(command, tmp_path):
     assert "of layers.0.feed_forward.up_proj~1: " in end and " = start(" in end
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_the_copies(command, tmp_path):
     sent = []
     for copies in (1, 2):

@@ -233,7 +233,7 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
     ("search", "words"),
     [
         pytest.param("sharding_propagation", (), marks=pytest.mark.slow),
-        ("dynamic_programming", ()),
+        pytest.param("dynamic_programming", (), marks=pytest.mark.slow),
         ("dynamic_programming", STAGED),
     ],
     ids=["propagation", "dynamic", "stages"],

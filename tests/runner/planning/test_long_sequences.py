@@ -57,6 +57,7 @@ def test_bytes_of_both_exchanges(command, tmp_path, how):
         assert plan["communication"]["mirror"] == 2 * (4 + 4 + 5) * piece // 2
 
 
+@pytest.mark.slow
 def test_blocks_travel_where_no_other_plan_keeps_the_limit(command, tmp_path):
     """8.1 MiB with gathered keys and values, 5.6 MiB around the ring; a saved plan says which."""
     limited = ("plan", "+recipe=gpt_long", "parallel.recompute=none", "parallel.plan_cache=null")

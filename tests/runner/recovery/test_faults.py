@@ -112,6 +112,7 @@ def test_several_failures_under_other_plans(start, undisturbed, words):
     assert len((ended.folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_it_ends_after_the_last_restart(start):
     twice = faults(*(f"{{kind: raise, rank: 1, step: {step}, phase: data}}" for step in (2, 3)))
     with pytest.raises(RunFailed, match=r"(?s)Injected: .* in data of step 3.*given up after restart 1 of 1"):

@@ -83,7 +83,8 @@ def wait_for_steps(process, folder, steps):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("to_a_rank", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("to_a_rank", [False, True])
 def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     """Sent to the command, as by a terminal or a job scheduler, and to a single rank."""
     folder = tmp_path / "stopped"
@@ -186,6 +187,7 @@ def rank_of(process, folder, number):
     raise AssertionError(f"no rank {number}")
 
 
+@pytest.mark.slow
 def test_a_second_one_ends_it_at_once(tmp_path):
     folder = tmp_path / "stopped"
     process = started(folder, "launch.faults=[{kind: hang, rank: 1, step: 5, phase: forward}]")

@@ -77,7 +77,7 @@ def words_of(process: int) -> bytes:
     [
         ("launch=torchrun",),
         pytest.param(("launch=deepspeed", "launch.hosts=[localhost:4]"), marks=pytest.mark.slow),
-        ("launch=slurm",),
+        pytest.param(("launch=slurm",), marks=pytest.mark.slow),
         pytest.param(("launch=mpirun",), marks=pytest.mark.slow),
     ],
     ids=" ".join,
