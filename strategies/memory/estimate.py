@@ -19,6 +19,7 @@ from strategies.core.graph import ITEM_BYTES, Operator, OperatorGraph, Ref
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Program
+from strategies.memory.sharded import ShardedBytes
 from strategies.memory.trace import local_tensors, optimizer_need, parameters_of, persistent_bytes
 from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.buckets import buckets
@@ -196,7 +197,11 @@ class KnownBytes:
         parameters = parameters_of(tensors)
         trained = [parameters[name] for name in program.trainable_names]
         self.sizes = [one.numel() for one in trained]
-        self.zero = ZeroBuffers(program, parameters, self.need, settings) if settings.stage and trained else None
+        self.zero: ZeroBuffers | ShardedBytes | None = None
+        if trained and settings.native:
+            self.zero = ShardedBytes(program, self.need, settings)
+        elif trained and settings.stage:
+            self.zero = ZeroBuffers(program, parameters, self.need, settings)
         self.persistent = persistent_bytes(program, tensors, self.need, self.zero)
         wide = ITEM_BYTES["float32"] if settings.stage == 0 else 0  # where weights have masters
         self._added = sum(one.numel() * max(one.itemsize, wide) for one in trained)
@@ -206,12 +211,13 @@ class KnownBytes:
     @property
     def gradients(self) -> int:
         """Bytes of gradients that have been added up, at least."""
-        return self._added if self.zero is None or self.zero.stage == 1 else 0
+        unsharded = self.zero is None or (isinstance(self.zero, ZeroBuffers) and self.zero.stage == 1)
+        return self._added if unsharded else 0
 
     @property
     def ending(self) -> int:
         """Bytes at the end of backward: stage 1 of ZeRO copies all gradients at once."""
-        if self.zero is None or self.zero.stage > 1:
+        if not isinstance(self.zero, ZeroBuffers) or self.zero.stage > 1:
             return 0
         return int(self.bucket) * self.zero.dtype.itemsize + self.copied(self.trainable)
 
@@ -222,7 +228,7 @@ class KnownBytes:
     @property
     def bucket(self) -> float:
         """Elements of a bucket of ZeRO."""
-        return math.inf if self.zero is None else self.zero.bucket
+        return self.zero.bucket if isinstance(self.zero, ZeroBuffers) else math.inf
 
     @property
     def trainable(self) -> int:
@@ -231,7 +237,7 @@ class KnownBytes:
 
     def copied(self, elements: int) -> int:
         """Bytes of the copies of a bucket while it is added up."""
-        return 0 if self.zero is None else elements * sum(dtype.itemsize for dtype in self.zero.copied)
+        return elements * sum(one.itemsize for one in self.zero.copied) if isinstance(self.zero, ZeroBuffers) else 0
 
 
 @dataclass(frozen=True)

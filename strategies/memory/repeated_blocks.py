@@ -44,6 +44,7 @@ from strategies.memory.trace import Trace, Traced, on_shapes, trace
 from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.sharded import ShardedUpdates
 from strategies.optimizer.updates import BucketLimits
 
 Step = TypeVar("Step", bound=Instruction)
@@ -255,7 +256,8 @@ class _Repetition:
 
 def trace_repeated(program: Program, settings: OptimizerSettings, slack: float = SLACK) -> Traced:
     """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak."""
-    if repeated_blocks(replace(program, updates=())) is None or settings.offload.activations != "none":
+    whole = settings.native or settings.offload.activations != "none"  # buckets are cut by what the complete model has
+    if whole or repeated_blocks(replace(program, updates=())) is None:
         return trace(program, settings)
     known = KnownBytes(program, settings)
     if known.joined and settings.overlap and not slack:
@@ -273,7 +275,7 @@ class Traces:
 
     def of(self, program: Program, settings: OptimizerSettings) -> Traced:
         """The trace of a program."""
-        own = settings.stage, settings.overlap, settings.accumulate > 1
+        own = settings.stage, settings.engine, settings.overlap, settings.accumulate > 1
         key = own, program_signature(program, settings.groups_for(program))
         if key not in self.done:
             self.done[key] = trace_repeated(program, settings)
@@ -407,7 +409,7 @@ class _Recording(Trace):
         self._open(self.segments[-1].phase)
         then()
 
-    def _updates(self) -> BucketedUpdates | ZeroBuffers | None:
+    def _updates(self) -> BucketedUpdates | ShardedUpdates | ZeroBuffers | None:
         updates = super()._updates()
         if updates is not None:
             end = "collect" if isinstance(updates, BucketedUpdates) else "finish"
@@ -423,7 +425,7 @@ class _RecordingBuffers(ZeroBuffers):
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__(recording.program, recording.parameters, recording.need, recording.settings)
-        assert recording.known.zero is not None
+        assert isinstance(recording.known.zero, ZeroBuffers)
         self.complete, self.recording = recording.known.zero, recording
         self.bucket = self.complete.bucket
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,10 +27,12 @@ from strategies.core.graph import Source
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
 from strategies.core.steps import Step
+from strategies.memory.sharded import ShardedBytes
 from strategies.memory.zero import FP32, GatheredModule, PersistentBytes, ZeroBuffers, gather_late
 from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.sharded import ShardedUpdates
 from strategies.optimizer.updates import BucketLimits
 from strategies.runtime.activation_offload import Activations, look_up_parameters, matching_modules
 from strategies.runtime.communicator import Communicator, Landing, Launcher
@@ -56,6 +58,7 @@ class Traced:
         peaks: By phase, the most beside the persistent ones.
         offloaded: Of activations and operators placed on the host or a disk, the most there at one moment.
         host_in_update: On the host during an update, beside those that stay there.
+        zero: Sent for weights and gradients of one micro-batch by the native stage 3, by collective.
     """
 
     activations: int
@@ -66,6 +69,7 @@ class Traced:
     peaks: dict[str, int]
     offloaded: int
     host_in_update: int = 0
+    zero: Mapping[str, int] = field(default_factory=dict)
 
 
 def trace(program: Program, settings: OptimizerSettings) -> Traced:
@@ -126,6 +130,9 @@ class _ShapeCommunicator(Communicator):
         """Leaves it unchanged."""
 
     def gather(self, into: Tensor, tensor: Tensor, group: Any, later: bool = False) -> None:
+        into.zero_()
+
+    def gather_later(self, into: Tensor, tensor: Tensor, group: Any) -> None:
         into.zero_()
 
     def scatter(self, into: Tensor, tensor: Tensor, group: Any, later: bool = False) -> None:
@@ -194,7 +201,7 @@ def parameters_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
 
 
 def persistent_bytes(
-    program: Program, tensors: Mapping[str, Tensor], need: Need, zero: ZeroBuffers | None
+    program: Program, tensors: Mapping[str, Tensor], need: Need, zero: ZeroBuffers | ShardedBytes | None
 ) -> PersistentBytes:
     """What stays from step to step of a rank's `tensors`, with the optimizer's states."""
     parameters = parameters_of(tensors)
@@ -217,7 +224,7 @@ class Trace:
 
     def __init__(self, program: Program, settings: OptimizerSettings, need: Need) -> None:
         self.program, self.settings, self.need = program, settings, need
-        self.communicator = _ShapeCommunicator(program.mesh)
+        self.communicator, self.exchanging = _ShapeCommunicator(program.mesh), _ShapeCommunicator(program.mesh)
         self.tensors = local_tensors(program, settings.device)
         self.parameters = parameters_of(self.tensors)
         self.activations: Activations | None = None
@@ -233,16 +240,18 @@ class Trace:
         program, live = self.program, self.live
         with live:
             updates = self._begin()
+            if isinstance(updates, ShardedUpdates):
+                self._learn(updates)
             if updates is not None and self.settings.accumulate > 1:
                 updates.skip(self.settings.accumulate - 1)
             activations, kept = self._forward()
             self._backward(updates)
             sent = dict(self.communicator.sent)
             with self._phase("update"):
-                if isinstance(updates, BucketedUpdates):
+                if isinstance(updates, BucketedUpdates | ShardedUpdates):
                     updates.reduce()
             gradients = live.now - self.base
-        zero = updates if isinstance(updates, ZeroBuffers) else None
+        zero = updates if isinstance(updates, ZeroBuffers) else None if updates is None else self._sharded()
         if zero is not None:
             update = zero.during_update()
         else:
@@ -259,9 +268,19 @@ class Trace:
             self.peaks,
             self.offloaded,
             0 if zero is None else zero.host_in_update(),
+            dict(self.exchanging.sent),
         )
 
-    def _begin(self) -> BucketedUpdates | ZeroBuffers | None:
+    def _learn(self, updates: ShardedUpdates) -> None:
+        """One micro-batch before: only later ones know which bucket to gather ahead."""
+        self._forward()
+        self._backward(updates)
+        updates.forget()
+        self.communicator.sent.clear()
+        self.exchanging.sent.clear()
+        self.peaks = dict.fromkeys(self.peaks, 0)
+
+    def _begin(self) -> BucketedUpdates | ShardedUpdates | ZeroBuffers | None:
         """Attaches offload and what takes the gradients; then all that stays from step to step is alive."""
         offload = self.settings.offload
         if offload.activations != "none":
@@ -273,11 +292,16 @@ class Trace:
         self.base = self.live.now
         return updates
 
-    def _updates(self) -> BucketedUpdates | ZeroBuffers | None:
+    def _updates(self) -> BucketedUpdates | ShardedUpdates | ZeroBuffers | None:
         """What takes the gradients; None where nothing is trainable."""
         program, settings = self.program, self.settings
         if not program.trainable_names:
             return None
+        if settings.native:
+            return ShardedUpdates(
+                self.module, program, self.exchanging, settings.factory, settings.groups_for(program),
+                accumulate=settings.accumulate, limit=settings.limit,
+            )  # fmt: skip
         if settings.stage:
             zero = self._zero()
             if settings.stage == 3:
@@ -288,6 +312,9 @@ class Trace:
             self.module, program, _ShapeCommunicator(program.mesh), settings.factory, settings.groups_for(program),
             accumulate=settings.accumulate, cut=self.cut or settings.cut, overlap=settings.overlap,
         )  # fmt: skip
+
+    def _sharded(self) -> ShardedBytes | None:
+        return ShardedBytes(self.program, self.need, self.settings) if self.settings.native else None
 
     def _zero(self) -> ZeroBuffers:
         return ZeroBuffers(self.program, self.parameters, self.need, self.settings)
@@ -314,18 +341,20 @@ class Trace:
         hooked = self.settings.stage == 3 or self.settings.offload.activations != "none"
         return kept if hooked else sum(saved.values()), kept  # other hooks see the tensors saved there
 
-    def _backward(self, updates: BucketedUpdates | ZeroBuffers | None) -> None:
+    def _backward(self, updates: BucketedUpdates | ShardedUpdates | ZeroBuffers | None) -> None:
         """Backward of the loss, or of all outputs of a pipeline stage."""
         outputs, self.outputs = self.outputs, None
         roots = [one for one in (outputs if isinstance(outputs, tuple) else (outputs,)) if one.requires_grad]
         with self._phase("backward"):
             del outputs
-            if isinstance(updates, BucketedUpdates) and len(roots) == 1 and not roots[0].dim():
+            if isinstance(updates, BucketedUpdates | ShardedUpdates) and len(roots) == 1 and not roots[0].dim():
                 updates.backward(roots[0])
             else:
                 torch.autograd.backward(roots, [torch.zeros_like(one) for one in roots])
                 if isinstance(updates, BucketedUpdates):
                     updates.collect()
+                elif isinstance(updates, ShardedUpdates):
+                    updates.finish()
             if isinstance(updates, ZeroBuffers):
                 updates.finish()
             for holder in self.gathered:  # backward does not pass the modules that the data enters first

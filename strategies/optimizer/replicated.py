@@ -9,7 +9,6 @@ once they are added (see `loss_scale`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -17,29 +16,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from strategies.core.program import Program
-from strategies.core.steps import ALL_REDUCE
-from strategies.optimizer.buckets import Reduction, all_reduce_elements, buckets
+from strategies.optimizer.buckets import Reduction, buckets
 from strategies.optimizer.loss_scale import LossScale
+from strategies.optimizer.own_updates import OwnUpdates
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.optimizer.updates import (
     DEFAULT_BUCKETS,
     BucketLimits,
     Groups,
     OptimizerFactory,
-    Updates,
     check_optimizer,
     layout_of,
     parameters,
 )
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.flight_recorder import PLACE, recorder
 from strategies.runtime.shards import MODEL, OPTIMIZER, Shards, of_slice, replicated
 
 
-class BucketedUpdates(Updates):
+class BucketedUpdates(OwnUpdates):
     """Replicated updates; see `Updates` for the `shared` arguments.
 
     Args:
@@ -62,8 +58,7 @@ class BucketedUpdates(Updates):
         scale: LossScale | None = None,
         **shared: Any,
     ) -> None:
-        super().__init__(module, program, communicator, groups, **shared)
-        self._scale = scale
+        super().__init__(module, program, communicator, groups, scale=scale, **shared)
         self._masters = {
             name: nn.Parameter(self._parameters[name].detach().float())
             for name in program.trainable_names
@@ -87,24 +82,10 @@ class BucketedUpdates(Updates):
             for name in self._owned
         }
 
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._optimizer
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        return self._scale
-
     def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
         self._micro_batches += 1
         self._last = self._micro_batches == self._accumulate if left is None else not left
-        if self._scale is not None:
-            loss = loss.float() * self._scale.value  # autograd casts what flows back to the loss's own dtype
-        if share is not None:
-            loss = loss * share
-        elif self._accumulate > 1:
-            loss = loss / self._accumulate
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._divided(loss, share).backward()  # type: ignore[no-untyped-call]
         self.collect()
 
     def skip(self, micro_batches: int) -> None:
@@ -136,7 +117,6 @@ class BucketedUpdates(Updates):
             torch._foreach_div_(found, self._scale.value)
 
     def _present(self) -> list[Tensor]:
-        """The gradients that the optimizer will use, where something came back."""
         return [gradient for holder in self._owned.values() if (gradient := holder.grad) is not None]
 
     def _gradient(self, name: str) -> Tensor:
@@ -155,37 +135,18 @@ class BucketedUpdates(Updates):
 
     def update(self, measure: bool = True) -> float | None:
         self._micro_batches, self._last = 0, False
-        norm = self._norm() if measure or self._clip is not None or self._scale is not None else None
-        if self._scale is not None and norm is not None:
-            self._scale.note(finite=math.isfinite(norm))  # the same on all ranks, as the norm is
-            if not math.isfinite(norm):
-                self._optimizer.zero_grad(set_to_none=True)
-                return norm
-        if self._clip is not None and norm is not None:
-            scale = self._clip / (norm + 1e-6)
-            if not scale >= 1.0:  # also where the norm is not a number, as torch does
-                torch._foreach_mul_(self._present(), scale)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.loaded()
-        return norm
+        return super().update(measure)
 
-    def _norm(self) -> float:
-        """The 2-norm of the global gradient, the same number on every rank."""
+    def forget(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _squares(self) -> Tensor:
         device = next(iter(self._owned.values())).device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if gradients := self._present():
-            replicas = [float(self._replicas[name]) for name, holder in self._owned.items() if holder.grad is not None]
-            squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
-            total = (squares / torch.tensor(replicas, dtype=torch.float64, device=device)).sum()
-        mesh = self._program.mesh
-        if self._peers is not None:
-            self._peers.add_over_all(total)
-        elif mesh.size > 1:
-            recorder.cells[PLACE] = recorder.place("the norm of the gradients")
-            self._communicator.sum(total, self._communicator.group(mesh.names))
-            self._communicator.count(ALL_REDUCE, all_reduce_elements([1], mesh.size), total)
-        return math.sqrt(total.item()) if total >= 0 else math.nan
+        if not (gradients := self._present()):
+            return torch.zeros((), dtype=torch.float64, device=device)
+        replicas = [float(self._replicas[name]) for name, holder in self._owned.items() if holder.grad is not None]
+        squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
+        return (squares / torch.tensor(replicas, dtype=torch.float64, device=device)).sum()
 
     def weight(self, name: str) -> Tensor:
         return self._parameters[name].detach()

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from strategies.core.program import Program
-from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Groups, OptimizerFactory
+from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Engine, Groups, OptimizerFactory
 from strategies.runtime.offload import NO_OFFLOAD, Offload
+
+MASTER = 4
+"""Bytes of an element of a master."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """`stage` is the ZeRO stage, `factory` and `groups` make the optimizer (groups None: one of all that learns),
     `accumulate` are the micro-batches of a step. Stage 0 cuts gradients into buckets as `cut` says and adds them during
-    backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number)."""
+    backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number). `engine` is
+    that of stage 3."""
 
     stage: int = 0
     factory: OptimizerFactory = torch.optim.SGD
@@ -26,6 +30,17 @@ class OptimizerSettings:
     bucket: int | None = None
     offload: Offload = NO_OFFLOAD
     device: str = "cpu"
+    engine: Engine = "deepspeed"
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of a bucket of the native stage 3."""
+        return None if self.bucket is None else MASTER * self.bucket
+
+    @property
+    def native(self) -> bool:
+        """Whether stage 3 is our own."""
+        return self.stage == 3 and self.engine == "native"
 
     def groups_for(self, program: Program) -> Groups:
         """The groups of the optimizer, for this program."""

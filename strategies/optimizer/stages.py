@@ -1,4 +1,5 @@
-"""The optimizer parallel of each ZeRO stage: replicated updates at stage 0, DeepSpeed from stage 1 on."""
+"""The optimizer parallel of each ZeRO stage: replicated updates at stage 0, from stage 1 on DeepSpeed, at stage 3 also
+our own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import scale_of
 from strategies.optimizer.replicated import BucketedUpdates
-from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Groups, OptimizerFactory, Precision, Updates
+from strategies.optimizer.sharded import ShardedUpdates
+from strategies.optimizer.updates import (
+    DEFAULT_BUCKETS,
+    BucketLimits,
+    Engine,
+    Groups,
+    OptimizerFactory,
+    Precision,
+    Updates,
+)
+from strategies.optimizer.zero.traffic import REDUCED
 from strategies.optimizer.zero.zero import ZeroUpdates
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.offload import NO_OFFLOAD, Offload
@@ -37,6 +48,7 @@ def make_updates(
     offload: Offload = NO_OFFLOAD,
     peers: Peers | None = None,
     loss_scale: float | None = None,
+    engine: Engine = "deepspeed",
 ) -> Updates:
     """Make the optimizer parallel of one ZeRO stage. Collective.
 
@@ -48,11 +60,12 @@ def make_updates(
         optimizer_factory: makes a torch optimizer from torch's parameter groups.
         groups, clip, accumulate, evaluation, short, peers: see `Updates`.
         precision: dtype of the parameters in the program.
-        zero_options: options of DeepSpeed's ZeRO config.
+        zero_options: options of DeepSpeed's ZeRO config; the native engine knows reduce_bucket_size only.
         cut: limits of gradient buckets, at stage 0.
         overlap: reduce gradients during backward, at stage 0.
         offload: what DeepSpeed keeps on the host or on a disk.
         loss_scale: constant factor on the loss in fp16; None: one that adapts.
+        engine: of stage 3.
 
     Raises:
         StrategyError: the stage cannot do it (precision, optimizer, options, shapes).
@@ -61,8 +74,8 @@ def make_updates(
         "clip": clip, "accumulate": accumulate, "evaluation": evaluation, "short": short, "peers": peers
     }  # fmt: skip
     given = module, program, communicator, optimizer_factory, groups
+    scale = scale_of(loss_scale) if precision == "fp16" else None
     if stage == 0:
-        scale = scale_of(loss_scale) if precision == "fp16" else None
         return BucketedUpdates(*given, cut=cut, overlap=overlap, scale=scale, **shared)
     if peers is not None and stage > 1:
         raise StrategyError(
@@ -70,6 +83,9 @@ def make_updates(
             f"ZeRO stage {stage} cuts up the gradients of every micro-batch, of which a pipeline has several under "
             "way; use parallel.zero.stage=1 or 0.",
         )
+    if stage == 3 and engine == "native":
+        limit = _native_limit(zero_options or {}, offload)
+        return ShardedUpdates(*given, scale=scale, limit=limit, **shared)
     return ZeroUpdates(
         *given,
         stage=stage,
@@ -79,3 +95,19 @@ def make_updates(
         loss_scale=loss_scale,
         **shared,
     )
+
+
+def _native_limit(options: Mapping[str, Any], offload: Offload) -> int | None:
+    """Bytes of a bucket of the native engine, or None for the usual number. Raises StrategyError for what it lacks."""
+    known = {"reduce_bucket_size"}
+    lacking = [f"parallel.zero.options.{name}" for name in options if name not in known]
+    lacking += [
+        f"parallel.offload of {name}" for name in ("optimizer", "parameters") if getattr(offload, name) != "none"
+    ]
+    if lacking:
+        raise StrategyError(
+            "MW453",
+            f"parallel.zero.engine = 'native' has no {' and no '.join(lacking)}, which DeepSpeed does; use "
+            "parallel.zero.engine=deepspeed, or drop it.",
+        )
+    return None if "reduce_bucket_size" not in options else REDUCED * int(options["reduce_bucket_size"])

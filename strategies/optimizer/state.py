@@ -83,6 +83,9 @@ def check_shape(optimizer: Optimizer, state: str, value: Tensor, name: str, know
 
 
 def placed(key: str, value: Any, holder: Tensor) -> Any:
-    """A saved scalar beside the tensor that it belongs to; counters stay where optimizers keep them, on the CPU."""
-    beside = isinstance(value, Tensor) and (value.dim() or (not holder.dim() and key != "step"))
-    return value.to(holder.device) if beside else value
+    """A copy of a saved scalar (several parameters may share it) beside the tensor that it belongs to; counters stay
+    where optimizers keep them, on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    beside = value.dim() or (not holder.dim() and key != "step")
+    return value.to(holder.device if beside else value.device, copy=True)

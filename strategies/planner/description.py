@@ -20,6 +20,7 @@ from strategies.lowering.pipeline_timeline import StageTimes, bubble, makespan
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.repeated_blocks import Traces, trace_repeated
 from strategies.memory.trace import Traced
+from strategies.optimizer import sharding
 from strategies.optimizer.buckets import predicted
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.zero import traffic as zero_traffic
@@ -165,6 +166,12 @@ def communication(program: Program, settings: OptimizerSettings, traced: Traced 
         total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)
     if settings.stage == 0:
         total.update(predicted(program, measure=False))
+    elif settings.native and traced is not None:
+        total.update({kind: settings.accumulate * count for kind, count in traced.zero.items()})
+    elif settings.native:
+        names = [one["names"] for one in settings.groups_for(program)]
+        for call in sharding.calls(program, names, settings.accumulate, settings.limit):
+            total[call.kind] += call.bytes
     else:
         groups = settings.groups_for(program)
         total.update(zero_traffic.predicted(program, settings.stage, settings.accumulate, groups))

@@ -124,9 +124,9 @@ class Planning:
             search |= searched.search
             solution, reached = searched.solution, searched.solution.assignments
         elif self.request.mode == "auto":
-            seconds = None if self.step_cost is None else lambda one: self._seconds(problem, _unpriced(one))
+            seconds = None if self.step_cost is None else lambda one: self._seconds(problem, one)
             propagated = self._propagated(problem, seconds)
-            solution, reached = _unpriced(propagated.assignments), propagated.reached
+            solution, reached = propagated.solution, propagated.reached
             search |= {"propagation": propagated.to_json()}
         else:
             solution = _unpriced(self._defaults(problem))
@@ -211,7 +211,7 @@ class Planning:
                 if searched.second is not None:
                     yield searched.second
         if problem.fixed:
-            yield from map(_unpriced, self._propagated(problem).both)
+            yield from self._propagated(problem).both
 
     def _propagated(self, problem: Problem, seconds: PlanSeconds | None = None) -> Propagated:
         default = partial(batch_parallel, problem, self.meshing)

@@ -50,7 +50,7 @@ from strategies.runtime.cooperation import cooperating
 from strategies.runtime.flight_recorder import recorder, with_place
 from strategies.runtime.naming import OWN, attach, inside, private, reach, register, variable
 from strategies.runtime.offload import OffloadTraffic, copier
-from strategies.runtime.recompute import ShardedInput, recomputing, watched
+from strategies.runtime.recompute import Recomputing, ShardedInput, watched
 from strategies.runtime.redistributions import redistributing, starting, waiting
 
 Paths = Mapping[str, tuple[str, ...]]
@@ -361,7 +361,7 @@ class _Tree:
         if region:
             replicas = [self.program.replicas.get(ref, ()) for ref in needed]
             holds = [ShardedInput(axes, self.communicator) if axes else None for axes in replicas]
-            vars(unit)["forward"] = recomputing(unit.forward, holds, self.parts)
+            vars(unit)["forward"] = Recomputing(unit.forward, holds, self.parts)
         unit.meta[MODULE] = ".".join(part[0].path[: depth + 1])
         return _Child(name, unit, tuple(needed), results)
 

@@ -326,12 +326,16 @@ def carried_once(carrier: Carrier) -> Carrier:
     return carry
 
 
-def recomputing(
-    run: Callable[..., Any], holds: Sequence[ShardedInput | None], parts: Mapping[str, RegionPart]
-) -> Callable[..., Any]:
-    """A unit's `forward` as a region of `parts`; `holds` says how each of its inputs is stored."""
+class Recomputing:
+    """A unit's `forward` as a region of `parts`; `holds` says how each of its inputs is stored. `run` is what both
+    runs call."""
 
-    def forward(*inputs: Any) -> Any:
-        return _Region(run, holds, parts).forward(inputs) if torch.is_grad_enabled() else run(*inputs)
+    def __init__(
+        self, run: Callable[..., Any], holds: Sequence[ShardedInput | None], parts: Mapping[str, RegionPart]
+    ) -> None:
+        self.run, self.holds, self.parts = run, holds, parts
 
-    return forward
+    def __call__(self, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.run(*inputs)
+        return _Region(self.run, self.holds, self.parts).forward(inputs)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import time
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from strategies.optimizer.buckets import predicted
 from strategies.optimizer.stages import make_updates
 from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Updates, axes_needed
 from strategies.rules import rule_of
+from strategies.runtime import gathering
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import COPIED, build
 from strategies.runtime.offload import NO_OFFLOAD, Offload, OffloadTraffic
@@ -109,6 +112,7 @@ class Case:
     offload: Offload = NO_OFFLOAD
     place: tuple[str, ...] = ()
     loss_scale: float | None = 64.0
+    engine: str = "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -317,6 +321,7 @@ class Setup:
             overlap=case.overlap,
             offload=case.offload,
             loss_scale=case.loss_scale,
+            engine=case.engine,
         )
         self.scheduler = scheduler_of(self.updates.optimizer)
 
@@ -501,3 +506,35 @@ def most_live(rank: Any, task: Task) -> tuple[int, int, bool]:
     for micro_batches in task.batches:
         setup.evaluate(micro_batches[0][0])
     return trained, max(live), F.linear is linear and nn.Module.apply is apply
+
+
+def most_gathered(rank: Any, task: Task) -> tuple[int, int, int, int]:
+    """The native stage 3 over two ranks, a layer per bucket: the most elements in complete tensors that were alive, in
+    training, between forward and backward and in evaluation; and those that were left behind."""
+    layer = 4 * (16 * 16 + 16)
+    case = Case(DATA_PARALLEL, 3, accumulate=1, engine="native", options={"reduce_bucket_size": layer // 4})
+    setup = Setup(task, case, rank.rank, Mesh((("a", 2),)))
+    point, flats, live = gathering.GatheredParameters._point, list[weakref.ref[Tensor]](), [0]
+
+    def now() -> int:
+        alive = (one() for one in flats)
+        return sum(one.numel() for one in alive if one is not None)
+
+    def count(self: Any, flat: Tensor) -> None:
+        flats.append(weakref.ref(flat))
+        live.append(now())
+        point(self, flat)
+
+    gathering.GatheredParameters._point = count  # type: ignore[method-assign]
+    for micro_batches in task.batches:
+        loss = setup.updates.module(*setup.batch(setup.program, *micro_batches[0]))
+        time.sleep(0.2)
+        between = now()
+        setup.updates.backward(loss)
+        setup.updates.step()
+    trained = max(live)
+    live[:] = [0]
+    for micro_batches in task.batches:
+        setup.evaluate(micro_batches[0][0])
+    time.sleep(0.2)
+    return trained, between, max(live), now()

@@ -1,0 +1,325 @@
+"""Optimizer parallel of stage 3 without DeepSpeed: parameters, gradients and optimizer states in equal parts.
+
+A rank keeps one part of every bucket (`sharding`). Forward and backward gather a bucket where it is used
+(`runtime.gathering`); when backward has completed its gradients, a reduce-scatter leaves this rank's part of their sum,
+while backward still computes others. The optimizer works on the parts, on masters in fp32 where weights have less than
+32 bits. Lowering with `sharded_optimizer` multiplies what flows into each parameter so that the sum over its replicas,
+divided by the number of ranks, is the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.program import Program
+from strategies.core.steps import REDUCE_SCATTER
+from strategies.optimizer.loss_scale import LossScale
+from strategies.optimizer.own_updates import OwnUpdates
+from strategies.optimizer.sharding import FROZEN, Member, ShardedBucket, gradient_dtype, sharded_buckets
+from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
+from strategies.optimizer.updates import Groups, OptimizerFactory, check_optimizer, parameters
+from strategies.optimizer.zero.partition import Range
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
+from strategies.runtime.gathering import GatheredParameters, Gathering
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_range
+
+
+class _Sums:
+    """The gradients of one bucket: as they come from backward, on their way, and this rank's part of their sum."""
+
+    def __init__(self, bucket: ShardedBucket, like: Tensor, communicator: Communicator, group: Any) -> None:
+        self.bucket, self._communicator, self._group = bucket, communicator, group
+        self._dtype, self._device = getattr(torch, gradient_dtype(bucket)), like.device
+        self._place = recorder.place(f"the gradients of {', '.join(member.name for member in bucket.trained)}")
+        self.missing = {member.name for member in bucket.trained}
+        self._flat: Tensor | None = None
+        self._running: tuple[Awaited | None, Tensor, Tensor] | None = None
+        self.part: Tensor | None = None
+
+    def arrived(self, member: Member, parameter: nn.Parameter) -> None:
+        """Backward has completed a gradient of one micro-batch; it moves here."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if self._flat is None:
+            self._flat = torch.zeros(self.bucket.elements, dtype=self._dtype, device=self._device)
+        own = self._flat[member.first : member.first + member.elements]
+        own.view(gradient.shape).copy_(gradient)
+        self.missing.remove(member.name)
+
+    def launch(self) -> None:
+        """Begin to add up what has arrived."""
+        self.missing = {member.name for member in self.bucket.trained}
+        flat, self._flat = self._flat, None
+        if flat is None:
+            return
+        if self.bucket.ranks == 1:
+            self._running = None, flat, flat
+            return
+        recorder.cells[PLACE] = self._place
+        if flat.device.type == "cpu":  # gloo's own reduce-scatter takes three times as long
+            received = torch.empty_like(flat)
+            work = self._communicator.exchange(received, flat, None, None, self._group, later=True)
+        else:
+            received = flat.new_empty(self.bucket.part)
+            work = self._communicator.scatter(received, flat, self._group, later=True)
+        self._communicator.count(REDUCE_SCATTER, (self.bucket.ranks - 1) * self.bucket.part, flat)
+        self._running = work, flat, received
+
+    def finish(self) -> None:
+        """Wait for what was launched, and add it to the sum of the micro-batches."""
+        if self._running is None:
+            return
+        work, _, received = self._running
+        if work is not None:
+            work.wait()
+        self._running = None
+        part = received if received.numel() == self.bucket.part else received.view(-1, self.bucket.part).sum(0)
+        self.part = part if self.part is None else self.part.add_(part)
+
+    def zeros(self) -> Tensor:
+        """The sum, made of zeros where nothing came back."""
+        if self.part is None:
+            self.part = torch.zeros(self.bucket.part, dtype=self._dtype, device=self._device)
+        return self.part
+
+
+class ShardedUpdates(OwnUpdates):
+    """Stage 3; see `Updates` for the `shared` arguments.
+
+    Args:
+        optimizer_factory: makes a torch optimizer from torch's parameter groups; it updates slices of flat tensors.
+        scale: the loss scale in fp16.
+        limit: bytes of a bucket; see `sharded_buckets`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        program: Program,
+        communicator: Communicator,
+        optimizer_factory: OptimizerFactory,
+        groups: Groups,
+        *,
+        scale: LossScale | None = None,
+        limit: int | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(module, program, communicator, groups, scale=scale, **shared)
+        mesh = program.mesh
+        self._members = [names for names, _ in self._groups]
+        self._sources = {source.name: source for source in parameters(program)}
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        buckets = sharded_buckets(program, self._members, limit)
+        axes = dict.fromkeys(bucket.axes for bucket in buckets if bucket.axes)
+        gathering = {names: communicator.own_group(names) for names in axes}
+        adding = {names: communicator.own_group(names) for names in axes}
+        self._buckets, self._gathered, self._sums, self._masters = buckets, [], [], []
+        self._index = [mesh.index(communicator.rank, bucket.axes) if bucket.axes else 0 for bucket in buckets]
+        self._at: dict[str, tuple[int, Member]] = {}
+        for number, (bucket, index) in enumerate(zip(buckets, self._index, strict=True)):
+            self._at.update({member.name: (number, member) for member in bucket.members})
+            part = self._part_of(bucket, index)
+            place = recorder.place(f"the parameters {', '.join(member.name for member in bucket.members)}")
+            placed_ = [(self._parameters[member.name], member.first) for member in bucket.members]
+            group = gathering.get(bucket.axes)
+            self._gathered.append(GatheredParameters(placed_, part, bucket.ranks, communicator, group, place))
+            self._sums.append(_Sums(bucket, part, communicator, adding.get(bucket.axes)))
+            wide = getattr(torch, gradient_dtype(bucket))
+            self._masters.append(part if part.dtype == wide else part.to(wide))
+        self._holders: list[tuple[int, int, list[Range], nn.Parameter]] = []
+        for number, bucket in enumerate(buckets):
+            for of, ranges in bucket.of_groups(self._index[number]):
+                if of != FROZEN:
+                    start, stop = ranges[0].position, ranges[-1].position + ranges[-1].count
+                    holder = nn.Parameter(self._masters[number][start:stop])
+                    self._holders.append((number, of, ranges, holder))
+        self._optimizer = optimizer_factory(
+            [
+                {"params": [holder for _, own, _, holder in self._holders if own == number], **options}
+                for number, (_, options) in enumerate(self._groups)
+            ]
+        )
+        check_optimizer(self._optimizer, program, 3)
+        self._gathering = Gathering(self._gathered)
+        evaluation = self.evaluation
+        evaluations = list(evaluation.children()) if isinstance(evaluation, nn.ModuleDict) else [evaluation]
+        for root in (module, self._short, *evaluations):
+            if root is not None:
+                self._gathering.attach(root)
+        self._hooks = [
+            self._parameters[member.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._arrived, number, member)
+            )
+            for number, bucket in enumerate(buckets)
+            for member in bucket.trained
+        ]
+        self._next = len(buckets) - 1
+
+    def _part_of(self, bucket: ShardedBucket, index: int) -> Tensor:
+        """This rank's part of the values that the parameters have now."""
+        first = self._parameters[bucket.members[0].name]
+        part = torch.zeros(bucket.part, dtype=first.dtype, device=first.device)
+        for one in bucket.ranges(index):
+            value = self._parameters[bucket.members[one.member].name].detach().reshape(-1)
+            one.of(part).copy_(value[one.first : one.first + one.count])
+        return part
+
+    def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
+        self._divided(loss, share).backward()  # type: ignore[no-untyped-call]
+        self.finish()
+
+    def finish(self) -> None:
+        """The end of the backward of one micro-batch: add up the rest, and let go of all parameters."""
+        while self._next >= 0:
+            self._launch()
+        for sums in self._sums:
+            sums.finish()
+        self._next = len(self._sums) - 1
+        self._gathering.finish()
+
+    def _arrived(self, number: int, member: Member, parameter: nn.Parameter) -> None:
+        """Buckets leave in one order, the reverse of forward, whatever the order in which they are complete."""
+        self._sums[number].arrived(member, parameter)
+        while self._next >= 0 and not self._sums[self._next].missing:
+            self._launch()
+
+    def _launch(self) -> None:
+        self._sums[self._next].launch()
+        if self._next + 1 < len(self._sums):  # no more than one is on its way
+            self._sums[self._next + 1].finish()
+        self._next -= 1
+
+    def collect(self) -> None:
+        raise AssertionError("the stages of a pipeline have no stage 3")
+
+    def reduce(self) -> None:
+        parts = [sums.part for sums in self._sums if sums.part is not None]
+        if parts:
+            factor = self._program.mesh.size * (1.0 if self._scale is None else self._scale.value)
+            torch._foreach_div_(parts, factor)
+
+    def _present(self) -> list[Tensor]:
+        return [gradient for *_, holder in self._holders if (gradient := holder.grad) is not None]
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        complete: tuple[int, Tensor] | None = None
+        for name in self._program.reductions:
+            number, member = self._at[name]
+            bucket, part = self._buckets[number], self._sums[number].zeros()
+            if complete is None or complete[0] != number:
+                flat = part
+                if bucket.ranks > 1:
+                    flat = part.new_empty(bucket.elements)
+                    self._communicator.gather(flat, part, self._communicator.group(bucket.axes))
+                complete = number, flat
+            yield name, complete[1][member.first : member.first + member.elements].view(self._shapes[name])
+
+    def update(self, measure: bool = True) -> float | None:
+        for number, _, ranges, holder in self._holders:
+            part = self._sums[number].part
+            if part is not None:
+                start = ranges[0].position
+                holder.grad = part[start : start + holder.numel()]
+        return super().update(measure)
+
+    def skip(self, micro_batches: int) -> None:
+        """Count micro-batches as done, with gradients of zero."""
+        for sums in self._sums:
+            if sums.bucket.trained:
+                sums.zeros()
+
+    def forget(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        for sums in self._sums:
+            sums.part = None
+
+    def _squares(self) -> Tensor:
+        """Each element is on one rank."""
+        if not (gradients := self._present()):
+            return torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
+        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+
+    def weight(self, name: str) -> Tensor:
+        number, _ = self._at[name]
+        gathered = self._gathered[number]
+        gathered.gather()
+        value = self._parameters[name].detach().clone()
+        gathered.release()
+        return value
+
+    def pieces(self, write: bool = False) -> Iterator[Shards]:
+        found: dict[str, list[Shard]] = {}
+        for number, (bucket, index) in enumerate(zip(self._buckets, self._index, strict=True)):
+            for one in bucket.ranges(index):
+                self._add_piece(found, MODEL, bucket.members[one.member].name, one, self._masters[number])
+        for number, _, ranges, holder in self._holders:
+            for state, value in self._optimizer.state.get(holder, {}).items():
+                if not is_scalar(value, holder):
+                    check_shape(self._optimizer, state, value, "the parameters", value.shape == holder.shape)
+                    for one in ranges:
+                        name = self._buckets[number].members[one.member].name
+                        moved = Range(one.member, one.first, one.position - ranges[0].position, one.count)
+                        self._add_piece(found, f"{OPTIMIZER}{state}/", name, moved, value)
+        yield found
+
+    def _add_piece(self, found: dict[str, list[Shard]], kind: str, name: str, one: Range, flat: Tensor) -> None:
+        source, mesh = self._sources[name], self._program.mesh
+        shape, layout = source.spec.shape, self._program.layouts[source.id]
+        block = layout.block(shape, mesh, self._communicator.rank)
+        found[kind + name] = of_range(shape, block, layout.local_shape(shape, mesh), one.first, one.of(flat))
+
+    def plain(self) -> OptimizerScalars:
+        plain = OptimizerScalars(groups_of(self._optimizer, self._members))
+        known: dict[tuple[int, int], dict[str, Any]] = {}
+        for number, group, _, holder in self._holders:
+            state = self._optimizer.state.get(holder, {})
+            known[number, group] = {key: value for key, value in state.items() if is_scalar(value, holder)}
+        for number, bucket in enumerate(self._buckets):
+            for member in bucket.trained:
+                plain.scalars[member.name] = _scalars_of(number, member.group, known)
+        if self._scale is not None:
+            plain.loss_scale = asdict(self._scale)
+        return plain
+
+    def begin(self, states: States, plain: OptimizerScalars) -> None:
+        set_groups(self._optimizer, self._members, plain)
+        if self._scale is not None and self._scale.adapts and plain.loss_scale is not None:
+            self._scale = LossScale(**plain.loss_scale | {"adapts": True})
+        for number, _, ranges, holder in self._holders:
+            names = [self._buckets[number].members[one.member].name for one in ranges]
+            known = next((plain.scalars[name] for name in names if plain.scalars.get(name)), {})
+            found = {key: placed(key, value, holder) for key, value in known.items()}
+            for key, entries in states.items():
+                stored = [entries[name] for name in names if name in entries]
+                if stored:
+                    dtype = holder.dtype if stored[0].like_weights else stored[0].dtype
+                    found[key] = torch.zeros_like(holder, dtype=dtype, requires_grad=False)
+            self._optimizer.state[holder] = found
+
+    def loaded(self) -> None:  # weights below 32 bits follow from their masters
+        with torch.no_grad():
+            for gathered, master in zip(self._gathered, self._masters, strict=True):
+                if gathered.part is not master:
+                    gathered.part.copy_(master)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.forget()
+
+
+def _scalars_of(number: int, group: int, known: Mapping[tuple[int, int], dict[str, Any]]) -> dict[str, Any]:
+    """The scalars of a group in a bucket. A rank that has no part of it takes those of the group in other buckets: all
+    groups of a bucket have done the same steps, none where nothing ever came back."""
+    if (number, group) in known:
+        return known[number, group]
+    of_bucket = [scalars for (other, _), scalars in known.items() if other == number]
+    of_group = [scalars for (_, other), scalars in known.items() if other == group and scalars]
+    return {} if of_bucket and not of_bucket[0] else next(iter([*of_group, *of_bucket]), {})

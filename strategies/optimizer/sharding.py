@@ -1,0 +1,152 @@
+"""How stage 3 without DeepSpeed divides parameters: buckets of neighbours, each one flat tensor cut into equal parts.
+
+A bucket holds parameters of one block of the model, as lists of modules number them (`layers.3`), or of a few small
+ones, in the order in which forward first uses them: one all-gather makes all of them complete. Within a bucket they
+are ordered by the optimizer's groups, so a rank's part of a group is one slice of memory. Invariant: every element of
+a rank's slices of parameters is in the part of exactly one of its replicas, whatever the size of the buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from strategies.core.graph import ITEM_BYTES
+from strategies.core.program import Program
+from strategies.core.steps import ALL_GATHER, REDUCE_SCATTER
+from strategies.optimizer.updates import local_elements, parameters
+from strategies.optimizer.zero.partition import Range
+from strategies.optimizer.zero.traffic import Calls
+from strategies.runtime.module_tree import units
+
+SMALLEST, LARGEST = 2**20, 64 * 2**20
+"""Bytes between which a bucket is chosen, unless one parameter is larger."""
+PARTS = 4
+"""How many buckets there are at least, if the smallest size allows."""
+ALIGNED = 16
+"""Elements at whose multiples a parameter begins: kernels read aligned memory faster."""
+FROZEN = -1
+"""The group of parameters that are not updated."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter in a bucket: `elements` of a rank's slice from `first` on; `group` of the optimizer, or FROZEN."""
+
+    name: str
+    elements: int
+    first: int
+    group: int
+
+
+@dataclass(frozen=True)
+class ShardedBucket:
+    """Parameters that the ranks along `axes` hold in equal parts; `part` is the number of elements of each."""
+
+    axes: tuple[str, ...]
+    ranks: int
+    dtype: str
+    members: tuple[Member, ...]
+    part: int
+
+    @property
+    def elements(self) -> int:
+        return self.ranks * self.part
+
+    @property
+    def trained(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.group != FROZEN)
+
+    def ranges(self, index: int) -> Iterator[Range]:
+        """The ranges of members in the part of the `index`-th replica."""
+        start, stop = index * self.part, (index + 1) * self.part
+        for number, member in enumerate(self.members):
+            first, last = max(member.first, start), min(member.first + member.elements, stop)
+            if first < last:
+                yield Range(number, first - member.first, first - start, last - first)
+
+    def of_groups(self, index: int) -> Iterator[tuple[int, list[Range]]]:
+        """The ranges of each of the optimizer's groups; their positions follow each other."""
+        for group, found in groupby(self.ranges(index), key=lambda one: self.members[one.member].group):
+            yield group, list(found)
+
+
+def sharded_buckets(
+    program: Program, groups: Sequence[Sequence[str]], limit: int | None = None
+) -> tuple[ShardedBucket, ...]:
+    """The buckets of a program in the order in which forward first needs them.
+
+    Args:
+        program: lowered for a sharded optimizer.
+        groups: the names in each of the optimizer's groups.
+        limit: bytes of a bucket, at most, unless it is one parameter; None: a quarter of all, within bounds.
+    """
+    sources = {source.name: source for source in parameters(program)}
+    elements = {name: local_elements(program, source) for name, source in sources.items()}
+    size = {name: elements[name] * source.spec.item_bytes for name, source in sources.items()}
+    limit = min(max(sum(size.values()) // PARTS, SMALLEST), LARGEST) if limit is None else limit
+    group_of = {name: number for number, names in enumerate(groups) for name in names}
+    found = []
+    for names in _neighbours(program, list(sources), size, limit):
+        alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
+        for name in names:
+            axes = program.layouts[sources[name].id].replica_axes(program.mesh)
+            axes = axes if program.mesh.product(axes) > 1 else ()
+            alike.setdefault((axes, sources[name].spec.dtype), []).append(name)
+        for (axes, dtype), same in alike.items():
+            ranks, position, members = program.mesh.product(axes), 0, []
+            for name in sorted(same, key=lambda one: group_of.get(one, len(groups))):
+                members.append(Member(name, elements[name], position, group_of.get(name, FROZEN)))
+                position += -(-elements[name] // ALIGNED) * ALIGNED
+            part = -(-position // (ranks * ALIGNED)) * ALIGNED
+            found.append(ShardedBucket(axes, ranks, dtype, tuple(members), part))
+    return tuple(found)
+
+
+def calls(
+    program: Program, groups: Sequence[Sequence[str]], accumulate: int = 1, limit: int | None = None
+) -> tuple[Calls, ...]:
+    """What one rank calls per optimizer step, at most; see `sharded_buckets`. The last bucket stays for backward."""
+    found, buckets = [], sharded_buckets(program, groups, limit)
+    for number, bucket in enumerate(buckets):
+        if bucket.ranks > 1:
+            sent = accumulate * (bucket.ranks - 1) * bucket.part
+            times = 1 if number == len(buckets) - 1 else 2
+            size = times * sent * ITEM_BYTES[bucket.dtype]
+            found.append(Calls(ALL_GATHER, bucket.axes, size, times * accumulate))
+            if bucket.trained:
+                size = sent * ITEM_BYTES[gradient_dtype(bucket)]
+                found.append(Calls(REDUCE_SCATTER, bucket.axes, size, accumulate))
+    return tuple(found)
+
+
+def gradient_dtype(bucket: ShardedBucket) -> str:
+    """In which gradients are added, and in which the optimizer works."""
+    return bucket.dtype if ITEM_BYTES[bucket.dtype] >= ITEM_BYTES["float32"] else "float32"
+
+
+def _neighbours(program: Program, names: Sequence[str], size: dict[str, int], limit: int) -> Iterator[list[str]]:
+    """The parameters in the order of their first use, cut between blocks where that keeps `limit`."""
+    used = dict.fromkeys(name for unit in units(program) for name in unit.parameters if name in size)
+    ordered = list(used | dict.fromkeys(names))
+    bucket: list[str] = []
+    for _, block in groupby(ordered, key=_block):
+        block_names = list(block)
+        if bucket and sum(size[name] for name in bucket + block_names) > limit:
+            yield bucket
+            bucket = []
+        for name in block_names:
+            if bucket and sum(map(size.__getitem__, bucket)) + size[name] > limit:
+                yield bucket
+                bucket = []
+            bucket.append(name)
+    if bucket:
+        yield bucket
+
+
+def _block(name: str) -> str:
+    """The numbered module around a parameter, or else the module that owns it."""
+    words = name.split(".")[:-1]
+    numbered = next((place for place, word in enumerate(words) if word.isdigit()), len(words))
+    return ".".join(words[: numbered + 1])
