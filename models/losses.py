@@ -5,6 +5,8 @@ The invariant: a position whose label is `ignore_index` never counts, so padding
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,3 +36,23 @@ def next_token_accuracy(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) 
     logits = output[0] if isinstance(output, tuple) else output
     counted = labels != -100
     return ((logits.argmax(-1) == labels) & counted).double().sum() / counted.sum()
+
+
+class ClassLoss(nn.Module):
+    """Mean cross-entropy of one label [batch] int64 for each sample, and the logits [batch, classes] of the model.
+
+    The model returns the logits, or as models of transformers do an output with the attribute `logits`.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, output: Any, label: Tensor) -> Tensor:
+        logits, label = class_scores(output, label)
+        return functional.cross_entropy(logits, label, label_smoothing=self.label_smoothing)
+
+
+def class_scores(output: Any, label: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [batch, classes] and labels [batch], as metrics of torchmetrics receive them (`inputs` of a metric)."""
+    return getattr(output, "logits", output), label

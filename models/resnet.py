@@ -118,6 +118,11 @@ def resnet50(classes: int = 1000, channels: int = 3) -> ResNet:
     return ResNet(Bottleneck, [3, 4, 6, 3], classes, channels)
 
 
+def resnet_small(classes: int, channels: int = 3, width: int = 16, depth: int = 1, bottleneck: bool = False) -> ResNet:
+    """Three stages of `depth` blocks for images [batch, channels, h, w] of a few dozen pixels."""
+    return ResNet(Bottleneck if bottleneck else BasicBlock, [depth] * 3, classes, channels, width, small=True)
+
+
 def resnet_digits(width: int = 8, depth: int = 1, classes: int = 10, bottleneck: bool = False) -> ResNet:
-    """Three stages of `depth` blocks for images [batch, 1, 28, 28]: a toy that trains on one core."""
-    return ResNet(Bottleneck if bottleneck else BasicBlock, [depth] * 3, classes, 1, width, small=True)
+    """`resnet_small` for images [batch, 1, 28, 28]: a toy that trains on one core."""
+    return resnet_small(classes, 1, width, depth, bottleneck)

@@ -17,6 +17,14 @@ RANKS = ("all", "first")
 """Values of a callback's attribute `ranks`."""
 
 
+def followed(config: Config) -> dict[str, str]:
+    """The results of evaluations that callbacks follow, by where the callbacks stand. Raises ConfigError as
+    `callbacks`."""
+    made = enumerate(callbacks(config).items())
+    names = {f"train.callbacks[{n}] ({name})": getattr(one, "follows", None) for n, (name, one) in made}
+    return {where: name for where, name in names.items() if name is not None}
+
+
 def callbacks(config: Config) -> dict[str, Any]:
     """The callbacks of a run by name, in the order of the config: `target`, with a number where it is there twice.
 

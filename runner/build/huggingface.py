@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from runner.build import targets
+from runner.checkpoint import DESCRIPTION, Companions
 from runner.config.schema import Model
 from runner.errors import ConfigError
 from strategies.core.errors import closest
@@ -65,9 +66,10 @@ def build(model: Model) -> Any:
     return targets.call(function, model.args | {"config": _configured(kind, given)}, name, "model")
 
 
-def load(module: nn.Module, folder: Path) -> bool:
+def load(module: nn.Module, folder: Path, new: Collection[str] = ()) -> bool:
     """Load a transformers model's weights from a folder with the library's own loader, which handles older names and
-    layouts. Returns whether the files matched exactly: nothing missing, nothing unexpected.
+    layouts; the tensors `new` stay as they are. Returns whether the others matched exactly: nothing missing, nothing
+    unexpected.
 
     The full model is read; if the answer is false, `module` is as it was.
     """
@@ -80,19 +82,21 @@ def load(module: nn.Module, folder: Path) -> bool:
         )
     except (OSError, RuntimeError, ValueError):  # not weights of this model, which the caller reports by name
         return False
+    mismatches["missing_keys"] = set(mismatches["missing_keys"]) - set(new)
     if any(mismatches.values()):
         return False
-    module.load_state_dict(found.state_dict())
+    kept = module.state_dict()
+    module.load_state_dict({name: kept[name] if name in new else one for name, one in found.state_dict().items()})
     return True
 
 
-def described(module: nn.Module) -> str | None:
-    """The config.json from which the library makes a model such as `module`; None for other modules."""
+def companions(module: nn.Module) -> Companions:
+    """The config.json from which the library makes a model such as `module`; nothing for other modules."""
     library = sys.modules.get(LIBRARY)
     if library is None or not isinstance(module, library.PreTrainedModel):
-        return None
+        return Companions()
     content = json.loads(module.config.to_json_string()) | {"architectures": [type(module).__name__]}
-    return json.dumps(content, indent=2) + "\n"
+    return Companions({DESCRIPTION: json.dumps(content, indent=2) + "\n"})
 
 
 def _automatic(function: Any, target: str, model_type: str | None) -> Any:

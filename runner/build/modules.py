@@ -99,9 +99,10 @@ def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tupl
                 "returns its loss.",
             )
         return (names[-1],)
-    taken = [name for name in names if targets.accepts(model.forward, name)]
-    left = tuple(name for name in names if name not in taken)
-    if not left:
+    left = tuple(name for name in names if not targets.accepts(model.forward, name))
+    if not left:  # by **kwargs, as models of transformers pass on, an entry is taken only if the loss needs none
+        left = tuple(name for name in names if not targets.names(model.forward, name))
+    if not left or len(left) == len(names):
         raise ConfigError(
             "MW313",
             f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "

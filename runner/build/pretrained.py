@@ -2,13 +2,14 @@
 
 Nothing is read here but headers; the ranks read their blocks. The invariant: every parameter and every persistent
 buffer of the model is found under one of its names, with its shape, and every name in the files is used, or the run is
-rejected. Keys that the model class declares optional (`_keys_to_ignore_on_load_missing`, `..._unexpected`) may be
-missing or left over.
+rejected. What `model.new` names is not read, nor a tensor to which `model.rename` gives an empty name. Keys that the
+model class declares optional (`_keys_to_ignore_on_load_missing`, `..._unexpected`) may be missing or left over.
 """
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 
 from runner import checkpoint as checkpoints
 from runner import home
-from runner.build import huggingface
+from runner.build import adapters, huggingface
 from runner.config.schema import Model
 from runner.errors import ConfigError
-from strategies.core.errors import StrategyError
+from strategies.core.errors import StrategyError, closest
 from strategies.runtime.tensor_files import Reader, StoredTensor
 
 SHOWN = 3
@@ -51,11 +52,15 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
         files = checkpoints.weights(path)
     except StrategyError as error:
         raise ConfigError("MW308", f"{where}: {error}") from error
-    stored_tensors = _renamed(files, model.rename, where)
-    wanted = list(_wanted(module))
+    every = list(_wanted(module))
+    matched = _new(model.new, [name for one in every for name in one.names])
+    wanted = [one for one in every if not matched & set(one.names)]
+    new = {name for one in every if matched & set(one.names) for name in one.names}
+    renamed = _renamed(files, model.rename, where)
+    stored_tensors = {name: stored for name, stored in renamed.items() if name not in new}
     missing, unexpected = _unmatched(wanted, stored_tensors, module)
     if missing or unexpected:
-        if not model.rename and huggingface.load(module, home.expanded(model.weights)):
+        if not model.rename and huggingface.load(module, home.expanded(model.weights), new):
             return {}
         raise ConfigError("MW307", f"{where}: {_mismatch(missing, unexpected, wanted, stored_tensors, module)}")
     found = {}
@@ -67,11 +72,28 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
     return found
 
 
+def _new(globs: Sequence[str], names: Sequence[str]) -> set[str]:
+    """The names that `model.new` means. Raises ConfigError for a glob that matches none."""
+    found: set[str] = set()
+    for number, glob in enumerate(globs):
+        matched = [name for name in names if fnmatch.fnmatchcase(name, glob)]
+        if not matched:
+            raise ConfigError(
+                "MW211",
+                f"model.new[{number}] = {glob!r} matches no parameter or buffer of the model.{closest(glob, names)}",
+            )
+        found.update(matched)
+    return found
+
+
 def _renamed(files: Mapping[str, StoredTensor], rename: Sequence[Rename], where: str) -> dict[str, StoredTensor]:
-    """The tensors by the names that `model.rename` gives them. Raises ConfigError where two get one name."""
+    """The tensors by the names that `model.rename` gives them, without those that get an empty one. Raises ConfigError
+    where two get one name."""
     stored_tensors: dict[str, StoredTensor] = {}
     for name, stored in files.items():
         new = _new_name(name, rename)
+        if not new:
+            continue
         if new in stored_tensors:
             raise ConfigError(
                 "MW307", f"{where}: model.rename gives {stored_tensors[new].key} and {stored.key} the same name, {new}."
@@ -92,7 +114,9 @@ def _wanted(module: nn.Module) -> Iterator[Wanted]:
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     for name, tensor in named:
         tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    within = adapters.base_names(module)
     for names, tensor in tensors.values():
+        names += [within[name] for name in names if name in within]
         shape = tuple(getattr(tensor, "global_shape", tensor.shape))  # a hybrid module declares its slices
         yield Wanted(tuple(names), shape, tensor.is_floating_point(), any(name in persistent for name in names))
 
@@ -104,7 +128,8 @@ def _unmatched(
     stored_tensors = set(stored_tensors)
     known = {name for one in wanted for name in one.names}
     lacking = [one.names[0] for one in wanted if one.persistent and not stored_tensors & set(one.names)]
-    missing = [name for name in lacking if not _dispensable(name, module, "missing")]
+    new = adapters.adapter_names(module)
+    missing = [name for name in lacking if name not in new and not _dispensable(name, module, "missing")]
     left = [name for name in stored_tensors if name not in known and not name.endswith("_extra_state")]
     return missing, sorted(name for name in left if not _dispensable(name, module, "unexpected"))
 
@@ -162,7 +187,9 @@ def _mismatch(
         else (unexpected[0], [n for one in wanted for n in one.names])
     )
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    return text + (f" Nearest to {name} is {near[0]}; model.rename can change names." if near else "")
+    if near:
+        text += f" Nearest to {name} is {near[0]}; model.rename can change names."
+    return text + (" model.new names what the files need not have, such as a new head." if missing else "")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -8,7 +8,8 @@ one device, whatever it holds (counts, lists of scores, boxes), and nothing of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from runner.build import targets
+from runner.build.divisors import Divisors
 from runner.config.schema import MetricForm
 from runner.errors import ConfigError
 from strategies.capture import Objective, loss_in
@@ -45,7 +47,7 @@ class Average:
 
     def __init__(self, function: Callable[..., Any], what: str) -> None:
         self._function, self._what = function, what
-        self._total, self._rows = 0.0, 0
+        self.reset()
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -61,6 +63,32 @@ class Average:
         return self._total / self._rows
 
 
+class MeanLoss(Average):
+    """The loss: the mean over all tokens, or whatever else its means over classes divide by in every batch; where they
+    divide by nothing or by different numbers, over all rows."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._sum, self._tokens = 0.0, 0.0
+        self._by_rows = False
+
+    def update(self, rows: int, *given: Any, tokens: float | None = None) -> None:
+        """Add a batch of so many rows; `tokens` is what a model that returns its loss has divided by."""
+        with Divisors() as divisors:
+            value = _number(self._function(*given), self._what)
+        tokens = divisors.only if tokens is None else tokens
+        self._by_rows = self._by_rows or tokens is None
+        self._total += value * rows
+        self._rows += rows
+        if tokens:  # of nothing the mean is not a number
+            self._sum += value * tokens
+            self._tokens += tokens
+
+    def compute(self) -> float:
+        """The mean over all batches so far."""
+        return self._sum / self._tokens if self._tokens and not self._by_rows else super().compute()
+
+
 class Updated:
     """An object with `update`, `compute` and `reset` as a metric; `compute` returns a number, or numbers by name."""
 
@@ -74,7 +102,8 @@ class Updated:
 
     def update(self, rows: int, *given: Any) -> None:
         """Add a batch."""
-        if isinstance(self._metric, nn.Module) and (tensors := [one for one in given if isinstance(one, Tensor)]):
+        tensors = [one for one in _pytree.tree_leaves(given) if isinstance(one, Tensor)]  # also those in lists of dicts
+        if isinstance(self._metric, nn.Module) and tensors:
             self._metric.to(tensors[0].device)
         self._metric.update(*given)
 
@@ -90,7 +119,7 @@ class Scores:
     arguments of some of them."""
 
     loss: nn.Module | None
-    metrics: Mapping[str, Average | Updated]
+    metrics: Mapping[str, Average | MeanLoss | Updated]
     inputs: Mapping[str, Callable[..., Any]]
 
     def reset(self) -> None:
@@ -98,25 +127,31 @@ class Scores:
         for metric in self.metrics.values():
             metric.reset()
 
-    def update(self, rows: int, output: Any, target: Sequence[Tensor]) -> None:
-        """Add a batch of so many rows. Raises whatever the user's functions raise, and ConfigError for a result that is
-        not a number."""
+    def update(self, rows: int, output: Any, target: Sequence[Tensor], tokens: float | None = None) -> None:
+        """Add a batch of so many rows; `tokens` as `MeanLoss.update` takes it. Raises ConfigError where a user's
+        function fails or its result is no number."""
         for name, metric in self.metrics.items():
             given: tuple[Any, ...] = (output, *target)
-            if name in self.inputs:
-                made = self.inputs[name](*given)
-                given = tuple(made) if isinstance(made, tuple | list) else (made,)
-            metric.update(rows, *given)
+            with _named(name):
+                if name in self.inputs:
+                    made = self.inputs[name](*given)
+                    given = tuple(made) if isinstance(made, tuple | list) else (made,)
+                if isinstance(metric, MeanLoss):
+                    metric.update(rows, *given, tokens=tokens)
+                else:
+                    metric.update(rows, *given)
 
     def results(self) -> dict[str, float]:
         """The results of all batches by name; of a metric that computes several numbers by theirs.
 
         Raises:
-            ConfigError: a metric computes no number, or two results have one name.
+            ConfigError: a metric fails or computes no number, or two results have one name.
         """
         found: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            value, what = metric.compute(), f"evaluate.metric = {name}"
+            what = f"evaluate.metric = {name}"
+            with _named(name):
+                value = metric.compute()
             values: Mapping[Any, Any] = {name: value}
             if isinstance(value, Mapping):
                 values = {key: one for key, one in value.items() if not isinstance(one, Tensor) or one.numel() == 1}
@@ -136,8 +171,8 @@ def scores(forms: Sequence[MetricForm], loss: nn.Module | None) -> Scores:
         ConfigError: a metric that cannot be found or made, or two of one name.
     """
     function: Callable[..., Any] = loss_in if loss is None else lambda output, *target: loss_in(loss(output, *target))
-    metrics: dict[str, Average | Updated] = {
-        "loss": Average(function, "the model's loss" if loss is None else "the loss")
+    metrics: dict[str, Average | MeanLoss | Updated] = {
+        "loss": MeanLoss(function, "the model's loss" if loss is None else "the loss")
     }
     inputs: dict[str, Callable[..., Any]] = {"loss": lambda output, *_: (output,)} if loss is None else {}
     for number, form in enumerate(forms):
@@ -149,6 +184,18 @@ def scores(forms: Sequence[MetricForm], loss: nn.Module | None) -> Scores:
         if form.inputs is not None:
             inputs[name] = targets.resolve(form.inputs, f"{where}.inputs")
     return Scores(loss, metrics, inputs)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Turn what the function or class of a user raises into one paragraph that names the result."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        what = "the loss" if name == "loss" else f"evaluate.metric = {name}"
+        raise ConfigError("MW322", f"{what} fails in evaluation: {targets.describe(error)}.") from error
 
 
 def _twice(where: str, name: str) -> ConfigError:

@@ -29,8 +29,10 @@ from runner import packages
 from runner.errors import ConfigError
 from strategies.core.errors import closest
 
-EXTRAS = {"datasets": "data", "torchmetrics": "metrics", "transformers": "hf"}
+EXTRAS = {"datasets": "data", "peft": "lora", "torchmetrics": "metrics", "transformers": "hf"}
 """Packages that the project knows but does not need, with the extra that installs each."""
+OWN = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("runner", "strategies"))
+"""Folders whose lines do not help a user."""
 HYDRA_TARGET = "_target_"
 HYDRA_KEYS = (HYDRA_TARGET, "_args_", "_partial_")
 Completion = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -96,6 +98,8 @@ def call(
         return function(**made)
     except ConfigError:
         raise
+    except ImportError as error:
+        raise ConfigError("MW802", f"{what}: {target} lacks a package: {describe(error)}.") from error
     except Exception as error:
         raise ConfigError("MW304", f"{what}: {target} cannot be made with {what}.args: {describe(error)}.") from error
 
@@ -119,6 +123,10 @@ def nested(value: Any, what: str, complete: Completion | None = None) -> Any:
     name, args = value.get(key), value.get("args", {})
     if key == HYDRA_TARGET:
         args = {str(key): inner for key, inner in value.items() if key not in HYDRA_KEYS}
+    if key == "target" and set(value) == {"target", "args"} and _is_dotted(name) and isinstance(args, list | tuple):
+        raise ConfigError(
+            "MW303", f"{what}.args = {list(args)}: arguments are given by their names, such as {{NAME: VALUE}}."
+        )
     if key == HYDRA_TARGET or (set(value) <= {"target", "args"} and isinstance(args, Mapping) and _is_dotted(name)):
         function = resolve(str(name), f"{what}.{key}")
         positional = nested(value.get("_args_", []), f"{what}._args_", complete)
@@ -144,6 +152,12 @@ def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]
         return function
     _refuse_unknown(function, args, target, f"{what}_args")
     return functools.partial(function, **nested(args, f"{what}_args"))
+
+
+def names(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` has a parameter of that name, which it does not only take among its **kwargs."""
+    parameter = (_parameters(function) or {}).get(name)
+    return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -237,10 +251,10 @@ def describe(error: BaseException) -> str:
     """The exception in words, with the innermost line that is not of an installed library."""
     text = " ".join(str(error).split()).rstrip(".")
     summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    foreign = ("<", *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
+    foreign = ("<", *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), *OWN)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = frame.filename
-        if os.path.dirname(file) != os.path.dirname(__file__) and not file.startswith(foreign):
+        if not file.startswith(foreign):
             own = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
             return f"{summary} ({own}, line {frame.lineno})"
     return summary

@@ -88,7 +88,7 @@ class Documents:
         left = self._limit
         for name, file in self._files:
             for text in self._of(name, file):
-                if not text.strip() or self._elsewhere(text):
+                if not text.strip() or self._train == in_test(text):
                     continue
                 yield text
                 if left is not None and (left := left - len(text)) <= 0:
@@ -128,9 +128,10 @@ class Documents:
             )
         return text
 
-    def _elsewhere(self, text: str) -> bool:
-        tested = zlib.crc32(text.encode("utf-8", "surrogateescape")) % TEST_SHARE == 0
-        return self._train is not None and self._train == tested
+
+def in_test(text: str) -> bool:
+    """Whether a text is in the test part; decided by its bytes, so equal ones are in one part."""
+    return zlib.crc32(text.encode("utf-8", "surrogateescape")) % TEST_SHARE == 0
 
 
 def _below(system: fsspec.AbstractFileSystem, root: str, patterns: Sequence[str]) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.utils.data import IterableDataset, default_collate
 
 from runner.build import targets
@@ -105,7 +105,7 @@ def build_dataset(
             "MW310", f"{what}: the length of {target} cannot be had: {targets.describe(error)}."
         ) from error
     if length == 0:
-        raise ConfigError("MW310", f"{what}: {target} has no rows; check {what}.args and {what}.path.")
+        raise ConfigError("MW310", f"{what}: {target} has no rows; check {what}.args.")
     checked: MapDataset = dataset
     return checked
 
@@ -157,6 +157,8 @@ def global_batch(
             begin(row)
             try:
                 samples.append(dataset[row])
+            except ConfigError:
+                raise
             except Exception as error:
                 raise ConfigError("MW311", f"data: row {row} cannot be read: {targets.describe(error)}.") from error
             if collate is None:
@@ -169,8 +171,10 @@ def global_batch(
             raise ConfigError(
                 "MW311", f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}."
             ) from error
+    names, tensors = flatten_batch(batch)
+    _check_dense(names, tensors)
     if collate is not None:
-        _check_rows(*flatten_batch(batch), len(rows), unbatched(collate))
+        _check_rows(names, tensors, len(rows), unbatched(collate))
     return batch
 
 
@@ -222,6 +226,7 @@ class LocalBatches:
         self._names = None if names is None else tuple(names)
         self._shapes = None if shapes is None else [tuple(shape[1:]) for shape in shapes]
         self._read = None if collate else reader(dataset)
+        self._floating: list[bool] | None = None
         self._random = self._collate_random = False
         """Whether dataset or collate, and whether the collate were seen to use random numbers."""
         # Positions in the micro-batch whose rows some block needs, in order.
@@ -253,8 +258,20 @@ class LocalBatches:
 
     def _parts(self, rows: Sequence[int], begin: Callable[..., None]) -> list[Tensor]:
         """The blocks; `begin` is called before anything that may use random numbers."""
-        if self._collate is not None:
-            return self._collated(rows, begin, self._collate)
+        parts = self._collated(rows, begin, self._collate) if self._collate else self._stacked(rows, begin)
+        floating = [part.is_floating_point() for part in parts]
+        self._floating = self._floating or floating
+        for name, part, before, now in zip(self._names or (), parts, self._floating, floating, strict=True):
+            if before != now:
+                kinds = ("numbers of floating point", "integers")
+                raise ConfigError(
+                    "MW312",
+                    f"data: a batch of the rows {', '.join(map(str, rows))} has {name!r} of {part.dtype}, the batches "
+                    f"before it {kinds[now]}; all rows need one dtype.",
+                )
+        return parts
+
+    def _stacked(self, rows: Sequence[int], begin: Callable[..., None]) -> list[Tensor]:
         values: dict[int, list[Any]] = {}
         for position in self._needed:
             begin(rows[position])
@@ -301,6 +318,7 @@ class LocalBatches:
                 return self._collated(rows, begin, collate)
         begin(rows[0], len(rows))
         names, tensors = flatten_batch(collate(samples))
+        _check_dense(names, tensors)
         _check_rows(names, tensors, len(samples), self._unbatched)
         where = "data: a batch of data.collate"
         tensors = self._named(names, tensors, where)
@@ -345,6 +363,15 @@ def _ordered(names: Sequence[str], values: list[Any], order: Sequence[str], wher
         )
     by_name = dict(zip(names, values, strict=True))
     return [by_name[name] for name in order]
+
+
+def _check_dense(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.is_meta or tensor.layout != strided:
+            kind = "on the device meta, without values" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise ConfigError(
+                "MW312", f"data: the value {name!r} of a batch is {kind}; dense tensors with values are needed."
+            )
 
 
 def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int, unbatched_names: frozenset[str]) -> None:

@@ -35,6 +35,10 @@ class Packed:
     document of the row before starts again. The label of a token is the next one, or -100 behind the last of a
     document. A partial row at the end is dropped.
 
+    With `shift=False` samples are {input_ids, position_ids, labels} for models of transformers, which find the
+    documents where `position_ids` start again, and shift the labels by themselves: the label of a token is that token,
+    or -100 for the first of a document.
+
     Args:
         length: tokens of a row.
         tokenizer: a tokenizer.json, or a folder as transformers saves one; None: every byte of UTF-8 is a token, and
@@ -42,8 +46,10 @@ class Packed:
         path, pattern, field, separator, train, limit: see `runner.data.documents.Documents`.
         end: the token at the end of each document; None: the tokenizer's own, if it has one.
         cache: the folder for the tokens; None: `meshwright` in the user's cache.
+        shift: whether labels are those of the next token.
 
     Attributes:
+        boundaries: the entries that tell documents apart, with what they hold.
         vocabulary: the number of tokens: every id is less.
 
     Raises:
@@ -62,6 +68,7 @@ class Packed:
         limit: int | None = None,
         end: str | None = None,
         cache: str | None = None,
+        shift: bool = True,
     ) -> None:
         if length < 1:
             raise ConfigError("MW315", f"data.args.length = {length} must be 1 or more.")
@@ -80,7 +87,9 @@ class Packed:
                     yield stored.tobytes()
 
         stored: NDArray[np.int32] = np.memmap(cached(f"tokens-{digest}.int32", tokens, cache), np.int32, mode="r")
-        self.vocabulary, self._tokens, self._length = int(stored[0]), stored[1:], length
+        self.vocabulary, self._tokens, self._length, self._shift = int(stored[0]), stored[1:], length, shift
+        kinds = ("documents", "positions")
+        self.boundaries = dict(zip(kinds, kinds, strict=True)) if shift else {"position_ids": "positions"}
         if len(self._tokens) < length:
             raise ConfigError(
                 "MW315",
@@ -98,14 +107,19 @@ class Packed:
         stored = self._tokens[start : start + length + 1].astype(np.int64)
         begins = stored < 0
         tokens = np.where(begins, ~stored, stored)
-        labels = np.full(length, IGNORED)
-        labels[: len(tokens) - 1] = np.where(begins, IGNORED, tokens)[1:]
+        following = np.full(length, IGNORED)
+        following[: len(tokens) - 1] = np.where(begins, IGNORED, tokens)[1:]
         first, places = begins[:length], np.arange(length)
         first[0] = True
-        row = {
-            "input_ids": tokens[:length],
-            "documents": np.cumsum(first) - 1,
-            "positions": places - np.maximum.accumulate(np.where(first, places, 0)),
-            "labels": labels,
-        }
+        positions = places - np.maximum.accumulate(np.where(first, places, 0))
+        if self._shift:
+            row = {
+                "input_ids": tokens[:length],
+                "documents": np.cumsum(first) - 1,
+                "positions": positions,
+                "labels": following,
+            }
+        else:
+            labels = np.where(first, IGNORED, tokens[:length])
+            row = {"input_ids": tokens[:length], "position_ids": positions, "labels": labels}
         return {name: torch.from_numpy(values) for name, values in row.items()}

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, pairwise
@@ -65,7 +65,7 @@ class _MicroBatches(Dataset[Any]):
         try:
             self._load = self._load or self._make()
             return self._load(request)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             return from_exception(0, error)
 
@@ -98,22 +98,19 @@ class Reader:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read ahead inside of the block. Raises Reported where a worker has died; torch notices that anywhere in the
-        block."""
+        """Read ahead inside of the block. Raises Reported where a worker has died."""
         if isinstance(self._section.workers, int):
             self._start(self._section.workers)
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:  # the last two where a tensor of a dead worker is fetched
-            with suppress(RuntimeError):  # torch's handler may come first
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it would raise again, at any place, for each one dead
             if self._processes:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 wait([process.sentinel for process in self._processes], timeout=5)
             if died := [process for process in self._processes if process.exitcode is not None]:
                 raise Reported(_death(died[0])) from error
             raise
-        self.close()
+        finally:
+            self.close()
 
     def next(self) -> list[Tensor]:
         """The next micro-batch, on the CPU.
@@ -203,6 +200,9 @@ class Reader:
                 )
             )
         self._processes = [process for process in active_children() if process.pid not in before]
+        # torch's handler would raise at any place, in the midst of a step or of another exception's handler. Without it
+        # a dead worker is found where its micro-batch does not come, within 5 s.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield from loader
 
 

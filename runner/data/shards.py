@@ -11,7 +11,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,6 +25,7 @@ from runner.build.targets import describe
 from runner.data.lines import tensors_of
 from runner.data.text import cached
 from runner.errors import ConfigError
+from strategies.core.errors import closest
 
 LINES = 4096
 """Lines of a block of JSONL."""
@@ -157,7 +158,9 @@ def _row_group(system: Any, name: str, place: int, rows: int, columns: Sequence[
     from pyarrow import parquet
 
     with system.open(name, "rb") as file:
-        return _table(parquet.ParquetFile(file).read_row_group(place, columns=columns))
+        opened = parquet.ParquetFile(file)
+        _refuse_unknown(columns, opened.schema_arrow.names, name)
+        return _table(opened.read_row_group(place, columns=columns))
 
 
 def _batches(file: Any) -> Iterator[Any]:
@@ -185,7 +188,15 @@ def _record_batch(system: Any, name: str, place: int, rows: int, columns: Sequen
     with system.open(name, "rb") as file:
         batch = next(batch for number, batch in enumerate(_batches(file)) if number == place)
     table = pyarrow.table(batch)
+    _refuse_unknown(columns, table.column_names, name)
     return _table(table if columns is None else table.select(columns))
+
+
+def _refuse_unknown(columns: Sequence[str] | None, known: Iterable[str], where: str) -> None:
+    """Raises ConfigError for a column that a file or line does not have."""
+    for column in columns or ():
+        if column not in known:
+            raise ConfigError("MW821", f"data: {where} has no column {column!r}.{closest(column, known)}")
 
 
 def _table(table: Any) -> Block:
@@ -233,9 +244,15 @@ def _block_of_lines(system: Any, name: str, place: int, rows: int, columns: Sequ
                 lines.append(line)
 
     def row(number: int) -> dict[str, Any]:
-        values = json.loads(lines[number])
-        chosen = values if columns is None else {name: values[name] for name in columns}
-        return tensors_of(chosen, f"{name}, line {number + 1} from byte {place} on")
+        where = f"{name}, line {number + 1} from byte {place} on"
+        try:
+            values = json.loads(lines[number])
+        except ValueError as error:
+            raise ConfigError("MW821", f"data: {where} is no JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise ConfigError("MW821", f'data: {where} is no JSON object, {{"column": value, ...}}.')
+        _refuse_unknown(columns, values, where)
+        return tensors_of(values if columns is None else {name: values[name] for name in columns}, where)
 
     return row
 

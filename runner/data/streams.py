@@ -140,10 +140,10 @@ def numbered(row: int) -> Iterator[None]:
     """Give an exception the row that raised it, as its attribute `data_row`."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not hasattr(error, "data_row"):
             with suppress(AttributeError):  # a class with slots
-                error.data_row = row  # type: ignore[attr-defined]
+                error.data_row = row  # type: ignore[union-attr]
         raise
 
 

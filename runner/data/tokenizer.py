@@ -21,13 +21,13 @@ BYTES = 256
 
 
 class Bytes:
-    """Every byte of UTF-8 is a token, and 256 ends a document."""
+    """Every byte of UTF-8 is a token, and 256 ends a document, or begins one for a classifier."""
 
     vocabulary, end = 257, 256
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The bytes of each text."""
-        return [list(text.encode()) for text in texts]
+    def encode(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """The bytes of each text, with `special` behind token 256."""
+        return [[*[self.end] * special, *text.encode()] for text in texts]
 
 
 class Tokenizer:
@@ -72,16 +72,16 @@ class Tokenizer:
         ending = known if end is None else end
         self.end: int | None = None if ending is None else ids[ending]
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens at its ends."""
-        return self._encode(list(texts))
+    def encode(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """The ids of each text; with `special` between the tokens that the tokenizer puts at its ends."""
+        return self._encode(list(texts), special)
 
-    def _of_transformers(self, texts: list[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    def _of_transformers(self, texts: list[str], special: bool) -> list[list[int]]:
+        encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
         return encoded
 
-    def _of_tokenizers(self, texts: list[str]) -> list[list[int]]:
-        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    def _of_tokenizers(self, texts: list[str], special: bool) -> list[list[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
 
 def load(path: str | None, end: str | None = None) -> Tokenizer | Bytes:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from composing import compose_config
 
-from runner.build.modules import captured_from_shapes, cast, objective
+from runner.build.modules import captured_from_shapes, cast, objective, target_names
 from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError
 from runner.planning.datasets import datasets
@@ -33,6 +33,21 @@ def test_the_graph_is_that_of_the_real_model(recipe):
     assert found.graph == real.graph
     assert said == []
     assert all(type(parameter.data).__name__ == "FakeTensor" for parameter in step.parameters())
+
+
+class Passes(torch.nn.Module):
+    """Takes whatever it is given, as models of transformers do."""
+
+    def forward(self, x, mask=None, **kwargs):
+        return x
+
+
+def test_what_forward_only_takes_among_its_kwargs_goes_to_the_loss():
+    config = compose_config("+recipe=quickstart")
+    assert target_names(config, Passes(), ("x", "label", "mask")) == ("label",)
+    for none_left in (("x", "mask"), ("a", "b")):  # all for the model, or none for it
+        with pytest.raises(ConfigError, match=r"takes every entry of a sample"):
+            target_names(config, Passes(), none_left)
 
 
 LARGE = "model.args={vocabulary: 128256, length: 64, width: 8192, layers: 2, heads: 64, kv_heads: 8, hidden: 28672}"

@@ -18,8 +18,8 @@ from runner.errors import ConfigError
 from strategies.runtime.tensor_files import Reader
 
 
-def described(weights, rename=()):
-    return Model(target="a.B", args={}, config=None, weights=str(weights), rename=tuple(rename))
+def described(weights, rename=(), new=()):
+    return Model(target="a.B", args={}, config=None, weights=str(weights), rename=tuple(rename), new=tuple(new))
 
 
 def other_weights(seed=5):
@@ -91,9 +91,9 @@ def state():
     return {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
 
 
-def found(content, folder, rename=()):
+def found(content, folder, rename=(), new=()):
     torch.save(content, folder / "w.pt")
-    return pretrained.locate(described(folder / "w.pt", rename), Tied())
+    return pretrained.locate(described(folder / "w.pt", rename, new), Tied())
 
 
 def test_every_name_is_found_once_whatever_it_is_called(tmp_path):
@@ -163,6 +163,21 @@ def test_a_class_says_what_may_be_missing_or_left_over(tmp_path, monkeypatch):
     assert "norm.running_mean" not in kept and len(kept) == 5
 
 
+def test_what_is_new_is_not_read_and_what_has_no_name_is_left_out(tmp_path):
+    every = set(found(state(), tmp_path))
+    assert set(found(state(), tmp_path, new=["norm.running_*"])) == every - {"norm.running_mean", "norm.running_var"}
+    other = state() | {"head.bias": torch.ones(9), "mlm.bias": torch.ones(2)}  # another head, and one too many
+    kept = found(other, tmp_path, [("^mlm[.].*", "")], ["head.bias"])
+    assert set(kept) == every - {"head.bias"}
+    del other["head.bias"]
+    assert found(other, tmp_path, [("^mlm[.].*", "")], ["head.b*"]).keys() == kept.keys()
+    tied = found(state(), tmp_path, new=["head.weight"])  # one tensor: under its other name it is new too
+    assert "emb.weight" not in tied
+    with pytest.raises(ConfigError, match=r"model\.new\[0\] = 'haed\.\*' matches no parameter") as caught:
+        found(state(), tmp_path, new=["haed.*"])
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -170,6 +185,7 @@ def test_a_class_says_what_may_be_missing_or_left_over(tmp_path, monkeypatch):
         (("model.weights=other.pt",), "the files do not have inner.weight, inner.bias, outer.weight (1 more), which"),
         (("model.weights=other.pt", "model.rename=[['(','']]"), "which is no regular expression: missing )"),
         (("model.rename=[[a,b]]",), "give model.weights too."),
+        (("model.new=[inner.*]",), "give model.weights too, or drop model.new."),
         (("model.config={width: 3}",), "has no config class as the models of transformers have"),
     ],
 )

@@ -115,6 +115,23 @@ def test_weights_in_the_layout_of_the_library_are_taken_over(tmp_path):
     assert all(torch.equal(before[name], one) for name, one in ours.state_dict().items())
 
 
+def test_a_new_head_keeps_its_values_where_the_library_loads_the_body(tmp_path):
+    """GPT-2's body is stored without its prefix, so the library's own loader has to find it."""
+    complete = built("GPT2LMHeadModel", TINY)
+    with torch.no_grad():
+        complete.transformer.wte.weight.normal_()
+    complete.transformer.save_pretrained(tmp_path)
+    head = built("GPT2ForSequenceClassification", TINY)
+    initial = head.score.weight.detach().clone()
+    given = description("GPT2ForSequenceClassification", TINY, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"score\.weight.* model\.new names what the files need not have"):
+        pretrained.locate(given, head)
+    torch.manual_seed(7)
+    assert pretrained.locate(given.model_copy(update={"new": ("score.*",)}), head) == {}
+    assert torch.equal(head.score.weight, initial)
+    assert torch.equal(head.transformer.wte.weight, complete.transformer.wte.weight)
+
+
 def test_saved_weights_are_read_in_place(tmp_path):
     for name, config in (("LlamaForCausalLM", LLAMA), ("GPT2LMHeadModel", TINY)):
         model = built(name, config)

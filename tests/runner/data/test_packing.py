@@ -137,3 +137,14 @@ def test_errors_name_what_is_wrong(tmp_path, monkeypatch, tokenizer, lines, give
     with pytest.raises(ConfigError, match=says) as raised:
         packed(tmp_path, **usual | given)
     assert raised.value.code == code
+
+
+def test_models_that_shift_labels_get_the_tokens_themselves(tmp_path, tokenizer, lines):
+    rows = packed(tmp_path, length=5, tokenizer=str(tokenizer), path=str(lines), field="body", shift=False)
+    first, second = ({name: values.tolist() for name, values in rows[index].items()} for index in range(2))
+    assert first == {
+        "input_ids": [0, 1, 2, 5, 3],
+        "position_ids": [0, 1, 2, 3, 0],
+        "labels": [-100, 1, 2, 5, -100],
+    }
+    assert second["position_ids"] == [0, 0, 1, 2, 3] and second["labels"] == [-100, -100, 1, 0, 0]

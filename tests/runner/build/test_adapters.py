@@ -1,0 +1,70 @@
+"""Adapters of peft: weights by the names of the base, files that peft loads, and what cannot be saved."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from runner.build import adapters, pretrained
+from runner.config.schema import Model
+from runner.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+LORA = {"r": 2, "target_modules": ["q"], "modules_to_save": ["head"]}
+
+
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Module()
+    made.q, made.v, made.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+    return made
+
+
+def adapted(**given: object) -> nn.Module:
+    import peft
+
+    return peft.PeftModel(base(), peft.LoraConfig(**LORA | given))
+
+
+def test_weights_of_the_base_are_found_by_its_names_and_adapters_are_new(tmp_path):
+    torch.save(base().state_dict(), tmp_path / "base.pt")
+    model = adapted()
+    found = pretrained.locate(Model(target="a.B", weights=str(tmp_path / "base.pt")), model)
+    assert {name: stored.key for name, stored in found.items()} == {
+        f"base_model.model.{name}.{part}": f"{name[0]}.{part}"
+        for name in ("v", "q.base_layer")
+        for part in ("weight", "bias")
+    } | {
+        f"base_model.model.head.{name}.{part}": f"head.{part}"  # both begin as the head of the base
+        for name in ("original_module", "modules_to_save.default")
+        for part in ("weight", "bias")
+    }
+    torch.save(model.state_dict(), tmp_path / "all.pt")  # as a merged checkpoint has it
+    every = pretrained.locate(Model(target="a.B", weights=str(tmp_path / "all.pt")), model)
+    assert every.keys() == {name for name, _ in model.named_parameters()}
+    torch.save({"q.weight": torch.ones(4, 3)}, tmp_path / "part.pt")
+    with pytest.raises(ConfigError, match="the files do not have"):
+        pretrained.locate(Model(target="a.B", weights=str(tmp_path / "part.pt")), model)
+    assert adapters.base_names(base()) == {} and adapters.adapter_names(base()) == frozenset()
+
+
+def test_the_files_are_those_of_the_library(tmp_path):
+    from safetensors.torch import load_file
+
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    made = adapters.companions(model)
+    saved, state = load_file(tmp_path / "adapter_model.safetensors"), model.state_dict()
+    assert set(made.adapter.values()) == set(saved)
+    assert all(torch.equal(state[name], saved[short]) for name, short in made.adapter.items())
+    ours, theirs = (
+        json.loads(text)
+        for text in (made.texts["adapter_config.json"], (tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    )
+    assert ours["inference_mode"] is True
+    assert {name for name in theirs if ours[name] != theirs[name]} <= {"auto_mapping", "target_modules"}
+    assert model.peft_config["default"].inference_mode is False  # training goes on
+    assert not adapters.companions(base()).texts
