@@ -30,7 +30,7 @@ if "runner" not in sys.modules:
     sys.path.remove(_ROOT)
 
 if TYPE_CHECKING:
-    from meshwright.exchange import Excess, best, compare, from_dtensor, from_tp_plan
+    from meshwright.exchange import Excess, best, compare, from_autoparallel, from_dtensor, from_tp_plan
     from meshwright.plans import Plan, load, plan
     from meshwright.proof import verify
     from meshwright.runs import Run, compose, train
@@ -48,6 +48,7 @@ _MODULES = {
     "best": "meshwright.exchange",
     "compare": "meshwright.exchange",
     "compose": "meshwright.runs",
+    "from_autoparallel": "meshwright.exchange",
     "from_dtensor": "meshwright.exchange",
     "from_tp_plan": "meshwright.exchange",
     "load": "meshwright.plans",
@@ -66,6 +67,7 @@ __all__ = [
     "best",
     "compare",
     "compose",
+    "from_autoparallel",
     "from_dtensor",
     "from_tp_plan",
     "load",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.plans import Batch, Loss, Plan, config_of, planned
+from runner.build.modules import target_names
 from runner.commands.diff import differences
 from runner.config.load import validated
 from runner.config.origins import Origins
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError
-from runner.export import tensor_parallel
-from strategies.core.graph import OperatorGraph
+from runner.export import autoparallel_placements, tensor_parallel
+from strategies.core.graph import OperatorGraph, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.planner.declared_layouts import Declared, declared_plan
@@ -134,6 +136,66 @@ def from_dtensor(
         return Declared(grid, inputs, found)
 
     return _declared(layouts, module, batch, axes, loss, options)
+
+
+def from_autoparallel(
+    file: str | Path, module: nn.Module, batch: Batch, *, loss: Loss | None = None, **options: Any
+) -> Plan:
+    """Read the placements file of AutoParallel: of its `save_placements`, or of an export here.
+
+    Args:
+        file: JSON with the mesh and the placements of every node. Those of parameters, buffers and the batch are read
+            (`primals_1` and so on, in the order of the module's tensors); operators follow from what is computed, as
+            the file names them by a graph that only AutoParallel has.
+        module, batch, loss: as for `meshwright.plan`.
+        **options: as for `from_tp_plan`.
+
+    Returns:
+        The plan. Axes that slice the rows of the batch do not slice parameters: those are gathered where they are used,
+        as by `fully_shard`, which is ZeRO 3.
+
+    Raises:
+        ConfigError, StrategyError: the file is none, or of another module.
+    """
+    axes, nodes = autoparallel_placements.read(Path(file))
+    names, tensors = flatten_batch(batch)
+    config = config_of(module, tensors, loss, axes, None, torch.optim.AdamW, 0, "cpu", {})
+    targets, grid = target_names(config, module, names), Mesh(tuple(axes.items()))
+    given = [tensor for name, tensor in zip(names, tensors, strict=True) if name not in targets]
+    own = [*module.parameters(), *module.buffers(), *given]
+    taken = {int(name.rpartition("_")[2]): one for name, one in nodes.items() if name.startswith("primals_")}
+    for number, tensor in enumerate(own, 1):
+        if number not in taken or len(taken) != len(own) or len(taken[number].dims) > tensor.ndim:
+            raise ConfigError(
+                "MW885",
+                f"meshwright.from_autoparallel: {str(file)!r} has {len(taken)} primals, and primals_{number} with "
+                f"{len(taken[number].dims) if number in taken else 'no'} dims in slices; the module and its batch are "
+                f"{len(own)} tensors, of which this is {list(tensor.shape)}. Give the module that the file is of.",
+            )
+    entries = [taken[number] for number in range(len(own) - len(given) + 1, len(own) + 1)]
+    rows = grid.sorted({axis for layout in entries for axis in (layout.dims[0] if layout.dims else ())})
+    if any({*rows} & {*taken[number].axes} for number, _ in enumerate(module.parameters(), 1)):
+        options = {"zero": 3} | options
+
+    def layouts(graph: OperatorGraph) -> Declared:
+        sources = autoparallel_placements.primals(graph, names, targets)
+        found = {one.name: _filled(taken[number], one) for number, one in enumerate(sources, 1) if one is not None}
+        sliced = {one.name: _filled(Layout((rows,)), one) for one in graph.of_kind("input")}
+        inputs = sliced | {name: found[name] for name in sliced if name in found}
+        held = {name: _without(layout, rows) for name, layout in found.items() if name not in inputs}
+        return Declared(grid, inputs, held)
+
+    return _declared(layouts, module, batch, axes, loss, options)
+
+
+def _filled(layout: Layout, source: Source) -> Layout:
+    """The layout with all dims of a tensor."""
+    dims = (*layout.dims, *((),) * len(source.spec.shape))
+    return Layout(dims[: len(source.spec.shape)])
+
+
+def _without(layout: Layout, axes: Sequence[str]) -> Layout:
+    return Layout(tuple(tuple(axis for axis in used if axis not in axes) for used in layout.dims))
 
 
 def _named(mesh: DeviceMesh) -> dict[str, int]:

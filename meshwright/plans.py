@@ -28,7 +28,7 @@ from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, allowed
 from runner.export.changes import Change
 from runner.export.targets import exported, target_of
-from runner.planning.clusters import shipped
+from runner.planning.clusters import cluster_of, shipped
 from runner.planning.given import prepare_given
 from runner.planning.prepare import Prepared
 from runner.report import text
@@ -38,6 +38,7 @@ from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, LossFunction, Objective
 from strategies.capture.shapes import pretend
 from strategies.core.graph import OperatorGraph
+from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan as OperatorPlans
 from strategies.planner.plan_file import check_form
 
@@ -176,19 +177,45 @@ class Plan:
             )
         return self._sharded.optimizer(factory, clip=clip, **options)
 
-    def expressible(self, target: str) -> list[Change]:
+    def expressible(self, target: str, *, collectives: bool = False) -> list[Change]:
         """What a target would lay out otherwise than this plan, with what that costs; empty where it says all of it.
 
         Args:
-            target: `torch`, `transformers` or `deepspeed`.
+            target: `torch`, `torchtitan`, `autoparallel`, `transformers` or `deepspeed`.
+            collectives: of `torch` also the kinds of collectives of which a step of the exported program sends other
+                bytes, as DTensor decides: in a fork, a step runs on tensors without numbers. The bytes of these changes
+                and those of the plan are what the program sends. They do not keep a plan from being exported.
+
+        Raises:
+            ConfigError: collectives of another target than `torch`.
+            RunFailed: the exported program does not run.
         """
-        return target_of(target).changes(self.planned("expressible").prepared)
+        planned = self.planned("expressible")
+        found = target_of(target).changes(planned.prepared)
+        return [*found, *self._collectives(target, planned)] if collectives else found
+
+    def _collectives(self, target: str, planned: Planned) -> list[Change]:
+        from runner.export import dry_run
+
+        if target != "torch":
+            raise ConfigError(
+                "MW886",
+                f"plan.expressible: the collectives of the target {target!r} are decided by another library; leave out "
+                "collectives=True, or ask for the target 'torch'.",
+            )
+        prepared = planned.prepared
+        code = exported(target, prepared, "", allow_changes=True)
+        calls = dry_run.calls_of(code, planned.objective, planned.batch, prepared.device)
+        cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
+        return dry_run.collectives(self.content, calls, Mesh(tuple(self.mesh.items())), cluster)
 
     def export(self, target: str, file: str | Path, *, allow_changes: bool = False) -> Path:
         """Write the plan for another trainer. Returns the path of the file.
 
         Args:
             target: `torch`: a Python file of plain torch, which lays out the parameters of the module as DTensors;
+                `torchtitan`: a Python file with a `ShardingConfig` for every module; `autoparallel`: the JSON that its
+                `save_placements` writes;
                 `transformers`: the JSON of a `DistributedConfig`, for `from_pretrained(distributed_config=...)`;
                 `deepspeed`: the JSON of its config, with ZeRO and AutoTP.
             file: to write.

@@ -195,6 +195,7 @@ class ShardedModule(nn.Module):
             clip=clip,
             precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
             zero_options=lowering.deepspeed_options(config),
+            engine=config.parallel.zero.engine,
             cut=lowering.bucket_cut(config),
         )
         return ShardedOptimizer(self, self._updates)

@@ -22,12 +22,12 @@ class Change:
     """Something that a target lays out otherwise than the plan.
 
     Attributes:
-        kind: parameter, buffer, input, operator or optimizer.
-        name: of the tensor, batch entry or operator.
-        planned, exported: its layouts.
+        kind: parameter, buffer, input, operator, optimizer or collectives.
+        name: of the tensor, batch entry or operator; of collectives, their kind.
+        planned, exported: its layouts; of collectives, the bytes that a rank sends in a step.
         bytes: sent by a rank in forward of a step to come from the one to the other; of a parameter, and under ZeRO,
-            held in addition.
-        seconds: of sending them, predicted.
+            held in addition; of collectives, sent in addition, negative where it is less.
+        seconds: of sending them, predicted; of collectives, in addition.
     """
 
     kind: str

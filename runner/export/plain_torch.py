@@ -8,12 +8,14 @@
         loss_function(output, *sliced(targets, mesh, first=len(inputs))).backward()
     optimizer.step()
 
-Parameters are DTensors, laid out as PARAMETERS says. Modules receive and return what INPUTS and OUTPUTS say; torch
-propagates layouts in between. A `*` in a name stands for the number of a layer.
+Parameters are DTensors, laid out as PARAMETERS says; over the axes of SHARDED, `fully_shard` slices them, their
+gradients and the optimizer's states (ZeRO 3), block by block. Modules receive and return what INPUTS and OUTPUTS say;
+torch propagates layouts in between. A `*` in a name stands for the number of a layer.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,6 +38,7 @@ BATCH: tuple[Placed, ...] = ()
 PARAMETERS: dict[str, Placed] = {}
 INPUTS: dict[str, Placed] = {}
 OUTPUTS: dict[str, Placed] = {}
+SHARDED: tuple[str, ...] = ()
 # The end of the plan
 
 
@@ -56,7 +59,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 placed = placements_of(PARAMETERS, f"{path}.{name}".lstrip("."), whole)
                 local = distribute_tensor(parameter.detach(), mesh, placed, src_data_rank=None)
                 known[id(parameter)] = parameter, nn.Parameter(local, parameter.requires_grad)
-                if parameter.requires_grad:
+                if parameter.requires_grad and not SHARDED:
                     known[id(parameter)][1].register_hook(_complete(placed))  # type: ignore[no-untyped-call]
             part._parameters[name] = known[id(parameter)][1]
         for name, buffer in part._buffers.items():
@@ -66,7 +69,58 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             part.register_forward_pre_hook(_receiving(mesh, received))
         if (returned := placements_of(OUTPUTS, path)) is not None:
             part.register_forward_hook(_returning(mesh, returned))
+    if SHARDED:
+        _shard_fully(module, mesh)
     return module
+
+
+def _shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
+    """ZeRO 3 over SHARDED: the blocks of lists of layers one by one, and the rest of the module."""
+    from torch.distributed.fsdp import DataParallelMeshDims, fully_shard  # older versions of torch lack the former
+
+    paths = [path for path, _ in module.named_modules() if re.fullmatch(r"([^.]*[^.\d][^.]*\.)*\d+", path)]
+    for path in (*paths, ""):
+        part = fully_shard(module.get_submodule(path), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=SHARDED))
+        part.set_gradient_divide_factor(1.0)  # the loss is a mean over all rows already
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other sum
+    for path, part in module.named_modules():
+        own = {
+            name: placements_of(PARAMETERS, f"{path}.{name}".lstrip("."), (Replicate(),) * mesh.ndim)
+            for name, parameter in part.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        if own:
+            part.register_forward_pre_hook(_hooking(mesh, own))
+
+
+def _hooking(mesh: DeviceMesh, own: Mapping[str, Placed]) -> Any:
+    """Lets gradients of gathered parameters be partial sums over SHARDED, which `fully_shard` adds."""
+
+    def hook(part: nn.Module, _: Any) -> None:
+        for name, placed in own.items():
+            parameter = getattr(part, name)
+            if not getattr(parameter, "_is_partial_later", False):
+                parameter.register_hook(_partial(mesh, placed))
+                parameter._is_partial_later = True
+
+    return hook
+
+
+def _partial(mesh: DeviceMesh, placed: Placed) -> Any:
+    names = mesh.mesh_dim_names or ()
+
+    def hook(gradient: DTensor) -> Tensor:
+        now = zip(names, gradient.placements, placed, strict=True)
+        added = [have if axis in SHARDED and have.is_partial() else want for axis, have, want in now]
+        gradient = gradient.redistribute(placements=added)
+        same = [
+            mesh[axis].size()
+            for axis, have in zip(names, added, strict=True)
+            if axis in SHARDED and not have.is_partial()
+        ]
+        return gradient / math.prod(same) if same else gradient
+
+    return hook
 
 
 def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Tensor]:
@@ -124,8 +178,10 @@ def placements_of(table: Mapping[str, Placed], name: str, otherwise: Any = None)
 
 def _receiving(mesh: DeviceMesh, placed: Placed) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        given = bool(args) and isinstance(args[0], Tensor)  # what comes by keyword stays as torch lays it out
-        return (laid_out(args[0], mesh, placed), *args[1:]) if given else args
+        value = args[0] if args else None  # what comes by keyword stays as torch lays it out
+        if not isinstance(value, Tensor) or (isinstance(value, DTensor) and value.placements == placed):
+            return args  # its gradient is added up once for all uses, where it was returned
+        return (laid_out(value, mesh, placed), *args[1:])
 
     return hook
 

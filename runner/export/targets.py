@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runner.errors import ConfigError, allowed
-from runner.export import deepspeed_config, tensor_parallel, torch_program
+from runner.export import autoparallel_placements, deepspeed_config, tensor_parallel, torch_program, torchtitan_config
 from runner.export.changes import Change
 from runner.planning.prepare import Prepared
 
@@ -29,6 +29,8 @@ class Target:
 TARGETS = {
     "torch": Target("parallel_torch.py", torch_program.changes, torch_program.program),
     "deepspeed": Target("deepspeed.json", deepspeed_config.changes, deepspeed_config.config),
+    "torchtitan": Target("torchtitan_sharding.py", torchtitan_config.changes, torchtitan_config.config),
+    "autoparallel": Target("placements.json", torch_program.changes, autoparallel_placements.content),
     "transformers": Target("distributed_config.json", tensor_parallel.changes, tensor_parallel.distributed_config),
 }
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from torch.distributed.tensor import Placement
 
+from runner.export.boundaries import boundaries
 from runner.export.changes import Change, of_optimizer, operand_layouts, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.graph import Operator, OperatorGraph, Ref, modules_around
+from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
@@ -32,32 +33,46 @@ def changes(prepared: Prepared) -> list[Change]:
     """What the exported program lays out otherwise than the plan; empty where it says all of it."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
-    return [*_of_sources(prepared, graph, plan), *_of_operators(prepared, graph, plan), *of_optimizer(prepared, {0})]
+    return [
+        *_of_sources(prepared, graph, plan),
+        *of_operators(prepared, graph, plan),
+        *of_optimizer(prepared, {0, 3} if replicas(graph, plan) else {0}),
+    ]
+
+
+def replicas(graph: OperatorGraph, plan: Plan) -> tuple[str, ...]:
+    """The axes over which no parameter is sliced, so that `fully_shard` may slice all of them."""
+    return plan.mesh.others({axis for source in graph.of_kind("parameter") for axis in plan.tensors[source.name].axes})
+
+
+def _sharded(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> tuple[str, ...]:
+    return replicas(graph, plan) if prepared.config.parallel.zero.known == 3 else ()
 
 
 def program(prepared: Prepared, title: str) -> str:
     """The file."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
-    received, returned = _boundaries(graph, plan)
+    received, returned = boundaries(graph, plan)
     sources = [source for source in graph.sources if source.kind == "parameter"]
     parameters = {one.name: (plan.tensors[one.name], one.spec.shape) for one in sources}
     inputs = {one.name: (plan.inputs[one.name], one.spec.shape) for one in graph.of_kind("input")}
-    batch = [_text(_placed(*inputs[name], plan)) for name in prepared.names]
+    batch = [_text(placed(*inputs[name], plan)) for name in prepared.names]
     tables = [
         f"MESH: dict[str, int] = {dict(plan.mesh.axes)!r}".replace("'", '"'),
         f"BATCH: tuple[Placed, ...] = ({', '.join(batch)},)  # {', '.join(prepared.names)}",
-        _table("PARAMETERS", {name: _placed(*entry, plan) for name, entry in parameters.items()}),
-        _table("INPUTS", {name: _placed(*entry, plan) for name, entry in received.items()}),
-        _table("OUTPUTS", {name: _placed(*entry, plan) for name, entry in returned.items()}),
+        _table("PARAMETERS", {name: placed(*entry, plan) for name, entry in parameters.items()}),
+        _table("INPUTS", {name: placed(one.layout, one.shape, plan) for name, one in received.items()}),
+        _table("OUTPUTS", {name: placed(one.layout, one.shape, plan) for name, one in returned.items()}),
     ]
+    tables.append(f"SHARDED: tuple[str, ...] = {_sharded(prepared, graph, plan)!r}".replace("'", '"'))
     head, rest = SKELETON.read_text(encoding="utf-8").split(BEGIN)
     _, tail = rest.split(END)
     head = head.replace('"""A plan of Meshwright in plain torch:', f'"""{title}, in plain torch:', 1)
     return head + "\n".join(tables) + "\n" + tail
 
 
-def _placed(layout: Layout, shape: tuple[int, ...], plan: Plan) -> tuple[Placement, ...]:
+def placed(layout: Layout, shape: tuple[int, ...], plan: Plan) -> tuple[Placement, ...]:
     """The placements of a layout; those of a replicated tensor where it has none."""
     found = placements(layout, shape, plan.mesh) or placements(Layout.replicated(len(shape)), shape, plan.mesh)
     assert found is not None
@@ -81,46 +96,6 @@ def _table(name: str, entries: Mapping[str, tuple[Placement, ...]]) -> str:
     return "\n".join([f"{name}: dict[str, Placed] = {{", *lines, "}"])
 
 
-Boundary = tuple[Layout, tuple[int, ...]]
-"""A layout, and the global shape."""
-
-
-def _boundaries(graph: OperatorGraph, plan: Plan) -> tuple[dict[str, Boundary], dict[str, Boundary]]:
-    """What modules with parameters of their own receive and return, by path; those with one value each way."""
-    owners = {source.name.rpartition(".")[0] for source in graph.sources if source.kind == "parameter"}
-    owners |= {alias.rpartition(".")[0] for source in graph.sources for alias in source.aliases}
-    tensors = {source.id for source in graph.sources if source.kind != "input"}
-    inside: dict[str, list[Operator]] = defaultdict(list)
-    for operator in graph.operators:
-        for path in owners.intersection(modules_around(operator.path)):
-            inside[path].append(operator)
-    received, returned = {}, {}
-    for path, operators in inside.items():
-        made = {operator.id for operator in operators}
-        taken = [
-            (ref, layout)
-            for operator in operators
-            for ref, layout in zip(operator.operands, operand_layouts(operator, graph, plan), strict=True)
-            if ref.id not in made and ref.id not in tensors
-        ]
-        if len({ref for ref, _ in taken}) == 1:
-            ref, layout = taken[0]
-            received[path] = layout, graph.specs[ref].shape
-        used = list(_uses_outside(graph, plan, made))
-        if len({ref for ref, _ in used}) == 1:
-            ref, layout = used[0]
-            returned[path] = layout, graph.specs[ref].shape
-    return received, returned
-
-
-def _uses_outside(graph: OperatorGraph, plan: Plan, made: set[str]) -> Iterator[tuple[Ref, Layout]]:
-    """Every use of what the operators `made` return by others, with the layout in which it is used."""
-    for operator in graph.operators:
-        if operator.id not in made:
-            layouts = operand_layouts(operator, graph, plan)
-            yield from ((ref, layout) for ref, layout in zip(operator.operands, layouts, strict=True) if ref.id in made)
-
-
 def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
     cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
     for source in graph.sources:
@@ -137,7 +112,7 @@ def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterato
         yield Change(kind, source.name, str(layout), str(whole), more * source.spec.item_bytes, seconds)
 
 
-def _of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
+def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
     """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there."""
     cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
     for operator in graph.operators:

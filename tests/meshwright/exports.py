@@ -16,11 +16,10 @@ from meshwright.models.llama import Llama
 from meshwright.models.moe import MoE
 from meshwright.models.vit import ViT
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.export.dry_run import Counting
 from runner.report.comparison import ROUNDING, TOLERANCE, of_step
 
 
@@ -96,22 +95,6 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
-class Sent(TorchDispatchMode):
-    """The bytes that this rank sends, by the formulas of rings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        part = {"all_reduce": 2.0, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0}
-        name = func.__name__.partition(".")[0]
-        if func.namespace == "_c10d_functional" and (name in part or name == "all_gather_into_tensor"):
-            size = dist.get_world_size(_resolve_process_group(args[-1]))
-            self.bytes += part.get(name, float(size)) * (size - 1) / size * args[0].numel() * args[0].element_size()
-        return func(*args, **(kwargs or {}))
-
-
 def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     """The largest relative differences of two steps: of the loss and of any gradient; and the bytes sent in one."""
     file, model = given
@@ -120,10 +103,11 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     eager = copy.deepcopy(module)
     mesh = program.make_mesh("cpu")
     program.parallelize(module, mesh)
+    names = {mesh.get_group(axis).group_name: (axis,) for axis in program.MESH}
     pair = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3) for one in (module, eager)]
     worst = {"loss": 0.0, "gradient": 0.0}
     for x, y in batches:
-        with program.running(mesh), Sent() as sent:
+        with program.running(mesh), Counting(names) as sent:
             loss = loss_of(module(*program.sliced([x], mesh)), *program.sliced([y], mesh, first=1))
             loss.backward()
         expected = loss_of(eager(x), y)
@@ -139,7 +123,8 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
         for optimizer in pair:
             optimizer.step()
             optimizer.zero_grad()
-    return worst | {"bytes": sent.bytes}
+    held = sum(one.to_local().nbytes for one in module.parameters() if isinstance(one, DTensor))
+    return worst | {"bytes": sum(call.bytes for call in sent.calls), "held": held}
 
 
 def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:

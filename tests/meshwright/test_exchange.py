@@ -61,6 +61,23 @@ def test_a_tp_plan_of_megatron_is_the_recipe_megatron_tp() -> None:
         assert read.content[key] == ours.content[key], key
 
 
+def test_the_plan_that_transformers_has_for_llama_is_the_recipe_hf_llama() -> None:
+    import transformers
+
+    config = meshwright.compose("hf_llama")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.model.config, use_cache=False))
+    written = {f"model.{name}": style for name, style in model.config.base_model_tp_plan.items() if "embed" not in name}
+    x = torch.randint(256, (16, 64))
+    section = config.parallel.model_dump(include={"mesh", "dataset_strategy", "strategies"})
+    section["dataset_strategy"] = [[2, 1], [2, 1]]
+    ours = meshwright.plan(model, {"input_ids": x, "labels": x}, plan_cache=None, **section)
+    read = meshwright.from_tp_plan(written, model, {"input_ids": x, "labels": x}, mesh={"dp": 2, "tp": 2})
+    assert layouts(read) == layouts(ours)
+    for key in SLICED:
+        assert read.content[key] == ours.content[key], key
+
+
 def llama() -> nn.Module:
     import transformers
 

@@ -1,0 +1,195 @@
+"""The collectives of an exported program of plain torch, counted without ranks: a step on tensors without numbers, in a
+fork whose process group sends nothing.
+
+DTensor redistributes in places of its own, above all in backward, so what it sends is known only from running it.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor._collective_utils import shard_dim_alltoall
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.errors import RunFailed
+from runner.export.changes import Change
+from strategies.core.mesh import Mesh
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from strategies.cost.cluster import Cluster
+from strategies.cost.collectives import collective_seconds
+
+KINDS = {
+    "all_reduce": ALL_REDUCE,
+    "all_gather_into_tensor": ALL_GATHER,
+    "reduce_scatter_tensor": REDUCE_SCATTER,
+    "all_to_all_single": ALL_TO_ALL,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a step.
+
+    Attributes:
+        kind: as in a plan.
+        axes: of the mesh.
+        bytes: that rank 0 sends, by the formulas of rings.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+
+
+def sent(kind: str, size: int, ranks: int) -> float:
+    """The bytes that a rank sends in a collective whose operand has `size` bytes there."""
+    if kind == ALL_GATHER:
+        return float(size * (ranks - 1))
+    return size * (ranks - 1) / ranks * (2 if kind == ALL_REDUCE else 1)
+
+
+class Counting(TorchDispatchMode):
+    """Collects the collectives of this rank. `axes`: those of a process group by its name."""
+
+    def __init__(self, axes: Mapping[str, tuple[str, ...]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.axes = axes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # what it does with its local tensors comes back here
+        if func.namespace == "_c10d_functional" and (kind := KINDS.get(func.__name__.partition(".")[0])):
+            name = args[-1] if isinstance(args[-1], str) else args[-1].group_name
+            group: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+            self.add(kind, args[0], name, group.size())
+        return func(*args, **(kwargs or {}))
+
+    def add(self, kind: str, operand: Tensor, group: str, ranks: int) -> None:
+        size = operand.numel() * operand.element_size()
+        self.calls.append(Call(kind, self.axes[group], sent(kind, size, ranks)))
+
+
+def collectives(content: Mapping[str, Any], calls: Sequence[Call], mesh: Mesh, cluster: Cluster) -> list[Change]:
+    """The kinds of collectives of which an exported program sends other bytes than its plan. The bytes of the plan and
+    these are all that it sends.
+
+    Args:
+        content: of plan.json.
+        calls: of the program.
+        mesh, cluster: of the plan.
+    """
+    planned = Counter(content["communication"])
+    seconds = Counter(content["cost"]["redistributions"])
+    seconds[ALL_REDUCE] += content["cost"]["gradients"]
+    found = []
+    for kind in sorted({*planned, *(call.kind for call in calls)}):
+        own = [call for call in calls if call.kind == kind]
+        size = round(sum(call.bytes for call in own))
+        if size != planned[kind]:
+            more = sum(collective_seconds(kind, call.bytes, call.axes, mesh, cluster) for call in own) - seconds[kind]
+            shown = f"{size:,} bytes in {len(own)} calls"
+            found.append(Change("collectives", kind, f"{planned[kind]:,} bytes", shown, size - planned[kind], more))
+    return found
+
+
+def calls_of(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -> list[Call]:
+    """The collectives of one step of training.
+
+    Args:
+        code: of the program.
+        step: takes a batch and returns the loss; its attribute `model` is what the program is for. It is not changed.
+        batch: the global one; only shapes and dtypes count.
+        device: type for which it is counted; on CPUs DTensor gathers where it exchanges slices elsewhere.
+
+    Raises:
+        RunFailed: the program does not run.
+    """
+    context = multiprocessing.get_context("fork")  # nothing of this process is changed, above all not its groups
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_child, args=(theirs, code, step, batch, device))
+    child.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = f"its process ended with exit code {child.exitcode}"
+    child.join()
+    if isinstance(found, str):
+        raise RunFailed("MW883", f"The exported program does not run on tensors without numbers: {found}")
+    return [Call(*one) for one in found]
+
+
+def _child(pipe: Connection, *given: Any) -> None:
+    try:
+        pipe.send([(one.kind, one.axes, one.bytes) for one in _counted(*given)])
+    except Exception as error:  # whatever it is, the parent reports it
+        pipe.send(f"{type(error).__name__}: {error} ({traceback.extract_tb(error.__traceback__)[-1].name})")
+
+
+def _counted(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -> list[Call]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    if dist.is_initialized():
+        dist.distributed_c10d._world = dist.distributed_c10d._World()
+        torch._C._distributed_c10d._unregister_all_process_groups()
+    program: dict[str, Any] = {"__name__": "exported"}
+    exec(compile(code, "exported", "exec"), program)
+    store: Any = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=math.prod(program["MESH"].values()))
+    mesh = program["make_mesh"]("cpu")
+    names = {mesh.get_group(axis).group_name: (axis,) for axis in program["MESH"]}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _without_numbers(step)
+        tensors = [torch.empty(one.shape, dtype=one.dtype) for one in batch]
+    # not within the mode: DTensor reads numbers of tensors of its own
+    model: Any = step.model
+    program["parallelize"](model, mesh)
+    counting = Counting(names)
+    with program["running"](mesh), counting:
+        if device != "cpu":
+            _exchange(counting)
+        step(*program["sliced"](tensors, mesh)).backward()
+    return counting.calls
+
+
+def _without_numbers(step: nn.Module) -> None:
+    """Replace all tensors of a module by ones without numbers."""
+    known: dict[int, Tensor] = {}
+    for part in step.modules():
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in known:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    known[id(tensor)] = empty
+                    if isinstance(tensor, nn.Parameter):
+                        known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad)
+                own[name] = known[id(tensor)]  # type: ignore[assignment]
+
+
+def _exchange(counting: Counting) -> None:
+    """Count an all-to-all where DTensor has one on GPUs."""
+
+    def counted(operand: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
+        before = len(counting.calls)
+        result: Tensor = shard_dim_alltoall(operand, gather_dim, shard_dim, mesh, mesh_dim)  # type: ignore[no-untyped-call]
+        del counting.calls[before:]
+        counting.add(ALL_TO_ALL, operand, mesh.get_group(mesh_dim).group_name, mesh.size(mesh_dim))
+        return result
+
+    placement_types.shard_dim_alltoall = counted  # type: ignore[attr-defined]

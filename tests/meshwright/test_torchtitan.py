@@ -1,0 +1,148 @@
+"""Plans as sharding configs of torchtitan, which is not installed: its classes are written here as its source documents
+them, with the checks that they make."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from exports import imported
+from loops import gpt, next_token, tokens
+from test_exchange import MEGATRON, sequence_parallel
+from torch import nn
+
+import meshwright
+
+
+class MeshAxisName(str, Enum):
+    DP, CP, TP = "dp", "cp", "tp"
+
+
+@dataclass(frozen=True)
+class Shard:
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpmdLayout:
+    axis_types: dict[MeshAxisName, Any]
+    partition_spec: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        sliced = [one.dim for one in self.axis_types.values() if isinstance(one, Shard)]
+        assert len({*sliced}) == len(sliced) and not (sliced and self.partition_spec)
+
+    def at(self, axis: str) -> Any:
+        """The dim that an axis slices, or its type."""
+        for dim, used in enumerate(self.partition_spec or ()):
+            if used is not None and axis in (used if isinstance(used, tuple) else (used,)):
+                return dim
+        own = self.axis_types[MeshAxisName(axis)]
+        return own.dim if isinstance(own, Shard) else own
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalMapConfig:
+    in_grad_placements: tuple[SpmdLayout | None, ...] | None
+
+
+@dataclass(kw_only=True, slots=True)
+class ShardingConfig:
+    state_shardings: dict[str, SpmdLayout] = field(default_factory=dict)
+    in_src_shardings: dict[str, SpmdLayout] | None = None
+    in_dst_shardings: dict[str, SpmdLayout] | None = None
+    out_src_shardings: SpmdLayout | tuple[SpmdLayout, ...] | None = None
+    out_dst_shardings: SpmdLayout | None = None
+    local_map: LocalMapConfig | None = None
+
+
+@pytest.fixture
+def torchtitan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    content = {
+        "spmd_types": {"R": "R", "I": "I", "P": "P", "V": "V", "S": Shard},
+        "torchtitan": {},
+        "torchtitan.distributed": {},
+        "torchtitan.distributed.parallel_dims": {"MeshAxisName": MeshAxisName, "SpmdLayout": SpmdLayout},
+        "torchtitan.protocols": {},
+        "torchtitan.protocols.sharding": {"LocalMapConfig": LocalMapConfig, "ShardingConfig": ShardingConfig},
+    }
+    for name, members in content.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    yield
+
+
+def shown(layout: SpmdLayout) -> tuple[Any, ...]:
+    assert {*layout.axis_types} == {*MeshAxisName}  # every axis is declared
+    return tuple(layout.at(axis) for axis in ("dp", "cp", "tp"))
+
+
+def borders(config: ShardingConfig) -> list[tuple[Any, ...]]:
+    found = [(one or {}).get("input") for one in (config.in_src_shardings, config.in_dst_shardings)]
+    return [shown(one) for one in (*found, config.out_src_shardings, config.out_dst_shardings) if one is not None]
+
+
+def test_megatron_is_what_torchtitan_writes_itself(tmp_path: Path, torchtitan: None) -> None:
+    plan = meshwright.from_tp_plan(MEGATRON, gpt(torch.float32), tokens(), loss=next_token, mesh={"dp": 2, "tp": 2})
+    assert plan.expressible("torchtitan") == []
+    program = imported(plan.export("torchtitan", tmp_path / "configs.py"))
+    assert program.PARALLEL_DIMS == {
+        "dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "world_size": 4
+    }  # fmt: skip
+    configs = program.SHARDINGS
+    columns, rows = (configs[f"layers.*.attention.{name}"] for name in ("q_proj", "o_proj"))
+    # colwise_config, rowwise_config and norm_config of torchtitan's decoder_sharding, without sequence parallelism
+    assert {name: shown(one) for name, one in columns.state_shardings.items()} == dict.fromkeys(
+        ("weight", "bias"), ("R", "R", 0)
+    )
+    assert borders(columns)[1:3] == [(0, "R", "R"), (0, "R", 2)]
+    assert shown(rows.state_shardings["weight"]) == ("R", "R", 1)
+    assert borders(rows) == [(0, "R", 2), (0, "R", 2), (0, "R", "P"), (0, "R", "I")]
+    norm = configs["layers.*.attention_norm"]
+    assert shown(norm.state_shardings["weight"]) == ("R", "R", "I") and borders(norm)[0] == (0, "R", "I")
+    assert shown(configs["tokens"].state_shardings["weight"]) == ("R", "R", 0)
+    assert borders(configs["tokens"]) == [(0, "R", "R"), (0, "R", "R"), (0, "R", "P"), (0, "R", "I")]
+    assert configs["tokens"].local_map is not None and configs["positions"].local_map is None
+    module = gpt()
+    program.set_sharding_configs(module)
+    given: dict[str, Any] = {path: getattr(part, "_sharding_config", None) for path, part in module.named_modules()}
+    for path, part in module.named_modules():
+        own = [name for name, _ in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))]
+        assert not own or {*given[path].state_shardings} == {*own}
+    assert given["layers.1.attention.q_proj"].in_src_shardings.keys() == {"input"}
+    assert given["layers.1.attention"].in_dst_shardings.keys() == {"x"}
+
+
+def test_sequence_parallelism_is_declared_by_dims(tmp_path: Path, torchtitan: None) -> None:
+    module = gpt(torch.float32)
+    plan = meshwright.from_tp_plan(sequence_parallel(), module, tokens(), loss=next_token, mesh={"dp": 2, "tp": 2})
+    program = imported(plan.export("torchtitan", tmp_path / "configs.py", allow_changes=True))
+    configs = program.SHARDINGS
+    assert shown(configs["layers.*.attention_norm"].state_shardings["weight"]) == ("R", "R", "R")
+    assert borders(configs["layers.*.attention"])[:2] == [(0, "R", 1), (0, "R", "R")]
+    assert borders(configs["layers.*.feed_forward.down_proj"])[2:] == [(0, "R", "P"), (0, "R", 1)]
+
+
+def test_a_dim_over_two_axes_has_a_partition_spec(tmp_path: Path, torchtitan: None) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    batch = torch.randn(8, 8), torch.randn(8, 4)
+    rows = {"0": [[2, 1], [2, 1]], "1": [[4, 1]], "2": [[4, 1], [1, 1]]}
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": {"dp": 2, "tp": 2}, "plan_cache": None, "strategies": rows}
+    plan = meshwright.plan(module, batch, search="sharding_propagation", zero=1, **options)
+    assert "optimizer" in {change.kind for change in plan.expressible("torchtitan")}  # it has replicas, or fully_shard
+    file = tmp_path / "configs.py"
+    with pytest.raises(meshwright.CodedError) as error:
+        plan.export("torchtitan", file)
+    assert error.value.code == "MW465" and not file.exists()
+    program = imported(plan.export("torchtitan", file, allow_changes=True))
+    layout = program.SHARDINGS["2"].in_dst_shardings["input"]
+    assert layout.partition_spec == ((MeshAxisName.DP, MeshAxisName.TP), None)
+    assert shown(layout) == (0, "R", 0)
