@@ -5,6 +5,7 @@
 # make format      put style right
 # make generate    write the defaults in conf/ and the pages of docs/ that are generated
 # make coverage    compare every architecture under every plan with one device, and write docs/coverage.md
+# make gpu         run everything on one GPU, and write docs/gpu.md; exits with 2 where there is none
 # make docs        build the site into site/; warnings are errors
 # make fuzz        compare N random graphs (1000) with one device; SEED draws others (0)
 
@@ -20,7 +21,7 @@ SEED ?= 0
 PARALLEL := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-all rest launchers browser lint format generate coverage docs fuzz clean
+.PHONY: run test test-all rest launchers browser lint format generate coverage gpu docs fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
@@ -72,6 +73,9 @@ generate: $(VENV)/.installed
 
 coverage: $(VENV)/.installed-test
 	$(BIN)/python -m tests.matrix --write docs/coverage.md $(ARGS)
+
+gpu: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q

@@ -1,10 +1,13 @@
 """Predicted against measured seconds of a step: eight plans each of three models, on local ranks of this machine.
 
     python benchmarks/step_time.py [--ranks 8] [--steps 4] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
+                                   [--predict]
 
-Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. Each
-runs in separate processes, as in training, in two passes, the second in reverse order, so that other load on the
-machine affects all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a round.
+Without `--cluster` the machine is calibrated first; `--predict` prints what is predicted for the machine that is
+described, by default without calibration, and measures nothing. Plans are data parallel (ZeRO 0-3), tensor parallel and
+both. Each runs in separate processes, as in training, in two passes, the second in reverse order, so that other load on
+the machine affects all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a
+round.
 Printed: a table, Spearman's rank correlation over all plans and by model, and how much slower the plan that is
 predicted to be the fastest is than the fastest one. Goals: at least 0.9, and at most 1.05.
 """
@@ -254,6 +257,18 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
     ]
 
 
+def predicted(models: Sequence[str], ranks: int, cluster: Path | None) -> Iterator[tuple[str, Wish, Any]]:
+    """The cost of every plan on the machine in a file, or on the one that is assumed for CPUs."""
+    from runner.planning.clusters import DEFAULTS, busy, from_description, shipped
+    from strategies.cost.step import step_cost
+
+    name = DEFAULTS["cpu"]
+    machine = busy(name, shipped(name), ranks) if cluster is None else from_description(cluster)
+    for model in models:
+        for wish, task in tasks(model, ranks):
+            yield model, wish, step_cost(task.graph, task.plan, program_of(task), machine, settings(task))
+
+
 def of_best(results: Sequence[Result]) -> float:
     """The measured time of the plan predicted fastest, relative to the fastest plan."""
     first = min(results, key=lambda one: one.predicted.total)
@@ -272,8 +287,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--models", default="ffn,gpt,llama")
     parser.add_argument("--cluster", type=Path)
+    parser.add_argument("--predict", action="store_true")
     options = parser.parse_args()
     models = options.models.split(",")
+    if options.predict:
+        for model, wish, cost in predicted(models, options.ranks, options.cluster):
+            print(f"{model:6} {wish.name:14} {cost.total * 1e3:8.1f} ms", flush=True)
+        return
     results = run(models, options.ranks, options.steps, options.seconds, options.cluster)
     for model in models:
         found = [one for one in results if one.model == model]

@@ -18,6 +18,10 @@ class ConfigError(CodedError):
     """A command or config that cannot run."""
 
 
+class InputError(CodedError, ValueError):
+    """Input that a rank finds to be wrong only during training. The run has failed, and keeps its output files."""
+
+
 class RunFailed(CodedError):
     """A run that started and could not end well: a rank raised, was killed, or hung. The text names the rank and the
     place; `rank` is that rank, `hung` are the ranks that hang, `hosts` the hosts that no longer answer."""

@@ -15,7 +15,7 @@ import yaml
 
 from runner.errors import ConfigError, allowed
 
-CODE = re.compile(r"MW\d{3}")
+CODE = re.compile(r"MW\d+")
 FILE = Path(__file__).with_name("refusals.yaml")
 AREAS = {
     "1": "Command line and recipes",

@@ -28,9 +28,9 @@ BY_PAGE = {
     for name, text in TEXTS.items()
 }
 COMMANDS = list(dict.fromkeys(command for commands in BY_PAGE.values() for command in commands))
-WRITTEN = re.compile(r"runs/|plans/|sweeps/|machine\.yaml|hydra/|offload_disk|hf_|mine|resnet|launch=")
+WRITTEN = re.compile(r"runs/|plans/|sweeps/|machine\.yaml|hydra/|offload_disk|hf_|mine|resnet|launch=|=tokenizer")
 """Commands that need files that another writes, or more than a few seconds."""
-SHORT = ["train.steps=2", "evaluate.metric=null", "evaluate.args={}"]
+SHORT = ["train.steps=2", "evaluate.metric=null", "evaluate.metrics=[]", "evaluate.every=null", "evaluate.args={}"]
 """Added to commands that would train for a minute."""
 
 

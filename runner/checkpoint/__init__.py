@@ -12,6 +12,8 @@ A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
     model.safetensors        form merged: unsharded parameters and buffers by the model's own names
     optimizer.safetensors    form merged: unsharded optimizer states, named STATE/NAME
     config.json              form merged, for a model of transformers
+    adapter_model.safetensors, adapter_config.json
+                             form merged, for a model with an adapter of peft: what peft loads onto the base model
 
 Keys do not depend on a plan: `model/NAME` (in fp32 where the program computes in less) and `optimizer/STATE/NAME`.
 The invariant: a folder with that name is complete, and reading it runs no code from it (JSON,
@@ -29,11 +31,15 @@ from runner.checkpoint.loading import Restored, check, check_model, load
 from runner.checkpoint.reading import Checkpoint, read
 from runner.checkpoint.saving import SaveFailed, SaveOptions, Saver
 from runner.checkpoint.verification import to_continue, verify, weights
+from runner.checkpoint.writing import ADAPTER_DESCRIPTION, DESCRIPTION, Companions
 
 __all__ = [
+    "ADAPTER_DESCRIPTION",
+    "DESCRIPTION",
     "HEADER",
     "NAME",
     "Checkpoint",
+    "Companions",
     "Content",
     "Restored",
     "SaveFailed",

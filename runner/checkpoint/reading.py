@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +20,10 @@ from torch import Tensor
 from runner.checkpoint.folder import HEADER, INDEX
 from runner.checkpoint.index import Index, check_files, chosen, from_json
 from runner.checkpoint.manifest import Header, damaged, marked, missing, read_header, stamp
+from runner.errors import ConfigError, allowed
 from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
-from strategies.runtime.shards import MODEL, Shards
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shards
 from strategies.runtime.tensor_files import Reader, StoredTensor
 
 MOST_INDEX = 2**28
@@ -68,6 +69,22 @@ class Checkpoint:
     def names(self) -> tuple[str, ...]:
         """Parameters and buffers of the model."""
         return tuple(key.removeprefix(MODEL) for key in self.tensors if key.startswith(MODEL))
+
+    def averaged(self, callback: str) -> Checkpoint:
+        """This checkpoint with the average that a callback such as `ema` keeps of the weights in place of the weights.
+
+        Raises ConfigError if it keeps none.
+        """
+        kept = {key: key.partition("/")[2] for key in self.tensors if not key.startswith((MODEL, OPTIMIZER))}
+        found = {MODEL + name: self.tensors[key] for key, name in kept.items() if key == f"{callback}/{name}"}
+        if not found or not found.keys() <= self.tensors.keys():
+            known = sorted({key.partition("/")[0] for key in kept})
+            raise ConfigError(
+                "MW834",
+                f"The checkpoint {self.path} keeps no average of a callback {callback!r}."
+                + (allowed(callback, known) or " Train with train.callbacks=[ema]."),
+            )
+        return replace(self, tensors=self.tensors | found)
 
     def read(self, key: str, block: Block | None = None) -> Tensor:
         """The part `block` of a tensor, by default all of it: [stop - start, ...] on the CPU, in the stored dtype.

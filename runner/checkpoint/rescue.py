@@ -90,7 +90,7 @@ def _complete(partial: Path, branch: Lineage | None) -> Path | None:
         raise SaveFailed("no rank of a stage of the pipeline is left")
     marks += [_stand_in(partial, rank, marks[0]) for rank in missing]
     (partial / RESCUED).unlink()
-    saving.commit(partial, marks, saved, DEFAULT, None, None)
+    saving.commit(partial, marks, saved, DEFAULT, None, writing.Companions())
     ranks = f" without rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else ""
     print(f"rescue: {target.name} is made of what the ranks had in memory{ranks}", flush=True)
     return target

@@ -294,7 +294,7 @@ class RankSave:
             _await(self._partial, {rank: _mark(self._partial, rank) for rank in world})
             marks = marks_in(self._partial, world)
             try:
-                commit(self._partial, marks, self._header, self._wanted, self._given.published, self._given.described)
+                commit(self._partial, marks, self._header, self._wanted, self._given.published, self._given.companions)
             except OSError as error:
                 raise SaveFailed(f"{shown} could not be completed: {error}") from error
 
@@ -371,7 +371,7 @@ def commit(
     header: Header,
     wanted: SaveOptions,
     published: frozenset[str] | None,
-    described: str | None,
+    companions: writing.Companions,
 ) -> Path:
     """Put the files together and give the folder its name; drop older checkpoints. Returns its place.
 
@@ -400,7 +400,7 @@ def commit(
     header = replace(header, files=files, plain=tuple(plain))
     forms = [sharded]
     if wanted.form != SHARDED:
-        made, merged = writing.merged(Checkpoint(partial, header, chosen), partial, published, described)
+        made, merged = writing.merged(Checkpoint(partial, header, chosen), partial, published, companions)
         files |= made
         forms.append(merged)
     if wanted.form == MERGED:

@@ -12,8 +12,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,22 @@ from strategies.runtime.tensor_files import DTYPES, SIZES, Part, StoredTensor
 NAMES = {name: short for short, name in DTYPES.items()}
 """What safetensors calls torch's dtypes."""
 WEIGHTS, STATES, DESCRIPTION = "model.safetensors", "optimizer.safetensors", "config.json"
+ADAPTER, ADAPTER_DESCRIPTION = "adapter_model.safetensors", "adapter_config.json"
 CHUNK = 2**26
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What a library needs beside merged weights to load them.
+
+    Attributes:
+        texts: small files by name, such as the config.json of transformers.
+        adapter: tensors that are written once more, into a file of their own as peft has it: their names in that file
+            by those in the model.
+    """
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    adapter: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,7 +163,10 @@ def raw(tensor: Tensor) -> bytes | memoryview:
 
 
 def merged(
-    source: TensorSource, target: Path, published: frozenset[str] | None = None, described: str | None = None
+    source: TensorSource,
+    target: Path,
+    published: frozenset[str] | None = None,
+    companions: Companions | None = None,
 ) -> tuple[dict[str, Stamp], dict[str, StoredTensor]]:
     """Write all tensors of `source` in the merged form.
 
@@ -157,7 +175,7 @@ def merged(
         target: the folder to which the files go.
         published: the names in the model's state dict; None for all of the model, but what `source`, where it is a
             merged checkpoint, has among the optimizer's states. Others go to the file of the optimizer's states.
-        described: becomes config.json.
+        companions: what a library needs beside the weights.
 
     Returns:
         Stamps by file name, and where every tensor is.
@@ -179,8 +197,13 @@ def merged(
             blocks = [block_of(source, key, name, full(source.tensors[key].shape)) for key, name in stored.items()]
             files[file], entries = write(target / file, blocks)
             index |= entries
-    if described is not None:
-        files[DESCRIPTION] = write_bytes(target / DESCRIPTION, described.encode())
+    companions = companions or Companions()
+    for file, text in companions.texts.items():
+        files[file] = write_bytes(target / file, text.encode())
+    if companions.adapter:
+        keys = {f"{MODEL}{name}": saved for name, saved in companions.adapter.items()}
+        blocks = [block_of(source, key, saved, full(source.tensors[key].shape)) for key, saved in keys.items()]
+        files[ADAPTER], _ = write(target / ADAPTER, blocks)
     return files, index
 
 

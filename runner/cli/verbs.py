@@ -117,7 +117,7 @@ VERBS = {
         "runner.commands.export:run",
         argument="export.target",
         usage="run export TARGET +recipe=NAME [export.file=FILE] [KEY=VALUE ...]\n"
-        "    TARGET: torch, transformers, deepspeed",
+        "    TARGET: torch, torchtitan, autoparallel, transformers, deepspeed",
         keys=("export", "parallel", "cluster", *SETUP),
     ),
     "predict": Verb(
@@ -156,7 +156,7 @@ VERBS = {
         "run convert runs/mine merged",
         "runner.commands.convert:run",
         composed=False,
-        usage="run convert FROM TO [form=merged|sharded] [plan=FILE]",
+        usage="run convert FROM TO [form=merged|sharded] [plan=FILE] [average=ema]",
     ),
     "doctor": Verb(
         "check that this machine and installation can run; or every file of a checkpoint, and what could be lost",

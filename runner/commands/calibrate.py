@@ -211,6 +211,7 @@ def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tu
         "  view: {:.3e}{}".format(*known("view", measured.view, assumed.view)),
         "  overlap: {:.2f}{}".format(*known("overlap", measured.overlap, assumed.overlap)),
         f"  algorithms: [{'ring, tree' if gpu else 'ring'}]",
+        *([] if gpu else [f"  cores: {min(os.cpu_count() or world, world)}  # that these ranks share"]),
     ]
     if missing:
         lines.insert(2, f"# Not measured, for lack of time, and as in {assumed.name}: {', '.join(missing)}.")

@@ -1,5 +1,5 @@
-"""`run convert FROM TO [form=merged|sharded] [plan=FILE]`: a checkpoint in another form or for another plan, without a
-run and without holding the model."""
+"""`run convert FROM TO [form=merged|sharded] [plan=FILE] [average=ema]`: a checkpoint in another form, with averaged
+weights or for another plan, without a run and without holding the model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from runner import home
 from runner.errors import ConfigError, allowed
 
 FORMS = ("merged", "sharded")
-KEYS = ("form", "plan")
-USAGE = "write `run convert FROM TO [form=merged|sharded] [plan=FILE]`"
+KEYS = ("form", "plan", "average")
+USAGE = "write `run convert FROM TO [form=merged|sharded] [plan=FILE] [average=ema]`"
 
 
 def run(words: Sequence[str]) -> int:
@@ -20,10 +20,15 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ConfigError: Wrong arguments, or files that are damaged or cannot be converted.
     """
-    source, target, form, plan = _read(words)
+    source, target, form, plan, average = _read(words)
+    from runner.checkpoint import Checkpoint
     from runner.conversion.convert import cut_of, opened, write
 
     holding, what = opened(source)
+    if average is not None:
+        if not isinstance(holding, Checkpoint):
+            raise ConfigError("MW112", f"convert: average={average} is for a checkpoint, but {source} is none.")
+        holding, what = holding.averaged(average), f"the average of {average} in {what}"
     cut = None if plan is None else cut_of(plan, holding.tensors)
     try:
         write(holding, target, cut)
@@ -36,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _read(words: Sequence[str]) -> tuple[Path, Path, str, Path | None]:
+def _read(words: Sequence[str]) -> tuple[Path, Path, str, Path | None, str | None]:
     paths = [word for word in words if "=" not in word]
     given = dict(word.split("=", 1) for word in words if "=" in word)
     if strangers := [key for key in given if key not in KEYS]:
@@ -60,4 +65,4 @@ def _read(words: Sequence[str]) -> tuple[Path, Path, str, Path | None]:
         raise ConfigError(
             "MW610", f"convert: {target} exists already; give a new folder, which becomes the checkpoint."
         )
-    return source, target, form, None if plan is None else home.expanded(plan)
+    return source, target, form, None if plan is None else home.expanded(plan), given.get("average")

@@ -39,7 +39,7 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     opened = None if resume is None else checkpoints.read(resume)
     trained = None
     if config.job.name == "predict" and config.predict.checkpoint is not None:
-        trained = predictor.open_checkpoint(config.predict.checkpoint)
+        trained = predictor.open_checkpoint(config.predict.checkpoint, config.predict.average)
         checkpoints.verify(trained.path)
 
     def accept(graph: OperatorGraph, published: frozenset[str]) -> None:

@@ -38,11 +38,11 @@ def run(words: Sequence[str]) -> int:
             f"init: {words[0]!r} ends in no name for a project, which has letters, digits, - and _ and begins with a "
             "letter, such as `run init mine`.",
         )
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(
-            "MW860", f"init: the folder {folder} holds files already; choose another name, or empty the folder."
-        )
     try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(
+                "MW860", f"init: the folder {folder} holds files already; choose another name, or empty the folder."
+            )
         for file in sorted(path for path in FILES.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
             place = file.relative_to(FILES)
             target = folder / place.parent / HIDDEN.get(place.name, place.name.replace(PLACEHOLDER, name))

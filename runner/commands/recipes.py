@@ -3,6 +3,7 @@ into the folder `recipes` here, where it can be changed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def _copy(name: str, file: Path) -> None:
         raise ConfigError("MW860", f"recipes: {target} is there already; remove or rename it.")
     text = file.read_text(encoding="utf-8")
     if file.is_relative_to(shipped()):
-        text = text.replace("target: models.", "target: meshwright.models.")
+        text = re.sub(r"\b(target|inputs): models[.]", r"\1: meshwright.models.", text)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")

@@ -64,6 +64,9 @@ class Machine(Section):
     algorithms: tuple[Literal["ring", "tree", "hierarchical"], ...] = setting(
         REQUIRED, "Algorithms of collectives", min_length=1
     )
+    cores: Count | None = setting(
+        None, "Cores that all its ranks share: with fewer ranks each is faster, with more slower; null: one device each"
+    )
 
     @property
     def devices(self) -> int:

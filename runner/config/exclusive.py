@@ -88,6 +88,7 @@ JOBS = ("kubernetes", "skypilot")
 """Launchers that submit a job."""
 SERVER, ON_WORKERS = "parameter_server", "workers run the plain program"
 MODE, STAGE, STAGES = "parallel.mode", "parallel.zero.stage", "parallel.pipeline.stages"
+ENGINE = "parallel.zero.engine"
 FUSION, OFFLOAD, PIPELINE = "parallel.comm_fusion", "parallel.offload", "parallel.pipeline"
 RECOMPUTE, CUTS = "parallel.recompute.operators", "parallel.pipeline.cuts"
 COMPILE, ACTIVATIONS = "train.compile", "parallel.offload.activations.to"
@@ -98,6 +99,8 @@ RULES: tuple[Rule, ...] = (
     # model and data
     Rule("model.rename", GIVEN, "model.weights", UNSET,
          "it changes the names in the files of model.weights", "give model.weights too"),
+    Rule("model.new", GIVEN, "model.weights", UNSET,
+         "without model.weights everything begins at its initial values", "give model.weights too, or drop model.new"),
     Rule("data.collate_args", GIVEN, "data.collate", UNSET,
          "they are arguments of data.collate", "name the function in data.collate, or drop the arguments"),
     *(Rule("data.unbatched", GIVEN, f"evaluate.{name}", GIVEN,
@@ -124,6 +127,8 @@ RULES: tuple[Rule, ...] = (
     Rule("predict.checkpoint", UNSET, "model.weights", UNSET, "there are no trained weights to predict with",
          "write `run predict +recipe=NAME checkpoint=PATH` with a checkpoint or the folder of a run",
          where=(("job.name", any_of("predict")),)),
+    Rule("predict.average", GIVEN, "predict.checkpoint", UNSET, "only a checkpoint keeps an average",
+         "name the checkpoint, or drop predict.average"),
     Rule("predict.data.args", GIVEN, "predict.data.path", ROWS, "a file of rows takes no arguments",
          "drop one of them, or name the dataset in predict.data.target", where=(("predict.data.target", UNSET),)),
     Rule("predict.data.collate_args", GIVEN, "predict.data.collate", UNSET,
@@ -292,8 +297,19 @@ RULES: tuple[Rule, ...] = (
          "its weights), and a pipeline has several at once", f"choose {STAGE}=1, or {STAGES}=null"),
     Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGES, GIVEN,
          "every stage has its own gradients, so there are no positions to cut at", "choose mode auto or size"),
-    Rule("train.precision", any_of("fp64"), STAGE, SHARDED, "DeepSpeed holds the master weights in fp32",
-         "choose train.precision=fp32. Use parallel.zero.stage=0 for fp64"),
+    Rule("train.precision", any_of("fp64"), STAGE, any_of(1, 2), "DeepSpeed holds the master weights in fp32",
+         "choose train.precision=fp32. For fp64 use parallel.zero.stage=0, or 3 with parallel.zero.engine=native"),
+    Rule("train.precision", any_of("fp64"), STAGE, any_of(3), "DeepSpeed holds the master weights in fp32",
+         "choose train.precision=fp32, or parallel.zero.engine=native", where=((ENGINE, any_of("deepspeed")),)),
+    *(Rule(ENGINE, any_of("native"), key, kind, why, f"choose {ENGINE}=deepspeed, or {remedy}")
+      for key, kind, why, remedy in (
+          (STAGE, none_of(3), "our own engine is for stage 3", f"{STAGE}=3"),
+          ("parallel.zero.options", GIVEN, "the options are DeepSpeed's", "drop them"),
+          (f"{OFFLOAD}.optimizer", none_of("none"), "it keeps states on the device", f"{OFFLOAD}.optimizer=none"),
+          (f"{OFFLOAD}.parameters", none_of("none"), "it keeps them on the device", f"{OFFLOAD}.parameters=none"),
+          (ACTIVATIONS, none_of("none"), "both decide what autograd saves", f"{ACTIVATIONS}=none"),
+          (COMPILE, ON, "a compiled module saves parameters where no hook sees them", f"{COMPILE}=false"),
+          (MODE, any_of("hybrid"), "which parameters a module's own code uses is not known", "another mode"))),
     Rule("train.precision", any_of("fp16"), STAGE, SHARDED, "the ranks of every stage of a pipeline would decide for "
          "themselves which steps overflow", "use parallel.zero.stage=0 or train.precision=bf16",
          where=((STAGES, NUMBER),)),

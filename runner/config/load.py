@@ -139,7 +139,8 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
         options = _words(context["expected"])
         text = f"{dotted} = {shown(value)} is not allowed.{allowed(str(value), (o.lower() for o in options))}"
     elif kind == "value_error":
-        text = f"{dotted} = {shown(value)} {context['error']}".rstrip(".") + "."
+        text = f"{dotted} = {shown(value)} {context['error']}".rstrip(".")
+        text += "" if text.endswith("?") else "."
     elif kind in MEANINGS:
         text = f"{dotted} = {shown(value)}: {MEANINGS[kind].format(**context)}."
     else:

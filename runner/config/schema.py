@@ -171,6 +171,9 @@ class Predict(Section):
     checkpoint: str | None = setting(
         None, "A checkpoint or run folder, written under any plan; null: model.weights", min_length=1
     )
+    average: str | None = setting(
+        None, "The callback whose average of the weights to take, such as ema; null: the weights", min_length=1
+    )
     data: PredictedRows = setting(PredictedRows(), "The rows to predict")
     rows: Count | None = setting(None, "Number of rows, from the first; null: all")
     batch_size: Count | None = setting(None, "Samples of one batch over all ranks; null: as in evaluation")
@@ -196,10 +199,11 @@ class Explain(Section):
 
 
 class Export(Section):
-    target: Literal["torch", "transformers", "deepspeed"] = setting(
+    target: Literal["torch", "torchtitan", "autoparallel", "transformers", "deepspeed"] = setting(
         "torch",
-        "Format of the plan; torch: a Python file of plain torch; transformers: JSON of a DistributedConfig; "
-        "deepspeed: JSON of its config, with AutoTP",
+        "Format of the plan; torch: a Python file of plain torch; torchtitan: one with its ShardingConfigs; "
+        "autoparallel: JSON of placements; transformers: JSON of a DistributedConfig; deepspeed: JSON of its config, "
+        "with AutoTP",
     )
     file: str | None = setting(None, "File to write; null: in the run folder", min_length=1)
     allow_changes: StrictBool = setting(False, "Export also a plan that the target lays out otherwise in part")
@@ -222,7 +226,8 @@ class Reference(Section):
 
 class Model(Section):
     """What is trained: `target` called with `args`, or made from a `config` as models of transformers are; with the
-    weights of a file whose names are changed by the pairs (pattern, replacement) of `rename`, one after the other."""
+    weights of a file whose names are changed by the pairs (pattern, replacement) of `rename`, one after the other; what
+    `new` names is not read."""
 
     target: Dotted = setting(REQUIRED, "Dotted name of a model class or function, such as package.module.Class")
     args: Arguments = setting({}, "Keyword arguments of target")
@@ -232,7 +237,12 @@ class Model(Section):
         "Pretrained weights: a .safetensors or torch file, an index of several, or a folder of these",
         min_length=1,
     )
-    rename: tuple[tuple[str, str], ...] = setting((), "[[pattern, replacement], ...] for the names in weights")
+    rename: tuple[tuple[str, str], ...] = setting(
+        (), "[[pattern, replacement], ...] for the names in weights; a tensor whose name becomes empty is left out"
+    )
+    new: tuple[Glob, ...] = setting(
+        (), "Globs of parameters and buffers that keep their initial values whatever weights hold: ['classifier.*']"
+    )
 
     @field_validator("rename")
     @classmethod

@@ -24,7 +24,7 @@ from runner.checkpoint.index import Index, joined, place, to_json
 from runner.checkpoint.manifest import Header, Stamp, read_header, to_text
 from runner.checkpoint.reading import TensorSource
 from runner.checkpoint.saving import MERGED, SHARDED
-from runner.checkpoint.writing import DESCRIPTION
+from runner.checkpoint.writing import DESCRIPTION, Companions
 from runner.config.schema import Model
 from runner.conversion import deepspeed_files
 from runner.errors import ConfigError
@@ -145,8 +145,8 @@ def write(source: TensorSource, target: Path, cut: Cut | None) -> None:
     hidden.mkdir(parents=True)
     try:
         if cut is None:
-            description, published = described(header.config)
-            files, index = writing.merged(source, hidden, published, description)
+            companions, published = described(header.config)
+            files, index = writing.merged(source, hidden, published, companions)
         else:
             files, index = _sharded(source, hidden, cut)
         if isinstance(source, Checkpoint):
@@ -185,7 +185,7 @@ def _copied(source: Checkpoint, target: Path, without: Mapping[str, Stamp]) -> d
     return {name: writing.write_bytes(target / name, (source.path / name).read_bytes()) for name in there}
 
 
-def described(config: Mapping[str, Any]) -> tuple[str | None, frozenset[str] | None]:
+def described(config: Mapping[str, Any]) -> tuple[Companions, frozenset[str] | None]:
     """What transformers needs next to merged weights, for a model of that library: its config.json, and the names in
     its state dict, without non-persistent buffers; None if unknown.
 
@@ -194,10 +194,10 @@ def described(config: Mapping[str, Any]) -> tuple[str | None, frozenset[str] | N
     """
     model = config.get("model", {})
     if not str(model.get("target", "")).startswith(f"{huggingface.LIBRARY}."):
-        return None, None
+        return Companions(), None
     try:
         with shapes_only():
-            module = huggingface.build(Model(**model | {"weights": None, "rename": ()}))
+            module = huggingface.build(Model(**model | {"weights": None, "rename": (), "new": ()}))
     except ConfigError:  # the library is not installed, or is another; the weights are the same without it
-        return None, None
-    return huggingface.described(module), frozenset(module.state_dict())
+        return Companions(), None
+    return huggingface.companions(module), frozenset(module.state_dict())

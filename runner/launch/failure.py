@@ -96,7 +96,7 @@ _PEER_LOST = re.compile(
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a write without room: the disk is full, a quota is used up, a file is as large as it may be."""
 LOG_LINES = 15
-_LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing"})
+_LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing", "pydantic"})
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
@@ -201,7 +201,7 @@ def _where(chain: Sequence[BaseException]) -> str:
     rows = [row for link in chain if isinstance(row := getattr(link, "data_row", None), int)]
     parts = [f"operator {operator}" for operator in operators[:1]] + [f"row {row} of the data" for row in rows[:1]]
     # The deepest link was raised first, nearest to the user's line.
-    for own_only in (True, False):
+    for own_only in (True,) if parts or isinstance(chain[0], CodedError) else (True, False):
         for link in reversed(chain):
             if place := _innermost(link.__traceback__, own_only):
                 return ", ".join([*parts, place])

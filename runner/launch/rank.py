@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from runner.launch import logs, messages, stopping
-from runner.launch.failure import Done, from_exception
+from runner.launch.failure import Done, Reported, from_exception
 from runner.launch.messages import STOP, WHERE
 from runner.launch.orders import Orders, log_of
 
@@ -51,7 +51,8 @@ def enter(orders: Orders) -> None:
         done = Done(packed)
     except BaseException as error:
         with suppress(OSError):  # the log may be on a disk that is full, which the parent must learn
-            traceback.print_exc()
+            if not isinstance(error, Reported):  # whose process has printed its own
+                traceback.print_exc()
         _flush()
         messages.report(orders.connection, from_exception(orders.rank, error))
         # Without the usual exit handlers: they could wait for ranks that will not answer.

@@ -70,16 +70,45 @@ def cluster_of(config: Config, device: str, world_size: int) -> Cluster:
     """The machine for which the cost of `world_size` ranks on `device` is estimated."""
     chosen = config.cluster
     if chosen.machine is not None:
-        return described(chosen.name, chosen.machine)
+        return busy(chosen.name, chosen.machine, world_size)
     name = DEFAULTS[device]
     if kinds := {group.like for group in chosen.groups if group.like is not None}:
         name = min(kinds, key=lambda kind: next(iter(_of_kind(kind).levels.values())).bandwidth)
     machine = shipped(name)
     if NODE in machine.levels:
         return described(name, shipped(name, -(-world_size // machine.devices)))
-    (title, level), *_ = machine.levels.items()
-    larger = level.model_copy(update={"size": max(level.size, world_size)})
-    return described(name, machine.model_copy(update={"levels": {title: larger}}))
+    found = busy(name, machine, world_size)
+    level, *_ = found.levels
+    return replace(found, levels=(replace(level, size=max(level.size, world_size)),))
+
+
+def busy(name: str, machine: Machine, ranks: int) -> Cluster:
+    """A machine while `ranks` of its processes are busy. The description is of as many as it has devices, which share
+    its cores: what they compute, copy and send, and how soon they are woken, all take time on these."""
+    cluster = described(name, machine)
+    if machine.cores is None:
+        return cluster
+    speed = machine.devices / max(ranks, machine.cores)
+
+    def link(one: Link) -> Link:
+        return Link(one.bandwidth * speed, one.latency / speed, one.call / speed)
+
+    levels = (
+        replace(one, link=link(one.link), kinds={kind: link(other) for kind, other in one.kinds.items()})
+        for one in cluster.levels
+    )
+    return replace(_at_speed(cluster, speed), levels=tuple(levels))
+
+
+def _at_speed(cluster: Cluster, speed: float) -> Cluster:
+    """A machine whose devices, not its links, have other rates."""
+    return replace(
+        cluster,
+        flops={dtype: speed * rate for dtype, rate in cluster.flops.items()},
+        memory_bandwidth=speed * cluster.memory_bandwidth,
+        launch=cluster.launch / speed,
+        view=cluster.view / speed,
+    )
 
 
 def clusters_of(config: Config, device: str, world_size: int) -> tuple[Cluster, ...]:
@@ -87,16 +116,8 @@ def clusters_of(config: Config, device: str, world_size: int) -> tuple[Cluster, 
     base, every = cluster_of(config, device, world_size), []
     for group in config.cluster.groups:
         own = base if group.like is None else described(group.like, _of_kind(group.like))
-        own = replace(
-            own,
-            name=own.name if group.speed == 1 else f"{own.name} x {group.speed:g}",
-            levels=base.levels,
-            flops={dtype: group.speed * rate for dtype, rate in own.flops.items()},
-            memory_bandwidth=group.speed * own.memory_bandwidth,
-            launch=own.launch / group.speed,
-            view=own.view / group.speed,
-            algorithms=base.algorithms,
-        )
+        name = own.name if group.speed == 1 else f"{own.name} x {group.speed:g}"
+        own = replace(_at_speed(own, group.speed), name=name, levels=base.levels, algorithms=base.algorithms)
         every += [own] * group.devices
     return tuple(every) or (base,) * world_size
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.build.divisors import MEAN, values
 from runner.data.loader import Block
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.rules.registry import arguments, resolve
 
 CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"})
-MEAN = 1
 MOVES = frozenset(
     "_to_copy _unsafe_view alias clone constant_pad_nd contiguous detach flatten movedim pad permute reshape select "
     "slice squeeze to transpose unsqueeze view".split()
@@ -47,12 +47,8 @@ class Counted:
 
     def of(self, entries: Sequence[Tensor], block: Block) -> float:
         """What the elements in this block of the micro-batch count together."""
-        classes = entries[self.entry].cpu()
-        counts = classes != self.ignored
-        values = counts.double()
-        if self.weight is not None:
-            values = values * self.weight.double()[classes.where(counts, 0)]
-        return float((values * self.times[tuple(slice(*span) for span in block[1:])]).sum())
+        found = values(entries[self.entry].cpu(), self.ignored, self.weight)
+        return float((found * self.times[tuple(slice(*span) for span in block[1:])]).sum())
 
 
 def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | None:
@@ -97,15 +93,15 @@ def _times(source: Source, target: Ref, moves: Sequence[Operator], ignored: int)
     """How often each element of a row reaches `target`: found by moving marks in place of classes. None where rows
     differ, or classes are added."""
     elements = source.spec.elements
-    values: dict[Ref, Tensor] = {Ref(source.id): torch.arange(FIRST, FIRST + elements).view(source.spec.shape)}
+    moved: dict[Ref, Tensor] = {Ref(source.id): torch.arange(FIRST, FIRST + elements).view(source.spec.shape)}
 
     def value(leaf: Any) -> Any:
-        return values[leaf] if isinstance(leaf, Ref) else leaf
+        return moved[leaf] if isinstance(leaf, Ref) else leaf
 
     for operator in moves:
         args, kwargs = rewrite((operator.args, operator.keywords), value)
-        values[Ref(operator.id)] = resolve(operator.target)(*args, **kwargs)
-    reached = values[target].flatten()
+        moved[Ref(operator.id)] = resolve(operator.target)(*args, **kwargs)
+    reached = moved[target].flatten()
     marks = reached[reached >= FIRST] - FIRST
     times = torch.bincount(marks, minlength=elements).view(source.spec.shape).double()
     constant = bool((reached[reached < FIRST] != ignored).any())

@@ -25,14 +25,17 @@ def datasets(config: Config, rows: int | None = None) -> tuple[MapDataset, MapDa
     if config.data.unbatched:
         collate = Unbatched(frozenset(map(str, config.data.unbatched)), collate)
     training = training_data(config, rows)
-    if not config.evaluate.wanted:
-        return training, None, collate
-    args = config.data.args | config.evaluate.args
-    return training, _finite(build_dataset(config.data.target, args, config.data.path, what="data")), collate
+    return training, evaluation_data(config) if config.evaluate.wanted else None, collate
 
 
-def _finite(found: MapDataset) -> MapDataset:
-    return found.counted() if isinstance(found, Stream) else found
+def evaluation_data(config: Config, rows: int | None = None) -> MapDataset:
+    """The evaluation data, of which there are `rows`, if that is known. Raises ConfigError as `build_dataset`."""
+    args, what = config.data.args | config.evaluate.args, "evaluate" if config.evaluate.args else "data"
+    return _finite(build_dataset(config.data.target, args, config.data.path, what=what), rows)
+
+
+def _finite(found: MapDataset, rows: int | None) -> MapDataset:
+    return found.counted(rows) if isinstance(found, Stream) else found
 
 
 def training_data(config: Config, rows: int | None = None) -> MapDataset:
@@ -56,14 +59,15 @@ def training_data(config: Config, rows: int | None = None) -> MapDataset:
     return found
 
 
-def prediction_data(config: Config) -> tuple[MapDataset, Collate | None]:
-    """The first `predict.rows` rows of `predict.data`, and their collate. Raises ConfigError as `build_dataset`."""
-    rows, collate = _prediction_rows(config)
+def prediction_data(config: Config, known: int | None = None) -> tuple[MapDataset, Collate | None]:
+    """The first `predict.rows` rows of `predict.data`, of which there are `known`, if that is known, and their collate.
+    Raises ConfigError as `build_dataset`."""
+    rows, collate = _prediction_rows(config, known)
     count = config.predict.rows
     return (rows if count is None or len(rows) <= count else Subset(rows, range(count))), collate  # type: ignore[arg-type]
 
 
-def _prediction_rows(config: Config) -> tuple[MapDataset, Collate | None]:
+def _prediction_rows(config: Config, known: int | None) -> tuple[MapDataset, Collate | None]:
     section, training = config.predict.data, config.data
     collate: Collate | None = None
     if section.collate is not None:
@@ -74,9 +78,10 @@ def _prediction_rows(config: Config) -> tuple[MapDataset, Collate | None]:
         lines = f"{Lines.__module__}.{Lines.__qualname__}"
         return build_dataset(lines, {}, section.path, what="predict.data"), collate
     if section.target is not None:
-        return _finite(build_dataset(section.target, section.args, section.path, what="predict.data")), collate
+        return _finite(build_dataset(section.target, section.args, section.path, what="predict.data"), known), collate
     args = training.args | config.evaluate.args | section.args
-    return _finite(build_dataset(training.target, args, section.path or training.path, what="data")), collate
+    what = "predict.data" if section.args else "data"
+    return _finite(build_dataset(training.target, args, section.path or training.path, what=what), known), collate
 
 
 def check_prediction_names(names: Sequence[str], known: Sequence[str], targeted: Sequence[str]) -> None:

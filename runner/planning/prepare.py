@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.build import huggingface, optimizers, pretrained
-from runner.build.callbacks import callbacks
+from runner.build import adapters, huggingface, optimizers, pretrained
+from runner.build.callbacks import followed
 from runner.build.modules import DTYPES, captured_from_shapes, cast, check_half, check_modules, objective
 from runner.build.scores import Structure, scores, try_evaluation
+from runner.checkpoint import Companions
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, flatten_batch, global_batch
@@ -42,6 +43,7 @@ from runner.planning.datasets import (
     prediction_data,
 )
 from runner.planning.estimate import Programs, estimate, settings_of, step_price
+from runner.planning.neighbours import check_neighbours
 from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
 from runner.planning.sources import planned, request_of
@@ -110,11 +112,11 @@ class Prepared:
         step: graph and plan of a training step, with an operator per batch split where there are several.
         evaluated: the entries of an evaluated or predicted batch, with their shapes but for the rows.
         published: the names in the model's state dict.
-        described: the config.json of a model of transformers.
+        companions: what the library of the model needs beside merged weights.
         data: the description of the data, which every rank must match.
         single_draws: whether a module that runs alone in fp64 draws the random numbers of fp32.
         short: the short last micro-batch of an epoch, where there is one.
-        counted: what the loss divides by, where a step has several micro-batches that may differ in it.
+        counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
     """
 
     config: Config
@@ -134,7 +136,7 @@ class Prepared:
     step: tuple[OperatorGraph, Plan] | None = None
     evaluated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     published: frozenset[str] | None = None
-    described: str | None = None
+    companions: Companions = field(default_factory=Companions)
     data: Description = UNSEEN
     single_draws: bool = False
     short: Short | None = None
@@ -211,6 +213,8 @@ def prepare(
         step = objective(config, names)
         check_model(config, step.model)
         check_half(config, step, tensors, device)
+    if config.job.name in (*TRAINING, "launch") and config.parallel.mode != "hybrid":
+        check_neighbours(step, names, tensors, training)
     targeted = tuple(name for name in names if name in step.targets)
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     evaluated = names, tensors
@@ -229,7 +233,7 @@ def prepare(
         steps=config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch,
         evaluated={name: tuple(tensor.shape[1:]) for name, tensor in zip(*evaluated, strict=True)},
         published=frozenset(step.model.state_dict()),
-        described=huggingface.described(step.model),
+        companions=_companions(step.model),
         data=data,
         short=Short(len(last)) if last and config.job.name in TRAINING else None,
     )
@@ -254,7 +258,7 @@ def prepare(
         captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
         check_vocabulary(graph, training)
-        if several:
+        if several or (evaluating is not None and not config.parallel.elastic):
             prepared = replace(prepared, counted=counted(graph, captured.tensors))
         on_host(graph, config.parallel.place)
         lowering.check_ranks(config, world_size)
@@ -274,6 +278,11 @@ def prepare(
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return prepared
+
+
+def _companions(module: nn.Module) -> Companions:
+    found = adapters.companions(module)
+    return found if found.texts else huggingface.companions(module)
 
 
 def with_plan(
@@ -428,7 +437,12 @@ def check_model(config: Config, model: nn.Module) -> None:
             "evaluate.metric null.",
         )
     scores(config.evaluate.every_metric, None)
-    callbacks(config)
+    if followed(config) and not config.evaluate.wanted:
+        raise ConfigError(
+            "MW842",
+            f"{next(iter(followed(config)))} follows a result of the evaluations, but nothing is evaluated; set "
+            "evaluate.every (steps) or a metric.",
+        )
     check_modules(config, model)
 
 
@@ -454,8 +468,10 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
         decided = {
             "checkpoint.best": config.checkpoint.best,
             "optimizer.scheduler.metric": config.optimizer.scheduler.metric,
+            **followed(config),
         }
-        for key, name in decided.items() if {*step.names} <= {*entries} and config.job.name == "train" else ():
+        trains = config.job.name in ("train", "launch")
+        for key, name in decided.items() if {*step.names} <= {*entries} and trains else ():
             if name is not None and name not in (found := measured.results()):
                 raise ConfigError(
                     "MW614", f"{key} = {name!r} is not what an evaluation of this run finds.{allowed(name, found)}"

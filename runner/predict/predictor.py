@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ EVERY = 5.0
 """Seconds between lines of progress."""
 
 
-def open_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint that `predict.checkpoint` means. Raises ConfigError if there is none."""
+def open_checkpoint(path: str, average: str | None = None) -> Checkpoint:
+    """The checkpoint that `predict.checkpoint` means, with the weights that `predict.average` names. Raises ConfigError
+    if there is none."""
     place = home.expanded(path)
     if place.is_file():
         raise ConfigError(
@@ -38,7 +40,8 @@ def open_checkpoint(path: str) -> Checkpoint:
             f"{KEY} = {path!r} is a file, not a checkpoint, which is a folder; weights in a file are read with "
             f"model.weights={path} and {KEY}=null.",
         )
-    return read(locate(place, KEY))
+    found = read(locate(place, KEY))
+    return found if average is None else found.averaged(average)
 
 
 def check(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
@@ -89,12 +92,13 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
     running = execution(prepared, rank, folder, gather_axes)
     step = None
     if config.predict.checkpoint is not None:
-        checkpoint = open_checkpoint(config.predict.checkpoint)
+        checkpoint = open_checkpoint(config.predict.checkpoint, config.predict.average)
         if not prepared.stages:
             check(checkpoint, running.program.sources)
         fill(checkpoint, running)
         step = checkpoint.step
-    evaluator = Evaluator(prepared, running, rank, rows, collate, running.tensors.__getitem__)
+    again = partial(prediction_data, config, len(rows))
+    evaluator = Evaluator(prepared, running, rank, rows, collate, running.tensors.__getitem__, lambda: again()[0])
     started = reported = time.perf_counter()
     done = 0
     file = Predictions(rank.run_dir, config.predict.format, len(rows)) if rank.rank == 0 else None

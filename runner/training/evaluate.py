@@ -1,7 +1,7 @@
 """Evaluation: loss and metric over every sample of the evaluation data exactly once.
 
-All ranks run the evaluation program of the batch's size (or the user's own module) on their parts of it; rank 0
-measures.
+All ranks run the evaluation program of the batch's size (or the user's own module) on their parts of it; rank 0, which
+reads complete batches where there is something to compare with, measures.
 In a pipeline a batch goes forward through the stages, and the last one brings its results to rank 0. Only the short
 last batch of a hybrid module, whose slices need a size that the mesh divides, is filled up.
 """
@@ -16,10 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
+from runner.build.divisors import Divisors
 from runner.build.modules import DTYPES, build_loss, cast
 from runner.build.scores import scores
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, global_batch
 from runner.data.order import eval_rows, padded
+from runner.data.reading import Load, Reader, Request
+from runner.data.row_seeds import EVALUATION
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
 from runner.planning.datasets import evaluation_rows
@@ -27,6 +30,7 @@ from runner.planning.prepare import Prepared
 from runner.training.eager import hybrid_inputs, loss_of
 from runner.training.execution import Execution
 from strategies.core.layout import Layout
+from strategies.core.program import Program
 from strategies.resharding.path import resharding_path
 from strategies.rules.random import mix
 from strategies.runtime.pipeline_stage import StageRunner
@@ -37,6 +41,7 @@ class Evaluator:
 
     Args:
         weight: this rank's slice of a parameter, by name (collective).
+        again: makes another dataset with the same rows, for a process that reads ahead.
 
     Raises:
         ConfigError: the metric cannot be found.
@@ -50,17 +55,22 @@ class Evaluator:
         dataset: MapDataset,
         collate: Collate | None,
         weight: Callable[[str], Tensor],
+        again: Callable[[], MapDataset],
     ) -> None:
         config, loss = prepared.config, build_loss(prepared.config)
         self.prepared, self.execution, self.rank = prepared, execution, rank
-        self.dataset, self.collate, self.weight = dataset, collate, weight
+        self.dataset, self.collate, self.weight, self.again = dataset, collate, weight, again
         self.scores = scores(config.evaluate.every_metric, None if loss is None else loss.to(rank.device).eval())
         self.length = len(dataset)  # one whose length changes keeps that on which the ranks have agreed
         self.size = evaluation_rows(config)  # of one batch
         if config.parallel.mode != "hybrid":  # whose batches are padded to a size that its mesh divides
             self.size = min(self.size, self.length)
         self._seed = config.train.seed
-        self._batches: dict[int, LocalBatches] = {}
+        self._hybrid = config.parallel.mode == "hybrid"
+        self._labelled = set(prepared.names) <= set(prepared.evaluated)
+        self._complete = config.parallel.mode == "stand_alone" or (self._labelled and rank.rank == 0)
+        self._divisor: float | None = None
+        """What the loss of the user's own module has divided by in its last batch."""
 
     @torch.no_grad()
     def run(self, write: Callable[[list[int], Any], None] = lambda rows, output: None) -> dict[str, float]:
@@ -72,14 +82,29 @@ class Evaluator:
         """
         self._update_loss()
         self.scores.reset()
-        labelled = set(self.prepared.names) <= set(self.prepared.evaluated)
-        for number, rows in enumerate(eval_rows(self.length, self.size)):
-            # training steps count from 1, so no step uses these random numbers
-            output = self._output(rows, mix(self._seed, 0, number))
-            if labelled and self.rank.rank == 0:
-                self.scores.update(len(rows), output, self._target(rows))
-            write(rows, output)
-        return self.scores.results() if labelled and self.rank.rank == 0 else {}
+        measures, batches = self._labelled and self.rank.rank == 0, eval_rows(self.length, self.size)
+        requests = (Request(tuple(self._read_rows(rows)), EVALUATION) for rows in batches)
+        section, on_cpu = self.prepared.config.data, self.rank.device == "cpu"
+        reader = Reader(
+            self._loader(self.dataset),
+            lambda: self._loader(self.again()),
+            requests,
+            section,
+            pinned=section.pin_memory and not on_cpu,
+        )
+        with reader.reading():
+            for number, rows in enumerate(batches):
+                entries = dict(zip(self.prepared.evaluated, self._here(reader.next()), strict=True))
+                # training steps count from 1, so no step uses these random numbers
+                output = self._output(rows, entries, mix(self._seed, 0, number))
+                if measures:
+                    valid = {name: _first(one, len(rows), self.size) for name, one in entries.items()}
+                    target = [valid[name] for name in self.prepared.targets]
+                    self.scores.update(
+                        len(rows), output, target, self._tokens([valid[name] for name in self.prepared.names])
+                    )
+                write(rows, output)
+        return self.scores.results() if measures else {}
 
     def _update_loss(self) -> None:
         """Copy the trained parameters and buffers of the loss into the loss module."""
@@ -95,27 +120,65 @@ class Evaluator:
                 for number in stages[:1]:
                     runner.peers.share(tensor.detach(), number % runner.peers.count)
 
-    def _output(self, rows: list[int], key: int) -> Any:
-        """The model's output for `rows`."""
+    def _read_rows(self, rows: list[int]) -> list[int]:
+        """The rows to read for a batch."""
+        return padded(rows, self.size)[0] if self._hybrid else rows
+
+    def _loader(self, dataset: MapDataset) -> Load:
+        """What reads a batch from `dataset`: all of it, or what this rank needs."""
+        batches: dict[int, LocalBatches] = {}
+        names = tuple(self.prepared.evaluated)
+
+        def load(request: Request) -> list[Tensor]:
+            rows, size = request.rows, len(request.rows)
+            if self._complete:
+                return flatten_batch(global_batch(dataset, self.collate, rows, self._seed), names)[1]
+            if size not in batches:
+                blocks = self._blocks(size)
+                batches[size] = LocalBatches(dataset, self.collate, blocks, names=names, seed=self._seed)
+            return batches[size].load(rows)
+
+        return load
+
+    def _blocks(self, size: int) -> list[Block]:
+        """What this rank needs of each entry of a batch; of entries that the program does not take all of the rows that
+        are read anyway."""
+        shapes, rank = self.prepared.evaluated, self.execution.communicator.rank
+        if self._hybrid:
+            mesh, layouts = self.execution.program.mesh, self._inputs()
+            return [layouts[name].block((size, *sizes), mesh, rank) for name, sizes in shapes.items()]
+        program = self._program(size)
+        sources = [one for one in program.sources if one.kind == "input" and one.name not in self.prepared.targets]
+        blocks = {one.name: program.layouts[one.id].block(one.spec.shape, program.mesh, rank) for one in sources}
+        span = next(iter(blocks.values()))[0]
+        return [blocks.get(name, (span, *((0, size) for size in sizes))) for name, sizes in shapes.items()]
+
+    def _program(self, size: int) -> Program:
+        runner = self.execution.runner
+        return self.execution.evaluations[size][1] if runner is None else runner.evaluations[size][0].program
+
+    def _inputs(self) -> dict[str, Layout]:
+        """How a hybrid module takes a batch."""
+        return hybrid_inputs(self.prepared, self.execution.program.mesh, self.size)
+
+    def _output(self, rows: list[int], entries: dict[str, Tensor], key: int) -> Any:
+        """The model's output for `rows`, of which this rank has read `entries`."""
         if self.prepared.config.parallel.mode == "stand_alone":
-            names = tuple(self.prepared.evaluated)
-            return self.execution.module(*self._global_batch(rows), key=key, outputs=names)
-        if self.prepared.config.parallel.mode == "hybrid":
-            return self._hybrid(rows, key)
+            return self._of_module([*entries.values()], key)
         size, runner = len(rows), self.execution.runner
-        program = self.execution.evaluations[size][1] if runner is None else runner.evaluations[size][0].program
-        wanted = [name for name in self.prepared.evaluated if name not in self.prepared.targets]
-        if size not in self._batches:
-            rank = self.execution.communicator.rank
-            sources = [source for source in program.sources if source.kind == "input" and source.name in wanted]
-            blocks = {s.name: program.layouts[s.id].block(s.spec.shape, program.mesh, rank) for s in sources}
-            self._batches[size] = self._loader(blocks)
-        entries = self._entries(self._batches[size], rows, wanted)
+        if self._complete:
+            blocks = dict(zip(entries, self._blocks(self.size if self._hybrid else size), strict=True))
+            cuts = {name: tuple(slice(*span) for span in block) for name, block in blocks.items()}
+            entries = {name: one[cuts[name]].contiguous() for name, one in entries.items()}
+        if self._hybrid:
+            return self._of_hybrid([*entries.values()], len(rows), key)
+        program = self._program(size)
+        taken = [one for name, one in entries.items() if name not in self.prepared.targets]
         if runner is not None:
-            results = self._through_stages(runner, size, entries, key)
+            results = self._through_stages(runner, size, taken, key)
         else:
             module = self.execution.evaluations[size][0]
-            made = module(*entries, key) if program.random else module(*entries)
+            made = module(*taken, key) if program.random else module(*taken)
             results = list(made) if isinstance(made, tuple) else [made]
         return self.prepared.evaluations[size].structure.filled(results) if results else None
 
@@ -129,43 +192,43 @@ class Evaluator:
         runner.peers.to_first(results, results)
         return results
 
-    def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
-        """A loader of `blocks`; entries that are not named are read completely, for the rows that are read anyway."""
-        span = next(iter(blocks.values()))[0]
-        shapes = self.prepared.evaluated
-        every = [blocks.get(name, (span, *((0, size) for size in shape))) for name, shape in shapes.items()]
-        return LocalBatches(self.dataset, self.collate, every, names=tuple(shapes), seed=self._seed)
-
-    def _entries(self, batches: LocalBatches, rows: Sequence[int], wanted: Sequence[str]) -> list[Tensor]:
-        loaded = dict(zip(self.prepared.evaluated, batches.load(rows), strict=True))
-        return self._here([loaded[name] for name in wanted])
-
-    def _global_batch(self, rows: Sequence[int]) -> list[Tensor]:
-        batch = global_batch(self.dataset, self.collate, rows, self._seed)
-        return self._here(flatten_batch(batch, tuple(self.prepared.evaluated))[1])
-
     def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         precision = DTYPES[self.prepared.config.train.precision]
         return [tensor.to(self.rank.device) for tensor in cast(tensors, precision)]
 
-    def _target(self, rows: list[int]) -> list[Tensor]:
-        """Unsharded targets of `rows`."""
-        values = dict(zip(self.prepared.evaluated, self._global_batch(rows), strict=True))
-        return [values[name] for name in self.prepared.targets]
+    def _tokens(self, entries: Sequence[Tensor]) -> float | None:
+        """What a model that returns its loss has divided by, for the batch of these entries: that of its graph, or of
+        the module that has just run. None where that is unknown or the loss is a module, which shows it itself."""
+        counted = self.prepared.counted
+        if self.scores.loss is not None or counted is None or not self.prepared.evaluations:
+            return self._divisor
+        return counted.of(entries, tuple((0, size) for size in entries[counted.entry].shape))
 
-    def _hybrid(self, rows: list[int], key: int) -> Any:
+    def _of_module(self, entries: Sequence[Tensor], key: int) -> Any:
+        """The output of the user's own module, which shows what a loss in it divides by."""
+        with Divisors() as divisors:
+            output = self.execution.module(*entries, key=key, outputs=tuple(self.prepared.evaluated))
+        self._divisor = None if self.scores.loss is not None else divisors.only
+        return output
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """The mean of the losses of all ranks of a hybrid module: by what each has divided by, if all know that
+        (collective). Elements on several ranks count several times, equally many in each batch."""
+        tokens = self._divisor
+        known, weighed = tokens is not None, loss * tokens if tokens else torch.zeros_like(loss)
+        facts = torch.tensor([float(loss), 1.0, float(weighed), tokens or 0.0, float(known)], dtype=torch.float64)
+        facts = facts.to(loss.device)
+        if self.execution.program.mesh.size > 1:
+            dist.all_reduce(facts)
+        total, ranks, weighed_total, all_tokens, all_known = facts.tolist()
+        self._divisor = all_tokens if all_known == ranks else None
+        return loss.new_tensor(weighed_total / all_tokens if self._divisor else total / ranks)
+
+    def _of_hybrid(self, entries: Sequence[Tensor], valid: int, key: int) -> Any:
         """The module computes its loss from local outputs and local targets, so outputs have the layout of the
-        first target; a loss that it returns is the mean over the ranks."""
+        first target; a loss that it returns is that of its rank's part."""
         program, communicator = self.execution.program, self.execution.communicator
-        filled, valid = padded(rows, self.size)
-        layouts = hybrid_inputs(self.prepared, program.mesh, self.size)
-        if self.size not in self._batches:
-            global_shapes = {name: (self.size, *sizes) for name, sizes in self.prepared.evaluated.items()}
-            blocks = {n: layouts[n].block(shape, program.mesh, self.rank.rank) for n, shape in global_shapes.items()}
-            self._batches[self.size] = self._loader(blocks)
-        names = tuple(self.prepared.evaluated)
-        entries = self._entries(self._batches[self.size], filled, names)
-        outputs = self.execution.module(*entries, key=key, outputs=names)
+        outputs = self._of_module(entries, key)
         if self.scores.loss is None:
             if valid < self.size:
                 raise ConfigError(
@@ -173,11 +236,8 @@ class Evaluator:
                     f"evaluate.batch_size = {self.size} does not divide the {self.length} samples, and a hybrid "
                     "model that returns its loss cannot be given a short batch; choose a divisor.",
                 )
-            total = loss_of(outputs).double()
-            if program.mesh.size > 1:
-                dist.all_reduce(total)
-            return total / program.mesh.size
-        target = layouts[self.prepared.targets[0]]
+            return self._mean(loss_of(outputs).double())
+        target = self._inputs()[self.prepared.targets[0]]
 
         def joined(piece: Any) -> Any:
             if not isinstance(piece, Tensor):

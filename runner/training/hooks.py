@@ -103,8 +103,10 @@ class Callback:
         ranks: "all", or "first" for one object on rank 0 alone, whose methods must not call collectives.
         measures_norm: whether `grad_norm` is needed at every step.
         repeats: whether it may call `state.repeat`, for which the batch of a step is kept.
+        follows: the result of the evaluations that it needs; a run without it is refused.
     """
 
+    follows: str | None = None
     ranks = "all"
     measures_norm = False
     repeats = False

@@ -96,7 +96,8 @@ class Meter:
     def report(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """A summary of all steps except the first, which creates the optimizer's states (of that step, if it is the
         only one). Bytes after a phase are the minimum over the steps, and peaks the median: a communication thread may
-        occasionally free a tensor late. `highest` is the overall peak."""
+        occasionally free a tensor late. `highest` is the overall peak; `reserved`, on a GPU, what its allocator has
+        taken from the device."""
         steps = self.steps[1:] or self.steps
         own = {tensor.untyped_storage()._cdata for tensor in parameters}
         state_tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -120,4 +121,5 @@ class Meter:
             "highest": max(most for step in steps for most in step["peaks"].values()),
             "peaks": peaks,
             "host": max(step["host"] for step in steps),
+            **({} if self._live is not None else {"reserved": torch.cuda.max_memory_reserved()}),
         }

@@ -29,14 +29,14 @@ from runner.config.schema import Config
 from runner.data.loader import LocalBatches, MapDataset
 from runner.data.reading import Load, Reader, Request
 from runner.data.row_seeds import seed_generators
-from runner.errors import ConfigError
+from runner.errors import ConfigError, InputError
 from runner.launch import logs
 from runner.launch.orders import RankContext
 from runner.launch.startup import Marks, marked, summary
 from runner.launch.stopping import stopping_of
 from runner.planning import lowering
 from runner.planning.counted import Counted
-from runner.planning.datasets import datasets, order_of, training_data
+from runner.planning.datasets import datasets, evaluation_data, order_of, training_data
 from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
 from runner.run_folder.lineage import Lineage
@@ -59,7 +59,7 @@ from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.flight_recorder import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, recorder
 from strategies.runtime.module_tree import COPIED
-from strategies.runtime.offload import OffloadTraffic
+from strategies.runtime.offload import Offload, OffloadTraffic
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,32 @@ class TrainingJob:
     """The folder for tensors offloaded to disk."""
     marks: Marks = ()
     """When the parent's phases ended."""
+
+
+def updates_of(prepared: Prepared, execution: Execution, offload: Offload) -> Updates:
+    """The optimizer parallel of what a rank executes, as the config sets it. Collective."""
+    config, program = prepared.config, execution.program
+    evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in execution.evaluations.items()})
+    return make_updates(
+        config.parallel.zero.known,
+        execution.module,
+        program,
+        execution.communicator,
+        optimizers.optimizer_factory(config.optimizer),
+        groups_of(program.sources if prepared.graph is None else prepared.graph.sources, config),
+        clip=config.train.clip,
+        accumulate=config.parts,
+        precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
+        evaluation=evaluation if len(evaluation) else None,
+        short=None if execution.short is None else execution.short.module,
+        zero_options=lowering.deepspeed_options(config),
+        engine=config.parallel.zero.engine,
+        cut=lowering.bucket_cut(config),
+        overlap=lowering.overlaps_backward(config) and execution.runner is None,
+        offload=offload,
+        peers=None if execution.runner is None else execution.runner.peers,
+        loss_scale=config.train.loss_scale,
+    )
 
 
 class Trainer:
@@ -106,7 +132,13 @@ class Trainer:
         self.evaluator: Evaluator | None = None
         if evaluating is not None:
             self.evaluator = Evaluator(
-                self.prepared, self.execution, rank, evaluating, self.collate, self.updates.weight
+                self.prepared,
+                self.execution,
+                rank,
+                evaluating,
+                self.collate,
+                self.updates.weight,
+                partial(evaluation_data, self.config, len(evaluating)),
             )
         self.faults = Faults(self.config, rank, self.execution.module, self.execution.communicator)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
@@ -147,29 +179,7 @@ class Trainer:
         return [*range(count)] if runner is None else runner.loaded(count, equal=rows == self.order.batch_size)
 
     def _updates(self) -> Updates:
-        config, program = self.config, self.execution.program
-        sources = program.sources if self.prepared.graph is None else self.prepared.graph.sources
-        groups = groups_of(sources, config)
-        evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in self.execution.evaluations.items()})
-        return make_updates(
-            config.parallel.zero.known,
-            self.execution.module,
-            program,
-            self.execution.communicator,
-            optimizers.optimizer_factory(config.optimizer),
-            groups,
-            clip=config.train.clip,
-            accumulate=config.parts,
-            precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
-            evaluation=evaluation if len(evaluation) else None,
-            short=None if self.execution.short is None else self.execution.short.module,
-            zero_options=lowering.deepspeed_options(config),
-            cut=lowering.bucket_cut(config),
-            overlap=lowering.overlaps_backward(config) and self.execution.runner is None,
-            offload=self.offload,
-            peers=None if self.execution.runner is None else self.execution.runner.peers,
-            loss_scale=config.train.loss_scale,
-        )
+        return updates_of(self.prepared, self.execution, self.offload)
 
     def _hooks(self) -> Hooks:
         graph, execution = self.prepared.graph, self.execution
@@ -529,7 +539,7 @@ class Trainer:
             updates=self.updates,
             scheduler=self.scheduler,
             published=self.prepared.published,
-            described=self.prepared.described,
+            companions=self.prepared.companions,
             lineage=self.lineage,
             callbacks=self.hooks.stateful,
             held=self.hooks.tensors(),
@@ -622,7 +632,7 @@ def _found_in_training() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ValueError(str(error)) from error
+        raise InputError(error.code, str(error)) from error
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree
 
+from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
@@ -106,10 +107,11 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     if training:
         check_hooks(objective)
     hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
-    repeated = RepeatedModules(objective)
+    repeated, assigned = RepeatedModules(objective), AssignedBuffers(objective)
     try:
         with (
             traceable(objective),
+            assigned.written(),
             refusing_unseen(training),
             functions_as_operators(training),
             warnings.catch_warnings(),
@@ -121,6 +123,8 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
                 with repeated.traced_once():
                     exported = export()
                 repeated.expand(exported)
+                if repeated.lists and assigned.names:  # the writes of layers that were not traced are missing
+                    raise NotRepeated
             except NotRepeated:
                 exported = export()
     except StrategyError:
@@ -131,6 +135,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
+    assigned.copy_old_values(exported)
     check_nodes(exported.graph, training)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(unmerged(_needed(graph)), tensors)

@@ -22,6 +22,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.cost.exposed_communication import added_seconds
 from strategies.cost.roofline import Work, operator_work
+from strategies.optimizer import sharding
 from strategies.optimizer.buckets import Bucket, all_reduce_elements, buckets
 from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.settings import OptimizerSettings
@@ -220,15 +221,21 @@ def _gradients(
 def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> dict[str, float]:
     """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for."""
     by_kind: dict[str, float] = {}
-    groups = settings.groups_for(program)
-    for call in zero_traffic.calls(program, settings.stage, settings.accumulate, groups):
+    for call in _zero_calls(program, settings):
         seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, program.mesh, cluster)
-        if call.kind == ALL_GATHER and settings.stage == 3:
+        if call.kind == ALL_GATHER and settings.stage == 3 and not settings.native:
             seconds += HOST_PER_GATHER * cluster.view
         by_kind[call.kind] = by_kind.get(call.kind, 0.0) + call.count * seconds
     if settings.stage and program.mesh.size > 1:
         by_kind[ALL_REDUCE] = by_kind.get(ALL_REDUCE, 0.0) + norm_seconds(program.mesh, cluster)
     return by_kind
+
+
+def _zero_calls(program: Program, settings: OptimizerSettings) -> tuple[zero_traffic.Calls, ...]:
+    groups = settings.groups_for(program)
+    if settings.native:
+        return sharding.calls(program, [one["names"] for one in groups], settings.accumulate, settings.limit)
+    return zero_traffic.calls(program, settings.stage, settings.accumulate, groups)
 
 
 def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:

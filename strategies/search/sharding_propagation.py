@@ -10,9 +10,11 @@ with paths cached; repeated layers meet the same situations.
 
 A model with repeated layers, many products or large ones takes the cheapest of the propagated plan, of that with single
 operators re-optimised, and of what recursive programming finds: what propagation met once it decided for all layers, so
-a neighbour that it left dearer than need be is paid as often. A small net keeps the propagated plan, on all devices,
-unless its products are all configured, so that nothing is left to propagate, or that plan costs `DEARER` times the
-cheapest on more than `FEW_RANKS` devices. Either way both costs are reported.
+a neighbour that it left dearer than need be is paid as often. On at most `EXACT_AXES` axes dynamic programming takes
+the place of the latter two: its plan is the cheapest one, and where layers do not repeat it takes a third of the time.
+A small net keeps the propagated plan, on all devices, unless its products are all configured, so that nothing is left
+to propagate, or that plan costs `DEARER` times the cheapest on more than `FEW_RANKS` devices. Either way both costs are
+reported.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from strategies.core.errors import TooLarge
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -33,11 +36,15 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.resharding_estimate import shares
 from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.dynamic_programming import exact_search
+from strategies.search.mesh_choice import finest
 from strategies.search.plan_cost import approximate_cost
 from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.recursive_programming import improved, partitioned, refined
 from strategies.search.repeated_blocks import repeats
 
+EXACT_AXES = 2
+"""Axes of a mesh up to which dynamic programming ends with the cheapest plan; on three it ends near it."""
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
 SEARCHED_AXES = 5
@@ -52,8 +59,8 @@ the cheapest: the shards are then so small that launch overhead outweighs their 
 
 Default = Callable[[Operator], Assignment]
 """The assignment of an operator that propagation does not reach."""
-PlanSeconds = Callable[[Mapping[str, Assignment]], float]
-"""Assignments by operator id -> seconds of a step; infinite where the plan cannot run."""
+PlanSeconds = Callable[[Solution], float]
+"""A plan -> seconds of a step; infinite where the plan cannot run."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +68,25 @@ class Propagated:
     """What sharding propagation ends with.
 
     Attributes:
-        assignments: of the plan that is taken, by operator id.
+        solution: the plan that is taken.
         reached: the operators that propagation reached.
         propagated_cost: seconds of the propagated plan.
         cheapest_cost: seconds of the cheapest plan that was found.
         by_cost: whether that one is taken.
-        both: the assignments of both plans.
+        both: both plans.
     """
 
-    assignments: Mapping[str, Assignment]
+    solution: Solution
     reached: frozenset[str]
     propagated_cost: float
     cheapest_cost: float
     by_cost: bool
-    both: tuple[Mapping[str, Assignment], ...]
+    both: tuple[Solution, ...]
+
+    @property
+    def assignments(self) -> Mapping[str, Assignment]:
+        """Of the plan that is taken, by operator id."""
+        return self.solution.assignments
 
     def to_json(self) -> dict[str, Any] | None:
         """The key `propagation` of a plan's `search`; None where one of the two plans cannot run."""
@@ -104,21 +116,34 @@ def sharding_propagation(
     chosen |= {one.id: default(one) for one in problem.graph.operators if one.id not in reached}
     limit = problem.memory or math.inf
     first = Solution(chosen, approximate_cost(problem, cluster).total(chosen), plan_bytes(problem, chosen))
-    around = [
-        improved(problem, cluster, partitioned(problem, cluster, runs), axes)
-        for runs in (axes, (problem.mesh.names,))  # from all axes as one, too
-    ]
-    every = (first, refined(problem, cluster, chosen, axes), *around)
+    every = (first, *_around(problem, cluster, axes, chosen))
     best = min(every, key=lambda one: (max(one.bytes, limit), one.cost))
     if seconds is not None:
-        first = replace(first, cost=seconds(chosen))
-        best = first if best.assignments == chosen else replace(best, cost=seconds(best.assignments))
+        first = replace(first, cost=seconds(first))
+        best = first if best.assignments == chosen else replace(best, cost=seconds(best))
         best = min(first, best, key=lambda one: (max(one.bytes, limit), one.cost))
     near = problem.mesh.size <= FEW_RANKS or first.cost <= DEARER * best.cost
     keep = near and math.isfinite(first.cost) and _small(problem) and not _all_configured(problem)
     by_cost = best is not first and not keep
-    taken = best.assignments if by_cost else chosen
-    return Propagated(taken, reached, first.cost, best.cost, by_cost, (chosen, best.assignments))
+    return Propagated(best if by_cost else first, reached, first.cost, best.cost, by_cost, (first, best))
+
+
+def _around(
+    problem: Problem, cluster: Cluster, axes: Sequence[Axes], chosen: Mapping[str, Assignment]
+) -> Iterator[Solution]:
+    """Cheap plans with the same configured operators as `chosen`: the cheapest one on few axes, if one keeps the
+    memory limit."""
+    exact = exact_search(problem, cluster, axes) if len(finest(problem.mesh)) <= EXACT_AXES else None
+    if exact is not None:
+        try:
+            yield exact.within(problem.memory).best
+        except TooLarge:
+            pass  # the plans below may come closer to the limit
+        else:
+            return
+    yield refined(problem, cluster, chosen, axes)
+    for runs in (axes, (problem.mesh.names,)):  # from all axes as one, too
+        yield improved(problem, cluster, partitioned(problem, cluster, runs), axes)
 
 
 def _small(problem: Problem) -> bool:

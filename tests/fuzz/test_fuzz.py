@@ -19,8 +19,8 @@ from tests.fuzz.listing import listing
 from tests.fuzz.pool import Pool
 from tests.fuzz.shrink import shrink
 
-SHARDS, GRAPHS = 8, 25
-"""Blocks of seeds, so that the tests can run side by side."""
+SHARDS, QUICK, GRAPHS = 8, 4, 25
+"""Blocks of seeds, so that the tests can run side by side; how many of them are not slow; seeds of a block."""
 FIRST = 500_000_000
 
 
@@ -32,7 +32,9 @@ def _no_warnings() -> object:
         yield
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize(
+    "shard", [*range(QUICK), *(pytest.param(shard, marks=pytest.mark.slow) for shard in range(QUICK, SHARDS))]
+)
 def test_random_graphs(shard: int) -> None:
     wrong, unsure = {}, 0
     for seed in range(FIRST + shard * GRAPHS, FIRST + (shard + 1) * GRAPHS):

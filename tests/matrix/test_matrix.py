@@ -58,7 +58,11 @@ def test_there_are_32() -> None:
     assert len(BY_NAME) == 32 + len(FURTHER)
 
 
-@pytest.mark.parametrize("turn", range(len(ARCHITECTURES)), ids=lambda turn: ARCHITECTURES[turn].name)
+@pytest.mark.parametrize(
+    "turn",
+    [pytest.param(turn, marks=[pytest.mark.slow] * (turn % 2)) for turn in range(len(ARCHITECTURES))],
+    ids=lambda turn: ARCHITECTURES[turn].name,
+)
 def test_one_way_each(turn: int) -> None:
     """Each architecture runs the next of the twelve plans; every fourth also runs its generated modules."""
     architecture, (mode, dropout, precision) = ARCHITECTURES[turn], WAYS[turn % len(WAYS)]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import get_worker_info
 
 from strategies import collectives, sharding_rule
 
@@ -32,6 +33,25 @@ class Points:
     def __getitem__(self, index: int) -> Any:
         x, y = self.x[index], self.y[index]
         return {"x": x, "label": y} if self.keys else (x, y)
+
+
+class InWorkers(Points):
+    """Points of which only workers can read any but the first 16, which are read before the start."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 16 and get_worker_info() is None:
+            raise PermissionError("workers alone may read this")
+        return super().__getitem__(index)
+
+
+class PartlyIgnored(Points):
+    """Points of which ever more of 12 rows have a class that losses ignore: 0, 3, 6, 9, then all."""
+
+    def __init__(self, rows: int = 64, seed: int = 0, ignored: bool = False, keys: bool = False) -> None:
+        super().__init__(rows, seed, keys)
+        index = torch.arange(rows)
+        if ignored:
+            self.y[index % 12 < 3 * (index // 12)] = -100
 
 
 class Classifier(nn.Module):
@@ -394,6 +414,41 @@ def halves(step: int) -> float:
 def share_of_first(output: Tensor, target: Tensor) -> Tensor:
     """A metric: how many rows are predicted as class 0."""
     return (output.argmax(1) == 0).double().mean()
+
+
+def ranked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Every class as a query whose documents are the rows: scores, relevance and queries, for a metric of retrieval."""
+    rows, classes = output.shape
+    return output.flatten(), functional.one_hot(target, classes).flatten(), torch.arange(classes).repeat(rows)
+
+
+def boxes(output: Tensor, target: Tensor) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """As for a metric of detection: of each row, as many predictions as have a positive score."""
+    found = [{"scores": row[row > 0], "labels": (row > 0).nonzero()[:, 0]} for row in output]
+    return found, [{"labels": one[None]} for one in target]
+
+
+class MeanPrecision:
+    """The mean over classes of the average precision of all predictions in lists of different lengths."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.found: list[tuple[float, int, bool]] = []
+
+    def update(self, found: list[dict[str, Tensor]], truth: list[dict[str, Tensor]]) -> None:
+        for one, true in zip(found, truth, strict=True):
+            pairs = zip(one["scores"].tolist(), one["labels"].tolist(), strict=True)
+            self.found += [(score, label, label in true["labels"].tolist()) for score, label in pairs]
+
+    def compute(self) -> dict[str, Any]:
+        precisions = []
+        for label in range(CLASSES):
+            right = [hit for _, one, hit in sorted(self.found, reverse=True) if one == label]
+            hits = [sum(right[:rank]) / rank for rank, hit in enumerate(right, 1) if hit]
+            precisions.append(sum(hits) / max(len(hits), 1))
+        return {"map": sum(precisions) / CLASSES, "map_per_class": torch.tensor(precisions)}
 
 
 def disagreement(output: dict[str, Tensor], target: Tensor) -> float:

@@ -145,7 +145,6 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
 QUICK = (
     "ring, tensor parallel, recompute, fp64",
     "2-d, recompute with sliced inputs, accumulation, fp64",
-    "2-d, activations and states on the host, ZeRO-2",
     "zero bubble of virtual stages, sliced recompute, fp64",
 )
 

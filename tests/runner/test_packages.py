@@ -160,6 +160,7 @@ def test_files_called_like_packages_of_ours_add_to_them(run, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_of_the_name_of_a_package_is_the_users(run, tmp_path):
     mine = NET.format(sibling="layers_of_mine", name="Mine")
     write(tmp_path / "here", {"models.py": mine, "layers_of_mine.py": "WIDTH = 1\n", "rows_of_mine.py": DATA})

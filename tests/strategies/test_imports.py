@@ -22,6 +22,7 @@ SPECIAL = {
     "runner/build/huggingface.py": {"transformers"},
     "runner/commands/project/test_model.py": {"data", "meshwright", "model", "unittest"},  # of the new project
     "runner/data/documents.py": {"fsspec"},
+    "runner/data/images.py": {"PIL"},
     "runner/data/tokenizer.py": {"tokenizers", "transformers"},
     "runner/training/loggers.py": {"mlflow", "wandb"},
     "runner/data/shards.py": {"fsspec", "pyarrow"},

@@ -26,6 +26,9 @@ def batches(model: Any, config: Any) -> Iterator[Batch]:
         key for key, one in parameters.items() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
     ]
     base = [*([main] if isinstance(main, str) else main), *required]
+    if type(model).__name__.startswith(MASKED):
+        known["attention_mask"] = lambda: torch.ones(BATCH, LENGTH, dtype=torch.long)
+        base.append("attention_mask")
     base = [key for key in dict.fromkeys(base) if key in parameters]
     words, pictures = ([key] if key in parameters else [] for key in ("input_ids", "pixel_values"))
     labels = _labels(type(model).__name__, known["input_ids"])
@@ -100,6 +103,8 @@ def _known(name: str, config: Any) -> dict[str, Callable[[], Tensor]]:
     }
 
 
+MASKED = ("SwitchTransformers", "LongT5")
+"""Models that make a mask where there is none, but not for an exporter."""
 TIME_LAST = ("Whisper", "Qwen2Audio", "Voxtral", "Moonshine")
 VIDEOS = ("Timesformer", "TimeSformer", "VideoMAE", "Vivit", "XCLIP")
 

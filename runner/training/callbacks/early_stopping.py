@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from runner.errors import ConfigError, allowed
+from runner.errors import allowed
 from runner.training.hooks import Callback, TrainingState
 
 
@@ -29,28 +29,16 @@ class EarlyStopping(Callback):
             raise ValueError(f"mode = {mode!r}.{allowed(str(mode), ('min', 'max'))}")
         if patience < 1 or min_delta < 0:
             raise ValueError(f"patience = {patience} must be at least 1, and min_delta = {min_delta} at least 0")
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.metric = self.follows = metric
+        self.patience, self.min_delta = patience, min_delta
         self._sign = 1 if (mode or ("min" if "loss" in metric else "max")) == "max" else -1
         self.best, self.waited = -math.inf, 0
 
     def start(self, state: TrainingState) -> None:
-        """Raises ConfigError for a run that never evaluates."""
-        if not state.config.evaluate.wanted:
-            raise ConfigError(
-                "MW842",
-                "train.callbacks has early_stopping, but nothing is evaluated; set evaluate.every (steps) or a metric.",
-            )
         if self.waited >= self.patience:
             state.stop(self._reason())
 
     def evaluation(self, state: TrainingState) -> None:
-        """Raises ConfigError for a metric that is not in the results."""
-        if self.metric not in state.evaluation:
-            raise ConfigError(
-                "MW614",
-                f"train.callbacks: early_stopping has metric = {self.metric!r}, which is not what an evaluation of "
-                f"this run finds.{allowed(self.metric, state.evaluation)}",
-            )
         value = self._sign * state.evaluation[self.metric]
         better = value > self.best + self.min_delta if math.isfinite(self.best) else value > self.best
         self.best, self.waited = (value, 0) if better else (self.best, self.waited + 1)

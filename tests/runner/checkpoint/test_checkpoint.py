@@ -3,22 +3,26 @@ another run is refused."""
 
 import copy
 import importlib
+import io
 import json
 import random
 import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
+import six_ranks
 import torch
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import folder, index, saving, writing
+from runner.checkpoint import content, folder, index, saving, writing
 from runner.checkpoint.continuation import compare, differences
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
 from strategies.core.errors import StrategyError
+from strategies.optimizer.state import OptimizerScalars, placed
 
 HERE = Path(__file__).parents[1]
 
@@ -364,3 +368,24 @@ def test_killed_ranks_ten_times(ranks, entries, alone, task, tmp_path):
     draw = random.Random(0)
     for number in range(10):
         kill_and_continue(ranks, entries, alone, task, tmp_path / str(number), draw.random() / 2, world_size=4)
+
+
+class Counted:
+    """Updates of three parameters, of which two have done as many steps."""
+
+    def plain(self):
+        return OptimizerScalars([], {name: {"step": torch.tensor(step)} for name, step in STEPS.items()})
+
+
+STEPS = {"first": 3.0, "second": 3.0, "third": 4.0}
+
+
+def test_equal_counters_are_stored_once_and_restored_apart():
+    data = content.plain(replace(six_ranks.content(0), updates=Counted()))
+    tensors = [name for name in zipfile.ZipFile(io.BytesIO(data)).namelist() if "/data/" in name]
+    assert len(tensors) == 3  # torch's random state, 3.0 and 4.0
+    scalars = torch.load(io.BytesIO(data), weights_only=True)["scalars"]
+    steps = {name: placed("step", states["step"], torch.zeros(5)) for name, states in scalars.items()}
+    for step in steps.values():
+        step += 1
+    assert {name: step.item() for name, step in steps.items()} == {name: step + 1 for name, step in STEPS.items()}

@@ -56,6 +56,7 @@ def test_runs_under_any_plan_go_on_from_it_alone(start):
             assert torch.allclose(ours.read(key), theirs.read(key), rtol=1e-5, atol=1e-7), (plan, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sharded", "merged"])
 def test_weights_alone_begin_another_run(start, form):
     """model.weights accepts a checkpoint in any form: with a learning rate of 0 the weights do not change."""
@@ -67,7 +68,8 @@ def test_weights_alone_begin_another_run(start, form):
         assert torch.equal(ours.read(f"model/{name}"), theirs.read(f"model/{name}")), name
 
 
-@pytest.mark.parametrize("name", [pytest.param("hf_gpt2", marks=pytest.mark.slow), "hf_llama"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])
 def test_transformers_reads_it(start, name):
     """From the folder alone: no key is missing or unexpected, and logits equal those of a model with copied weights."""
     transformers = importlib.import_module("transformers")

@@ -296,10 +296,12 @@ def check(simulated, kind, values, restored, stored):
     return True
 
 
-SAVED, LOADED = 20, 10
+SAVED, QUICK, LOADED = 20, 8, 10
 
 
-@pytest.mark.parametrize("number", range(SAVED))
+@pytest.mark.parametrize(
+    "number", [*range(QUICK), *(pytest.param(number, marks=pytest.mark.slow) for number in range(QUICK, SAVED))]
+)
 def test_two_hundred_moves(tmp_path, number):
     kind, odd = list(STATES)[number % 2], number % 5 == 4
     plan, values = random_plan(number, odd), truth(kind)

@@ -35,6 +35,7 @@ KINDS = {
     "stage 0": (*MODES["semi_auto"], DROPOUT, NORM, "train.clip=0.5"),
     "stage 1": (*MODES["data_parallel"], DROPOUT, "parallel.zero.stage=1"),
     "stage 3": (*MODES["semi_auto"], DROPOUT, "parallel.zero.stage=3"),
+    "native stage 3": (*MODES["semi_auto"], DROPOUT, "parallel.zero={stage: 3, engine: native}", "train.accumulate=2"),
     "stand_alone": (*MODES["stand_alone"], DROPOUT, NORM),
     "hybrid": HYBRID,
     "fp16": (*MODES["data_parallel"], DROPOUT, "train.precision=fp16", "loss.args.reduction=sum"),
@@ -169,6 +170,7 @@ def test_everything_is_killed_at_any_moment(start, uninterrupted, tmp_path, kind
     check_as_if_never_stopped(start, uninterrupted, kind, "killed")
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint(start, uninterrupted, tmp_path, capfd):
     kind = "stage 0"
     uninterrupted(kind)
@@ -181,6 +183,7 @@ def test_killed_before_the_first_checkpoint(start, uninterrupted, tmp_path, capf
     assert "resume: no checkpoint yet, so this run starts from the beginning" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_from_a_path(start, uninterrupted, tmp_path):
     """A run in another folder resumes from a checkpoint in the middle; its metrics begin there."""
     kind = "stage 0"

@@ -88,7 +88,10 @@ BAD = [
     ([CUBE, "parallel.layouts.line.device_matrix=[4]"], "parallel.layouts.line = [4] has 4 devices"),
     ([CUBE, "parallel.layouts.line.axes=[a,b]"], "must name each of the 1 axes"),
     ([CUBE, "parallel.layouts.cube.axes=[a,a,b]"], "must name each of the 3 axes"),
-    (["+recipe=zero", "train.precision=fp64"], "choose train.precision=fp32. Use parallel.zero.stage=0"),
+    (
+        ["+recipe=zero", "train.precision=fp64"],
+        "For fp64 use parallel.zero.stage=0, or 3 with parallel.zero.engine=native",
+    ),
     (["+recipe=zero", "parallel.zero.stage=4"], "must be at most 3"),
     (
         ["+recipe=zero", "parallel=stand_alone", "world_size=1"],
@@ -273,6 +276,7 @@ def test_help_of_a_verb_has_its_keys_with_what_they_mean(command, verb, keys, no
     assert not any(line[0].startswith(not_there) for line in lines)
 
 
+@pytest.mark.slow
 def test_every_key_that_a_help_names_is_explained():
     rows = [row for verb in VERBS.values() for key in verb.keys for row in table((key,)).splitlines() or [key]]
     assert [row for row in rows if not re.fullmatch(r"  \S+=.*?  +\S.*", row)] == []
@@ -310,6 +314,7 @@ def test_origins_name_the_override_that_was_given(command, tmp_path):
     assert done.code == 2 and "launch.hosts from the command line: launch.hostfile=hosts" in done.err
 
 
+@pytest.mark.slow
 def test_folders_of_the_user_do_not_hide_ours(tmp_path, mine):
     """`python -m` puts the working directory first; launchers start ranks that way."""
     (tmp_path / "models").mkdir()

@@ -24,7 +24,7 @@ from runner.cli.completion import SCRIPTS, offers
         ("run ~train.st", ["~train.steps"]),
         ("run launch=r", ["launch=rank_table"]),
         ("run parallel.zero.stage=", [f"parallel.zero.stage={stage}" for stage in ("auto", "0", "1", "2", "3")]),
-        ("run recipes vi", ["vit"]),
+        ("run recipes vi", ["vit", "vit_images"]),
         ("run doctor runs/", []),
         ("run recipes vit --c", ["--cfg", "--copy"]),
         ("run +recipe=gpt model.args.w", None),

@@ -12,8 +12,10 @@ from runner.config.origins import Origins
 
 NAMES = [
     "advanced_layout",
+    "bert_finetune",
     "boundary",
     "data_parallel",
+    "distillation",
     "ffn_auto",
     "ffn_fused",
     "gpt",
@@ -32,6 +34,7 @@ NAMES = [
     "layout_out_strategy",
     "llama",
     "llama_8b",
+    "llama_lora",
     "mae_784",
     "megatron_sp",
     "megatron_tp",
@@ -42,10 +45,12 @@ NAMES = [
     "quickstart",
     "reduce_mean",
     "resnet",
+    "resnet_images",
     "semi_auto_matmul",
     "semi_auto_redistribution",
     "unet_tiles",
     "vit",
+    "vit_images",
     "vocab_ffn",
     "zero",
 ]

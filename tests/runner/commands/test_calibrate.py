@@ -27,6 +27,7 @@ from tests.strategies.machines import cluster
 SHORT = ("world_size=2", "device=cpu")
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_and_described_in_time(command, tmp_path):
     line = [sys.executable, "-m", "runner", "calibrate", "mine.yaml", "calibrate.seconds=8", *SHORT]
     start = time.monotonic()

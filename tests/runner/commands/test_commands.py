@@ -69,6 +69,7 @@ def verified(start, recipe, tolerance, *overrides):
     assert verdict["grad_max_rel_diff"].keys() == verdict["weight_max_rel_diff"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_is_verified_in_double_precision(start, recipe):
     verified(start, recipe, 1e-10, "train.precision=fp64", "parallel.zero.stage=0")

@@ -3,6 +3,7 @@ from the wheel."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_a_copied_recipe_is_the_same_run(command, tmp_path):
     for words, code in ((["gpt_long", "--copy"], "MW860"), (["--copy"], "MW112"), (["nothing", "--copy"], "MW110")):
         refused = command("recipes", *words)
         assert refused.code == 2 and f"[{code}]" in refused.err, refused
+
+
+def test_every_copy_means_the_models_that_ship(command, tmp_path):
+    """Also those that a metric or an object in an object names."""
+    names = list(recipes.catalogue())
+    assert command("recipes", *names, "--copy").code == 0
+    for name in names:
+        lines = (tmp_path / "recipes" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        values = "\n".join(line for line in lines if not line.startswith("#"))
+        assert re.search(r"(?<!meshwright\.)\bmodels\.\w+\.[A-Za-z]", values) is None, name
 
 
 def test_the_schema_is_what_an_editor_reads_from_the_second_line(command, tmp_path):

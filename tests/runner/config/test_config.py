@@ -266,7 +266,7 @@ def test_open_mappings():
 
 
 def test_children():
-    assert keys.children("parallel.zero") == ["stage", "options"]
+    assert keys.children("parallel.zero") == ["stage", "engine", "options"]
     assert keys.children("train.steps") == keys.children("nothing.here") == []
     assert "world_size" in keys.children("")
 

@@ -42,7 +42,7 @@ def test_the_slowest_rank_is_as_fast_as_it_can_be(lines: tuple[tuple[float, floa
     "words",
     [
         pytest.param(("parallel.batch_rows=[5, 5, 2]",), marks=pytest.mark.slow),
-        (SLOWER, "train.accumulate=2", "data.batch_size=24", "train.clip=0.5"),
+        pytest.param((SLOWER, "train.accumulate=2", "data.batch_size=24", "train.clip=0.5"), marks=pytest.mark.slow),
         ("parallel.batch_rows=[1, 10, 1]", "optimizer.target=torch.optim.AdamW"),
     ],
 )
@@ -70,6 +70,7 @@ def test_rows_follow_the_speeds_and_the_plan_says_what_each_kind_needs(start: Ca
     assert fast["memory"]["peak"] > slow["memory"]["peak"]
 
 
+@pytest.mark.slow
 def test_no_kind_gets_more_rows_than_its_memory_is_large_enough_for(
     command: Callable[..., Any], tmp_path: Path
 ) -> None:

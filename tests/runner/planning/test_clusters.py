@@ -71,6 +71,21 @@ def test_without_a_choice_the_device_decides(device, ranks, name, devices):
     assert (found.name, found.devices) == (name, devices)
 
 
+@pytest.mark.parametrize(("ranks", "speed"), [(1, 4), (2, 4), (4, 2), (8, 1), (16, 0.5)])
+def test_ranks_share_the_cores_of_a_machine(ranks, speed):
+    """laptop_gloo is described with 8 busy ranks on 2 cores."""
+    described = clusters.shipped("laptop_gloo")
+    for chosen in ([], ["cluster=laptop_gloo"]):
+        found, (level,) = clusters.cluster_of(compose(*chosen), "cpu", ranks), described.levels.values()
+        assert found.peak("float32") == pytest.approx(speed * described.flops["float32"])
+        assert found.memory_bandwidth == pytest.approx(speed * described.memory_bandwidth)
+        assert (found.launch, found.view) == pytest.approx((described.launch / speed, described.view / speed))
+        for kind in ("all_reduce", "all_gather"):
+            link, of = found.levels[0].of(kind), level.kinds.get(kind, level)
+            given = (speed * of.bandwidth, of.latency / speed, of.call / speed)
+            assert (link.bandwidth, link.latency, link.call) == pytest.approx(given)
+
+
 def test_a_file_describes_a_machine(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(OWN, encoding="utf-8")

@@ -50,6 +50,7 @@ def with_limit(limit: int) -> JointDecision:
     return JointDecision(compose_config(*DATA, "parallel.plan_cache=null", f"parallel.memory_limit={limit}"), print)
 
 
+@pytest.mark.slow
 def test_bounds_are_below_every_cost(stacked):
     deciding, every = stacked
     assert len({choice.zero for choice in every}) == 4
@@ -264,9 +265,9 @@ def test_memory_bounds_without_a_trace_are_never_too_high(search, words):
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel.offload.optimizer=host",),
+        pytest.param(("parallel.offload.optimizer=host",), marks=pytest.mark.slow),
         pytest.param(("parallel.offload.activations.to=host",), marks=pytest.mark.slow),
-        ("train.precision=bf16", "train.accumulate=2"),
+        pytest.param(("train.precision=bf16", "train.accumulate=2"), marks=pytest.mark.slow),
         (*STAGED, "parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.virtual_stages=2"),
         pytest.param((*STAGED, "parallel.pipeline.schedule=gpipe"), marks=pytest.mark.slow),
         pytest.param(("parallel.comm_fusion.all_reduce.mode=none",), marks=pytest.mark.slow),

@@ -77,6 +77,7 @@ def test_an_incomplete_rescue_is_not_used(start, undisturbed, capfd, words, faul
     assert not list((ended.folder / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_weights_in_change_are_not_left(start, undisturbed, capfd):
     """Batch norm updates its buffers in forward, so during backward they are not the state between two steps."""
     words = (*PLAIN, "model.args.norm=true", "checkpoint.every=2")

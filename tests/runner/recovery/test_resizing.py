@@ -56,6 +56,7 @@ def fitting(made, count):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(recipes.catalogue().keys() - {"parameter_server"}))  # it replaces ranks
 def test_every_recipe_has_a_valid_smaller_one(name):
     made = compose_config(f"+recipe={name}", "launch.max_restarts=1", "launch.min_ranks=1")

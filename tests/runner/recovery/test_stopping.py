@@ -153,6 +153,7 @@ def test_ctrl_c_before_there_is_anything_to_save(tmp_path, after):
     assert (process.returncode, err) == (130, "run: interrupted.\n")
 
 
+@pytest.mark.slow
 def test_a_sweep_counts_its_jobs(command, job, tmp_path):
     began = []
 

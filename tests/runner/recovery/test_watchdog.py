@@ -89,6 +89,7 @@ def test_a_fork_server_that_is_killed_is_named(run):
     assert run("compute", 0.0) == "done"
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_stopped_is_named(run):
     assert run("compute", 0.0) == "done"
     os.kill(forks.server.pid, signal.SIGSTOP)

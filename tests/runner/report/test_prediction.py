@@ -60,6 +60,7 @@ def test_no_device_and_no_memory_is_needed_and_no_plan_does_more_than_the_peak(s
     assert plain["mfu"] * plain["seconds"] == pytest.approx(mixed["mfu"] * mixed["seconds"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_memory_binds_where_it_does_not_suffice(start, capsys):
     small = "cluster.machine.memory=1.0e8"
     plan = plan_of(start, small)
@@ -161,6 +162,7 @@ def test_plans_without_words_have_no_tokens(start):
     assert prediction["tokens_per_second"] is None and prediction["samples_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_every_batch_split_launches_its_operators(start):
     """Two batch splits compute as much as one, in twice as many calls; except for splitting and joining the batch, the
     times of the operators add up to the step."""

@@ -193,6 +193,7 @@ def test_parameters_that_workers_keep_equal_one_device(start, optimizer, states)
     assert all({key: one["server"][key] for key in predicted} == predicted for one in run.records)
 
 
+@pytest.mark.slow
 def test_workers_are_killed_that_keep_parameters(start):
     """While slices are computed, and while gradients are added up; each joins again with what the other one has."""
     few = ("world_size=6", "data.batch_size=18", "train.steps=8", REPLICAS, PATIENCE)
@@ -205,6 +206,7 @@ def test_workers_are_killed_that_keep_parameters(start):
     assert sum(one.get("workers_lost", 0) for one in counts) == 3
 
 
+@pytest.mark.slow
 def test_all_workers_are_killed_that_keep_parameters(start):
     """Nobody has them any more: the run goes on from the checkpoint, or ends."""
     kills = f"launch.faults=[{kill(3, 4, 'data')}, {kill(4, 4, 'data')}]"

@@ -151,6 +151,7 @@ def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_job_whose_config_has_changed_runs_again(command, job, tmp_path):
     seen = []
     job(lambda config, run_dir: seen.append(config.train.steps))

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from composing import compose_config
+from safetensors.torch import load_file
 from small import ALONE, MODES, SMALL
 from torch import nn
 
 from runner.build.callbacks import callbacks
+from runner.checkpoint import read
+from runner.commands.convert import run as convert
 from runner.errors import ConfigError, RunFailed
 from runner.training.callbacks.early_stopping import EarlyStopping
 from runner.training.callbacks.nan_watch import _Backward, _Forward
@@ -58,16 +61,6 @@ def test_early_stopping(values: list[float], arguments: dict[str, Any], stops: i
             ended = number
             break
     assert ended == stops
-
-
-def test_early_stopping_names_the_results() -> None:
-    seen = state(evaluation={"loss": 1.0, "accuracy": 0.5})
-    with pytest.raises(ConfigError, match="Did you mean 'accuracy'") as found:
-        EarlyStopping(metric="acuracy").evaluation(seen)
-    assert found.value.code == "MW614"
-    with pytest.raises(ConfigError) as found:
-        EarlyStopping().start(state(config=compose_config(*HOOKED)))
-    assert found.value.code == "MW842"
 
 
 @pytest.mark.parametrize(
@@ -197,6 +190,19 @@ def test_an_average_of_the_weights(start, more: tuple[str, ...]) -> None:
     resume = f"train.resume={ended}/checkpoints/step-00000004"
     again = records(start(*averaged, *other, resume, folder="again").folder)
     assert again[-1]["evaluation"]["loss"] == pytest.approx(found[-1]["evaluation"]["loss"], rel=1e-5)
+    last, other = (place / "checkpoints" / "step-00000006" for place in (ended, ended.parent / "alone"))
+    convert([str(last), str(ended / "averaged"), "average=ema"])
+    weights, expected = load_file(ended / "averaged" / "model.safetensors"), read(other)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected.read(f"ema/{name}"), rtol=1e-4, atol=1e-6)
+        assert not torch.equal(weight, expected.read(f"model/{name}"))
+    for folder, average in ((last, "predict.average=ema"), (ended / "averaged", "predict.average=null")):
+        words = (*averaged, *more, f"predict.checkpoint={folder}", average)
+        found_loss = start(*words, verb="predict", folder=f"predicted-{folder.name}").value
+        assert found_loss == pytest.approx(found[-1]["evaluation"]["loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match="Allowed: ema") as caught:
+        read(last).averaged("emma")
+    assert caught.value.code == "MW834"
 
 
 @pytest.mark.slow

@@ -8,7 +8,10 @@ from small import ALONE, MODES, SMALL
 
 F1 = "{target: torchmetrics.F1Score, args: {task: multiclass, num_classes: 4, average: macro}}"
 AUC = "{target: torchmetrics.AUROC, args: {task: multiclass, num_classes: 4}, name: auc}"
-EVALUATED = (*SMALL, "train.precision=fp64", f"evaluate.metrics=[accuracy, {F1}, {AUC}]", "evaluate.batch_size=24")
+MAP = "{target: torchmetrics.retrieval.RetrievalMAP, inputs: networks.ranked, name: retrieved}"
+BOXES = "{target: networks.MeanPrecision, inputs: networks.boxes}"  # computes map, and a list that is no result
+METRICS = f"evaluate.metrics=[accuracy, {F1}, {AUC}, {MAP}, {BOXES}]"
+EVALUATED = (*SMALL, "train.precision=fp64", METRICS, "evaluate.batch_size=24")
 
 
 def evaluations(folder) -> list[dict[str, Any]]:
@@ -22,7 +25,8 @@ def test_corpus_metrics_are_those_of_one_device(start, mode: str) -> None:
     alone = evaluations(start(*EVALUATED, *ALONE, "evaluate.every=3", folder="alone").folder)
     ranks = start(*EVALUATED, *MODES[mode], "evaluate.every=3", "checkpoint.best=F1Score", folder="ranks").folder
     found = evaluations(ranks)
-    assert len(found) == 2 and {*found[0]} == {"loss", "accuracy", "F1Score", "auc"}
+    assert len(found) == 2 and {*found[0]} == {"loss", "accuracy", "F1Score", "auc", "retrieved", "map"}
+    assert 0 < found[0]["map"] != found[1]["map"]
     assert found == [pytest.approx(one, rel=1e-10) for one in alone]
     best = [1, 2] if found[1]["F1Score"] > found[0]["F1Score"] else [1]
     saved = sorted(path.name for path in (ranks / "checkpoints").glob("step-*"))

@@ -46,6 +46,42 @@ def test_every_sample_once_with_a_short_last_batch(evaluate, mode, size):
     assert found == {1: pytest.approx(truth(50), rel=1e-6)}
 
 
+OWN_LOSS = ("loss.target=null", "data.args.keys=true")
+COUNTING = {
+    "loss": ("stand_alone",),
+    "own loss": ("stand_alone", "model.target=networks.OwnLoss", *OWN_LOSS),
+    "loss, sliced": ("auto",),
+    "own loss, sliced": ("data_parallel", "model.target=networks.OwnLoss", *OWN_LOSS),
+    "loss of a hybrid model": ("hybrid",),
+    "own loss of a hybrid model": ("hybrid", "model.args={returns_loss: true}", *OWN_LOSS),
+}
+
+
+@pytest.mark.parametrize("way", ["loss", *(pytest.param(way, marks=pytest.mark.slow) for way in [*COUNTING][1:])])
+def test_a_mean_over_classes_is_that_of_all_samples_together(evaluate, way):
+    """Batches have 12, 9, 6 and 3 rows that count, and the short last one none."""
+    mode, *words = COUNTING[way]
+    rows = 48 if way.startswith("own loss of") else 50
+    words = (*STILL, *words, "data.target=networks.PartlyIgnored", "evaluate.batch_size=12")
+    found = evaluate(mode, *words, f"evaluate.args={{rows: {rows}, seed: 1, ignored: true}}")
+    torch.manual_seed(0)
+    model, data = networks.Classifier(), networks.PartlyIgnored(rows, 1, ignored=True)
+    with torch.no_grad():
+        scores = model(data.x)
+    losses = [functional.cross_entropy(scores[at : at + 12], data.y[at : at + 12]).item() for at in range(0, 48, 12)]
+    expected = functional.cross_entropy(scores, data.y).item()
+    assert found == {1: {"loss": pytest.approx(expected, rel=1e-6)}}
+    assert abs(sum(losses) / 4 - expected) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stand_alone", "semi_auto", "hybrid"])
+def test_workers_read_for_an_evaluation(evaluate, mode):
+    words = (*STILL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", "evaluate.batch_size=12")
+    found = evaluate(mode, *words, "data.workers=2", "data={target: networks.InWorkers, shuffle: false}")
+    assert found == {1: pytest.approx(truth(50), rel=1e-6)}
+
+
 @pytest.mark.parametrize("loss", ["loss_and_scores", "named_loss"])
 def test_losses_that_return_more(evaluate, loss):
     words = (*STILL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", "evaluate.batch_size=12")
@@ -111,6 +147,7 @@ TWO = ("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", "da
 SEVERAL = [ALONE, ("parallel=data_parallel",), ("parallel=data_parallel", "parallel.zero.stage=1")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SEVERAL)
 def test_several_outputs_and_a_loss_that_learns(start, options):
     ended = start(*SMALL, *options, *WHOLE, *TWO, "evaluate.metric=networks.disagreement")
@@ -126,6 +163,7 @@ def test_metric_by_name(evaluate):
     assert found[1]["share_of_first"] == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_how_often(evaluate):
     assert list(evaluate("data_parallel", "train.steps=7", "evaluate.every=3")) == [3, 6, 7]
     assert list(evaluate("data_parallel", "train.steps=7", "evaluate.metric=accuracy")) == [7]
@@ -160,7 +198,7 @@ def test_random_numbers_in_evaluation(start):
 REFUSED = [
     (("evaluate.metric=accuracy", "loss.target=null", "model.target=networks.OwnLoss"), "loss.target is null"),
     (("evaluate.metric=networks.precision",), "networks has no 'precision'"),
-    (("evaluate.metric=networks.disagreement",), "the first batch cannot be evaluated: IndexError"),
+    (("evaluate.metric=networks.disagreement",), "evaluate.metric = disagreement fails in evaluation: IndexError"),
     (("evaluate.metric=torch.sub",), "RuntimeError"),
     (("evaluate.args.seeds=1",), "takes no argument 'seeds'"),
     (("evaluate.args.keys=true",), "the samples have the entries x, label, those of training 0, 1"),

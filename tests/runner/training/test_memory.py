@@ -54,6 +54,7 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(command, words, texts
     assert all(text in done.err for text in texts)
 
 
+@pytest.mark.slow
 def test_auto_keeps_the_limit(command, tmp_path):
     folder = tmp_path / "auto"
     words = ("+recipe=gpt", "parallel.memory_limit=2.4MB", "parallel.recompute=auto", f"hydra.run.dir={folder}")
@@ -69,6 +70,7 @@ def test_auto_keeps_the_limit(command, tmp_path):
         ("parallel.zero.stage=0", "parallel.recompute=full"),
         ("parallel.zero.stage=2", "train.accumulate=2", "parallel.offload.optimizer=host"),
         ("parallel.zero.stage=3", "parallel.offload.activations.to=disk"),
+        pytest.param(("parallel.zero={stage: 3, engine: native}", "train.accumulate=2"), marks=pytest.mark.slow),
     ],
 )
 def test_real_ranks_take_what_was_predicted(start, words):

@@ -168,6 +168,20 @@ def copied(net: Net, x: Tensor) -> Tensor:
     return net.dense(x) * net.old
 
 
+def assigned(net: Net, x: Tensor) -> Tensor:
+    """New tensors in the place of buffers; a name for the old one keeps its values."""
+    h, before = net.dense(x), net.mean
+    net.mean = 0.9 * net.mean + 0.1 * h.detach().mean(0)
+    net.mean = net.mean * 2
+    net.calls = net.calls + 1
+    return h * net.mean * before + net.calls
+
+
+def swapped(net: Net, x: Tensor) -> Tensor:
+    net.mean, net.old = net.old, net.mean
+    return net.dense(x) * net.mean + net.old
+
+
 def queue(net: Net, x: Tensor) -> Tensor:
     """As a memory bank does: rows of a buffer are written, all of it is read."""
     h = net.dense(x)
@@ -182,7 +196,8 @@ def normed(net: Net, x: Tensor) -> Tensor:
 
 BODIES = [
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowed, other_names, out_argument, parts_of_complex,
-    counting, moving_average, following, detached, exchanged, copied, queue, normed,
+    counting, moving_average, following, detached, exchanged, copied, assigned, swapped,
+    queue, normed,
 ]  # fmt: skip
 
 
@@ -237,6 +252,54 @@ def test_statistics_go_on_over_steps(norm: nn.Module, draw: Any) -> None:
     model.net(*model.batch)  # the second step; the first one was the model's
     for name, buffer in model.net.named_buffers():
         assert torch.allclose(simulation.buffers()[name].double(), buffer.double(), rtol=1e-10), name
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_buffers_that_layers_assign_go_on_over_steps(layers: int, draw: Any) -> None:
+    """Eight equal layers: none of them may be traced for another."""
+
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = nn.Linear(6, 6)
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.dense(x)
+            self.mean = 0.5 * self.mean + h.detach().mean(0)
+            return (h - self.mean).tanh()
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Averaging() for _ in range(layers))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model = Model(Layers(), None, {"x": torch.randn(8, 6)})
+    plan = model.random_plan(draw, 3)
+    assert model.difference(plan) < TOLERANCE
+    simulation = Simulation(lower(model.graph, plan), model.values)
+    for _ in range(2):
+        simulation.run()
+    model.net(*model.batch)
+    for name, buffer in model.net.named_buffers():
+        assert torch.allclose(simulation.buffers()[name].double(), buffer.double(), rtol=1e-10), name
+
+
+@pytest.mark.parametrize("made", [lambda t: t[:2], lambda t: t.double(), lambda t: None])
+def test_a_buffer_keeps_its_shape_and_dtype(made: Callable[[Tensor], Tensor | None]) -> None:
+    def grows(net: Net, x: Tensor) -> Tensor:
+        net.table = made(net.table.float())
+        return net.dense(x)
+
+    with pytest.raises(StrategyError, match="table") as refused:
+        capture(Objective(Net(grows), LossFunction(torch.sum, {}), ("0",), ()), (torch.randn(8, 8),), training=True)
+    assert refused.value.code == "MW908"
 
 
 def test_a_momentum_of_none_is_given_back() -> None:

@@ -1,0 +1,103 @@
+"""Buffers that forward replaces: `self.mean = 0.9 * self.mean + ...` becomes a write at the end of the forward.
+
+torch.export notes assignments to the buffers of the outermost module only, and drops all others. The new tensor stays
+the module's attribute for the rest of the forward, so names for the old one keep the old values; at the end, the tensor
+that stood there before is given the values of the last one. What read the old values reads a copy of them, which
+backward may keep. Invariant: after a step, a buffer has the values, the shape
+and the dtype that it has after a step of eager torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+
+from strategies.capture.nodes import call
+from strategies.core.errors import StrategyError
+
+aten = torch.ops.aten
+
+Buffers = dict[str, Tensor | None]
+
+
+class AssignedBuffers:
+    """What the forward of `root` assigns. A buffer that was None has no state, and is left alone."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root, self.running = root, False
+        self.before: dict[tuple[int, str], tuple[Buffers, Tensor]] = {}
+        """By a module's table of buffers (the tracer's stand-ins for the module share it) and a name in it: the table,
+        and the tensor that stood there when forward began."""
+        self.names: set[str] = set()
+        """The buffers that the last forward replaced."""
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Around an export."""
+        hooks = [
+            register_module_buffer_registration_hook(self._assigned),
+            self.root.register_forward_pre_hook(self._begin),
+            self.root.register_forward_hook(self._end),
+        ]
+        try:
+            yield
+        finally:
+            self.running = False
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self.running = True
+        self.before.clear()
+        self.names.clear()
+
+    def _assigned(self, module: nn.Module, name: str, value: Tensor | None) -> None:
+        before = module._buffers.get(name)
+        if self.running and before is not None:
+            self.before.setdefault((id(module._buffers), name), (module._buffers, before))
+
+    def _end(self, *_: Any) -> None:
+        self.running = False
+        writes = []
+        for (_table, name), (table, before) in self.before.items():
+            now = table.get(name)
+            if now is before:
+                continue
+            path = next(path for path, one in self.root.named_modules() if one._buffers is table)
+            self.names.add(f"{path}.{name}")
+            if now is None or now.shape != before.shape or now.dtype != before.dtype:
+                raise StrategyError("MW908", _refusal(f"{path}.{name}".removeprefix("model."), before, now))
+            writes.append((before, now.detach().clone()))  # all are read before the first is written
+        for before, value in writes:
+            before.copy_(value)
+
+    def copy_old_values(self, exported: torch.export.ExportedProgram) -> None:
+        """Let all operators of an exported graph but the last write read a copy of a buffer that was replaced."""
+        graph, buffers = exported.graph, exported.graph_signature.inputs_to_buffers
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        for node in graph.find_nodes(op="placeholder"):
+            if buffers.get(node.name) not in self.names:
+                continue
+            writes = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
+            if readers := [user for user in node.users if user is not writes[-1]]:
+                with graph.inserting_before(first):
+                    old = call(graph, node, aten.clone.default, node)
+                for reader in readers:
+                    reader.replace_input_with(node, old)
+
+
+def _refusal(name: str, before: Tensor, now: Tensor | None) -> str:
+    return (
+        f"The model's forward replaces buffer {name}, {_look(before)}, by {_look(now)}: a buffer of a graph keeps its "
+        "shape and dtype. Register it in __init__ as it is to be, or call the model once on a batch before it is "
+        "handed over."
+    )
+
+
+def _look(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
