@@ -1,4 +1,5 @@
 """What our own stages 0 and 3 share around a torch optimizer: loss scale, norm of the gradient, clipping, step."""
+
 from __future__ import annotations
 
 import math
