@@ -47,14 +47,14 @@ def zb_v(groups: int, micro_batches: int) -> Schedule:
     """ZB-V as torch has it: group g runs the stages g and 2 groups - 1 - g."""
     from torch.distributed.pipelining import schedules as torch_schedules
 
-    ways = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
+    computations = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
     given = SimpleNamespace(pp_group_size=groups, num_stages=2 * groups, _n_microbatches=micro_batches)
     made = []
     for group in range(groups):
         actions = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(given, group)  # type: ignore[arg-type]
         made.append(
             tuple(
-                Action(ways[one.computation_type.name], one.microbatch_index or 0, one.stage_index)
+                Action(computations[one.computation_type.name], one.microbatch_index or 0, one.stage_index)
                 for one in actions
                 if one is not None
             )

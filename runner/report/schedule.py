@@ -33,7 +33,7 @@ def lines(pipeline: Mapping[str, Any]) -> list[str]:
         letters = ["."] * COLUMNS
         for span in own:
             for column in range(round(span.begin * scale), round(span.end * scale)):
-                letters[column] = LETTERS[span.action.way]
+                letters[column] = LETTERS[span.action.computation]
         drawn.append(f"  group {group}: {''.join(letters)}")
     return drawn
 
@@ -46,10 +46,10 @@ def drawing(spans: Sequence[Sequence[Span]]) -> dict[str, Any]:
             "x": round(LEFT + span.begin * scale, 2),
             "y": 4 + group * (HEIGHT + 6),
             "width": round((span.end - span.begin) * scale, 2),
-            "colour": COLOURS[span.action.way],
+            "colour": COLOURS[span.action.computation],
             "label": str(span.action.micro_batch) if (span.end - span.begin) * scale > 14 else "",
-            "title": f"{NAMES[span.action.way]} of micro-batch {span.action.micro_batch} in stage {span.action.stage}: "
-            f"{shown_seconds(span.begin)} to {shown_seconds(span.end)}",
+            "title": f"{NAMES[span.action.computation]} of micro-batch {span.action.micro_batch} in stage "
+            f"{span.action.stage}: {shown_seconds(span.begin)} to {shown_seconds(span.end)}",
         }
         for group, own in enumerate(spans)
         for span in own
@@ -60,5 +60,5 @@ def drawing(spans: Sequence[Sequence[Span]]) -> dict[str, Any]:
         "bar_height": HEIGHT,
         "bars": bars,
         "groups": [{"name": f"group {group}", "y": 19 + group * (HEIGHT + 6)} for group in range(len(spans))],
-        "legend": [(NAMES[way], colour) for way, colour in COLOURS.items()],
+        "legend": [(NAMES[computation], colour) for computation, colour in COLOURS.items()],
     }

@@ -33,7 +33,7 @@ class Action:
     """One pass of one micro-batch through one stage. `backward` is both halves at once: `input`, the gradients that the
     stage before waits for, and `weight`, those of parameters."""
 
-    way: Pass
+    computation: Pass
     micro_batch: int
     stage: int
 
@@ -86,11 +86,11 @@ def _actions(kind: str, group: int, groups: int, micro_batches: int, virtual: in
     }[kind]
     ahead, late = min(ahead, count), group if kind == "zero_bubble" else 0
 
-    def action(way: Pass, number: int) -> Action:
+    def action(computation: Pass, number: int) -> Action:
         turn, place = divmod(number, size * virtual)
         chunk = place // size
-        stage = (chunk if way == FORWARD else virtual - 1 - chunk) * groups + group
-        return Action(way, turn * size + place % size, stage)
+        stage = (chunk if computation == FORWARD else virtual - 1 - chunk) * groups + group
+        return Action(computation, turn * size + place % size, stage)
 
     found = [action(FORWARD, number) for number in range(ahead)]
     for number in range(count):
@@ -129,7 +129,7 @@ def last_stage(schedule: Schedule) -> int:
 
 def gradient_passes(action: Action) -> tuple[Action, ...]:
     """What an action does: `backward` does two things."""
-    if action.way != BACKWARD:
+    if action.computation != BACKWARD:
         return (action,)
     return Action(INPUT, action.micro_batch, action.stage), Action(WEIGHT, action.micro_batch, action.stage)
 
@@ -137,9 +137,9 @@ def gradient_passes(action: Action) -> tuple[Action, ...]:
 def needed(action: Action, last: int) -> tuple[Action, ...]:
     """What must have been done before an action, in its own stage or a neighbour, as `gradient_passes`."""
     number, stage = action.micro_batch, action.stage
-    if action.way == FORWARD:
+    if action.computation == FORWARD:
         return (Action(FORWARD, number, stage - 1),) if stage else ()
-    if action.way == WEIGHT:
+    if action.computation == WEIGHT:
         return (Action(INPUT, number, stage),)
     own = Action(FORWARD, number, stage)
     return (own, Action(INPUT, number, stage + 1)) if stage < last else (own,)
@@ -150,14 +150,14 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 
 def as_text(actions: Sequence[Action]) -> str:
     """Actions in the notation of torch.distributed.pipelining: stage, letter of the pass, micro-batch."""
-    return " ".join(f"{action.stage}{LETTERS[action.way]}{action.micro_batch}" for action in actions)
+    return " ".join(f"{action.stage}{LETTERS[action.computation]}{action.micro_batch}" for action in actions)
 
 
 def from_text(text: str) -> tuple[Action, ...]:
     """The actions that `as_text` wrote."""
-    ways = {letter: way for way, letter in LETTERS.items()}
+    computations = {letter: computation for computation, letter in LETTERS.items()}
     parts = (re.fullmatch(r"(\d+)([FBIW])(\d+)", word) for word in text.split())
-    return tuple(Action(ways[one[2]], int(one[3]), int(one[1])) for one in parts if one is not None)
+    return tuple(Action(computations[one[2]], int(one[3]), int(one[1])) for one in parts if one is not None)
 
 
 def peak_activations(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:
@@ -166,6 +166,6 @@ def peak_activations(actions: Sequence[Action], size: Sequence[float] | Mapping[
     now = most = 0.0
     for action in actions:
         one = 1.0 if size is None else size[action.stage]
-        now += {FORWARD: one, INPUT: 0.0}.get(action.way, -one)
+        now += {FORWARD: one, INPUT: 0.0}.get(action.computation, -one)
         most = max(most, now)
     return most

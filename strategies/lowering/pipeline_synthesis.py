@@ -56,8 +56,8 @@ class Problem:
     limits: Sequence[float]
     splits: bool = True
 
-    def number(self, stage: int, micro_batch: int, way: int) -> int:
-        return (stage * self.micro_batches + micro_batch) * 3 + way
+    def number(self, stage: int, micro_batch: int, computation: int) -> int:
+        return (stage * self.micro_batches + micro_batch) * 3 + computation
 
     def stage(self, number: int) -> int:
         return number // (3 * self.micro_batches)
@@ -83,13 +83,13 @@ class Problem:
     def before(self) -> list[int]:
         """By pass, what it needs of a neighbouring stage, or of its own; -1: nothing."""
         found = []
-        for stage, micro_batch, way in product(range(len(self.times)), range(self.micro_batches), range(3)):
-            if way == F:
+        for stage, micro_batch, computation in product(range(len(self.times)), range(self.micro_batches), range(3)):
+            if computation == F:
                 found.append(self.number(stage - 1, micro_batch, F) if stage else -1)
-            elif way == B and stage < len(self.times) - 1:
+            elif computation == B and stage < len(self.times) - 1:
                 found.append(self.number(stage + 1, micro_batch, B))
             else:
-                found.append(self.number(stage, micro_batch, way - 1))
+                found.append(self.number(stage, micro_batch, computation - 1))
         return found
 
     @cached_property
@@ -171,11 +171,15 @@ def synthesise(problem: Problem, starts: Sequence[Schedule] = (), evaluations: i
 
 def _numbers(problem: Problem, schedule: Schedule) -> Orders:
     """A schedule as orders, where both halves of a backward pass are apart."""
-    ways: dict[Pass, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (B, W), INPUT: (B,), WEIGHT: (W,)}
+    computations: dict[Pass, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (B, W), INPUT: (B,), WEIGHT: (W,)}
     if not problem.splits:
-        ways = {FORWARD: (F,), BACKWARD: (B,), INPUT: (B,), WEIGHT: ()}
+        computations = {FORWARD: (F,), BACKWARD: (B,), INPUT: (B,), WEIGHT: ()}
     return [
-        [problem.number(action.stage, action.micro_batch, way) for action in actions for way in ways[action.way]]
+        [
+            problem.number(action.stage, action.micro_batch, computation)
+            for action in actions
+            for computation in computations[action.computation]
+        ]
         for actions in schedule
     ]
 
@@ -256,10 +260,10 @@ def _listed(problem: Problem, backward_first: bool, deep_first: bool, delay: flo
             reserved = sum(problem.sizes[one] for one in own[group] if done[one][F] <= oldest)
         return used[group] + problem.sizes[stage] + reserved <= limits[group]
 
-    def rank(way: int, stage: int) -> tuple[float, ...]:
+    def rank(computation: int, stage: int) -> tuple[float, ...]:
         """The smallest goes first."""
-        late = (way == B) != backward_first
-        if way == F:
+        late = (computation == B) != backward_first
+        if computation == F:
             return late, -stage if deep_first else stage
         return (late, done[stage][B], -stage) if deep_first else (late, -stage)
 
@@ -271,16 +275,16 @@ def _listed(problem: Problem, backward_first: bool, deep_first: bool, delay: flo
         ready: list[tuple[tuple[float, ...], int, int]] = []
         soon, blocked = math.inf, False
         for stage in own[group]:
-            for way in (F, B):
-                index = done[stage][way]
-                if index == count or (way == B and index >= done[stage][F]):
+            for computation in (F, B):
+                index = done[stage][computation]
+                if index == count or (computation == B and index >= done[stage][F]):
                     continue
-                first = problem.before[number(stage, index, way)]
+                first = problem.before[number(stage, index, computation)]
                 arrives = ends[first] if first >= 0 else 0.0
-                if way == F and not room(group, stage):
+                if computation == F and not room(group, stage):
                     blocked = blocked or arrives <= now
                 elif arrives <= now:
-                    ready.append((rank(way, stage), way, stage))
+                    ready.append((rank(computation, stage), computation, stage))
                 else:
                     soon = min(soon, arrives)
         weights = [
@@ -288,19 +292,19 @@ def _listed(problem: Problem, backward_first: bool, deep_first: bool, delay: flo
         ]
         chosen: tuple[int, int] | None = None
         if ready:
-            _, way, stage = min(ready)
-            chosen = way, stage
+            _, computation, stage = min(ready)
+            chosen = computation, stage
         elif weights:
-            _, way, stage = min(weights)
+            _, computation, stage = min(weights)
             if blocked or now + (1 - delay) * seconds[number(stage, 0, W)] <= soon:
-                chosen = way, stage
+                chosen = computation, stage
         if chosen is None:
             if soon < math.inf:
                 expect(soon, group)
             continue
-        way, stage = chosen
-        run(number(stage, done[stage][way], way), group, now)
-        if way == B and problem.splits and not seconds[number(stage, 0, W)]:
+        computation, stage = chosen
+        run(number(stage, done[stage][computation], computation), group, now)
+        if computation == B and problem.splits and not seconds[number(stage, 0, W)]:
             run(number(stage, done[stage][W], W), group, free[group])
         expect(free[group], group)
         for near in (stage - 1, stage + 1):
@@ -367,9 +371,9 @@ def _moves(problem: Problem, orders: Orders, ends: Sequence[float]) -> Iterator[
 def _allowed(problem: Problem, order: Sequence[int], index: int, to: int) -> bool:
     """Whether a pass may be moved: its stage keeps the order of micro-batches, and of the passes of each."""
     number = order[index]
-    way, stage, micro_batch = number % 3, problem.stage(number), problem.micro_batch(number)
+    computation, stage, micro_batch = number % 3, problem.stage(number), problem.micro_batch(number)
     for other in order[to:index] if to < index else order[index + 1 : to + 1]:
-        if problem.stage(other) == stage and (other % 3 == way or problem.micro_batch(other) == micro_batch):
+        if problem.stage(other) == stage and (other % 3 == computation or problem.micro_batch(other) == micro_batch):
             return False
     return True
 
@@ -425,7 +429,7 @@ def _actions(problem: Problem, order: Sequence[int], seconds: Sequence[float]) -
         if one % 3 == B and (not problem.splits or (following == one + 1 and not seconds[following]))
     }
     for number in order:
-        way, stage, micro_batch = number % 3, problem.stage(number), problem.micro_batch(number)
-        if way == W and number - 1 in joined:
+        computation, stage, micro_batch = number % 3, problem.stage(number), problem.micro_batch(number)
+        if computation == W and number - 1 in joined:
             continue
-        yield Action((FORWARD, BACKWARD if number in joined else INPUT, WEIGHT)[way], micro_batch, stage)
+        yield Action((FORWARD, BACKWARD if number in joined else INPUT, WEIGHT)[computation], micro_batch, stage)

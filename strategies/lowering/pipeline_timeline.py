@@ -43,10 +43,10 @@ class StageTimes:
         """Seconds of all three."""
         return self.forward + self.input + self.weight
 
-    def of(self, way: Pass) -> float:
+    def of(self, computation: Pass) -> float:
         """Seconds of a pass."""
         both = self.input + self.weight
-        return {FORWARD: self.forward, BACKWARD: both, INPUT: self.input, WEIGHT: self.weight}[way]
+        return {FORWARD: self.forward, BACKWARD: both, INPUT: self.input, WEIGHT: self.weight}[computation]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def timeline(schedule: Schedule, times: Sequence[StageTimes]) -> tuple[tuple[Spa
     for action in in_one_process(schedule):
         own = spans[group_of[action.stage]]
         begin = max([own[-1].end if own else 0.0, *(ends[one] for one in needed(action, last))])
-        own.append(Span(action, begin, begin + times[action.stage].of(action.way)))
+        own.append(Span(action, begin, begin + times[action.stage].of(action.computation)))
         for half in gradient_passes(action):
             ends[half] = own[-1].end
     return tuple(map(tuple, spans))

@@ -86,7 +86,7 @@ class StageRunner:
         them."""
         if not equal:
             return [number for number in range(micro_batches) for _ in self.units]
-        order = [action.micro_batch for action in self.schedule[self.peers.number] if action.way == FORWARD]
+        order = [action.micro_batch for action in self.schedule[self.peers.number] if action.computation == FORWARD]
         return [first + number for first in range(0, micro_batches, len({*order})) for number in order]
 
     def step(self, load: Load, updates: Gradients, shares: Sequence[float] | None = None) -> Tensor:
@@ -135,7 +135,7 @@ class StageRunner:
         factor = 1.0 if scale is None else scale.value
         for action in schedule[self.peers.number]:
             at, unit = (action.stage, action.micro_batch), units[action.stage]
-            if action.way == FORWARD:
+            if action.computation == FORWARD:
                 received[at] = receive(at, True) if action.stage else []
                 entries, key = load(action.micro_batch)
                 made[at] = unit.outputs(entries, received[at], key)
@@ -145,7 +145,7 @@ class StageRunner:
                     total += made[at][0].detach().double()
                 elif part := shares[action.micro_batch]:  # of nothing the mean is not a number
                     total += part * made[at][0].detach().double()
-            elif action.way in (BACKWARD, INPUT):
+            elif action.computation in (BACKWARD, INPUT):
                 inputs = received.pop(at)
                 outputs = [output for output in made[at] if output.requires_grad]
                 if self._last(unit):
@@ -154,7 +154,7 @@ class StageRunner:
                 else:
                     gradients = receive(at, False)
                 del made[at]
-                if action.way == BACKWARD:
+                if action.computation == BACKWARD:
                     torch.autograd.backward(outputs, gradients)
                 else:
                     learning = [value for value in inputs if value.requires_grad]
@@ -209,8 +209,8 @@ def arrivals(schedule: Schedule, group: int, *, ahead: bool) -> list[tuple[int, 
     """What a group's neighbour sends to it, in its order: the stages and micro-batches of the passes that need it."""
     last, count, found = last_stage(schedule), len(schedule), []
     for action in schedule[(group + (-1 if ahead else 1)) % count]:
-        if ahead and action.way == FORWARD and action.stage < last:
+        if ahead and action.computation == FORWARD and action.stage < last:
             found.append((action.stage + 1, action.micro_batch))
-        elif not ahead and action.way in (BACKWARD, INPUT) and action.stage:
+        elif not ahead and action.computation in (BACKWARD, INPUT) and action.stage:
             found.append((action.stage - 1, action.micro_batch))
     return found

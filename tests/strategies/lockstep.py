@@ -59,15 +59,15 @@ class Lockstep:
         total, last = 0.0, len(self.stages) - 1
         for action in in_one_process(schedule):
             at = action.stage, action.micro_batch
-            if action.way == FORWARD:
+            if action.computation == FORWARD:
                 self._forward(*at, keys[action.micro_batch])
                 if action.stage == last:
                     total += self.made[at][0][0].item()
-            elif action.way == WEIGHT:
+            elif action.computation == WEIGHT:
                 later.pop(at)()
             else:
                 outputs, gradients = self._returned(*at)
-                if action.way == BACKWARD:
+                if action.computation == BACKWARD:
                     torch.autograd.backward(outputs, gradients)
                 else:
                     inputs = [piece for pieces in self.received[at] for piece in pieces if piece.requires_grad]

@@ -26,7 +26,7 @@ from strategies.lowering.pipeline_schedule import (
 from strategies.lowering.pipeline_timeline import StageTimes, bubble
 
 SIZES = [(2, 2), (2, 5), (3, 3), (4, 8), (4, 4), (3, 5), (8, 16)]
-WAYS = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
+COMPUTATIONS = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
 TORCH = {
     "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
     "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
@@ -53,8 +53,8 @@ def test_every_micro_batch_runs_forward_and_backward_once_in_order(case: tuple[s
         for stage in range(group, groups * virtual, groups):
             mine = [action for action in actions if action.stage == stage]
             for directions in ({FORWARD}, {BACKWARD, INPUT}, {BACKWARD, WEIGHT}):
-                assert [a.micro_batch for a in mine if a.way in directions] == list(range(micro_batches))
-            assert len(mine) == micro_batches * (3 if any(a.way == WEIGHT for a in mine) else 2)
+                assert [a.micro_batch for a in mine if a.computation in directions] == list(range(micro_batches))
+            assert len(mine) == micro_batches * (3 if any(a.computation == WEIGHT for a in mine) else 2)
         assert all(action.stage % groups == group for action in actions)
 
 
@@ -70,8 +70,8 @@ def test_the_order_is_that_of_torch(case: tuple[str, int, int, int]) -> None:
     for group, actions in enumerate(make_schedule(*case)):
         theirs = TORCH[kind]._calculate_single_rank_operations(arguments, group)
         merged = torch_schedules._merge_bw([one for one in theirs if one is not None])
-        assert [(a.way, a.micro_batch, a.stage) for a in actions] == [
-            (WAYS[one.computation_type.name], one.microbatch_index, one.stage_index) for one in merged
+        assert [(a.computation, a.micro_batch, a.stage) for a in actions] == [
+            (COMPUTATIONS[one.computation_type.name], one.microbatch_index, one.stage_index) for one in merged
         ]
 
 
@@ -80,22 +80,22 @@ def run_with_blocking_receives(schedule: Schedule) -> None:
     receive blocks until the next one."""
     groups, last = len(schedule), last_stage(schedule)
     links: dict[tuple[int, str], deque[tuple[int, int]]] = {
-        (group, way): deque() for group in range(groups) for way in (FORWARD, BACKWARD)
+        (group, computation): deque() for group in range(groups) for computation in (FORWARD, BACKWARD)
     }  # by receiving group
     left = [deque(actions) for actions in schedule]
     while any(left):
         moved = False
         for group, actions in enumerate(left):
             while actions:
-                way, number, stage = actions[0].way, actions[0].micro_batch, actions[0].stage
-                ahead = way == FORWARD
-                receives = way != WEIGHT and stage != (0 if ahead else last)
+                computation, number, stage = actions[0].computation, actions[0].micro_batch, actions[0].stage
+                ahead = computation == FORWARD
+                receives = computation != WEIGHT and stage != (0 if ahead else last)
                 link = links[group, FORWARD if ahead else BACKWARD]
                 if receives and not link:
                     break
                 if receives:
                     assert link.popleft() == (stage, number), "another message comes first"
-                if way != WEIGHT and stage != (last if ahead else 0):
+                if computation != WEIGHT and stage != (last if ahead else 0):
                     other = stage + (1 if ahead else -1)
                     links[other % groups, FORWARD if ahead else BACKWARD].append((other, number))
                 actions.popleft()

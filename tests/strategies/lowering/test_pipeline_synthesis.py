@@ -53,19 +53,23 @@ def check(schedule: Schedule, problem: Problem) -> None:
     for group, actions in enumerate(schedule):
         for stage in (stage for stage, own in enumerate(problem.groups) if own == group):
             halves = [half for action in actions if action.stage == stage for half in gradient_passes(action)]
-            for way in (FORWARD, INPUT, WEIGHT):
-                assert [half.micro_batch for half in halves if half.way == way] == list(range(problem.micro_batches))
+            for computation in (FORWARD, INPUT, WEIGHT):
+                assert [half.micro_batch for half in halves if half.computation == computation] == list(
+                    range(problem.micro_batches)
+                )
             assert len(halves) == 3 * problem.micro_batches
             for number in range(problem.micro_batches):
-                ways = [half.way for half in halves if half.micro_batch == number]
-                assert ways == [FORWARD, INPUT, WEIGHT]
+                computations = [half.computation for half in halves if half.micro_batch == number]
+                assert computations == [FORWARD, INPUT, WEIGHT]
         assert peak_activations(actions, problem.sizes) <= problem.limits[group] * (1 + 1e-6)
         assert from_text(as_text(actions)) == actions
     for group in range(len(schedule)):
         for ahead in (True, False):
             coming = arrivals(schedule, group, ahead=ahead)
-            ways, none = ((FORWARD,), 0) if ahead else ((BACKWARD, INPUT), len(problem.times) - 1)
-            waited = [(a.stage, a.micro_batch) for a in schedule[group] if a.way in ways and a.stage != none]
+            computations, none = ((FORWARD,), 0) if ahead else ((BACKWARD, INPUT), len(problem.times) - 1)
+            waited = [
+                (a.stage, a.micro_batch) for a in schedule[group] if a.computation in computations and a.stage != none
+            ]
             assert sorted(coming) == sorted(waited)
 
 
@@ -74,8 +78,10 @@ def never_slower(seed: int, *, large: bool) -> list[float]:
     halves, half_sizes, micro_batches = table(seed, large=large)
     groups, found = len(halves) // 2, []
     for kind, virtual in NAMED:
-        ways = ([getattr(one, way) for one in halves] for way in ("forward", "input", "weight"))
-        times = [StageTimes(*one) for one in zip(*(cut(way, virtual) for way in ways), strict=True)]
+        computations = ([getattr(one, computation) for one in halves] for computation in ("forward", "input", "weight"))
+        times = [
+            StageTimes(*one) for one in zip(*(cut(computation, virtual) for computation in computations), strict=True)
+        ]
         sizes = cut(half_sizes, virtual)
         named = make_schedule(kind, groups, micro_batches, virtual)
         most = max(peak_activations(actions, sizes) for actions in named)
@@ -127,15 +133,17 @@ def optimum(problem: Problem) -> float:
     """By trying every order of two groups with a stage each."""
     orders = []
     for stage in range(2):
-        passes = [(way, n) for way in (FORWARD, INPUT, WEIGHT) for n in range(problem.micro_batches)]
+        passes = [(computation, n) for computation in (FORWARD, INPUT, WEIGHT) for n in range(problem.micro_batches)]
         own = set()
         for order in permutations(passes):
             at = {one: index for index, one in enumerate(order)}
             numbers = range(problem.micro_batches)
             if all(at[FORWARD, n] < at[INPUT, n] < at[WEIGHT, n] for n in numbers) and all(
-                at[way, n] < at[way, n + 1] for way in (FORWARD, INPUT, WEIGHT) for n in numbers[:-1]
+                at[computation, n] < at[computation, n + 1]
+                for computation in (FORWARD, INPUT, WEIGHT)
+                for n in numbers[:-1]
             ):
-                actions = tuple(Action(way, n, stage) for way, n in order)
+                actions = tuple(Action(computation, n, stage) for computation, n in order)
                 if peak_activations(actions, problem.sizes) <= problem.limits[stage]:
                     own.add(actions)
         orders.append(sorted(own, key=as_text))
@@ -165,7 +173,7 @@ def test_backward_in_one_piece() -> None:
     named = make_schedule("1f1b", 3, 6)
     problem = Problem(times, range(3), 6, [1.0] * 3, [3.0] * 3, splits=False)
     made = synthesise(problem, [named])
-    assert made is not None and {action.way for actions in made for action in actions} == {FORWARD, BACKWARD}
+    assert made is not None and {action.computation for actions in made for action in actions} == {FORWARD, BACKWARD}
     check(made, problem)
     assert problem.lower_bound <= makespan(made, times) <= makespan(named, times)
 
@@ -203,5 +211,5 @@ def test_the_same_schedule_every_time() -> None:
 def test_values_arrive_in_the_order_in_which_named_schedules_need_them(kind: str) -> None:
     schedule = make_schedule(kind, 3, 6, 2)
     for group, actions in enumerate(schedule):
-        needed = [(a.stage, a.micro_batch) for a in actions if a.way == FORWARD and a.stage]
+        needed = [(a.stage, a.micro_batch) for a in actions if a.computation == FORWARD and a.stage]
         assert arrivals(schedule, group, ahead=True) == needed

@@ -35,7 +35,7 @@ from strategies.runtime.module_tree import build
 from tests.strategies.machines import cluster
 from tests.strategies.recomputed_entries import Case, Ran
 
-WAYS = {
+POLICIES = {
     "full": RecomputeRequest("full"),
     "kept collectives": RecomputeRequest("full", communication="keep"),
     "selective": RecomputeRequest("selective"),
@@ -85,11 +85,11 @@ def batch_of(found: Captured) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_equal_to_the_bit_and_bytes_are_those_predicted(gpt, way):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_equal_to_the_bit_and_bytes_are_those_predicted(gpt, policy):
     batch = batch_of(gpt)
     loss, truth, without = step(gpt, planned(gpt, None), *batch, steps=2)
-    plan = planned(gpt, WAYS[way])
+    plan = planned(gpt, POLICIES[policy])
     found_loss, found, stored = step(gpt, plan, *batch, steps=2)
     assert found_loss == loss
     assert found.keys() == truth.keys()
@@ -100,7 +100,7 @@ def test_gradients_are_equal_to_the_bit_and_bytes_are_those_predicted(gpt, way):
 
 def test_full_recompute_stores_layer_inputs_and_tensors_outside_of_layers(gpt):
     batch = batch_of(gpt)
-    _, _, stored = step(gpt, planned(gpt, WAYS["full"]), *batch)
+    _, _, stored = step(gpt, planned(gpt, POLICIES["full"]), *batch)
     row = 4 * 16 * 16 * 4  # one value of batch x length x width
     outside = 4 * 16 * 16 + row + 2 * 4 * 16 * 4 + row + 4 * 16 * 32 * 4 * 2 + 16 * 8  # masks, norms, logits, positions
     assert 2 * row < stored < 2 * row + outside + 4 * row
@@ -123,13 +123,13 @@ def calls(found: Captured, wanted: RecomputeRequest | None) -> Counter[str]:
 
 
 def test_saved_operators_run_once(gpt):
-    plain, full, selective = (calls(gpt, wanted) for wanted in (None, WAYS["full"], WAYS["selective"]))
+    plain, full, selective = (calls(gpt, wanted) for wanted in (None, POLICIES["full"], POLICIES["selective"]))
     products = {"addmm", "mm", "bmm"}
     assert sum(full[name] for name in products) > sum(plain[name] for name in products)
     assert {name: selective[name] for name in products} == {name: plain[name] for name in products}
     assert selective["gelu"] == 2 * plain["gelu"] == full["gelu"]
     assert selective["native_layer_norm"] == plain["native_layer_norm"] + 4
-    kinds = calls(gpt, WAYS["kinds"])
+    kinds = calls(gpt, POLICIES["kinds"])
     assert kinds["rand"] == plain["rand"]
     assert full["rand"] > plain["rand"]
 
@@ -179,7 +179,7 @@ def test_written_buffers_shared_modules_and_several_results(operators):
 
 
 def test_nothing_stays_after_backward(gpt):
-    program = lower(gpt.graph, planned(gpt, WAYS["selective"]), LoweringOptions(partial_loss=True))
+    program = lower(gpt.graph, planned(gpt, POLICIES["selective"]), LoweringOptions(partial_loss=True))
     trainable = {source.name for source in program.sources if source.trainable}
     tensors = {name: nn.Parameter(t.clone()) if name in trainable else t for name, t in gpt.tensors.items()}
     module, alive = build(program, tensors, Communicator(program.mesh, 0), "cpu"), []
@@ -208,7 +208,7 @@ def test_nothing_stays_after_backward(gpt):
 
 
 def test_recomputation_is_part_of_the_plan(gpt):
-    plan = planned(gpt, WAYS["selective"])
+    plan = planned(gpt, POLICIES["selective"])
     assert plan.recompute is not None
     assert plan.recompute.modules == LAYERS
     assert {name.rpartition(".")[2] for name in plan.recompute.kept} == {
@@ -218,13 +218,13 @@ def test_recomputation_is_part_of_the_plan(gpt):
     assert Plan.from_json(plan.to_json()) == plan
     assert planned(gpt, None).recompute is None
     assert planned(gpt, RecomputeRequest("full", ("layers.*", "layers.0.attention"))).recompute.modules == LAYERS
-    kinds = planned(gpt, WAYS["kinds"]).recompute
+    kinds = planned(gpt, POLICIES["kinds"]).recompute
     assert "layers.0.feed_forward.gelu" not in kinds.kept
     assert "layers.0.feed_forward_dropout" in kinds.kept
 
 
 def test_the_plan_reports_the_bytes(gpt):
-    plan = planned(gpt, WAYS["full"])
+    plan = planned(gpt, POLICIES["full"])
     program = lower(gpt.graph, plan, LoweringOptions(partial_loss=True))
     content = describe(gpt.graph, plan, program, settings=OptimizerSettings(), cluster=cluster(8))
     without = trace(replace(program, recompute=None), OptimizerSettings())
@@ -272,19 +272,19 @@ def ran(gpt, tmp_path_factory) -> dict[str | None, list[Ran]]:
         "layers.*.*_dropout": OperatorStrategy(((1, 1, 1),), None),
     }  # fmt: skip
     request = Request("auto", 2, strategies=strategies)
-    plans = [make_plan(gpt.graph, replace(request, recompute=wanted)) for wanted in (None, *WAYS.values())]
+    plans = [make_plan(gpt.graph, replace(request, recompute=wanted)) for wanted in (None, *POLICIES.values())]
     tokens, labels = batch_of(gpt)
     case = Case(gpt.graph, plans, folder / "weights.pt", {"0": tokens, "1": labels})
     found = run_ranks(
         "tests.strategies.recomputed_entries:steps", case, world_size=2, run_dir=folder, device="cpu", timeout=60.0,
         threads=1,
     )  # fmt: skip
-    return dict(zip([None, *WAYS], found, strict=True))
+    return dict(zip([None, *POLICIES], found, strict=True))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_on_real_ranks_gradients_bytes_stored_and_bytes_sent(ran, way):
-    for truth, found in zip(ran[None], ran[way], strict=True):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_on_real_ranks_gradients_bytes_stored_and_bytes_sent(ran, policy):
+    for truth, found in zip(ran[None], ran[policy], strict=True):
         assert found.loss == truth.loss
         assert found.gradients.keys() == truth.gradients.keys()
         assert all(torch.equal(found.gradients[name], one) for name, one in truth.gradients.items())
@@ -295,8 +295,8 @@ def test_on_real_ranks_gradients_bytes_stored_and_bytes_sent(ran, way):
 
 
 def test_collectives_are_repeated_or_kept(ran):
-    sent = {way: sum(found[0].sent.values()) for way, found in ran.items()}
-    stored = {way: found[0].stored for way, found in ran.items()}
+    sent = {policy: sum(found[0].sent.values()) for policy, found in ran.items()}
+    stored = {policy: found[0].stored for policy, found in ran.items()}
     assert sent["kept collectives"] == sent["selective"] == sent[None] < sent["full"]
     assert sent["repeated collectives"] > sent["selective"]
     assert stored["full"] < stored["kept collectives"]

@@ -32,7 +32,7 @@ def tied() -> Model:
 
 
 ROWS, COLUMNS, SUMS, BOTH = ((8, 1), (1, 1)), ((1, 1), (8, 1)), ((1, 8), (1, 8)), ((2, 4), (1, 4))
-WAYS: dict[str, tuple[Callable[[], Model], dict[str, OperatorStrategy]]] = {
+SETTINGS: dict[str, tuple[Callable[[], Model], dict[str, OperatorStrategy]]] = {
     "successors": (lambda: model_of(lambda n, x: n.b(torch.relu(n.a(x)))), {"a": wanted(*BOTH)}),
     "predecessors": (lambda: model_of(lambda n, x: n.c(torch.tanh(n.b(n.a(x))))), {"c": wanted(*SUMS)}),
     "both sides": (lambda: model_of(lambda n, x: n.c(torch.relu(n.b(torch.tanh(n.a(x)))))), {"b": wanted(*COLUMNS)}),
@@ -112,11 +112,13 @@ def carried(graph: OperatorGraph, plan: Plan, decided: dict[str, OperatorPlan], 
     return sum(step.busiest(plan.mesh) for steps in chains for step in steps)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_legal_neighbour_with_less_redistribution_is_left_unused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_legal_neighbour_with_less_redistribution_is_left_unused(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By enumeration of the placements of axes of an operator when it is reached: none sends fewer elements to it or
     from it."""
-    make, strategies = WAYS[way]
+    make, strategies = SETTINGS[setting]
     model, order = make(), []
     decide = Propagation._decide
 
