@@ -110,6 +110,7 @@ def test_the_readme_is_short() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 130
 
 
+@pytest.mark.slow
 def test_a_sampled_command_runs(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     candidates = [command for command in COMMANDS if not WRITTEN.search(command)]
     _run(random.Random(request.config.getoption("seed")).choice(candidates), tmp_path)

@@ -65,7 +65,8 @@ def modules_in(code: str) -> set[str]:
     return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_exported_program_trains_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
     plan = planned(model)
     file = plan.export("torch", tmp_path / "exported.py")

@@ -118,6 +118,7 @@ def test_a_plan_of_shapes_alone_is_that_of_the_module() -> None:
     assert torch.equal(alone(*points()), Weighted()(network()(points()[0]), points()[1]))
 
 
+@pytest.mark.slow
 def test_limits_and_open_keys_are_decided() -> None:
     free = meshwright.plan(gpt(), tokens(), loss=next_token, mesh=4, plan_cache=None)
     bound = meshwright.plan(

@@ -105,9 +105,8 @@ def folders_of_all_names(folder: Path, init: bool) -> None:
     write(folder, files)
 
 
-@pytest.mark.parametrize(
-    "init", [pytest.param(False, id="folders"), pytest.param(True, id="packages", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("init", [pytest.param(False, id="folders"), pytest.param(True, id="packages")])
 def test_ours_are_ours_and_theirs_are_theirs(run, tmp_path, init):
     folders_of_all_names(tmp_path / "here", init)
     options = ("parallel.plan_cache=null", "hydra.run.dir=out")

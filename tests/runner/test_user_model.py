@@ -150,7 +150,15 @@ def test_checkpoints_of_parameters_of_no_dims(start, words):
     assert stored.read("model/temperature").shape == ()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+SLOW = frozenset(
+    {
+        "any names, divided", "zero", "one rank with zero", "many micro-batches", "frozen", "full batch", "own collate",
+        "rows read in part", "object", "loss first in a tuple", "function as loss", "numpy arrays and numbers",
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SHAPES])
 def test_verified(start, name):
     overrides, precision = SHAPES[name]
     chosen = [] if any(word.startswith("parallel=") for word in overrides) else ["parallel=data_parallel"]

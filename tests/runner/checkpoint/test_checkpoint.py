@@ -77,6 +77,7 @@ def saved(ranks, task, cases, tmp_path_factory):
     return folder, ranks("throughout", (task, cases, folder))
 
 
+@pytest.mark.slow
 def test_continuing_gives_the_same_bits(ranks, task, cases, saved):
     folder, expected = saved
     found = ranks("continued", (task, cases, folder))

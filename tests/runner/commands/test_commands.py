@@ -81,7 +81,7 @@ def test_recipe_is_verified_in_double_precision(start, recipe):
         pytest.param(1, "semi_auto_matmul", marks=pytest.mark.slow),
         (2, "hybrid_matmul"),
         pytest.param(2, "reduce_mean", marks=pytest.mark.slow),
-        (3, "zero"),
+        pytest.param(3, "zero", marks=pytest.mark.slow),
     ],
 )
 def test_recipe_is_verified_with_zero(start, stage, recipe):
@@ -141,6 +141,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_verify_allows_for_one_process_own_rounding(start, capfd, kind):
     ended = start(*CANCELLING, *ROUNDED[kind], verb="verify")

@@ -94,7 +94,7 @@ SHORT_CASES = {
 SLOW = frozenset(
     {
         "rows that divide", "dropout", "one micro-batch less", "summed loss", "loss of its own", "alone",
-        "circular pipeline", "zero 1", "zero 2", "pipeline with zero", "copies", "compiled",
+        "circular pipeline", "zero 1", "zero 2", "zero 3", "pipeline with zero", "copies", "compiled",
     }
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_a_short_last_batch_trains_as_on_one_device(start, name):
     assert start(*SMALL, *SHORT, *SHORT_CASES[name], verb="verify").verdict["passed"]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_epochs_end_with_the_rows_that_are_left(start, shuffle):
     more = (*SMALL, "parallel=data_parallel", DOUBLE, "data.args.rows=55", "data.drop_last=false", "train.accumulate=2")
     more += (f"data.shuffle={shuffle}".lower(), "train.steps=null", "train.epochs=2", "train.log_every=1")

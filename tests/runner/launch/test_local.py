@@ -317,6 +317,7 @@ def test_the_fork_server_ends_with_its_parent() -> None:
     assert ended.stderr == ""
 
 
+@pytest.mark.slow
 def test_two_runs_at_once(parent: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     # Files of the working directory must not be taken for the modules of the standard library.
     (tmp_path / "work").mkdir()

@@ -43,7 +43,7 @@ def test_the_slowest_rank_is_as_fast_as_it_can_be(lines: tuple[tuple[float, floa
     [
         pytest.param(("parallel.batch_rows=[5, 5, 2]",), marks=pytest.mark.slow),
         pytest.param((SLOWER, "train.accumulate=2", "data.batch_size=24", "train.clip=0.5"), marks=pytest.mark.slow),
-        ("parallel.batch_rows=[1, 10, 1]", "optimizer.target=torch.optim.AdamW"),
+        pytest.param(("parallel.batch_rows=[1, 10, 1]", "optimizer.target=torch.optim.AdamW"), marks=pytest.mark.slow),
     ],
 )
 def test_uneven_rows_equal_one_device(words: tuple[str, ...], start: Callable[..., Any]) -> None:

@@ -235,6 +235,7 @@ def test_a_hang_in_training(start, words, fault, pattern):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
     """A stopped process cannot report, but keeps its locks and connections."""
 

@@ -116,7 +116,7 @@ def check_against_the_next_step(ended):
     assert len(set(ended.losses)) == 4
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 @pytest.mark.parametrize("mode", ["semi_auto", "hybrid"])
 def test_trained_weights_are_evaluated(start, mode, stage):
     options = HYBRID if mode == "hybrid" else MODES[mode]
@@ -170,6 +170,7 @@ def test_how_often(evaluate):
     assert evaluate("data_parallel", "train.steps=7") == {}
 
 
+@pytest.mark.slow
 def test_running_statistics_are_those_of_training(start):
     norm = (
         "model.args.norm=true",

@@ -68,8 +68,10 @@ def test_auto_keeps_the_limit(command, tmp_path):
     "words",
     [
         ("parallel.zero.stage=0", "parallel.recompute=full"),
-        ("parallel.zero.stage=2", "train.accumulate=2", "parallel.offload.optimizer=host"),
-        ("parallel.zero.stage=3", "parallel.offload.activations.to=disk"),
+        pytest.param(
+            ("parallel.zero.stage=2", "train.accumulate=2", "parallel.offload.optimizer=host"), marks=pytest.mark.slow
+        ),
+        pytest.param(("parallel.zero.stage=3", "parallel.offload.activations.to=disk"), marks=pytest.mark.slow),
         pytest.param(("parallel.zero={stage: 3, engine: native}", "train.accumulate=2"), marks=pytest.mark.slow),
     ],
 )

@@ -60,7 +60,7 @@ ZERO_KINDS = {
             ZERO_KINDS[kind],
             precision,
             id=f"{precision}-{kind}",
-            marks=[pytest.mark.slow] * ((precision == "bf16") != (kind == "zero bubble")),
+            marks=[pytest.mark.slow] * (precision == "bf16" or kind != "zero bubble"),
         )
         for precision in ("fp32", "bf16")
         for kind in ZERO_KINDS
@@ -91,7 +91,7 @@ UNEVEN = {
 """What a stage holds does not divide by its ranks, of which some hold nothing of a parameter."""
 
 
-@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one != "padding")) for one in UNEVEN])
 def test_zero_of_a_stage_that_does_not_divide(start, kind):
     """With plain SGD a wrong norm is a wrong step; the norms are well above the clipping threshold."""
     sgd = ("optimizer.target=torch.optim.SGD", "optimizer.args={lr: 10.0}", "train.clip=0.01")
@@ -231,7 +231,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(one, marks=[pytest.mark.slow] * (one == "virtual stages")) for one in MODELS]
+)
 def test_evaluation_runs_through_the_stages(start, model):
     words = (*MODELS[model], *EVALUATED, "train.precision=fp64" * ("zero" not in str(MODELS[model])))
     words = tuple(word for word in words if word)

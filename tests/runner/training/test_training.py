@@ -156,6 +156,7 @@ def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):
     assert rates == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 4)
 
 
+@pytest.mark.slow
 def test_bf16_trains_near_fp32(train):
     exact = train("semi_auto").losses
     for stage in (0, 1):
@@ -164,6 +165,7 @@ def test_bf16_trains_near_fp32(train):
         assert losses != exact
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_one_process_on_demand(train):
     dropped = ("model.args.dropout=0.5", DOUBLE)
     alone = train("stand_alone", *dropped).losses

@@ -208,6 +208,7 @@ def test_recompute_and_splits(model: Model, draw: Any) -> None:
     assert gap(model, overlap(lower(made.graph, made.plan))) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_exact_random_numbers_are_those_of_one_batch(draw: Any) -> None:
     torch.manual_seed(0)
     net = GPT(16, 6, 8, 2, 2, dropout=0.3, attention_dropout=0.2)

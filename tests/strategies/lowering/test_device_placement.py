@@ -89,6 +89,7 @@ def test_a_glob_without_operators_is_refused(task):
         on_host(task.graph, ["dense9"])
 
 
+@pytest.mark.slow
 def test_on_real_ranks(training, ranks, task):
     """Generated code, with ZeRO-3's hooks, gives the same results."""
     cases = [training.Case(2, stage, clip=0.3, place=globs) for stage in (0, 3) for globs in ((), ("emb", "dense2"))]

@@ -54,6 +54,7 @@ def model() -> Model:
     return Model(Net(), nn.CrossEntropyLoss(), (torch.randn(4, 8, 8), torch.randint(0, 5, (32,))))
 
 
+@pytest.mark.slow
 def test_joined_is_equal_to_apart(model: Model, draw: Any) -> None:
     joined = 0
     for seed in range(40):

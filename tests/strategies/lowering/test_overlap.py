@@ -182,6 +182,7 @@ def test_a_start_launches_and_a_wait_lands_forward_and_backward() -> None:
     assert torch.equal(x.grad, torch.full((4,), 10.0)) and torch.equal(y.grad, torch.full((4,), 3.0))
 
 
+@pytest.mark.slow
 def test_real_ranks_do_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
     file = tmp_path / "initial.pt"
     weights.write(file, {name: model.values[name] for name in model.captured.tensors})

@@ -97,7 +97,7 @@ def test_buckets_of_zero_are_added_up_where_they_are_full(contracted_only, stage
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_a_gradient_larger_than_a_bucket_waits_where_it_comes_first(contracted_only, stage):
     """That of the output layer, which takes most of the memory."""
     with torch.device("meta"):
@@ -211,6 +211,7 @@ def test_layers_of_other_widths_are_no_repetition():
     assert repeated_blocks(program) is None
 
 
+@pytest.mark.slow
 def test_equivalent_programs_are_traced_once(monkeypatch):
     """Stages of one model; a separate optimizer group makes a stage different."""
     graph = graph_of("llama", 8, torch.float32)

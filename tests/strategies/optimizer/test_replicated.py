@@ -219,7 +219,8 @@ def program_elements(program, name):
     return shard(torch.zeros(source.spec.shape), program.layouts[source.id], program.mesh)[0].numel()
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fp32 of all", "every"])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, True], ids=["fp32 of all", "every"])
 def test_buckets_that_leave_during_backward_give_the_same_bits(training, ranks, every):
     tasks = {precision: training.task(dtype)[1] for precision, dtype in DTYPES.items()}
     seeds = (training.DATA_PARALLEL, 1, 4)

@@ -29,6 +29,7 @@ def counted(cases, ranks):
     return ranks("counted", [(task, case) for case in given], module="counted_training")
 
 
+@pytest.mark.slow
 def test_predicted_bytes_are_sent(cases, counted):
     for case, (sent, predicted) in zip(cases[1], counted, strict=True):
         for kind in sent.keys() | predicted.keys():

@@ -22,6 +22,8 @@ from tests.fuzz.generators import WITHOUT
 from tests.strategies.rules.random_calls import calls
 
 TABLE = sorted(name for name, rule in RULES.items() if rule.__module__ == lines.__name__)
+PARTS = 6
+"""Of the operators, every sixth is in the fast tests."""
 
 
 def assignments(sharding: Sharding, mesh: Mesh) -> Iterator[dict[str, tuple[str, ...]]]:
@@ -52,11 +54,12 @@ def wrong(name: str, mesh: Mesh, count: int) -> str | None:
     return None
 
 
-def test_every_operator_of_the_table_under_every_slicing():
-    names = [name for name in TABLE if name not in WITHOUT]
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
+def test_every_operator_of_the_table_under_every_slicing(part):
+    names = [name for name in TABLE if name not in WITHOUT][part::PARTS]
     mesh = Mesh((("a", 2),))
     differing = {name: found for name in names if (found := wrong(name, mesh, 1)) is not None}
-    assert len(names) > 300 and not differing
+    assert len(names) * PARTS > 300 and not differing
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -100,6 +101,7 @@ def test_an_operator_has_one_row():
     assert traits("no such operator") == Traits()
 
 
+@pytest.mark.slow
 def test_views_share_memory_with_their_operands():
     wrong: dict[str, str] = {}
     for name in OPERATORS:
@@ -170,6 +172,7 @@ def reported(call: Call, learn: tuple[int, ...]) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_what_autograd_saves():
     """Everything that it saves is in the table, and everything in the table is saved in some call."""
     wrong: dict[str, str] = {}

@@ -48,11 +48,13 @@ def results(training, ranks, tmp_path_factory):
     return dict(zip(cases, ranks("train", list(cases.values()), RANKS), strict=True)), folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", WHERE)
 def test_the_same_bits(results, what):
     same_bits(results[0]["nothing"], results[0][what])
 
 
+@pytest.mark.slow
 def test_bf16_too(results):
     same_bits(results[0]["bf16"], results[0]["bf16, states"])
 
@@ -67,6 +69,7 @@ def same_bits(plain, found):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_clipping_too(results):
     """The norm is added in another order, so the last bits may differ."""
     plain, found = results[0]["clipped"], results[0]["clipped, all on a disk"]
@@ -76,6 +79,7 @@ def test_clipping_too(results):
         assert torch.allclose(found.weights[name], weight, rtol=1e-6, atol=1e-7), name
 
 
+@pytest.mark.slow
 def test_tensors_reported_on_the_disk_are_there(results):
     """Both weights, their fp32 masters and two moments each; biases stay in memory. The files are unlinked."""
     found, folder = results
@@ -91,6 +95,7 @@ def test_tensors_reported_on_the_disk_are_there(results):
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.slow
 def test_offloaded_bytes_are_counted(results):
     moved = results[0]["all on the host"].moved
     elements = COUNT * (WIDTH * WIDTH + WIDTH) // RANKS

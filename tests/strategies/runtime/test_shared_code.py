@@ -143,6 +143,7 @@ def planned(layers: int, folder: Any) -> Case:
     return Case(seen.graph, plan, file, {"0": TOKENS, "1": TOKENS})
 
 
+@pytest.mark.slow
 def test_compiled_graphs_and_groups_do_not_grow_with_the_depth(tmp_path: Any) -> None:
     entry = "tests.strategies.compiled_entries:depths"
     cases = [planned(layers, tmp_path) for layers in (5, 8)]

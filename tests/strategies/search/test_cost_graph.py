@@ -33,7 +33,9 @@ def cost_of(graph: CostGraph, indices: Sequence[int]) -> float:
     return float(total)
 
 
-@pytest.mark.parametrize(("make", "sizes"), [(llama, (2, 4)), (gpt, (8,)), (llama, (2, 2, 2))])
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(llama, (2, 4)), (gpt, (8,)), pytest.param(llama, (2, 2, 2), marks=pytest.mark.slow)]
+)
 def test_cost_and_memory_of_solutions_are_sums_of_their_parts(make: type, sizes: tuple[int, ...]) -> None:
     problem = problem_of(make(2), *sizes)
     graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, NODES)))

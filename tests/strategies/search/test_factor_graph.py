@@ -119,8 +119,16 @@ def test_contraction_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "layers", "sizes"),
     [
-        *((llama, layers, sizes) for layers in (2, 8) for sizes in ((8,), (2, 4))),
-        *((gpt, layers, sizes) for layers in (2, 12) for sizes in ((8,), (2, 4))),
+        *(
+            pytest.param(llama, layers, sizes, marks=[pytest.mark.slow] * (layers > 2))
+            for layers in (2, 8)
+            for sizes in ((8,), (2, 4))
+        ),
+        *(
+            pytest.param(gpt, layers, sizes, marks=[pytest.mark.slow] * (layers > 2))
+            for layers in (2, 12)
+            for sizes in ((8,), (2, 4))
+        ),
     ],
 )
 def test_an_integer_program_finds_nothing_better(make: type, layers: int, sizes: tuple[int, ...]) -> None:

@@ -158,6 +158,7 @@ def test_a_configured_strategy_may_cut_a_named_axis() -> None:
     assert plan.mesh.names[0] == "all.0" and plan.mesh.size == 8
 
 
+@pytest.mark.slow
 def test_the_exact_choice_is_the_best_of_every_factorisation() -> None:
     for made, machine in (slow(), (problem(gpt(1), prime_mesh(32)), nodes(4))):
         exact = exact_search(made, machine, None)

@@ -52,7 +52,16 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("gpt", 8), ("llama", 16), ("moe", 8), ("ffn", 24), ("ffn", 1)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("gpt", 8),
+        pytest.param("llama", 16, marks=pytest.mark.slow),
+        pytest.param("moe", 8, marks=pytest.mark.slow),
+        ("ffn", 24),
+        ("ffn", 1),
+    ],
+)
 def test_its_plans_train(name: str, world_size: int) -> None:
     model = MODELS[name]()
     plan = searched(model, world_size)
@@ -137,6 +146,7 @@ def slope(points: list[tuple[float, float]]) -> float:
     return (y1 - y0) / (x1 - x0)
 
 
+@pytest.mark.slow
 def test_work_is_linear_in_operators_that_all_differ() -> None:
     points = [(n, calls(problem(line(n, repeating=False), prime_mesh(16)), nodes(2))) for n in (40, 160)]
     assert 0.7 < slope(points) < 1.1
