@@ -51,15 +51,18 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """The median of ours over that of the peer."""
-        return self.median("ours") / self.median("peer")
+        """Ours over the peer's: the median of the rounds, since what disturbs a round disturbs both of its steps."""
+        return statistics.median(self._ratios)
 
     @property
     def spread(self) -> tuple[float, float]:
         """The quartiles of the ratio over the rounds."""
-        pairs = zip(self.seconds["ours"], self.seconds["peer"], strict=True)
-        low, _, high = statistics.quantiles([own / other for own, other in pairs], n=4)
+        low, _, high = statistics.quantiles(self._ratios, n=4)
         return low, high
+
+    @property
+    def _ratios(self) -> list[float]:
+        return [own / other for own, other in zip(self.seconds["ours"], self.seconds["peer"], strict=True)]
 
     @property
     def cpu_ratio(self) -> float:

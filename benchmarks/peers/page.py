@@ -113,7 +113,7 @@ def text(stored: dict[str, dict[str, Any]]) -> str:
     lines += [
         "",
         f"Times are medians of {min(entry['rounds'] for entry in every)} rounds or more of the slowest rank, without "
-        f"the first {WARM}; the ratio is that of the medians, the quartiles are those of the ratios of single rounds. "
+        f"the first {WARM}; the ratio is the median of the ratios of single rounds, and its quartiles stand beside it. "
         "CPU time is the same ratio for the CPU seconds of all ranks together, which other programs disturb less. A "
         f"loss that differs by more than {TOLERANCE:.0e} in any step ends the run with an error.",
         "",
