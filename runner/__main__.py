@@ -4,6 +4,7 @@ Before anything is imported, Ctrl-C ends the process at once, since there is not
 it is ignored, since only interpreter shutdown remains.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -16,8 +17,11 @@ def main() -> None:
     try:
         if sys.argv[1:] == ["--complete"] and not _hydra_knows():
             return
+        gc.disable()  # nothing of what is imported here is ever freed
         from runner.cli.main import main as command
 
+        gc.freeze()
+        gc.enable()
         command()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -24,14 +24,43 @@ safetensors, and torch files of plain data).
 
 from __future__ import annotations
 
-from runner.checkpoint.branch import is_one, locate, newest
-from runner.checkpoint.content import Content
-from runner.checkpoint.folder import HEADER, NAME, clean
-from runner.checkpoint.loading import Restored, check, check_model, load
-from runner.checkpoint.reading import Checkpoint, read
-from runner.checkpoint.saving import SaveFailed, SaveOptions, Saver
-from runner.checkpoint.verification import to_continue, verify, weights
-from runner.checkpoint.writing import ADAPTER_DESCRIPTION, DESCRIPTION, Companions
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.checkpoint.branch import is_one, locate, newest
+    from runner.checkpoint.content import Content
+    from runner.checkpoint.folder import HEADER, NAME, clean
+    from runner.checkpoint.loading import Restored, check, check_model, load
+    from runner.checkpoint.reading import Checkpoint, read
+    from runner.checkpoint.saving import SaveFailed, SaveOptions, Saver
+    from runner.checkpoint.verification import to_continue, verify, weights
+    from runner.checkpoint.writing import ADAPTER_DESCRIPTION, DESCRIPTION, Companions
+
+_MODULES = {
+    "ADAPTER_DESCRIPTION": "writing",
+    "DESCRIPTION": "writing",
+    "HEADER": "folder",
+    "NAME": "folder",
+    "Checkpoint": "reading",
+    "Companions": "writing",
+    "Content": "content",
+    "Restored": "loading",
+    "SaveFailed": "saving",
+    "SaveOptions": "saving",
+    "Saver": "saving",
+    "check": "loading",
+    "check_model": "loading",
+    "clean": "folder",
+    "is_one": "branch",
+    "load": "loading",
+    "locate": "branch",
+    "newest": "branch",
+    "read": "reading",
+    "to_continue": "verification",
+    "verify": "verification",
+    "weights": "verification",
+}
 
 __all__ = [
     "ADAPTER_DESCRIPTION",
@@ -57,3 +86,10 @@ __all__ = [
     "verify",
     "weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported at their first use: the command, which looks at folders of checkpoints, needs no torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'runner.checkpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"runner.checkpoint.{_MODULES[name]}"), name)

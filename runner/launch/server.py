@@ -13,6 +13,7 @@ modules to preload, this imports nothing but small parts of the standard library
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import io
 import os
@@ -84,9 +85,12 @@ def main(control: int, preload: Sequence[str], parent: int) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_COMMAND)  # the command had blocked them for the time before this
     _prctl(_CHILD_SUBREAPER, 1)
+    gc.disable()  # imports make a million objects that stay, and the collector would go through them again and again
     for name in preload:
         with suppress(ImportError):  # left to the rank that needs it, which then reports it
             importlib.import_module(name)
+    gc.freeze()  # nor does a fork go through them, whose memory would no longer be that of the server then
+    gc.enable()
     # From here on it has forks to end: one that is stopped goes on when its command has ended, and then reads so.
     tie_to_parent(signal.SIGCONT, parent)
     Server(Connection(control), parent).serve()

@@ -485,6 +485,12 @@ def test_config_of_a_recipe_is_shown(command):
     assert "target: models.quickstart.Net" in command(QUICK, "--cfg", "job").out
 
 
+def test_training_command_needs_no_torch():
+    """Its fork server imports torch meanwhile."""
+    code = "import runner.cli.main, runner.commands.train, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_refusal_needs_no_torch_and_little_time(tmp_path):
     """A bad config takes less than six times the processor time of the imports of Hydra and pydantic, so torch, which
     takes more than that, is not imported."""
