@@ -62,7 +62,7 @@ def compose(*overrides: str) -> config.Config:
         return config.load(hydra.compose("config", list(overrides)), Origins(overrides))
 
 
-def test_the_recipes_are_these():
+def test_names():
     assert list(recipes.catalogue()) == NAMES
 
 
