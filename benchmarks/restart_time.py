@@ -27,6 +27,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.kills import children, flight_record
+from runner.recovery.restarting import RESTARTS
 
 WORDS = (
     "+recipe=gpt",
@@ -96,6 +97,12 @@ def ranks_of(command: int) -> dict[int, int]:
     return {int(record.stem): fork for fork, record in records.items() if record is not None}
 
 
+def restarts(run: Path) -> int:
+    """How often the run has been started again."""
+    file = run / RESTARTS
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
 def measure(folder: Path, ranks: int, failures: int, seed: int) -> tuple[list[Recovery], list[dict[str, float]]]:
     """Run, kill, and stop; the recoveries, and the steps before the first failure."""
     draw = random.Random(seed)
@@ -113,13 +120,14 @@ def measure(folder: Path, ranks: int, failures: int, seed: int) -> tuple[list[Re
         while len(recoveries) < failures:
             for line in steps.come():
                 at = time.monotonic()
-                if killed is not None and line["step"] > newest:
+                again = killed is not None and restarts(folder / "run") > len(recoveries)  # else of before the kill
+                if killed is not None and again and line["step"] > newest:
                     recoveries.append(Recovery(killed[0], at - killed[1], repeated))
                     print(f"failure {len(recoveries)} of {failures}: {recoveries[-1]}", flush=True)
                     killed, target = None, int(line["step"]) + CALM
-                elif killed is not None:
+                elif again:
                     repeated += 1
-                elif not recoveries:
+                elif not recoveries and killed is None:
                     calm.append(line)
                 newest = max(newest, int(line["step"]))
             if process.poll() is not None or time.monotonic() > at + LONGEST:

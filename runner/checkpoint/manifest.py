@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import stat
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -135,8 +137,11 @@ def stamp(file: Path) -> Stamp:
 def faults(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
     """The errors in `files` of a checkpoint, by name; empty if all match their checksums. Reads every file."""
     errors = missing(path, files)
-    for name, wanted in files.items():
-        if name not in errors and (now := stamp(path / name)) != wanted:
+    sound = [name for name in files if name not in errors]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashes and reads release the GIL
+        stamps = dict(zip(sound, threads.map(lambda name: stamp(path / name), sound), strict=True))
+    for name, now in stamps.items():
+        if now != (wanted := files[name]):
             errors[name] = f"its checksum is {now.sha256[:12]}... and was {wanted.sha256[:12]}... when it was written"
     return errors
 

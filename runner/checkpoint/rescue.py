@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from runner.checkpoint.manifest import READING
 from runner.checkpoint.saving import DEFAULT, SHARDED, Mark, RankSave, SaveFailed, SaveOptions
 from runner.run_folder.lineage import Lineage
 from strategies.core.bounded_files import read_json
+from strategies.core.layout import Block
 
 RESCUED = "rescued.json"
 
@@ -88,12 +89,30 @@ def _complete(partial: Path, branch: Lineage | None) -> Path | None:
         raise SaveFailed(f"under ZeRO rank {missing[0]} alone has its part of the states")
     if len({mark.stage for mark in marks}) < rescued["stages"]:
         raise SaveFailed("no rank of a stage of the pipeline is left")
-    marks += [_stand_in(partial, rank, marks[0]) for rank in missing]
+    marks = [*_once(partial, marks), *(_stand_in(partial, rank, marks[0]) for rank in missing)]
     (partial / RESCUED).unlink()
     saving.commit(partial, marks, saved, DEFAULT, None, writing.Companions())
     ranks = f" without rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else ""
     print(f"rescue: {target.name} is made of what the ranks had in memory{ranks}", flush=True)
     return target
+
+
+def _once(partial: Path, marks: Sequence[Mark]) -> list[Mark]:
+    """`marks` without the files of tensors of which others hold every block; these files are removed. What they would
+    cost is their checksum, between two attempts."""
+    first: dict[tuple[int, str, Block], str] = {}
+    for mark in marks:
+        for key, entry in mark.tensors.items():
+            for part in entry.parts:
+                first.setdefault((mark.stage, key, part.block), part.file)
+    kept = []
+    for mark in marks:
+        spare = {part.file for entry in mark.tensors.values() for part in entry.parts} - set(first.values())
+        for name in spare:
+            (partial / name).unlink()
+        files = {name: stamp for name, stamp in mark.files.items() if name not in spare}
+        kept.append(replace(mark, files=files, tensors={} if spare else mark.tensors))
+    return kept
 
 
 def _stand_in(partial: Path, rank: int, other: Mark) -> Mark:

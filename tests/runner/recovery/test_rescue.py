@@ -8,6 +8,9 @@ from disturbed import RESTARTS, faults, stored
 from small import MODES, SMALL
 
 from runner.checkpoint import rescue
+from runner.checkpoint.manifest import Stamp
+from runner.checkpoint.saving import Mark
+from strategies.runtime.tensor_files import Part, StoredTensor
 
 RESCUE = ("launch.rescue=true", *RESTARTS)
 PLAIN = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "train.log_every=1")
@@ -109,6 +112,20 @@ def test_a_folder_without_a_word_is_removed(tmp_path, capsys):
     assert rescue.collect(tmp_path, None) is None
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out.count("is not enough") == 2
+
+
+def test_what_replicas_have_left_is_kept_once(tmp_path):
+    def left(rank, *rows):
+        name = f"rank-{rank}.safetensors"
+        (tmp_path / name).touch()
+        parts = tuple(Part(name, 0, (block,)) for block in rows)
+        tensors = {"model/w": StoredTensor((4,), "float32", parts)}
+        return Mark(rank, 0, {name: Stamp(0, ""), f"rank-{rank}.pt": Stamp(0, "")}, tensors, None)
+
+    marks = rescue._once(tmp_path, [left(0, (0, 2)), left(1, (2, 4)), left(2, (0, 2)), left(3, (0, 2), (2, 4))])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.safetensors", "rank-1.safetensors"]
+    assert [[*mark.files] for mark in marks[1:3]] == [["rank-1.safetensors", "rank-1.pt"], ["rank-2.pt"]]
+    assert [len(mark.tensors) for mark in marks] == [1, 1, 0, 0]
 
 
 def test_other_launchers_refuse(command):
