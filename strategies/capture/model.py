@@ -27,6 +27,7 @@ from strategies.capture.nodes import in_library, short
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import check_hooks, check_nodes, refusing_unseen
+from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.rules.random import draws
@@ -136,6 +137,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         for module, mode in modes.items():
             module.training = mode
     assigned.copy_old_values(exported)
+    replace_vmap(exported.graph)
     check_nodes(exported.graph, training)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(unmerged(_needed(graph)), tensors)

@@ -18,11 +18,10 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
 from strategies.capture.nodes import at, in_library, op_of, replaced, short
+from strategies.capture.vmapped import is_functional
 from strategies.core.errors import StrategyError
 from strategies.rules.registry import named
 
-FUNCTIONAL = ("torch._functorch", "torch._C._functorch")
-"""Where what torch.func does lives."""
 HOOK = (
     "which would never be called: the ranks run operators of their own, not this module. Remove it, or write what it "
     "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
@@ -60,13 +59,14 @@ def refusing_unseen(training: bool) -> Iterator[None]:
 
 
 def check_nodes(graph: fx.Graph, training: bool) -> None:
-    """Raises StrategyError for vmap, and in training for lookups whose gradients are sparse."""
+    """Raises StrategyError for what is left of torch.func, and in training for lookups whose gradients are sparse."""
     for node in graph.nodes:
-        if str(getattr(node.target, "__module__", "")).startswith(FUNCTIONAL):
+        if is_functional(node):
             raise StrategyError(
                 "MW906",
-                f"The model's forward calls torch.vmap or torch.func{at(node)}, which is not captured; write it with "
-                "operators on the global batch.",
+                f"The model's forward calls torch.func, or torch.vmap of a function that draws random numbers or has a "
+                f"region such as no_grad{at(node)}, which is not captured; write it with operators on the global "
+                "batch.",
             )
         if not training or not isinstance(node.target, torch._ops.OpOverload):
             continue
