@@ -20,7 +20,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, step_seconds
 from strategies.cost.roofline import operator_work, result_dtype, shares
 from strategies.cost.step import is_recomputed, step_cost
-from strategies.optimizer.buckets import LARGEST
+from strategies.optimizer.buckets import BUCKET_BYTES
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
 from strategies.rules.traits import traits
@@ -173,7 +173,9 @@ class _Communication:
 
 def marginal_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> float:
     """Seconds that `sent` bytes add to a collective that carries many tensors."""
-    larger, smaller = (collective_seconds(kind, size, axes, mesh, cluster) for size in (LARGEST + sent, LARGEST))
+    larger, smaller = (
+        collective_seconds(kind, size, axes, mesh, cluster) for size in (BUCKET_BYTES + sent, BUCKET_BYTES)
+    )
     return larger - smaller
 
 

@@ -26,10 +26,9 @@ from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, local_el
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
 
-SMALLEST, LARGEST = 2**20, 25 * 2**20
-"""Bytes between which a bucket is chosen: below the first a call costs the same however little it carries."""
-PARTS = 8
-"""How many buckets there are at best: the last one has nothing left to hide behind."""
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of a bucket unless configured, as DistributedDataParallel's. On ranks that share their cores every call takes
+from what computes: eight buckets in place of one cost 5 to 8 % of the CPU time of a step."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ def buckets(program: Program, cut: BucketLimits = DEFAULT_BUCKETS) -> tuple[Buck
         )
     elements = {source.name: local_elements(program, source) for source in parameters(program)}
     dtypes = {source.name: _summed_in(source.spec.dtype) for source in parameters(program)}
-    total = sum(elements[name] * ITEM_BYTES[dtypes[name]] for name in order)
-    size = min(max(total // PARTS, SMALLEST), LARGEST) if cut.size is None else cut.size
+    size = BUCKET_BYTES if cut.size is None else cut.size
     latest: dict[tuple[tuple[str, ...], str, int], list[str]] = {}
     found: list[tuple[tuple[str, ...], str, list[str]]] = []
     for position, name in enumerate(order):

@@ -46,8 +46,8 @@ UNFIT = {"LBFGS": "evaluates the loss several times in one step", "SparseAdam": 
 
 @dataclass(frozen=True)
 class BucketLimits:
-    """How gradients are cut into buckets: of `size` bytes at most or one larger gradient (None: an eighth of all
-    bytes, between 1 and 25 MiB), or at the positions `at` in the order in which backward completes them."""
+    """How gradients are cut into buckets: of `size` bytes at most or one larger gradient (None: 25 MiB), or at the
+    positions `at` in the order in which backward completes them."""
 
     size: int | None = None
     at: tuple[int, ...] | None = None

@@ -25,7 +25,7 @@ from strategies.cost.step import MASTER, ZERO_COPIES
 from strategies.lowering.lowering import local_instructions
 from strategies.memory.estimate import saved
 from strategies.memory.parts import in_words
-from strategies.optimizer.buckets import LARGEST, PARTS, SMALLEST
+from strategies.optimizer.buckets import BUCKET_BYTES
 from strategies.rules.sharding import Assignment, Sharding
 
 T = TypeVar("T")
@@ -221,7 +221,7 @@ class NodeCost:
     @cached_property
     def bucket(self) -> int:
         """Bytes of a bucket of gradients."""
-        return min(max(self.gradient_bytes // PARTS, SMALLEST), LARGEST)
+        return min(self.gradient_bytes, BUCKET_BYTES)
 
     @cached_property
     def largest_call(self) -> int:
