@@ -93,7 +93,7 @@ class ClusterForm(Section):
         (), "Kinds of devices, [{devices: 8, like: dgx_h100}, {devices: 8, like: a100}]; []: all devices are equal"
     )
     price_per_hour: Positive | None = setting(
-        None, "Price of one device for an hour, in any currency; `run plan` then tells what the training costs"
+        None, "Price of one device for an hour, in any currency; `run plan` then shows what the training costs"
     )
     machine: Machine | None = setting(None, "Levels, rates and memory; null: by name or file")
 

@@ -8,7 +8,7 @@ GPT = (
     *("+recipe=gpt", "parallel=data_parallel", "parallel.mesh=null", "~parallel.strategies", "+parallel.strategies={}"),
     *("parallel.dataset_strategy=data_parallel", "world_size=8", "data.batch_size=8"),
 )
-TOLD = {
+DECISION = {
     **{"zero": 1, "stages": 1, "micro_batches": 1, "recompute": "none", "modules": None, "seconds": 0.002},
     **{"tried": 3, "pruned": 4, "over": 1, "refused": 0},
     "runner_up": {
@@ -19,19 +19,19 @@ TOLD = {
 
 
 def test_every_key_has_both_values():
-    assert decision_rows(TOLD) == [
+    assert decision_rows(DECISION) == [
         ("parallel.zero.stage", "1", "2"),
         ("parallel.pipeline.stages", "no pipeline", "2"),
         ("parallel.pipeline.micro_batches", "no pipeline", "4"),
         ("parallel.recompute", "none", "full in 2 layers, the first of every stage"),
         ("seconds per step", "2.00 ms", "2.10 ms, 5.00% more"),
     ]
-    assert decision_table(TOLD).endswith("3 choices evaluated, 4 pruned because their bounds are no better, 1 too "
+    assert decision_table(DECISION).endswith("3 choices evaluated, 4 pruned because their bounds are no better, 1 too "
                                          "large for the memory of a rank, 0 without a plan")  # fmt: skip
 
 
 def test_without_a_runner_up_there_is_only_what_was_chosen():
-    assert decision_rows(TOLD | {"runner_up": None})[-1] == ("seconds per step", "2.00 ms", "")
+    assert decision_rows(DECISION | {"runner_up": None})[-1] == ("seconds per step", "2.00 ms", "")
 
 
 def test_explain_and_the_report_show_it(start, capsys):
