@@ -127,6 +127,11 @@ class ShardedModule(nn.Module):
         """The stage of ZeRO."""
         return self.prepared.config.parallel.zero.known
 
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether DeepSpeed reduces the gradients."""
+        return self.zero in (1, 2) or (self.zero == 3 and self.prepared.config.zero_engine == "deepspeed")
+
     def begin(self) -> None:
         """The gradients have been used or forgotten; a new step begins."""
         self._backwards, self.reduced = 0, False
@@ -195,7 +200,7 @@ class ShardedModule(nn.Module):
             clip=clip,
             precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
             zero_options=lowering.deepspeed_options(config),
-            engine=config.parallel.zero.engine,
+            engine=config.zero_engine,
             cut=lowering.bucket_cut(config),
         )
         return ShardedOptimizer(self, self._updates)
@@ -260,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the slices of one rank.
 
     `step` first adds up the gradients of parameters that several ranks hold, so it is collective; afterwards gradients
-    are gone, as `zero_grad` leaves them. At ZeRO stages 1 to 3 DeepSpeed reduces during backward, of which a step has
+    are gone, as `zero_grad` leaves them. At ZeRO stages 1 to 3 they are reduced during backward, of which a step has
     one. Schedulers of torch take this object. `state_dict` is that of this rank.
 
     Attributes:
@@ -299,7 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {name: self._module.shown(name, gradient) for name, gradient in self._updates.gradients()}
 
     def _reduce(self) -> None:
-        if not self._module.zero and not self._module.reduced:
+        if not self._module.by_deepspeed and not self._module.reduced:
             self._updates.collect()
             self._updates.reduce()
         self._module.reduced = True

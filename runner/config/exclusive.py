@@ -94,6 +94,15 @@ RECOMPUTE, CUTS = "parallel.recompute.operators", "parallel.pipeline.cuts"
 COMPILE, ACTIVATIONS = "train.compile", "parallel.offload.activations.to"
 UNEVEN = ("parallel.batch_rows", "cluster.groups")
 EVALUATION = ("metric", "metrics", "every", "args", "batch_size")
+DEEPSPEED_ONLY = (
+    ("parallel.zero.options", GIVEN, "the options are DeepSpeed's", "drop them"),
+    (f"{OFFLOAD}.optimizer", none_of("none"), "it keeps states on the device", f"{OFFLOAD}.optimizer=none"),
+    (f"{OFFLOAD}.parameters", none_of("none"), "it keeps them on the device", f"{OFFLOAD}.parameters=none"),
+    (ACTIVATIONS, none_of("none"), "both decide what autograd saves", f"{ACTIVATIONS}=none"),
+    (COMPILE, ON, "a compiled module saves parameters where no hook sees them", f"{COMPILE}=false"),
+    (MODE, any_of("hybrid"), "which parameters a module's own code uses is not known", "another mode"),
+)
+"""What our own engine of ZeRO lacks: key, kind of values, why, what to do without it."""
 
 RULES: tuple[Rule, ...] = (
     # model and data
@@ -298,18 +307,16 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGES, GIVEN,
          "every stage has its own gradients, so there are no positions to cut at", "choose mode auto or size"),
     Rule("train.precision", any_of("fp64"), STAGE, any_of(1, 2), "DeepSpeed holds the master weights in fp32",
-         "choose train.precision=fp32. For fp64 use parallel.zero.stage=0, or 3 with parallel.zero.engine=native"),
+         "choose train.precision=fp32. For fp64 use parallel.zero.stage=0 or 3"),
     Rule("train.precision", any_of("fp64"), STAGE, any_of(3), "DeepSpeed holds the master weights in fp32",
-         "choose train.precision=fp32, or parallel.zero.engine=native", where=((ENGINE, any_of("deepspeed")),)),
-    *(Rule(ENGINE, any_of("native"), key, kind, why, f"choose {ENGINE}=deepspeed, or {remedy}")
-      for key, kind, why, remedy in (
-          (STAGE, none_of(3), "our own engine is for stage 3", f"{STAGE}=3"),
-          ("parallel.zero.options", GIVEN, "the options are DeepSpeed's", "drop them"),
-          (f"{OFFLOAD}.optimizer", none_of("none"), "it keeps states on the device", f"{OFFLOAD}.optimizer=none"),
-          (f"{OFFLOAD}.parameters", none_of("none"), "it keeps them on the device", f"{OFFLOAD}.parameters=none"),
-          (ACTIVATIONS, none_of("none"), "both decide what autograd saves", f"{ACTIVATIONS}=none"),
-          (COMPILE, ON, "a compiled module saves parameters where no hook sees them", f"{COMPILE}=false"),
-          (MODE, any_of("hybrid"), "which parameters a module's own code uses is not known", "another mode"))),
+         "choose train.precision=fp32, or parallel.zero.engine=auto", where=((ENGINE, any_of("deepspeed")),)),
+    *(Rule("train.precision", any_of("fp64"), key, kind, "stage 3 needs DeepSpeed for it, which holds the master "
+           "weights in fp32", f"choose train.precision=fp32, or {remedy}",
+           where=((ENGINE, any_of("auto")), (STAGE, any_of(3)))) for key, kind, _, remedy in DEEPSPEED_ONLY),
+    Rule(ENGINE, any_of("native"), STAGE, none_of(3), "our own engine is for stage 3",
+         f"choose {ENGINE}=auto, or {STAGE}=3"),
+    *(Rule(ENGINE, any_of("native"), key, kind, why, f"choose {ENGINE}=auto, or {remedy}")
+      for key, kind, why, remedy in DEEPSPEED_ONLY),
     Rule("train.precision", any_of("fp16"), STAGE, SHARDED, "the ranks of every stage of a pipeline would decide for "
          "themselves which steps overflow", "use parallel.zero.stage=0 or train.precision=bf16",
          where=((STAGES, NUMBER),)),
@@ -341,6 +348,12 @@ def check(config: BaseModel) -> None:
     for rule in RULES:
         if rule.breaks(config):
             raise refusal(rule.paragraph(config), rule.first, rule.second)
+
+
+def needs_deepspeed(config: BaseModel) -> str | None:
+    """The first key for which ZeRO stage 3 needs DeepSpeed, with its value; None if there is none."""
+    wanted = ((key, value) for key, kind, *_ in DEEPSPEED_ONLY if kind.holds(value := value_of(config, key)))
+    return next((f"{key}={shown(value)}" for key, value in wanted), None)
 
 
 def value_of(values: Any, path: str) -> Any:

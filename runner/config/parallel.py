@@ -285,8 +285,10 @@ class Zero(Section):
     stage: Literal["auto"] | Annotated[int, Field(strict=True, ge=0, le=3)] = setting(
         0, "0, 1, 2, 3, or auto: jointly optimised with all that is auto, the fastest that fits into memory"
     )
-    engine: Literal["deepspeed", "native"] = setting(
-        "deepspeed", "deepspeed, or at stage 3 also native: our own gathers and reduce-scatters, in any precision"
+    engine: Literal["auto", "deepspeed", "native"] = setting(
+        "auto",
+        "native: our own gathers and reduce-scatters, at stage 3, in any precision; deepspeed; auto: native at stage 3 "
+        "where nothing else in the config needs DeepSpeed",
     )
     options: Arguments = setting({}, "Options passed to DeepSpeed's zero_optimization")
 

@@ -465,6 +465,13 @@ class Config(Section):
         """Micro-batches of one optimizer step: those of accumulation, each cut into those of the pipeline."""
         return self.train.accumulate * self.parallel.pipeline.parts
 
+    @property
+    def zero_engine(self) -> Literal["deepspeed", "native"]:
+        """The engine of ZeRO stage 3."""
+        if self.parallel.zero.engine != "auto":
+            return self.parallel.zero.engine
+        return "native" if exclusive.needs_deepspeed(self) is None else "deepspeed"
+
     @model_validator(mode="after")
     def _devices_agree(self) -> Config:
         if self.parallel.mode == "stand_alone" and self.world_size not in (None, 1):

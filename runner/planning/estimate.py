@@ -76,7 +76,7 @@ def settings_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerS
         lowering.deepspeed_options(config).get("reduce_bucket_size"),
         offload_of(config, None),
         device,
-        config.parallel.zero.engine,
+        config.zero_engine,
     )
 
 

@@ -62,6 +62,7 @@ def request_of(config: Config, world_size: int) -> Request:
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
         zero_stage=parallel.zero.known,
+        zero_engine=config.zero_engine,
         optimizer_state_factor=need.kept / MASTER,
         optimizer_bytes=need.moved,
         overlap_gradients=lowering.overlaps_backward(config) and not parallel.pipeline.known,

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.config.exclusive import needs_deepspeed
+from runner.config.schema import Config
 from runner.planning.clusters import DESCRIBING
 from runner.planning.joint import choice_of
 from runner.planning.prepare import Prepared
@@ -61,6 +63,8 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             lines.append(f"plan: no sharding rule for {', '.join(unruled)}: replicated on every rank")
         if plan.search.get("decided") is not None:
             lines.append(_decided(plan.search["decided"]))
+    if config.parallel.zero.known == 3:
+        lines.append(zero_line(config))
     if prepared.stages and plan is not None:
         counts = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
         pipeline = config.parallel.pipeline
@@ -70,6 +74,16 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             f"{pipeline.schedule} over {pipeline.parts} micro-batches"
         )
     return "\n".join(lines)
+
+
+def zero_line(config: Config) -> str:
+    """The engine of stage 3, and why it was chosen."""
+    engine, reason = config.zero_engine, needs_deepspeed(config)
+    if config.parallel.zero.engine != "auto":
+        why = f"as parallel.zero.engine={engine} says"
+    else:
+        why = "the faster one" if reason is None else f"which {reason} needs"
+    return f"zero: stage 3 by {'our own engine' if engine == 'native' else 'DeepSpeed'}, {why}"
 
 
 def source(search: Content) -> str:

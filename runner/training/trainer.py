@@ -97,7 +97,7 @@ def updates_of(prepared: Prepared, execution: Execution, offload: Offload) -> Up
         evaluation=evaluation if len(evaluation) else None,
         short=None if execution.short is None else execution.short.module,
         zero_options=lowering.deepspeed_options(config),
-        engine=config.parallel.zero.engine,
+        engine=config.zero_engine,
         cut=lowering.bucket_cut(config),
         overlap=lowering.overlaps_backward(config) and execution.runner is None,
         offload=offload,

@@ -84,6 +84,7 @@ class Request:
     Attributes:
         strategies: by path (globs per segment), later entries before earlier ones, exact paths before globs.
         zero_stage: 0 to 3.
+        zero_engine: of stage 3.
         optimizer_state_factor: optimizer states per parameter element.
         optimizer_bytes: bytes that the optimizer step reads and writes per parameter element.
         overlap_gradients: backward hides the gradient reduction as far as the machine can.
@@ -103,6 +104,7 @@ class Request:
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
     recompute: RecomputeRequest | None = None
     zero_stage: int = 0
+    zero_engine: Literal["deepspeed", "native"] = "deepspeed"
     optimizer_state_factor: float = 2.0
     optimizer_bytes: float = 28.0
     overlap_gradients: bool = True

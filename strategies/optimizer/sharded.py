@@ -197,7 +197,7 @@ class ShardedUpdates(OwnUpdates):
         self._next -= 1
 
     def collect(self) -> None:
-        raise AssertionError("the stages of a pipeline have no stage 3")
+        self.finish()
 
     def reduce(self) -> None:
         parts = [sums.part for sums in self._sums if sums.part is not None]

@@ -85,7 +85,7 @@ def sharded_buckets(
     sources = {source.name: source for source in parameters(program)}
     elements = {name: local_elements(program, source) for name, source in sources.items()}
     size = {name: elements[name] * source.spec.item_bytes for name, source in sources.items()}
-    limit = min(max(sum(size.values()) // PARTS, SMALLEST), LARGEST) if limit is None else limit
+    limit = usual_limit(sum(size.values())) if limit is None else limit
     group_of = {name: number for number, names in enumerate(groups) for name in names}
     found = []
     for names in _neighbours(program, list(sources), size, limit):
@@ -102,6 +102,11 @@ def sharded_buckets(
             part = -(-position // (ranks * ALIGNED)) * ALIGNED
             found.append(ShardedBucket(axes, ranks, dtype, tuple(members), part))
     return tuple(found)
+
+
+def usual_limit(size: int) -> int:
+    """Bytes of a bucket at most, of parameters of `size` bytes."""
+    return min(max(size // PARTS, SMALLEST), LARGEST)
 
 
 def calls(

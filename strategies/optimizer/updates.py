@@ -118,8 +118,9 @@ class Updates(ABC):
 
     @abstractmethod
     def collect(self) -> None:
-        """In a pipeline, in place of `backward`: an input-gradient, weight-gradient or backward pass of a stage has
-        added its gradients, divided by the number of micro-batches, to `grad` of the parameters."""
+        """In place of `backward`, where another has called it: a pass of a pipeline stage (input-gradient,
+        weight-gradient or backward) or of the user's loop has added its gradients, divided by the number of
+        micro-batches, to `grad` of the parameters."""
 
     @abstractmethod
     def reduce(self) -> None:

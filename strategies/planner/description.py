@@ -66,6 +66,7 @@ def describe(
             for source in graph.of_kind("parameter")
         },
         "cost": step_cost(*(in_step or (graph, plan)), program, cluster, settings).to_json(),
+        "zero": _zero(settings),
         "communication": sent,
         "memory": memory(traced, settings).to_json(),
         "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, settings),
@@ -121,6 +122,13 @@ def operator_entry(
             for one, copy in redistributions
         ],
     }
+
+
+def _zero(settings: OptimizerSettings) -> dict[str, Any] | None:
+    """Stage and engine of ZeRO."""
+    if not settings.stage:
+        return None
+    return {"stage": settings.stage, "engine": "native" if settings.native else "deepspeed"}
 
 
 def model_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
@@ -221,6 +229,7 @@ def describe_stages(
             for operator in one["operators"]
         ],
         "parameters": parameters,
+        "zero": _zero(settings),
         "cost": cost,
         "communication": {kind: max(own.get(kind, 0) for own in sent) for own in sent for kind in own},
         "memory": max(memories, key=lambda one: one["peak"]),

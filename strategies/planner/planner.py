@@ -95,6 +95,7 @@ class Planning:
         request = self.request
         return replace(
             bare,
+            engine=request.zero_engine,
             optimizer_state_factor=request.optimizer_state_factor,
             optimizer_bytes=request.optimizer_bytes,
             overlaps=request.overlap_gradients,

@@ -21,11 +21,13 @@ from strategies.core.program import Instruction, Redistribute
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, path_seconds
-from strategies.cost.step import MASTER, ZERO_COPIES
+from strategies.cost.step import MASTER, engine_work
 from strategies.lowering.lowering import local_instructions
 from strategies.memory.estimate import saved
 from strategies.memory.parts import in_words
 from strategies.optimizer.buckets import BUCKET_BYTES
+from strategies.optimizer.sharding import usual_limit
+from strategies.optimizer.updates import Engine
 from strategies.rules.sharding import Assignment, Sharding
 
 T = TypeVar("T")
@@ -70,6 +72,7 @@ class Problem:
         optimizer_bytes: read and written per parameter element; at least the weight, its gradient, and two states
             there and back.
         overlaps: whether gradients are reduced during backward.
+        engine: of ZeRO stage 3.
         relaxation: costs of a lower bound instead of those of a plan.
     """
 
@@ -85,6 +88,7 @@ class Problem:
     micro_batches: int = 1
     optimizer_bytes: float = 28.0
     overlaps: bool = True
+    engine: Engine = "deepspeed"
     relaxation: Relaxation | None = None
     cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -245,16 +249,18 @@ class NodeCost:
         elements, width = layout.local_elements(spec.shape, mesh), max(spec.item_bytes, MASTER)
         work = elements * width / MASTER * problem.optimizer_bytes / cluster.memory_bandwidth / problem.micro_batches
         axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
-        ranks = mesh.product(axes)
+        ranks, native = mesh.product(axes), problem.stage == 3 and problem.engine == "native"
         if problem.stage:
-            work = work / ranks + elements * width * ZERO_COPIES / cluster.memory_bandwidth
+            copies = engine_work(problem.stage, problem.engine).copies
+            work = work / ranks + elements * width * copies / cluster.memory_bandwidth
         if ranks == 1:
             return work
 
         def seconds(kind: str, item_bytes: int) -> float:
-            """ZeRO sends all at once, but for what stage 3 gathers unit by unit."""
+            """ZeRO sends all at once, but for what stage 3 gathers unit by unit, and our own by buckets."""
             at_once = problem.stage and (problem.stage < 3 or kind == REDUCE_SCATTER)
             call = self.gradient_bytes if at_once else self.bucket
+            call = usual_limit(self.gradient_bytes) if native else call
             call = call if relaxation is None else self.largest_call
             sent = call * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
             return collective_seconds(kind, sent, axes, mesh, cluster) * elements * item_bytes / call
@@ -264,8 +270,9 @@ class NodeCost:
             exposed = 1 - hidden if relaxation is None else relaxation.reduction
             return work + exposed * seconds(ALL_REDUCE, width) / problem.micro_batches
         if problem.stage == 3:
-            gathers = 2 if relaxation is None else 1  # what stays until backward is not gathered again
-            return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + seconds(REDUCE_SCATTER, MASTER)
+            kept = usual_limit(self.gradient_bytes) / self.gradient_bytes if native else 0.0  # our own last bucket
+            gathers = 2 - min(kept, 1.0) if relaxation is None else 1  # what stays until backward is not gathered again
+            return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + seconds(REDUCE_SCATTER, width)
         reduced = seconds(ALL_REDUCE, MASTER) / (problem.micro_batches if problem.stage == 1 else 1)
         return work + reduced + seconds(ALL_GATHER, spec.item_bytes) / problem.micro_batches
 

@@ -53,6 +53,8 @@ FEATURES: dict[str, Feature] = {
     "ZeRO-1": _set("parallel.zero.stage", 1),
     "ZeRO-2": _set("parallel.zero.stage", 2),
     "ZeRO-3": _set("parallel.zero.stage", 3),
+    "native": Feature("parallel.zero.stage", ("parallel.zero.stage=3", "parallel.zero.engine=native")),
+    "DeepSpeed": Feature("parallel.zero.stage", ("parallel.zero.stage=3", "parallel.zero.engine=deepspeed")),
     "states on the host": _set("parallel.offload.optimizer", "host", "parallel.zero.stage=1"),
     "states on a disk": _set("parallel.offload.optimizer", "disk", "parallel.zero.stage=3"),
     "parameters on the host": _set("parallel.offload.parameters", "host", "parallel.zero.stage=3"),

@@ -55,6 +55,7 @@ ACCUMULATE = "train.accumulate=2"
 STATES, ACTIVATIONS = "parallel.offload.optimizer=host", "parallel.offload.activations.to=host"
 HOST = "parallel.place={tokens: host}"
 ZERO = {stage: f"parallel.zero.stage={stage}" for stage in (1, 2, 3)}
+DEEPSPEED = (ZERO[3], "parallel.zero.engine=deepspeed")
 FP64, BF16 = "train.precision=fp64", "train.precision=bf16"
 FP16, AUTOCAST = "train.precision=fp16", "train.precision=bf16_autocast"
 COPIES, LARGE = "parallel.copies=2", "data.batch_size=32"
@@ -76,6 +77,11 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "2-d, embedding on the host, ZeRO-1": (*TWO_BY_TWO, HOST, ZERO[1]),
     "2-d, bf16, ZeRO-1": (*TWO_BY_TWO, BF16, ZERO[1]),
     "2-d, recompute, bf16, ZeRO-3": (*TWO_BY_TWO, FULL, BF16, ZERO[3]),
+    "2-d, recompute, bf16, ZeRO-3 of DeepSpeed, accumulation": (*TWO_BY_TWO, FULL, BF16, *DEEPSPEED, ACCUMULATE),
+    "2-d, copies, recompute, embedding on the host, ZeRO-3, accumulation, fp64": (
+        *(*TWO_BY_TWO, COPIES, FULL, HOST, ZERO[3], ACCUMULATE, FP64, LARGE),
+    ),
+    "data parallel, selective recompute, ZeRO-3, fp16, accumulation": (*DATA, SELECTIVE, ZERO[3], FP16, ACCUMULATE),
     "data parallel, recompute, ZeRO-3, states on the host": (*DATA, FULL, ZERO[3], STATES),
     "data parallel, activations on the host, ZeRO-3, bf16": (*DATA, ACTIVATIONS, ZERO[3], BF16),
     "pipeline, tensor parallel, fp64": (*TENSOR, *PIPELINE, FP64),
@@ -136,6 +142,7 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     ),
     "ring, tensor parallel, recompute, fp64": (*HEADS, FULL, FP64),
     "ring, tensor parallel, selective recompute, ZeRO-3": (*HEADS, SELECTIVE, ZERO[3]),
+    "ring, tensor parallel, sliced recompute, ZeRO-3, fp64": (*HEADS, *SLICED, ZERO[3], FP64),
     "ring, tensor parallel, sliced recompute, bf16, ZeRO-1": (*HEADS, *SLICED, BF16, ZERO[1]),
     "ring, zero bubble, fp64": (*SEQUENCE, *BUBBLE, FP64),
     "ring, data parallel, copies, activations on the host, ZeRO-2, accumulation": (

@@ -26,7 +26,8 @@ from runner.planning.prepare import prepare
 SCHEDULES = ("1f1b", "interleaved", "zero bubble", "gpipe")
 RECOMPUTE = ("recompute full", "recompute selective", "recompute auto", "sliced inputs")
 STAGE_3 = ("states on a disk", "parameters on the host", "parameters on a disk")
-ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states on the host", *STAGE_3)
+ENGINES = ("ZeRO-3", "native", "DeepSpeed")
+ZERO = ("ZeRO-1", "ZeRO-2", *ENGINES, "states on the host", *STAGE_3)
 ACTIVATIONS = ("activations on the host", "activations on a disk")
 AS_IT_IS = ("stand_alone", "hybrid")
 """Modes that run the user's module."""
@@ -38,16 +39,24 @@ STAGES, STAGE, COMPILE, MODE = (
     "train.compile",
     "parallel.mode",
 )
+ENGINE = "parallel.zero.engine"
 
 REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = (
-    (SCHEDULES, ("ZeRO-2", "ZeRO-3", *STAGE_3), (STAGES, STAGE)),
+    (SCHEDULES, ("ZeRO-2", *ENGINES, *STAGE_3), (STAGES, STAGE)),
     (SCHEDULES, AS_IT_IS, (STAGES, MODE)),
     (("zero bubble",), ("compile",), (COMPILE, "parallel.pipeline.schedule")),
     (RECOMPUTE, ("compile",), (COMPILE, "parallel.recompute.operators")),
     (RECOMPUTE, AS_IT_IS, ("parallel.recompute.operators", MODE)),
     (("ZeRO-1", "ZeRO-2"), ("states on a disk",), (STAGE, "parallel.offload.optimizer")),
     (("ZeRO-1", "ZeRO-2"), STAGE_3[1:], (STAGE, "parallel.offload.parameters")),
-    (ZERO, ("fp64",), (STAGE, "train.precision")),
+    (("ZeRO-1", "ZeRO-2", "DeepSpeed", "states on the host"), ("fp64",), (STAGE, "train.precision")),
+    (STAGE_3[:1], ("fp64",), ("parallel.offload.optimizer", "train.precision")),
+    (STAGE_3[1:], ("fp64",), ("parallel.offload.parameters", "train.precision")),
+    (("native",), ("states on the host", "states on a disk"), (ENGINE, "parallel.offload.optimizer")),
+    (("native",), STAGE_3[1:], (ENGINE, "parallel.offload.parameters")),
+    (("native",), ACTIVATIONS, (ENGINE, "parallel.offload.activations.to")),
+    (("native",), ("compile",), (ENGINE, COMPILE)),
+    (("native",), ("hybrid",), (ENGINE, MODE)),
     (ZERO, ("stand_alone",), (STAGE, MODE)),
     (ACTIVATIONS, ("compile",), (COMPILE, "parallel.offload.activations.to")),
     (("ring",), ("compile",), (COMPILE, "parallel.context_parallel")),

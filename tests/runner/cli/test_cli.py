@@ -90,7 +90,7 @@ BAD = [
     ([CUBE, "parallel.layouts.cube.axes=[a,a,b]"], "must name each of the 3 axes"),
     (
         ["+recipe=zero", "train.precision=fp64"],
-        "For fp64 use parallel.zero.stage=0, or 3 with parallel.zero.engine=native",
+        "For fp64 use parallel.zero.stage=0 or 3",
     ),
     (["+recipe=zero", "parallel.zero.stage=4"], "must be at most 3"),
     (

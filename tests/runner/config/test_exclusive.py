@@ -6,7 +6,7 @@ import pytest
 from composing import compose_config
 
 from runner.config import exclusive, keys
-from runner.config.exclusive import GIVEN, RULES, SOURCES, UNSET, Rule
+from runner.config.exclusive import DEEPSPEED_ONLY, GIVEN, RULES, SOURCES, UNSET, Rule
 from runner.errors import ConfigError
 
 OPEN = tuple(keys.open_mappings())
@@ -43,6 +43,28 @@ def test_a_config_that_breaks_a_rule_is_refused_with_both_keys(pair):
     with pytest.raises(ConfigError) as caught:
         compose_config("model.target=a.B", "data.target=a.C", "train.steps=1", *BREAKING[pair])
     assert caught.value.code == "MW205" and all(f"{key} = " in str(caught.value) for key in pair)
+
+
+NEEDING = (
+    "parallel.zero.options={overlap_comm: true}",
+    "parallel.offload.optimizer=host",
+    "parallel.offload.parameters=host",
+    "parallel.offload.activations.to=host",
+    "train.compile=true",
+    "parallel.mode=hybrid",
+)
+
+
+def test_stage_3_is_our_own_unless_something_needs_deepspeed():
+    """Those are all keys that our own refuses, and the reason is the key."""
+    stage_3 = ("+recipe=zero", "parallel.zero.stage=3")
+    assert compose_config(*stage_3).zero_engine == "native"
+    assert compose_config(*stage_3, "parallel.zero.engine=deepspeed").zero_engine == "deepspeed"
+    for word, (key, *_) in zip(NEEDING, DEEPSPEED_ONLY, strict=True):
+        config = compose_config(*stage_3, word)
+        assert config.zero_engine == "deepspeed" and (exclusive.needs_deepspeed(config) or "").startswith(f"{key}=")
+        with pytest.raises(ConfigError, match=r"parallel\.zero\.engine = 'native' does not go with"):
+            compose_config(*stage_3, word, "parallel.zero.engine=native")
 
 
 def test_values_are_found_in_configs_and_in_mappings():

@@ -17,6 +17,10 @@ QUICK = ("quickstart", "ffn_auto", "gpt", "gpt_pipeline", "moe", "zero")
 VARIANTS = [
     *(pytest.param(name, (), marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES),
     ("gpt", ("parallel.zero.stage=3", "train.accumulate=2")),
+    pytest.param("gpt", ("parallel.zero={stage: 3, engine: deepspeed}", "train.accumulate=2"), marks=pytest.mark.slow),
+    pytest.param(
+        "gpt", ("parallel.mode=auto", "parallel.search=dynamic_programming", "parallel.zero=3"), marks=pytest.mark.slow
+    ),
     ("gpt", ("parallel.mode=auto", "parallel.search=dynamic_programming", "parallel.recompute=selective")),
     pytest.param("moe", ("parallel.mode=auto", "parallel.search=dynamic_programming"), marks=pytest.mark.slow),
     pytest.param("vit", ("parallel.search=recursive_programming",), marks=pytest.mark.slow),

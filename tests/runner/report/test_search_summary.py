@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from runner.report.text import mesh_line, propagation_line, search_lines
+from runner.report.text import mesh_line, propagation_line, search_lines, zero_line
+from tests.runner.composing import compose_config
 
 MESH = {"mesh": [2, 4], "seconds": 2.0}
 
@@ -25,6 +26,15 @@ def test_what_propagation_followed():
     assert taken == "propagation: 1 s per step, re-optimised by cost; the propagated plan takes 3 s"
     assert propagation_line({"propagation": prices | {"cheapest": 3.0}}) is None and propagation_line({}) is None
     assert search_lines({"propagation": prices}) == [kept] and search_lines({}) == []
+
+
+def test_the_engine_of_stage_3_and_why_it_runs():
+    words = ("+recipe=zero", "parallel.zero.stage=3")
+    assert zero_line(compose_config(*words)) == "zero: stage 3 by our own engine, the faster one"
+    needing = zero_line(compose_config(*words, "parallel.offload.optimizer=host"))
+    assert needing == "zero: stage 3 by DeepSpeed, which parallel.offload.optimizer='host' needs"
+    given = zero_line(compose_config(*words, "parallel.zero.engine=deepspeed"))
+    assert given == "zero: stage 3 by DeepSpeed, as parallel.zero.engine=deepspeed says"
 
 
 def test_command_and_report_say_the_same(start, capsys):

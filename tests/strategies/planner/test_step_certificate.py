@@ -33,6 +33,7 @@ LINK = Link(1e8, 2e-5, 1e-5)
 MACHINE = Cluster("small", (Level("device", 8, LINK),), {"float32": 1e9}, 2**30, 4e9, 1e-6, overlap=0.9)
 """A call takes as long as some thousand elements, and nine tenths of it can overlap."""
 MACHINES = {share: replace(MACHINE, overlap=share) for share in (0.25, 0.9)}
+NATIVE = OptimizerSettings(3, accumulate=2, engine="native")
 JOINED = dict.fromkeys(KINDS, LARGEST)
 
 
@@ -96,7 +97,8 @@ def plans(made: Problem) -> Iterator[Plan]:
 
 
 def check(made: Problem, machine: Cluster, updating: OptimizerSettings, scalar: bool) -> float:
-    made = replace(made, stage=updating.stage, micro_batches=updating.accumulate, overlaps=updating.overlap)
+    zero = {"stage": updating.stage, "engine": updating.engine}
+    made = replace(made, micro_batches=updating.accumulate, overlaps=updating.overlap, **zero)
     known = savings(made.graph, machine, updating, made.mesh.size)
     bound = max(bound for bound, _ in step_bounds(made, machine, (), known))
     least = min(seconds_of(made.graph, merged(plan), machine, updating, scalar) for plan in plans(made))
@@ -107,7 +109,9 @@ def check(made: Problem, machine: Cluster, updating: OptimizerSettings, scalar: 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", MACHINES)
 @pytest.mark.parametrize(
-    "updating", [OptimizerSettings(overlap=True), OptimizerSettings(1, accumulate=2), OptimizerSettings(3)], ids=str
+    "updating",
+    [OptimizerSettings(overlap=True), OptimizerSettings(1, accumulate=2), OptimizerSettings(3), NATIVE],
+    ids=str,
 )
 def test_no_plan_of_a_small_graph_is_below_a_bound(share: float, updating: OptimizerSettings) -> None:
     for net, width in ((Branches, 8), (Chain, 16)):

@@ -18,6 +18,7 @@ from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
 from strategies.optimizer.bytes_per_element import needed
 from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.updates import Engine
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from strategies.search.problem import NodeCost, Problem
@@ -83,16 +84,16 @@ def test_a_parameter_that_is_cut_is_only_updated(problem: Problem, stage: int) -
     assert updated + copied < seconds(problem, stage, MICRO_BATCHES)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_equals_the_cost_of_a_step_of_the_plan(problem: Problem, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "engine"), [*((stage, "deepspeed") for stage in range(4)), (3, "native")])
+def test_it_equals_the_cost_of_a_step_of_the_plan(problem: Problem, stage: int, engine: Engine) -> None:
     """Search and step estimate updates equally: with the bytes that the optimizer moves, and exposed gradient
     reductions where they follow backward."""
     for optimizer, overlaps in product((torch.optim.AdamW, torch.optim.SGD), (True, False)):
         need = needed(optimizer, torch.float32)
-        changed = replace(problem, stage=stage, optimizer_bytes=need.moved, overlaps=overlaps)
+        changed = replace(problem, stage=stage, engine=engine, optimizer_bytes=need.moved, overlaps=overlaps)
         replicated = {one.name: Layout.replicated(len(one.spec.shape)) for one in changed.graph.sources}
         plan = replace(make_plan(changed.graph, Request("data_parallel", 8)), tensors=replicated)
-        settings = OptimizerSettings(stage, optimizer, overlap=overlaps)
+        settings = OptimizerSettings(stage, optimizer, overlap=overlaps, engine=engine)
         program = lower(changed.graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
         cost = step_cost(changed.graph, plan, program, NODES, settings)
         axes = frozenset(plan.mesh.names) if stage == 0 else frozenset()
