@@ -20,10 +20,11 @@ from runner.config.load import validated
 from runner.config.origins import Origins
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError
-from runner.export import autoparallel_placements, tensor_parallel
+from runner.export import autoparallel_placements
 from strategies.core.graph import OperatorGraph, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.planner import module_styles
 from strategies.planner.declared_layouts import Declared, declared_plan
 
 AXIS = "tp"
@@ -74,7 +75,7 @@ def from_tp_plan(
     given = tp_plan
 
     def layouts(graph: OperatorGraph) -> Declared:
-        return tensor_parallel.declared(
+        return module_styles.declared(
             given, graph, Mesh(tuple(axes.items())), (AXIS,), [name for name, _ in module.named_modules()]
         )
 

@@ -17,12 +17,12 @@ from typing import Any
 from torch.distributed.tensor import Placement
 
 from runner.errors import ConfigError
-from runner.export.changes import operand_layouts
 from runner.export.torch_program import placed, replicas
 from runner.planning.prepare import Prepared
 from strategies.core.graph import Operator, OperatorGraph, Source
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
+from strategies.planner.declared_layouts import operand_layouts
 from strategies.rules import rule_of
 
 ONE = re.compile(r"R|_?S\((\d+)(?:, *\d+)?\)|P(?:\(\w+\))?")

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from runner.export.changes import operand_layouts
 from strategies.core.graph import Operator, OperatorGraph, Ref, modules_around
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
+from strategies.planner.declared_layouts import operand_layouts
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.graph import Operator, OperatorGraph, TensorSpec
+from strategies.core.graph import TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import path_seconds
+from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
-from strategies.rules import rule_of
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ def sent(kind: str, name: str, planned: Layout, exported: Layout, spec: TensorSp
     path = resharding_path(planned, exported, spec.shape, mesh)
     size = int(sum(step.busiest(mesh) for step in path) * spec.item_bytes)
     return Change(kind, name, str(planned), str(exported), size, path_seconds(path, spec.item_bytes, mesh, at))
-
-
-def operand_layouts(operator: Operator, graph: OperatorGraph, plan: Plan) -> tuple[Layout, ...]:
-    """The layouts in which an operator takes its operands."""
-    return tuple(rule_of(operator, graph).operand_layouts(plan.operators[operator.name].assignment))
 
 
 def of_optimizer(prepared: Prepared, stages: Collection[int]) -> Iterator[Change]:

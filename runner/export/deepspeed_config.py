@@ -10,12 +10,12 @@ import json
 import re
 from typing import Any
 
-from runner.export.changes import Change, between, of_optimizer
-from runner.export.tensor_parallel import axes_of, declared, tp_plan_of
+from runner.export.changes import Change, of_optimizer
+from runner.export.tensor_parallel import of_styles
 from runner.planning.prepare import Prepared
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.planner.declared_layouts import declared_plan
+from strategies.planner.module_styles import AUTOTP, axes_of, tp_plan_of
 
 SPECS: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
@@ -28,11 +28,8 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def changes(prepared: Prepared) -> list[Change]:
-    """What DeepSpeed lays out otherwise: where the plan that its rules declare differs."""
-    graph, plan = prepared.graph, prepared.plan
-    assert graph is not None and plan is not None
-    again = declared_plan(graph, declared(_styles(graph, plan), graph, plan.mesh, axes_of(plan)))
-    return [*between(prepared, again), *of_optimizer(prepared, {0, 1, 2, 3})]
+    """What DeepSpeed lays out otherwise."""
+    return [*of_styles(prepared, AUTOTP), *of_optimizer(prepared, {0, 1, 2, 3})]
 
 
 def config(prepared: Prepared, title: str) -> str:
@@ -54,15 +51,10 @@ def config(prepared: Prepared, title: str) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _styles(graph: OperatorGraph, plan: Plan) -> dict[str, str]:
-    """The style of every module, `replicate` where DeepSpeed has no word for it."""
-    return {key: style if style in SPECS else "replicate" for key, style in tp_plan_of(graph, plan).items()}
-
-
 def _specs(graph: OperatorGraph, plan: Plan) -> list[dict[str, Any]]:
     """AutoTP's rules: the patterns of all modules of one style share a rule."""
     patterns: dict[str, list[str]] = {}
-    for key, style in _styles(graph, plan).items():
+    for key, style in tp_plan_of(graph, plan, AUTOTP, axes_of(plan)).items():
         name = r"\d+".join(map(re.escape, key.split("*")))
         patterns.setdefault(style, []).append(rf"{name}\.weight$")
     return [{"patterns": names, **SPECS[style]} for style, names in patterns.items()]

@@ -1,257 +1,44 @@
-"""Plans by module: the tensor-parallel plans of transformers, {glob of modules: name of a style}, and of torch,
-{module: ParallelStyle}. Read, they declare layouts; a plan is written as those of transformers.
+"""A plan as the `DistributedConfig` of transformers: a style for every module that holds parameters.
 
-A style slices a module's parameters over one mesh axis and says how the module takes its input and hands on its result.
-Source: transformers.distributed.tensor_parallel, torch.distributed.tensor.parallel.
+Source: transformers.distributed.configuration_utils.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Collection, Iterator
+from typing import Any
 
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
-
-from runner.errors import ConfigError, allowed
-from runner.export.changes import Change, between, of_optimizer, operand_layouts
+from runner.export.changes import Change, between, of_optimizer, sent
+from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.addressing import segments_match
-from strategies.core.errors import closest
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, modules_around
 from strategies.core.layout import Layout
-from strategies.core.mesh import Mesh
-from strategies.core.plan import Plan
-from strategies.planner.declared_layouts import Declared, declared_plan
-from strategies.rules import rule_of
-
-NUMBER = re.compile(r"\.\d+(\.|$)")
-"""The names in which transformers sees a layer's number."""
-Dim = int | None
-"""The dim that the axis slices, counted from the end where negative; None: replicated."""
-Kept = Literal["kept"]
-"""As it comes."""
-
-
-@dataclass(frozen=True)
-class Style:
-    """Dims that the axis slices.
-
-    Attributes:
-        weight: of every parameter but the bias.
-        bias: of the bias.
-        received, returned: of the module's input and result.
-    """
-
-    weight: Dim = None
-    bias: Dim = None
-    received: Dim | Kept = "kept"
-    returned: Dim | Kept = "kept"
-
-
-COLWISE, ROWWISE = Style(-2, -1, None, -1), Style(-1, None, -1, None)
-GATHERED = Style(-2, -1, None, None)
-STYLES = {
-    "colwise": COLWISE,
-    "colwise_gather_output": GATHERED,
-    "colwise_rep": GATHERED,
-    "rowwise": ROWWISE,
-    "rowwise_split_input": ROWWISE,
-    "rowwise_rep": ROWWISE,
-    "embedding_rowwise": Style(0, None, None, None),
-    "embedding_colwise": Style(1, None, None, None),
-    "sequence_parallel": Style(received=1, returned=1),
-    "moe_tp_experts": Style(received=None, returned=None),
-    "all_reduce": Style(returned=None),
-    "replicate": Style(),
-    "replicated_with_grad_allreduce": Style(),
-    "local_params": Style(),
-}
-"""By the names of transformers."""
-
-
-def declared(
-    tp_plan: Mapping[str, Any],
-    graph: OperatorGraph,
-    mesh: Mesh,
-    axes: Sequence[str],
-    names: Collection[str] = (),
-) -> Declared:
-    """The layouts that a plan by module declares. The other axes of the mesh slice the rows of a batch.
-
-    Args:
-        tp_plan: of globs of modules or parameters (`*` stands for one name between dots): names of styles of
-            transformers, or styles of torch; None leaves a module as it is.
-        graph: of a training step.
-        mesh: of all ranks.
-        axes: that slice modules, together.
-        names: further modules of the model, which compute nothing.
-
-    Raises:
-        ConfigError: a style that has no layout here, or a key that matches nothing.
-    """
-    parameters = {name: source for source in graph.of_kind("parameter") for name in (source.name, *source.aliases)}
-    modules = {path for operator in graph.operators for path in modules_around(tuple(operator.module.split(".")))}
-    modules |= {name.rpartition(".")[0] for name in parameters} | {*names}
-    tables = {operator.module for operator in graph.operators if operator.op == "embedding"}
-    tensors: dict[str, Layout] = {}
-    received, returned = {}, {}
-    for key, given in tp_plan.items():
-        matched = [name for name in (*sorted(modules), *parameters) if segments_match(key, name)]
-        if not matched:
-            known = sorted({glob_of(name) for name in (*modules, *parameters)})
-            raise ConfigError("MW881", f"tp_plan: {key!r} matches no module or parameter.{closest(key, known)}")
-        for name in matched:
-            style = _style(given, key, name in tables)
-            owned = [name] if name in parameters else [one for one in parameters if one.rpartition(".")[0] == name]
-            for full in owned:
-                dim = style.bias if full.endswith("bias") else style.weight
-                source = parameters[full]
-                if source.name not in tensors or full == name:  # its own entry comes before that of its module
-                    tensors[source.name] = _sliced(len(source.spec.shape), dim, axes)
-            if name in modules and style.received != "kept":
-                received[name] = dict.fromkeys(axes, style.received)
-            if name in modules and style.returned != "kept":
-                returned[name] = dict.fromkeys(axes, style.returned)
-    rows = mesh.others(axes)
-    inputs = {
-        source.name: Layout(((rows,) + ((),) * len(source.spec.shape))[: len(source.spec.shape)])
-        for source in graph.of_kind("input")
-    }
-    return Declared(mesh, inputs, tensors, received, returned)
-
-
-def glob_of(name: str) -> str:
-    """A name with a star for every number between dots."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def _sliced(rank: int, dim: Dim, axes: Sequence[str]) -> Layout:
-    """The layout of a parameter; transformers slices vectors for a style that slices rows of a matrix, too."""
-    if dim is None or rank == 0:
-        return Layout.replicated(rank)
-    sliced = max(0, rank + dim) if dim < 0 else dim
-    return Layout(tuple(tuple(axes) if place == sliced else () for place in range(rank)))
-
-
-def _style(given: Any, key: str, table: bool) -> Style:
-    """Raises ConfigError for a style that has no layout here."""
-    if given is None:
-        return Style()
-    if isinstance(given, str) and given in STYLES:
-        return STYLES[given]
-    if isinstance(given, ColwiseParallel):
-        first = Style(1, None, None) if table else COLWISE
-        return replace(first, returned=_dim(given.output_layouts, key))
-    if isinstance(given, RowwiseParallel):
-        first = Style(0, None, None) if table else ROWWISE
-        return replace(first, returned=_dim(given.output_layouts, key))
-    if isinstance(given, SequenceParallel):
-        return Style(received=_dim(given.sequence_sharding, key), returned=_dim(given.sequence_sharding, key))
-    if isinstance(given, PrepareModuleInputOutput):
-        first, last = (_style(one, key, table) for one in (given.prepare_module_input, given.prepare_module_output))
-        return Style(received=first.received, returned=last.returned)
-    if isinstance(given, PrepareModuleInput):
-        return Style(received=_dim(given.desired_input_layouts, key))
-    if isinstance(given, PrepareModuleOutput):
-        return Style(returned=_dim(given.desired_output_layouts, key))
-    shown = repr(given) if isinstance(given, str) else type(given).__name__
-    raise ConfigError(
-        "MW880",
-        f"tp_plan: {key!r} has the style {shown}, which has no layout here (packed weights are sliced in stripes, and "
-        f"styles of expert parallelism move tokens by themselves).{allowed(str(given), STYLES)} Or a style of "
-        "torch.distributed.tensor.parallel; without the entry the module is replicated.",
-    )
-
-
-def _dim(placed: Sequence[Placement | None] | None, key: str) -> Dim | Kept:
-    """What a style of torch says of its first tensor. Raises ConfigError for a partial sum."""
-    first = next(iter(placed or ()), None)
-    if first is None:
-        return "kept"
-    if not isinstance(first, Shard | Replicate):
-        raise ConfigError("MW880", f"tp_plan: {key!r} has the placement {first}; modules take Shard and Replicate.")
-    return first.dim if isinstance(first, Shard) else None
-
-
-def tp_plan_of(graph: OperatorGraph, plan: Plan) -> dict[str, str]:
-    """A plan as {glob of modules: name of a style}, for the axes that slice parameters; where layers differ, as most
-    of them have it, since transformers knows globs alone."""
-    axes = axes_of(plan)
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    by_module: dict[str, list[Operator]] = defaultdict(list)
-    for operator in graph.operators:
-        if any(ref.id in {source.id for source in graph.of_kind("parameter")} for ref in operator.operands):
-            by_module[operator.module].append(operator)
-    for path, operators in by_module.items():
-        for key, style in _styles_of(path, operators, graph, plan, axes):
-            found[NUMBER.sub(r".*\1", key)][style] += 1
-    return {key: counts.most_common(1)[0][0] for key, counts in found.items()}
-
-
-def axes_of(plan: Plan) -> tuple[str, ...]:
-    """The axes that slice parameters; without any, those that slice no rows of the batch."""
-    used = {axis for layout in plan.tensors.values() for axis in layout.axes}
-    return plan.mesh.sorted(used) or plan.mesh.others({axis for axes in plan.batch_axes for axis in axes})
-
-
-def _styles_of(
-    path: str, operators: Sequence[Operator], graph: OperatorGraph, plan: Plan, axes: tuple[str, ...]
-) -> Iterator[tuple[str, str]]:
-    """The entries of a module whose `operators` use parameters."""
-    partial = False
-    for operator in operators:
-        gradients = rule_of(operator, graph).gradient_layouts(plan.operators[operator.name].assignment)
-        for ref, gradient in zip(operator.operands, gradients, strict=True):
-            source = graph.by_id[ref.id]
-            if not isinstance(source, Source) or source.kind != "parameter":
-                continue
-            layout, shape = plan.tensors[source.name], source.spec.shape
-            sliced = [dim for dim, used in enumerate(layout.dims) if axes and plan.mesh.sorted(used) == axes]
-            if sliced and len(shape) == 2 and operator.op in ("linear", "embedding"):
-                yield path, _style_of(operator, sliced[0], graph, plan, axes)
-                return
-            partial = partial or bool(gradient.partial & {*axes})
-            if len(shape) > 1 and operator.op not in ("linear", "embedding"):
-                yield source.name, "replicate"  # a model's own plan may have an entry for it
-    yield path, "replicated_with_grad_allreduce" if partial else "replicate"
-
-
-def _style_of(operator: Operator, dim: int, graph: OperatorGraph, plan: Plan, axes: tuple[str, ...]) -> str:
-    """The style of a product or table whose weight is sliced along `dim`."""
-    if operator.op == "embedding":
-        return ("embedding_rowwise", "embedding_colwise")[dim]
-    if dim == 0:
-        users = graph.users[Ref(operator.id)]
-        taken = (operand_layouts(user, graph, plan)[position] for user, position in users)
-        sliced = any(plan.mesh.sorted(layout.dims[-1]) == axes for layout in taken if layout.dims)
-        return "colwise" if sliced else "colwise_gather_output"
-    producer = graph.by_id[operator.operands[0].id]
-    if not isinstance(producer, Operator):
-        return "rowwise_split_input"
-    made = plan.operators[producer.name]
-    layouts = made.outputs or rule_of(producer, graph).result_layouts(made.assignment)
-    comes = layouts[operator.operands[0].index]
-    return "rowwise" if plan.mesh.sorted(comes.dims[-1]) == axes else "rowwise_split_input"
+from strategies.planner.by_module import violated
+from strategies.planner.declared_layouts import declared_plan, operand_layouts
+from strategies.planner.module_styles import WRITTEN, axes_of, declared, tp_plan_of
 
 
 def changes(prepared: Prepared) -> list[Change]:
-    """What transformers lays out otherwise: where the plan that its entries declare differs."""
+    """What transformers lays out otherwise."""
+    return [*of_styles(prepared, WRITTEN), *of_optimizer(prepared, {0, 3})]
+
+
+def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
+    """Where the plan that the styles of modules declare differs, and where a trainer of local tensors does not move a
+    value to its use."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
-    again = declared_plan(graph, declared(tp_plan_of(graph, plan), graph, plan.mesh, axes_of(plan)))
-    return [*between(prepared, again), *of_optimizer(prepared, {0, 3})]
+    axes = axes_of(plan)
+    again = declared_plan(graph, declared(tp_plan_of(graph, plan, styles, axes), graph, plan.mesh, axes))
+    found = {str(change): change for change in between(prepared, again)}
+    yield from found.values()
+    known = {change.name for change in found.values()}
+    cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
+    for operator in violated(graph, again, styles):
+        (ref, *_), (layout, *_) = operator.operands, operand_layouts(operator, graph, plan)
+        other = Layout(tuple(tuple(axis for axis in used if axis not in axes) for used in layout.dims))
+        if operator.name not in known:
+            yield sent("operator", operator.name, layout, other, graph.specs[ref], plan.mesh, cluster)
 
 
 def distributed_config(prepared: Prepared, title: str) -> str:
@@ -268,5 +55,5 @@ def distributed_config(prepared: Prepared, title: str) -> str:
         "dp_replicate_size": 1 if fsdp else data,
     }
     if axes:
-        content["tp_plan"] = tp_plan_of(graph, plan)
+        content["tp_plan"] = tp_plan_of(graph, plan, WRITTEN, axes)
     return json.dumps(content, indent=2) + "\n"

@@ -14,13 +14,14 @@ from pathlib import Path
 from torch.distributed.tensor import Placement
 
 from runner.export.boundaries import boundaries
-from runner.export.changes import Change, of_optimizer, operand_layouts, sent
+from runner.export.changes import Change, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
+from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
 from strategies.runtime.dtensors import GATHERED, placements
 

@@ -48,7 +48,7 @@ from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import OptimizerFactory
 from strategies.planner.plan_file import check_form
-from strategies.planner.planner import Planning
+from strategies.planner.planner import Planning, SlicedModules, planning_of
 from strategies.planner.step_certificate import StepEvaluation
 from strategies.rules import rule_of
 from strategies.runtime import compiled
@@ -188,7 +188,7 @@ class Searches:
     def __init__(self, graph: OperatorGraph, cluster: Cluster, step_cost: StepEvaluation | None) -> None:
         self.graph, self.cluster, self.step_cost = graph, cluster, step_cost
         self.rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-        self.planning: Planning | None = None
+        self.planning: Planning | SlicedModules | None = None
         self.plans: dict[tuple[int, int | None], Plan | StrategyError] = {}  # by ZeRO stage and budget
         self.recomputes: dict[RecomputeRequest | None, Recompute | None] = {None: None}
         self.sizes: dict[tuple[int, int], float] = {}  # by `id()` of a plan's operators and ZeRO stage
@@ -200,7 +200,7 @@ class Searches:
             try:
                 if self.planning is None:
                     plain = replace(request, recompute=None, memory_limit=None, runner_up=self.step_cost is not None)
-                    self.planning = Planning(self.graph, plain, self.cluster, self.step_cost)
+                    self.planning = planning_of(self.graph, plain, self.cluster, self.step_cost)
                 self.plans[stage, budget] = self.planning.plan(stage, budget)
             except StrategyError as error:
                 self.plans[stage, budget] = error

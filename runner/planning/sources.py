@@ -28,6 +28,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.step import MASTER
 from strategies.lowering.recompute import recomputed
 from strategies.planner import plan_cache
+from strategies.planner.module_styles import AUTOTP, WRITTEN
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
 from strategies.planner.step_certificate import StepEvaluation
@@ -35,6 +36,8 @@ from strategies.rules import rule_of
 from strategies.runtime.dtensors import GATHERED
 from strategies.search.algorithms import with_cost
 
+STYLES_OF = {"deepspeed": AUTOTP, "transformers": WRITTEN}
+"""Targets of an export that slice modules, by the styles that they have."""
 EVERY = 10.0
 """Seconds between lines of progress."""
 
@@ -68,7 +71,8 @@ def request_of(config: Config, world_size: int) -> Request:
         overlap_gradients=lowering.overlaps_backward(config) and not parallel.pipeline.known,
         micro_batches=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),
         memory_limit=None if limit is None else limit * groups,  # a rank holds only its stages
-        unsliced=GATHERED if parallel.for_target == "torch" else {},
+        unsliced=GATHERED if parallel.for_target in ("torch", "autoparallel") else {},
+        styles=STYLES_OF.get(parallel.for_target or ""),
     )
 
 

@@ -92,6 +92,7 @@ class Request:
         memory_limit: bytes per rank.
         runner_up: an exact search of an open mesh also returns the second best plan.
         unsliced: dims of operands (those of more than one dim) that no plan slices, by label of an operator.
+        styles: names of the styles of modules that a plan is made of; None: any layouts.
     """
 
     mode: Mode
@@ -112,6 +113,7 @@ class Request:
     memory_limit: int | None = None
     runner_up: bool = True
     unsliced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    styles: tuple[str, ...] | None = None
 
 
 def check(request: Request) -> None:
@@ -150,6 +152,18 @@ def check(request: Request) -> None:
                 "MW410",
                 f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto.",
             )
+    if request.styles is not None and (request.mode, request.search) != ("auto", "dynamic_programming"):
+        raise StrategyError(
+            "MW410",
+            f"parallel.mode = {request.mode} with parallel.search = {request.search} finds no plan by module, "
+            "as this parallel.for_target needs; use mode=auto with search=dynamic_programming.",
+        )
+    if request.styles is not None and (configured or request.dataset_strategy != "data_parallel"):
+        raise StrategyError(
+            "MW410",
+            "parallel.for_target decides by module how everything is sliced, and the batch by rows; leave out "
+            "parallel.strategies, parallel.set_data_parallel and parallel.dataset_strategy.",
+        )
     for where, operand in operands(request):
         if isinstance(operand, NamedDims):
             _check_names(where, operand, request)

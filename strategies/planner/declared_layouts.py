@@ -81,6 +81,11 @@ def declared_plan(graph: OperatorGraph, declared: Declared) -> Plan:
     return Plan(mesh, operators, inputs, tensors, SEARCH)
 
 
+def operand_layouts(operator: Operator, graph: OperatorGraph, plan: Plan) -> tuple[Layout, ...]:
+    """The layouts in which an operator takes its operands."""
+    return tuple(rule_of(operator, graph).operand_layouts(plan.operators[operator.name].assignment))
+
+
 def _inside(operator: Operator, path: str) -> bool:
     return operator.module == path or operator.module.startswith(f"{path}.")
 

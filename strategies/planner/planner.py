@@ -19,6 +19,7 @@ from strategies.core.plan import OperatorPlan, Origin, Plan
 from strategies.core.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.cost.cluster import Cluster, one_level
 from strategies.lowering.recompute import recomputed
+from strategies.planner.by_module import MODULES, ROWS, by_module, styled_modules, violated
 from strategies.planner.configured_strategies import Configured, configured
 from strategies.planner.default_strategies import as_shown, batch_parallel, divisors, largest_fit
 from strategies.planner.step_certificate import Evaluated, StepEvaluation, cheapest_step, compared_meshes, step_bounds
@@ -28,6 +29,7 @@ from strategies.rules.traits import traits
 from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
 from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
+from strategies.search.styled_modules import StyledModules
 
 EXACT = "dynamic_programming"
 """The search that bounds what it finds."""
@@ -52,8 +54,16 @@ def make_plan(
         StrategyError: strategies do not fit the mode, the model, the mesh or one another.
         TooLarge: no plan fits into `request.memory_limit`.
     """
-    planning = Planning(graph, request, cluster or one_level(request.world_size), step_cost)
+    planning = planning_of(graph, request, cluster or one_level(request.world_size), step_cost)
     return planning.plan(request.zero_stage, request.memory_limit)
+
+
+def planning_of(
+    graph: OperatorGraph, request: Request, cluster: Cluster, step_cost: StepEvaluation | None = None
+) -> Planning | SlicedModules:
+    """What makes the plans of one graph for a request; as `make_plan`."""
+    open_mesh = request.styles is not None and request.mesh is None
+    return (SlicedModules if open_mesh else Planning)(graph, request, cluster, step_cost)
 
 
 def _unpriced(assignments: Mapping[str, Assignment]) -> Solution:
@@ -102,7 +112,19 @@ class Planning:
             micro_batches=request.micro_batches,
             fixed=fixed,
             outputs=outputs,
+            styled=self._styled,
         )
+
+    @cached_property
+    def _modules(self) -> Axes:
+        """The axes that slice modules, where plans are made of styles."""
+        return self.meshing.named["parallel.mesh"].get(MODULES, ()) if self.request.styles is not None else ()
+
+    @cached_property
+    def _styled(self) -> StyledModules | None:
+        if self.request.styles is None:
+            return None
+        return styled_modules(self.graph, self.mesh, self._modules, self.inputs, self.request.styles)
 
     def _at(self, stage: int) -> Problem:
         return self.problem.once(("stage", stage), lambda: replace(self.problem, stage=stage))
@@ -154,13 +176,18 @@ class Planning:
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
         plan = merged(Plan(self.mesh, operators, self.inputs, tensors), self.meshing.boundaries())
+        if self.request.styles is not None:
+            plan = by_module(self.graph, plan, self.request.styles)
         return replace(plan, recompute=recompute)
 
     def _seconds(self, problem: Problem, solution: Solution) -> float:
         """Seconds of a step as it runs; infinite where it cannot run, such as with an uneven batch split."""
         assert self.step_cost is not None
         try:
-            return self.step_cost.seconds(self._made(problem, solution))
+            plan = self._made(problem, solution)
+            if self.request.styles is not None and any(violated(self.graph, plan, self.request.styles)):
+                return math.inf
+            return self.step_cost.seconds(plan)
         except StrategyError:
             return math.inf
 
@@ -211,7 +238,9 @@ class Planning:
                 yield searched.solution
                 if searched.second is not None:
                     yield searched.second
-        if problem.fixed:
+        if problem.styled is not None:
+            yield _unpriced(problem.styled.rows)  # no module is sliced
+        elif problem.fixed:
             yield from self._propagated(problem).both
 
     def _propagated(self, problem: Problem, seconds: PlanSeconds | None = None) -> Propagated:
@@ -374,6 +403,8 @@ class Planning:
                 for s, o in zip(sources, wanted, strict=True)
             }
         layouts = {}
+        if self.request.styles is not None:
+            return self._rows_of_batch(sources)
         for source in sources:
             rank = len(source.spec.shape)
             if wanted == "full_batch" or rank == 0:
@@ -391,6 +422,18 @@ class Planning:
             (axes,) = self.meshing.place([count])
             layouts[source.name] = Layout((axes,) + ((),) * (rank - 1))
         return layouts
+
+    def _rows_of_batch(self, sources: Sequence[Source]) -> dict[str, Layout]:
+        """Batch entries in slices of rows over all axes that slice no module."""
+        axes = self.mesh.others(self._modules)
+        for source in sources:
+            if source.spec.shape and source.spec.shape[0] % self.mesh.product(axes):
+                raise StrategyError(
+                    "MW412",
+                    f"parallel.for_target slices the batch over {self.mesh.product(axes)} ranks, but a micro-batch has "
+                    f"{source.spec.shape[0]} rows of {source.name!r}; take a multiple, or a larger axis tp.",
+                )
+        return {one.name: Layout((axes, *((),) * (len(one.spec.shape) - 1))[: len(one.spec.shape)]) for one in sources}
 
     def _outputs(self, id: str, entry: Configured, fixed: Mapping[str, Assignment]) -> tuple[Layout, ...] | None:
         if entry.wanted.outputs is None:
@@ -486,6 +529,47 @@ class Planning:
     def _operand(self, operator: Operator, position: int, operators: Mapping[str, OperatorPlan]) -> Layout:
         sharding: Sharding = self.shardings[operator.id]
         return sharding.operand_layouts(operators[operator.name].assignment)[position]
+
+
+class SlicedModules:
+    """Plans by module on an open mesh: the last axis slices modules, one before it the rows of the batch."""
+
+    def __init__(
+        self, graph: OperatorGraph, request: Request, cluster: Cluster, step_cost: StepEvaluation | None = None
+    ) -> None:
+        rows = [source.spec.shape[0] for source in graph.of_kind("input") if source.spec.shape]
+        sizes = [
+            (size, request.world_size // size)
+            for size in divisors(request.world_size)
+            if all(count % size == 0 for count in rows)
+        ]
+        meshes = [{ROWS: copies, MODULES: sliced} for copies, sliced in sizes]
+        self.every = [
+            Planning(graph, replace(request, mesh=tuple(mesh.items())), cluster, step_cost) for mesh in meshes
+        ]
+
+    def plan(self, stage: int, memory: float | None) -> Plan:
+        """As `Planning.plan`, the best of all meshes; its lower bound is that of all of them."""
+        found: list[Plan] = []
+        refused: list[StrategyError] = []
+        for one in self.every:
+            try:
+                found.append(one.plan(stage, memory))
+            except StrategyError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        best, *others = sorted(found, key=lambda plan: float(plan.search["cost"]))
+        bounds = [plan.search["lower_bound"] for plan in found]
+        bound = 0.0 if None in bounds else min(bounds)
+        seconds = sum(plan.search["seconds"] for plan in found)
+        compared = [
+            {"mesh": [size for _, size in plan.mesh.axes], "seconds": plan.search["cost"]}
+            for plan in (best, *others[:1])
+        ]
+        search = {**best.search, "seconds": round(seconds, 4), **certificate(best.search["cost"], bound)}
+        search |= {"mesh": compared[0], "runner_up": compared[1] if others else None, "meshes": len(found)}
+        return replace(best, search={**search, "left_out": len(refused)})
 
 
 def _unsliced(sharding: Sharding, operator: Operator, request: Request) -> Sharding:

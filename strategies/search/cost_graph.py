@@ -42,7 +42,8 @@ MOST_ENTRIES = 2**23
 class UseCost:
     """What one use of a value costs: `seconds` [layouts of the value, targets]. A target is the layout in which the
     value comes (`come`, a row of `wanted`) and the one in which its gradient goes back (`go`, a row of `returned`);
-    `of_candidate` is the target of every candidate of the user."""
+    `of_candidate` is the target of every candidate of the user; `penalty` [layouts of the value, rows of `wanted`] is
+    added where a value must not come so."""
 
     resharding: ReshardingCosts
     spec: TensorSpec
@@ -52,6 +53,7 @@ class UseCost:
     come: Integers
     go: Integers
     of_candidate: Integers
+    penalty: Seconds | None = None
 
     def __post_init__(self) -> None:
         self.reduced = self.resharding.reduced(self.given)
@@ -74,6 +76,8 @@ class UseCost:
 
     def _look_up(self) -> None:
         self.seconds = self.resharding.seconds(self.given, self.wanted, self.spec)[:, self.come]
+        if self.penalty is not None:
+            self.seconds = self.seconds + self.penalty[:, self.come]
         if self.returned is not None:
             self.seconds = self.seconds + self.resharding.seconds(self.returned, self.reduced, self.spec)[self.go].T
 
@@ -495,14 +499,17 @@ class CostGraph:
             source: tuple[Any, ...] = id(self.candidates[ref.id]), ref.index
         else:
             source = id(self._given(ref)), self.operators.specs[ref]
-        uses = [(id(self.candidates[user.id]), place, user.id in returning) for user, place in users]
+        uses = [
+            (id(self.candidates[user.id]), place, user.id in returning, self._splits(user, place))
+            for user, place in users
+        ]
         key = ("value", source, ref in self.operators.trained, *uses)
         if key not in self.known:
             given, spec = self._given(ref), self.operators.specs[ref]
             costs = []
             for use in self._uses(ref):
-                name = ("use", id(given), spec.shape, spec.item_bytes, *self._kind(use))
-                costs.append(self._once(name, lambda use=use: self._use_cost(given, spec, use)))  # type: ignore[misc]
+                name = ("use", id(given), spec.shape, spec.item_bytes, *self._kind(use), self._splits(*use[:2]))
+                costs.append(self._once(name, partial(self._use_cost, given, spec, use)))
             tables = [self._once(("part", id(one), len(costs)), self._part(given, one, len(costs))) for one in costs]
             self.known[key] = given, costs, tables
         found: tuple[Layouts, list[UseCost], list[Table]] = self.known[key]
@@ -520,6 +527,9 @@ class CostGraph:
     def _kind(self, use: Use) -> tuple[int, int, bool]:
         return id(self.candidates[use[0].id]), use[1], use[2]
 
+    def _splits(self, user: Operator, position: int) -> bool:
+        return self.problem.styled is not None and self.problem.styled.splits(user, position)
+
     def _use_cost(self, given: Layouts, spec: TensorSpec, use: Use) -> UseCost:
         operator, position, gradient = use
         wanted = self.candidates[operator.id].wanted[position]
@@ -528,7 +538,11 @@ class CostGraph:
         names, of_candidate = np.unique(numbers, return_inverse=True)
         come, go = names // len(returned.table), names % len(returned.table)
         back = returned.table if gradient else None
-        return UseCost(self.resharding, spec, given.table, wanted.table, back, come, go, of_candidate)
+        styled, penalty, every = self.problem.styled, None, self.space.every
+        if styled is not None:
+            splits = styled.splits(operator, position)
+            penalty = styled.penalty(every(given.table), every(wanted.table), splits)
+        return UseCost(self.resharding, spec, given.table, wanted.table, back, come, go, of_candidate, penalty)
 
 
 class _Reader:

@@ -29,6 +29,7 @@ from strategies.optimizer.buckets import BUCKET_BYTES
 from strategies.optimizer.sharding import usual_limit
 from strategies.optimizer.updates import Engine
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.styled_modules import StyledModules
 
 T = TypeVar("T")
 
@@ -74,6 +75,7 @@ class Problem:
         overlaps: whether gradients are reduced during backward.
         engine: of ZeRO stage 3.
         relaxation: costs of a lower bound instead of those of a plan.
+        styled: where only layouts count that styles of modules express.
     """
 
     graph: OperatorGraph
@@ -90,6 +92,7 @@ class Problem:
     overlaps: bool = True
     engine: Engine = "deepspeed"
     relaxation: Relaxation | None = None
+    styled: StyledModules | None = None
     cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -122,6 +125,7 @@ class Problem:
                 None if (fixed := self.fixed.get(one.id)) is None else tuple(fixed.items()),
                 self.outputs.get(one.id),
                 self.relaxation and (self.resharding_counts(Ref(one.id)), one.id in self.relaxation.free),
+                self.styled and self.styled.kind(one),
             )
             for one in self.graph.operators
         }

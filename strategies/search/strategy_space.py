@@ -16,7 +16,6 @@ import numpy as np
 
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
-from strategies.core.mesh import Mesh
 from strategies.cost.collectives import resharding_seconds
 from strategies.cost.resharding_matrix import (
     PARTIAL,
@@ -141,8 +140,13 @@ class StrategySpace:
     def _free(self, operator: Operator) -> Candidates:
         """Every legal candidate."""
         sharding = self.problem.shardings[operator.id]
-        sliced = self._sliced(sharding)
-        wanted, returned, given = [], [], []
+        sliced = self._sliced(operator, sharding)
+        gathered = np.zeros(len(sliced), dtype=bool)
+        if (styled := self.problem.styled) is not None:
+            kept, hands = styled.gathered(operator, sliced, self.axes)
+            gathered = np.repeat([False, True], [kept.sum(), hands.sum()])
+            sliced = np.concatenate([sliced[kept], sliced[hands]])
+        wanted, returned, natural, given = [], [], list[Layouts](), []
         for dims in sharding.operands:
             of_axis = self._dims_of_axes(sharding, dims, sliced)
             wanted.append(self._side(of_axis, len(dims)))
@@ -151,17 +155,37 @@ class StrategySpace:
         summed = np.array([factor in sharding.sums for factor in sharding.factors] + [False])[sliced]
         for dims in sharding.results:
             of_axis = self._dims_of_axes(sharding, dims, sliced)
-            given.append(self._side(np.where(summed & (of_axis == REPLICATED), PARTIAL, of_axis), len(dims)))
+            of_axis = np.where(summed & (of_axis == REPLICATED), PARTIAL, of_axis)
+            natural.append(self._side(of_axis, len(dims)))
+            if styled is not None and gathered.any():
+                own = np.array([axis in styled.axes for axis in self.axes])
+                of_axis = np.where(gathered[:, None] & own, REPLICATED, of_axis)
+            given.append(self._side(of_axis, len(dims)))
         shares = self._shares(sharding, sliced)
         ahead, behind, _ = roofline(sharding, shares, operator, self.problem.graph, self.cluster, np.maximum)
         forward, backward = self._counted(operator)
         assignments = _SlicedAssignments(self.axes, tuple(sharding.factors), sliced)
         work = np.zeros(len(sliced)) + forward * ahead + backward * behind
         seconds = self._seconds(operator, work, assignments, returned)
+        if gathered.any() and self.problem.resharding_counts(Ref(operator.id)):
+            seconds = seconds + np.where(gathered, self._gathering(operator, natural[0], given[0]), 0.0)
         size = self._bytes(operator, wanted, given)
         return Candidates(assignments, seconds, size, tuple(wanted), tuple(returned), tuple(given))
 
-    def _sliced(self, sharding: Sharding) -> Integers:
+    def _gathering(self, operator: Operator, natural: Layouts, given: Layouts) -> Seconds:
+        """Seconds in which every candidate hands on its result in another layout, and slices its gradient."""
+        spec, mesh, cluster = operator.results[0], self.problem.mesh, self.resharding.cluster
+        trained = operator.id in self.problem.graph.returning
+        have, then = self.every(natural.table), self.every(given.table)
+        seconds = np.zeros(len(natural.of_candidate))
+        for candidate, pair in enumerate(zip(natural.of_candidate, given.of_candidate, strict=True)):
+            before, after = have[pair[0]], then[pair[1]]
+            seconds[candidate] = resharding_seconds(before, after, spec.shape, spec.item_bytes, mesh, cluster)
+            if trained:
+                seconds[candidate] += resharding_seconds(after, before, spec.shape, spec.item_bytes, mesh, cluster)
+        return seconds
+
+    def _sliced(self, operator: Operator, sharding: Sharding) -> Integers:
         """[candidates, axes]: the factor that every axis slices, by number, or REPLICATED; only equal shards."""
         if not self.axes:  # one device
             return np.zeros((1, 0), dtype=np.int64)
@@ -171,6 +195,8 @@ class StrategySpace:
         for number, factor in enumerate(sharding.factors):
             count = np.where(grid == number, self.sizes, 1).prod(1)
             legal &= sharding.sizes[factor] % count == 0
+        if self.problem.styled is not None:
+            legal &= self.problem.styled.legal(operator, grid, self.axes)
         return np.asarray(grid[legal], dtype=np.int64)
 
     def _shares(self, sharding: Sharding, sliced: Integers) -> dict[str, Seconds]:
@@ -210,7 +236,7 @@ class StrategySpace:
                 spec = graph.specs[ref]
                 total = (
                     total
-                    + np.array([self.node_cost.parameter_seconds(one, spec) for one in self._every(side.table)])[
+                    + np.array([self.node_cost.parameter_seconds(one, spec) for one in self.every(side.table)])[
                         side.of_candidate
                     ]
                 )
@@ -232,11 +258,12 @@ class StrategySpace:
                 total = total + (self.elements(side.table, spec) * spec.item_bytes)[side.of_candidate]
         for side, ref in zip(wanted, operator.operands, strict=True):
             if ref in self.single_use:
-                per_element = np.array([parameter_bytes(self.problem, one, ref) for one in self._every(side.table)])
+                per_element = np.array([parameter_bytes(self.problem, one, ref) for one in self.every(side.table)])
                 total = total + (self.elements(side.table, graph.specs[ref]) * per_element)[side.of_candidate]
         return total
 
-    def _every(self, table: LayoutTable) -> list[Layout]:
+    def every(self, table: LayoutTable) -> list[Layout]:
+        """The layouts of a table."""
         return [self.resharding.layout(table, index) for index in range(len(table))]
 
     def elements(self, table: LayoutTable, spec: TensorSpec) -> Seconds:
@@ -289,7 +316,7 @@ class SharedParameter:
         self.own = Table(lambda: self.seconds + space.multiplier * self.bytes)
         share = max(sum(not gradient for _, _, gradient in uses), 1)
         self.uses = [
-            _ParameterUse(resharding, spec, mesh, every, candidates[user.id], place, gradient, share)
+            _ParameterUse(space, spec, every, candidates[user.id], place, gradient, share)
             for user, place, gradient in uses
             if space.problem.resharding_counts(ref)
         ]
@@ -322,9 +349,8 @@ class _ParameterUse(Table):
 
     def __init__(
         self,
-        resharding: ReshardingCosts,
+        space: StrategySpace,
         spec: TensorSpec,
-        mesh: Mesh,
         every: Sequence[tuple[Layout, frozenset[str]]],
         candidates: Candidates,
         place: int,
@@ -332,11 +358,14 @@ class _ParameterUse(Table):
         share: int,
     ) -> None:
         super().__init__(self._total)
+        resharding, mesh = space.resharding, space.problem.mesh
         self.resharding, self.spec, self.share = resharding, spec, share
         self.wanted, self.returned = candidates.wanted[place], candidates.returned[place] if gradient else None
         layouts = list(dict.fromkeys(layout for layout, _ in every))
         places = {layout: place for place, layout in enumerate(layouts)}
         self.stored, self.of_candidate = resharding.table_of(layouts), [places[layout] for layout, _ in every]
+        styled = space.problem.styled
+        self.penalty = 0.0 if styled is None else styled.penalty(layouts, space.every(self.wanted.table), False)
         self.back: list[tuple[LayoutTable, LayoutTable]] = []
         self.illegal: list[list[bool]] = []
         for column in range(len(self.returned.table) if self.returned is not None else 0):
@@ -348,7 +377,7 @@ class _ParameterUse(Table):
             self.illegal.append([not left[have] <= added for have, added in every])
 
     def _total(self) -> Seconds:
-        total = self.resharding.seconds(self.stored, self.wanted.table, self.spec)
+        total = self.resharding.seconds(self.stored, self.wanted.table, self.spec) + self.penalty
         total = total[np.array(self.of_candidate)[:, None], self.wanted.of_candidate]
         if self.returned is None:
             return np.asarray(total / self.share)

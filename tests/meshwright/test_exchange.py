@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,13 @@ def test_a_plan_that_cannot_be_read_is_refused(code: str, tp_plan: Any, mesh: An
 
 
 def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -> None:
-    plan = meshwright.from_tp_plan(MEGATRON, gpt(torch.float32), tokens(), loss=next_token, mesh=2, zero=1)
-    (optimizer,) = plan.expressible("transformers")
+    module, options = gpt(torch.float32), {"loss": next_token, "mesh": 2, "zero": 1}
+    gathered = meshwright.from_tp_plan(MEGATRON | {"head": "colwise_gather_output"}, module, tokens(), **options)
+    (optimizer,) = gathered.expressible("transformers")
     assert (optimizer.kind, optimizer.bytes > 0) == ("optimizer", True)
+    plan = meshwright.from_tp_plan(MEGATRON, module, tokens(), **options)
+    names = [change.name for change in plan.expressible("transformers")]
+    assert names == ["loss.cross_entropy_loss", optimizer.name]  # whose classes would be those of a rank
     file = tmp_path / "distributed.json"
     with pytest.raises(meshwright.CodedError) as error:
         plan.export("transformers", file)
@@ -250,3 +255,57 @@ def test_a_plan_for_torch_is_the_best_that_torch_can_say() -> None:
     with pytest.raises(meshwright.CodedError) as error:
         meshwright.plan(module, batch, for_target="torch", strategies=rows, **options)
     assert error.value.code == "MW402"
+
+
+class Table(nn.Module):
+    """A table of words between linear layers, which may be sliced in any way."""
+
+    def __init__(self, width: int = 4096) -> None:
+        super().__init__()
+        self.words = nn.Embedding(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(self.words(x))))
+
+
+EVERY_STYLE = {
+    "words": ("replicate", "embedding_rowwise", "embedding_colwise"),
+    "up": ("replicate", "colwise", "colwise_gather_output", "rowwise_split_input"),
+    "down": ("replicate", "colwise_gather_output", "rowwise", "rowwise_split_input"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 4096])
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
+def test_a_plan_for_transformers_is_the_best_of_all_its_styles(rows: int, mesh: dict[str, int]) -> None:
+    with torch.device("meta"):
+        module, batch = Table(), (torch.empty(rows, 16, dtype=torch.int64), torch.empty(rows, 16, 4096))
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": mesh, "cluster": "dgx_h100", "plan_cache": None}
+    plan = meshwright.plan(module, batch, for_target="transformers", **options)
+    every = [
+        meshwright.from_tp_plan(dict(zip(EVERY_STYLE, styles, strict=True)), module, batch, **options)
+        for styles in product(*EVERY_STYLE.values())
+    ]
+    possible = [one.cost for one in every if one.expressible("transformers") == []]
+    assert 24 < len(possible) < len(every) and plan.expressible("transformers") == []
+    assert plan.cost == pytest.approx(min(possible)) and plan.gap is not None
+    assert plan.cost < max(possible) / 1.2
+
+
+@pytest.mark.parametrize("target", ["transformers", "deepspeed"])
+def test_a_plan_by_module_has_a_certificate(target: str) -> None:
+    with torch.device("meta"):
+        module, batch = Table(), (torch.empty(8, 16, dtype=torch.int64), torch.empty(8, 16, 4096))
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 8, "cluster": "dgx_h100", "plan_cache": None}
+    plan = meshwright.plan(module, batch, for_target=target, **options)
+    assert plan.gap is not None and plan.gap < 0.2 and plan.content["search"]["meshes"] == 4
+    assert plan.expressible(target) == [] and plan.mesh["tp"] > 1
+    for code, changed in {
+        "MW410": {"strategies": {"up": [[1, 1, 1], [8, 1]]}},
+        "MW412": {"mesh": {"dp": 16}},
+    }.items():
+        with pytest.raises(meshwright.CodedError) as error:
+            meshwright.plan(module, batch, for_target=target, **options | changed)
+        assert error.value.code == code

@@ -1,0 +1,168 @@
+"""The layouts of a trainer of local tensors that slices modules one by one, each by a style, over the same mesh axes.
+
+Such a trainer moves values at the borders of its linear layers and tables alone, and adds up no gradient elsewhere. So
+over the axes of its modules an operator takes its operands as they come, and only a linear layer or a table has a
+result that is a partial sum. All other axes slice the rows of the batch; what they slice follows from the batch.
+Source: transformers.distributed.tensor_parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source
+from strategies.core.layout import Layout
+from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
+from strategies.rules.sharding import Assignment, Sharding
+
+FORBIDDEN = 1e4
+"""Seconds of what no plan does; more than any step takes, and little enough to be added to seconds."""
+
+
+@dataclass(frozen=True)
+class StyledModules:
+    """What the styles of a trainer allow in one graph.
+
+    Attributes:
+        graph: of a training step.
+        shardings: the rule of every operator, by id.
+        axes: that slice modules.
+        rows: by operator, what the other axes slice.
+        styles: the names of styles that the trainer has.
+    """
+
+    graph: OperatorGraph
+    shardings: Mapping[str, Sharding]
+    axes: frozenset[str]
+    rows: Mapping[str, Assignment]
+    styles: Collection[str]
+
+    @cached_property
+    def options(self) -> dict[str, tuple[str, ...]]:
+        """By operator, the factors that the axes may slice."""
+        return {
+            operator.id: tuple(
+                factor for factor in self.shardings[operator.id].factors if self._may_slice(operator, factor)
+            )
+            for operator in self.graph.operators
+        }
+
+    def legal(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> Booleans:
+        """Which candidates of an operator there are, by the factor that every axis slices [candidates, axes]."""
+        factors, rows = self.shardings[operator.id].factors, self.rows[operator.id]
+        legal = np.ones(len(sliced), dtype=bool)
+        own = [place for place, axis in enumerate(axes) if axis in self.axes]
+        for place, axis in enumerate(axes):
+            if place in own:
+                legal &= sliced[:, place] == sliced[:, own[0]]
+                legal &= np.isin(sliced[:, place], [REPLICATED, *map(factors.index, self.options[operator.id])])
+            else:
+                along = next((factors.index(factor) for factor, used in rows.items() if axis in used), REPLICATED)
+                legal &= sliced[:, place] == along
+        return legal
+
+    def gathered(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> tuple[Booleans, Booleans]:
+        """Which candidates of an operator may hand on their result as it is made, and which gathered over the axes."""
+        none, weight = np.zeros(len(sliced), dtype=bool), self._weight(operator)
+        factor = None if weight is None else self._columns(operator, weight)
+        if factor is None or not (own := [place for place, axis in enumerate(axes) if axis in self.axes]):
+            return ~none, none
+        columns = sliced[:, own[0]] == self.shardings[operator.id].factors.index(factor)
+        if operator.op == "embedding":
+            return ~columns, columns
+        return ~none, columns if "colwise_gather_output" in self.styles else none
+
+    def splits(self, user: Operator, position: int) -> bool:
+        """Whether an operator may take slices of the last dim of a replicated value."""
+        rows = "rowwise_split_input" in self.styles and user.op == "linear" and position == 0
+        return rows and self._weight(user) is not None
+
+    def penalty(self, given: Sequence[Layout], wanted: Sequence[Layout], splits: bool) -> Seconds:
+        """Seconds [given, wanted] that keep a search from ways which are none."""
+        have, want = ([self.place(layout) for layout in layouts] for layouts in (given, wanted))
+        return np.where(_forbidden(have, want, len(given[0].dims), splits), FORBIDDEN, 0.0)
+
+    def kind(self, operator: Operator) -> object:
+        """What the candidates of an operator depend on."""
+        return self.options[operator.id], tuple(self.rows[operator.id].items())
+
+    def violated(self, chosen: Mapping[str, Assignment], handed: Callable[[Ref], Layout]) -> Iterator[Operator]:
+        """The operators of a plan that the trainer would lay out otherwise.
+
+        Args:
+            chosen: by operator.
+            handed: the layout in which a value is handed on.
+        """
+        wanted = {one.id: self.shardings[one.id].operand_layouts(chosen[one.id]) for one in self.graph.operators}
+        for operator in self.graph.operators:
+            taken = {factor for factor, used in chosen[operator.id].items() if self.axes & {*used}}
+            legal = taken <= {*self.options[operator.id]}
+            for position, (ref, layout) in enumerate(zip(operator.operands, wanted[operator.id], strict=True)):
+                maker, have = self.graph.by_id[ref.id], self.place(handed(ref))
+                last = len(layout.dims) - 1
+                if isinstance(maker, Operator) and have == last and self._weight(maker) is not None:
+                    uses = {self.place(wanted[user.id][at]) for user, at in self.graph.users[ref]}
+                    gathers = maker.op == "embedding" or (
+                        "colwise_gather_output" in self.styles and uses == {REPLICATED}
+                    )
+                    have = REPLICATED if gathers else have
+                places = [have], [self.place(layout)]
+                legal = legal and not _forbidden(*places, len(layout.dims), self.splits(operator, position)).any()
+            if not legal:
+                yield operator
+
+    def place(self, layout: Layout) -> int:
+        """The dim of a layout that the axes slice, REPLICATED or PARTIAL."""
+        if self.axes & layout.partial:
+            return PARTIAL
+        return next((dim for dim, used in enumerate(layout.dims) if self.axes & {*used}), REPLICATED)
+
+    def _weight(self, operator: Operator) -> int | None:
+        """The position of the weight of a linear layer or table that a style may slice."""
+        if operator.op not in ("linear", "embedding"):
+            return None
+        for position, ref in enumerate(operator.operands):
+            source = self.graph.by_id[ref.id]
+            if isinstance(source, Source) and source.kind == "parameter" and len(source.spec.shape) == 2:
+                return position if f"{operator.module}.weight" in (source.name, *source.aliases) else None
+        return None
+
+    def _columns(self, operator: Operator, weight: int) -> str | None:
+        """The factor along which a layer has its columns."""
+        return self.shardings[operator.id].operands[weight][1 if operator.op == "embedding" else 0]
+
+    def _may_slice(self, operator: Operator, factor: str) -> bool:
+        sharding, weight = self.shardings[operator.id], self._weight(operator)
+        own = None if weight is None else sharding.operands[weight]
+        dim = own.index(factor) if own is not None and factor in own else None
+        if operator.op == "embedding" and dim is not None:
+            return ("embedding_rowwise", "embedding_colwise")[dim] in self.styles
+        if factor in sharding.sums and dim != 1:
+            return False
+        found = dim is not None
+        for ref, dims in zip(operator.operands, sharding.operands, strict=True):
+            source = self.graph.by_id[ref.id]
+            if isinstance(source, Source) and source.kind == "parameter":
+                if factor in dims and dim is None:
+                    return False
+            elif factor in dims:
+                if isinstance(source, Source):
+                    return False
+                found = True
+            elif ref in self.graph.trained and operator.id in self.graph.returning and dim != 0:
+                return False  # its gradient would be a partial sum
+        return found and (dim is None or ("colwise", "rowwise")[dim] in self.styles)
+
+
+def _forbidden(have: Sequence[int], want: Sequence[int], dims: int, splits: bool) -> Booleans:
+    """Which ways from one layout to another are none, [have, want]: both are the dim that the axes slice, REPLICATED or
+    PARTIAL."""
+    before, after, last = np.array(have)[:, None], np.array(want)[None, :], dims - 1
+    allowed = (before == after) | ((before == PARTIAL) & (after == REPLICATED))
+    if splits:
+        allowed |= (before == REPLICATED) & (after == last)
+    return np.asarray(~allowed)
