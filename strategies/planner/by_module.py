@@ -10,10 +10,10 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
+from strategies.cost.styled_modules import StyledModules
 from strategies.planner.declared_layouts import Declared, declared_plan
 from strategies.planner.module_styles import axes_of, declared, tp_plan_of
 from strategies.rules import rule_of
-from strategies.search.styled_modules import StyledModules
 
 ROWS, MODULES = "dp", "tp"
 """The axes of a mesh: those that slice the rows of a batch have any other name than that which slices modules."""

@@ -18,6 +18,7 @@ from strategies.core.mesh_refinement import Axes, Meshing, merged, meshing
 from strategies.core.plan import OperatorPlan, Origin, Plan
 from strategies.core.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.cost.cluster import Cluster, one_level
+from strategies.cost.styled_modules import StyledModules
 from strategies.lowering.recompute import recomputed
 from strategies.planner.by_module import MODULES, ROWS, by_module, styled_modules, violated
 from strategies.planner.configured_strategies import Configured, configured
@@ -29,7 +30,6 @@ from strategies.rules.traits import traits
 from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
 from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
-from strategies.search.styled_modules import StyledModules
 
 EXACT = "dynamic_programming"
 """The search that bounds what it finds."""

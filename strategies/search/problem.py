@@ -22,6 +22,7 @@ from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, path_seconds
 from strategies.cost.step import MASTER, engine_work
+from strategies.cost.styled_modules import StyledModules
 from strategies.lowering.lowering import local_instructions
 from strategies.memory.estimate import saved
 from strategies.memory.parts import in_words
@@ -29,7 +30,6 @@ from strategies.optimizer.buckets import BUCKET_BYTES
 from strategies.optimizer.sharding import usual_limit
 from strategies.optimizer.updates import Engine
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.styled_modules import StyledModules
 
 T = TypeVar("T")
 
