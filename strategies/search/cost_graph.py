@@ -135,9 +135,12 @@ class _Group:
 
     def least(self, seconds: Seconds) -> Seconds:
         """The least over the candidates of every layout; infinite where there are none."""
-        least = np.full(self.layouts, np.inf)
-        least[self.names] = np.minimum.reduceat(seconds[self.order], self.starts)
-        return least
+        least: Seconds = np.minimum.reduceat(seconds[self.order], self.starts)
+        if len(self.names) == self.layouts:
+            return least
+        every = np.full(self.layouts, np.inf)
+        every[self.names] = least
+        return every
 
 
 class JointUses(Table):
@@ -168,34 +171,33 @@ class JointUses(Table):
     def least(self, messages: Sequence[Seconds], kept: int | None = None) -> Seconds:
         of_uses = messages if self.given is None else messages[1:]
         gains = [one.least(-seconds) for one, seconds in zip(self.wanted, of_uses, strict=True)]
-        every, known = frozenset(range(len(gains))), dict[frozenset[int], Seconds]()
         if self.given is not None and kept == 0:
-            return np.asarray(self._divided(every, gains, known)[self.given.of_candidate])
+            return np.asarray(self._divided(gains)[0][-1][self.given.of_candidate])
         before = np.zeros(1) if self.given is None else self.given.least(-messages[0])
         if kept is None:
-            return np.asarray((self._divided(every, gains, known) + before).min())
+            return np.asarray((self._divided(gains)[0][-1] + before).min())
         own = kept if self.given is None else kept - 1
-        best = np.full(self.costs.shape[1], np.inf)
-        for group in _subsets(every - {own}):
-            rest = self._divided(every - {own} - group, gains, known) + before
-            paid = (self.costs + rest[:, None]).min(0)
-            best = np.minimum(best, sum((gains[use] for use in group), paid))
-        return np.asarray(best[self.wanted[own].of_candidate])
+        divided, together = self._divided([*gains[:own], *gains[own + 1 :]])
+        rest = np.stack(divided[::-1]) + before  # the uses that are not in the group of this one
+        paid = (self.costs + rest[:, :, None]).min(1) + together
+        return np.asarray(paid.min(0)[self.wanted[own].of_candidate])
 
-    def _divided(self, uses: frozenset[int], gains: Sequence[Seconds], known: dict[frozenset[int], Seconds]) -> Seconds:
-        """[layouts of the value]: the least that these uses pay, divided as is best."""
-        if not uses:
-            return np.zeros(len(self.costs))
-        if uses not in known:
-            first, best = min(uses), np.full(len(self.costs), np.inf)
-            for group in _subsets(uses - {first}):
-                paid = sum((gains[use] for use in group), gains[first])
-                common = np.flatnonzero(np.isfinite(paid))
-                if len(common):
-                    one = (self.costs[:, common] + paid[common]).min(1)
-                    best = np.minimum(best, one + self._divided(uses - {first} - group, gains, known))
-            known[uses] = best
-        return known[uses]
+    def _divided(self, gains: Sequence[Seconds]) -> tuple[list[Seconds], Seconds]:
+        """For every set of uses, numbered by its bits: [layouts of the value], the least that they pay, divided as is
+        best, and [sets, targets], the sum of their gains."""
+        together = np.zeros((1, self.costs.shape[1]))
+        for gain in gains:
+            together = np.concatenate((together, together + gain))
+        grouped = (self.costs + together[:, None]).min(2)
+        divided = [np.zeros(len(self.costs))]
+        for uses in range(1, len(together)):
+            first = uses & -uses  # whose group is any of these, with any of the others
+            best, group = grouped[uses], uses
+            while group := (group - 1) & uses:
+                if group & first:
+                    best = np.minimum(best, grouped[group] + divided[uses ^ group])
+            divided.append(best)
+        return divided, together
 
     def restricted(self, candidates: Sequence[Integers]) -> Seconds:
         rows = self.costs if self.given is None else self.costs[self.given.of_candidate[candidates[0]]]
@@ -208,13 +210,6 @@ class JointUses(Table):
                 pays = pays * expanded(targets[before][:, None] != one, (before + 1, use + 1), total.ndim)
             total += pays
         return np.asarray(total[0] if self.given is None else total)
-
-
-def _subsets(uses: frozenset[int]) -> list[frozenset[int]]:
-    every = [frozenset[int]()]
-    for use in sorted(uses):
-        every += [one | {use} for one in every]
-    return every
 
 
 def joint_uses(given: Layouts, costs: Sequence[UseCost], share: int, produced: bool) -> JointUses:
