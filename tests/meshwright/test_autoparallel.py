@@ -77,6 +77,9 @@ def test_a_file_is_read_as_the_plan_that_it_is_of(tmp_path: Path, zero: int) -> 
     assert layouts(read) == layouts(plan)
     for key in ("mesh", "inputs", "tensors", "communication", "memory"):
         assert read.content[key] == plan.content[key], key
+    excess = meshwright.compare(read)  # priced, and beside the best plan
+    assert read.cost == pytest.approx(plan.cost) and excess.other.gap is not None
+    assert excess.share > 0 and "longer" in str(excess)
 
 
 def test_a_file_that_is_none_or_of_another_module_is_refused(tmp_path: Path) -> None:

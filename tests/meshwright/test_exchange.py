@@ -120,6 +120,44 @@ def test_the_loader_of_transformers_trains_the_export_as_one_device(
     assert max(worst.values()) < 1e-5, worst
 
 
+def mixtral() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}])
+def test_the_loader_of_transformers_trains_a_mixture_of_experts(
+    on_ranks: Callable[..., Any], tmp_path: Path, mesh: dict[str, int]
+) -> None:
+    """The experts are replicated, against the plan that the model has for itself."""
+    model = mixtral()
+    styles = {name: style for name, style in model.tp_plan.items() if "experts" not in name}
+    styles |= {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    plan = meshwright.from_tp_plan(styles, model, labelled(), mesh=mesh)
+    assert plan.expressible("transformers") == []
+    file = plan.export("transformers", tmp_path / "distributed.json")
+    written = json.loads(file.read_text(encoding="utf-8"))["tp_plan"]
+    assert {name: written[name] for name in styles} == styles and {*model.tp_plan} <= {*written}
+    model.save_pretrained(tmp_path / "model")
+    ranks = 2 * mesh.get("dp", 1)
+    worst = on_ranks("transformed", (tmp_path / "model", file), world_size=ranks, module="exports")
+    assert max(worst.values()) < 1e-5, worst
+
+
 def sequence_parallel() -> dict[str, Any]:
     """The plan that torchtitan writes with the styles of torch, of a GPT."""
     entering = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from strategies.planner.module_styles import WRITTEN
 
 GPT = (
     *("+recipe=megatron_tp", "model.args.layers=2", "model.args.width=16", "model.args.dropout=0"),
@@ -36,3 +41,34 @@ def test_what_has_no_program_is_refused(command: Callable[..., Any]) -> None:
     assert command("export", "pytorch", "+recipe=quickstart").err.rstrip().endswith("[MW204]")
     unwritable = command("export", "+recipe=quickstart", "export.file=/proc/nothing/here.py")
     assert unwritable.code == 2 and unwritable.err.rstrip().endswith("[MW603]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["gpt", "llama", "moe"])
+def test_every_target_has_a_file_of_every_recipe(command: Callable[..., Any], tmp_path: Path, recipe: str) -> None:
+    for target, file in {
+        "torchtitan": "torchtitan_sharding.py",
+        "autoparallel": "placements.json",
+        "deepspeed": "deepspeed.json",
+        "transformers": "distributed_config.json",
+    }.items():
+        words = (f"+recipe={recipe}", "parallel.plan_cache=null", f"hydra.run.dir={target}")
+        done = command("export", target, *words, "export.allow_changes=true")
+        assert done.code == 0, done.err
+        text = (tmp_path / target / file).read_text(encoding="utf-8")
+        plan = json.loads((tmp_path / target / "plan.json").read_text(encoding="utf-8"))
+        if target == "torchtitan":
+            names = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+            assert names == {"set_sharding_configs"} and '"tokens": ShardingConfig(' in text
+            continue
+        content = json.loads(text)
+        if target == "autoparallel":
+            assert dict(zip(content["mesh_dim_names"], content["mesh_shape"], strict=True)) == plan["mesh"]
+            nodes = content["placements"]
+            assert "primals_1" in nodes and len(nodes) > len(plan["operators"])
+            assert all(text.count("(") == text.count(")") for one in nodes.values() for text in one["inputs"])
+        elif target == "deepspeed":
+            assert content["train_micro_batch_size_per_gpu"] > 0 and content["zero_optimization"]["stage"] == 0
+        else:
+            sizes = content["tp_size"] * content["fsdp_size"] * content["dp_replicate_size"]
+            assert sizes == math.prod(plan["mesh"].values()) and {*content["tp_plan"].values()} <= {*WRITTEN}
