@@ -93,6 +93,8 @@ FUSION, OFFLOAD, PIPELINE = "parallel.comm_fusion", "parallel.offload", "paralle
 RECOMPUTE, CUTS = "parallel.recompute.operators", "parallel.pipeline.cuts"
 COMPILE, ACTIVATIONS = "train.compile", "parallel.offload.activations.to"
 UNEVEN = ("parallel.batch_rows", "cluster.groups")
+BY_SPEED = ((MODE, any_of("data_parallel")), (STAGES, UNSET))
+"""Where ranks have as many rows as their devices are fast; elsewhere slices are equal."""
 EVALUATION = ("metric", "metrics", "every", "args", "batch_size")
 DEEPSPEED_ONLY = (
     ("parallel.zero.options", GIVEN, "the options are DeepSpeed's", "drop them"),
@@ -273,19 +275,24 @@ RULES: tuple[Rule, ...] = (
            "slices are handed out ahead, up to the next save, so its step must be known", "use checkpoint.every")
       for name in ("minutes", "best")),
     # slices of different sizes
-    *(Rule(first, GIVEN, key, kind, why, remedy) for first in UNEVEN for key, kind, why, remedy in (
-        (MODE, none_of("data_parallel"), "only slices of the batch have different sizes", "choose "
-         "parallel=data_parallel"),
-        (STAGES, GIVEN, "micro-batches pass through every stage", f"drop it with {STAGES}=null"),
+    Rule("parallel.batch_rows", GIVEN, MODE, none_of("data_parallel"), "only slices of the batch have different sizes",
+         "choose parallel=data_parallel"),
+    Rule("parallel.batch_rows", GIVEN, STAGES, GIVEN, "micro-batches pass through every stage",
+         f"drop it with {STAGES}=null"),
+    Rule("cluster.groups", GIVEN, MODE, any_of("stand_alone", "hybrid", SERVER), "no plan says what which device does",
+         A_MODE),
+    Rule("cluster.groups", GIVEN, STAGES, any_of("auto"), "the joint optimisation knows equal slices alone",
+         f"choose a number of stages, {STAGES}=null, or another parallel.mode", ((MODE, any_of("data_parallel")),)),
+    *(Rule(first, GIVEN, f"launch.{name}", GIVEN, "the devices are those of ranks that stay", "drop it")
+      for first in UNEVEN for name in ("min_ranks", "max_ranks")),
+    *(Rule(first, GIVEN, key, kind, why, remedy, BY_SPEED) for first in UNEVEN for key, kind, why, remedy in (
         ("parallel.copies", ABOVE_1, "a batch split has equal slices", "choose parallel.copies=1"),
         (STAGE, any_of("auto"), "the joint optimisation knows equal slices alone", f"choose {STAGE}=0, 1, 2 or 3"),
         (RECOMPUTE, any_of("auto"), "the joint optimisation knows equal slices alone", "choose none or full"),
         ("parallel.memory_limit", GIVEN, "every kind of device has a limit of its own, the memory of its description",
          "drop it with parallel.memory_limit=null"),
         ("data.unbatched", GIVEN, "ranks have different numbers of rows", "use equal slices"),
-        (COMPILE, ON, "ranks would compile programs of different shapes", "choose train.compile=false"),
-        *((f"launch.{name}", GIVEN, "the rows are those of ranks that stay", "drop it")
-          for name in ("min_ranks", "max_ranks")))),
+        (COMPILE, ON, "ranks would compile programs of different shapes", "choose train.compile=false"))),
     Rule("parallel.batch_rows", GIVEN, "cluster.groups", GIVEN, "both say how many rows a rank has", "drop one"),
     # ZeRO
     Rule("parallel.zero.options", GIVEN, STAGE, any_of(0), "stage 0 runs without DeepSpeed, which the options are for",

@@ -413,7 +413,7 @@ class Config(Section):
                     "cluster.groups",
                     "world_size",
                 )
-            if self.data.batch_size // self.train.accumulate < devices:
+            if self.has_uneven_rows and self.data.batch_size // self.train.accumulate < devices:
                 raise refusal(
                     f"cluster.groups have {devices} devices, but a micro-batch has "
                     f"{self.data.batch_size // self.train.accumulate} rows (data.batch_size / train.accumulate), and "
@@ -459,6 +459,14 @@ class Config(Section):
                 f"{key}.workers",
             )
         return self
+
+    @property
+    def has_uneven_rows(self) -> bool:
+        """Whether ranks have different numbers of rows. A pipeline has stages of different lengths instead, and other
+        modes equal slices."""
+        parallel = self.parallel
+        by_speed = parallel.mode == "data_parallel" and parallel.pipeline.stages is None and bool(self.cluster.groups)
+        return by_speed or bool(parallel.batch_rows)
 
     @property
     def parts(self) -> int:

@@ -52,15 +52,15 @@ def kinds_of(config: Config, plan: Plan, device: str) -> list[Kind]:
 
 
 def with_batch_rows(config: Config, graph: OperatorGraph, plan: Plan, settings: OptimizerSettings) -> Plan:
-    """`plan` with the rows of `parallel.batch_rows`, or by the speeds of `cluster.groups`; without either with equal
-    slices.
+    """`plan` with the rows of `parallel.batch_rows`, or by the speeds of `cluster.groups`; with equal slices without
+    either, and where these mean a pipeline or another mode.
 
     Raises:
         StrategyError: the batch is not sliced over all ranks; ranks would have to exchange rows; a kind of device has
             too little memory.
     """
     plan = replace(plan, batch_rows=())
-    if not config.parallel.batch_rows and not config.cluster.groups:
+    if not config.has_uneven_rows:
         return plan
     ranks, entries = plan.mesh.size, [source for source in graph.of_kind("input")]
     total = entries[0].spec.shape[0]

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from runner.config.cluster import NODE, ClusterForm, LevelForm, Machine, Rate, from_file
 from runner.config.schema import Config
 from runner.errors import ConfigError, allowed
-from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.cluster import Cluster, Level, Link, slowest
 
 DEFAULTS = {"cpu": "laptop_gloo", "cuda": "dgx_h100"}
 DESCRIBING = ("plan", "explain", "export")
@@ -68,6 +68,12 @@ def shipped(name: str, nodes: int | None = None) -> Machine:
 
 def cluster_of(config: Config, device: str, world_size: int) -> Cluster:
     """The machine for which the cost of `world_size` ranks on `device` is estimated."""
+    every = clusters_of(config, device, world_size)
+    return slowest(every) if len({*every}) == 1 else replace(slowest(every), each=every)
+
+
+def _links_of(config: Config, device: str, world_size: int) -> Cluster:
+    """The machine whose links join the ranks; its devices are those of groups without `like`."""
     chosen = config.cluster
     if chosen.machine is not None:
         return busy(chosen.name, chosen.machine, world_size)
@@ -112,8 +118,8 @@ def _at_speed(cluster: Cluster, speed: float) -> Cluster:
 
 
 def clusters_of(config: Config, device: str, world_size: int) -> tuple[Cluster, ...]:
-    """The machine of every rank: what its own device computes and stores, with the links of `cluster_of`."""
-    base, every = cluster_of(config, device, world_size), []
+    """The machine of every rank: what its own device computes and stores, with the links of `cluster`."""
+    base, every = _links_of(config, device, world_size), []
     for group in config.cluster.groups:
         own = base if group.like is None else described(group.like, _of_kind(group.like))
         name = own.name if group.speed == 1 else f"{own.name} x {group.speed:g}"

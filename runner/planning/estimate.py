@@ -148,6 +148,8 @@ class StageEstimate:
     program: Program
     works: Sequence[Work]
     cost: StepCost
+    cluster: Cluster
+    """With the devices of its own ranks."""
 
 
 @dataclass(frozen=True)
@@ -237,16 +239,24 @@ class Estimate:
         """Peak bytes of a rank of every group."""
         return [one.peak for one in self.memories]
 
+    def limits(self, limit: int | None) -> list[int]:
+        """The most bytes of a rank of every group: `limit`, or the memory of its device."""
+        return [limit or part.cluster.memory for part in self.parts[: self.groups]]
+
     @property
     def peak(self) -> int:
         """Peak bytes, the maximum over ranks."""
         return max(self.peaks)
 
-    def peak_within(self, limit: int) -> int:
-        """Peak bytes, the maximum over ranks; or the peak of the first rank that exceeds `limit`. Likely candidates are
-        traced first, to skip the other groups."""
-        groups = sorted(range(self.groups), key=lambda group: -self.likely[group])
-        return next((one for group in groups if (one := self.memory(group).peak) > limit), None) or self.peak
+    def peaks_within(self, limits: Sequence[int]) -> list[int]:
+        """Peak bytes of a rank of every group; 0 of those that are left once one exceeds its limit. Likely candidates
+        are traced first, to skip the other groups."""
+        peaks = [0] * self.groups
+        for group in sorted(range(self.groups), key=lambda group: limits[group] - self.likely[group]):
+            peaks[group] = self.memory(group).peak
+            if peaks[group] > limits[group]:
+                break
+        return peaks
 
     def of_group(self, group: int) -> Sequence[StageEstimate]:
         return self.parts[group :: self.groups]
@@ -281,7 +291,7 @@ class Estimate:
     def seconds_with_zero(self, settings: OptimizerSettings) -> float:
         """A lower bound of the seconds of this plan, which has no ZeRO, with the ZeRO stage of `settings`. The slowest
         stage of a pipeline may then be another one, so all get the shortest update."""
-        costs = [lower_bound_with_zero(part.cost, part.program, self.cluster, settings) for part in self.parts]
+        costs = [lower_bound_with_zero(part.cost, part.program, part.cluster, settings) for part in self.parts]
         shortest = min(cost.optimizer for cost in costs)
         return self._step([replace(cost, optimizer=shortest) for cost in costs])
 
@@ -370,12 +380,13 @@ def estimate(
     else:
         pairs, lowered = [in_step], (lowering.training_program(config, *in_step, programs),)
     parts, servers = [], servers_of(config, *in_step) if config.parallel.elastic else None
-    for (graph, plan), program in zip(pairs, lowered, strict=True):
-        works = programs.works(graph, plan, cluster)
-        cost = step_cost(graph, plan, program, cluster, settings, works)
+    for number, ((graph, plan), program) in enumerate(zip(pairs, lowered, strict=True)):
+        own = cluster.of_group(number % lowering.pipeline_groups(config), plan.mesh.size)
+        works = programs.works(graph, plan, own)
+        cost = step_cost(graph, plan, program, own, settings, works)
         if servers is not None:
-            cost = served(cost, servers, cluster)
-        parts.append(StageEstimate(graph, plan, program, works, cost))
+            cost = served(cost, servers, own)
+        parts.append(StageEstimate(graph, plan, program, works, cost, own))
     return Estimate(parts, stages, schedule, settings, cluster, traces, servers=servers)
 
 
@@ -388,7 +399,7 @@ def _of_kinds(
         program = lowering.training_program(config, graph, kind.plan, programs)
         works = programs.works(graph, kind.plan, kind.cluster)
         cost = step_cost(graph, kind.plan, program, kind.cluster, settings, works)
-        kinds.append(KindEstimate(kind, StageEstimate(graph, kind.plan, program, works, cost)))
+        kinds.append(KindEstimate(kind, StageEstimate(graph, kind.plan, program, works, cost, kind.cluster)))
     slowest = max(kinds, key=lambda one: one.part.cost.total)
     return Estimate([slowest.part], (), None, settings, slowest.kind.cluster, traces, kinds=kinds)
 
@@ -429,7 +440,7 @@ def step_price(
     parallel, groups = config.parallel, lowering.pipeline_groups(config)
     if groups > 1 or parallel.copies > 1:
         waits = parallel.pipeline.schedule in ("gpipe", "1f1b") and groups > 1
-        bound = step_lower_bound(graph, cluster, ())
+        bound = step_lower_bound(graph, cluster.fastest, ())
         floor = bound.seconds(groups, ranks // groups, parallel.pipeline.parts, 1, again=False, waits=waits)
         return StepEvaluation(seconds, floor=config.train.accumulate * floor)
     cut = settings.cut

@@ -244,7 +244,7 @@ class JointDecision:
         self.config, self.say = config, say
         self.device, self.ranks = device_of(config)
         self.cluster = cluster_of(config, self.device, self.ranks)
-        self.limit = config.parallel.memory_limit or self.cluster.memory
+        self.limit = config.parallel.memory_limit or self.cluster.fastest.memory  # of any rank
         self.programs, self.traces = Programs(), Traces()
         self.captures: dict[int, Capture] = dict(captures or {})  # by rows of a micro-batch
         self.capturing = 0.0  # seconds, which are no part of those of the search
@@ -305,13 +305,24 @@ class JointDecision:
             if error.code != "MW502" or not self.only:
                 raise
             smallest = self.fastest(max(self.bounds))
-            needed = max(smallest.memories, key=lambda one: one.peak)
+            pairs = zip(smallest.memories, self.limits(max(self.bounds)), strict=True)
+            needed, limit = max(pairs, key=lambda pair: pair[0].peak - pair[1])
             every = self.config.parallel.recompute.operators == "auto"
             again = smallest.parts[0].plan.recompute is not None
-            text = over(needed, self.limit, smallest.settings, recomputes=again, all_of_it=every)
+            text = over(needed, limit, smallest.settings, recomputes=again, all_of_it=every)
             if not self.config.parallel.open:
                 raise StrategyError("MW501", text) from None
             raise StrategyError("MW502", text) from None
+
+    def limits(self, choice: Choice) -> list[int]:
+        """Bytes of a rank of every group, whose devices may differ."""
+        groups = ((group, self.ranks // choice.stages) for group in range(choice.stages))
+        return [self.config.parallel.memory_limit or self.cluster.of_group(*group).memory for group in groups]
+
+    def _most(self, choice: Choice, sizes: Sequence[int]) -> int:
+        """The most of the bytes of every group; where one exceeds its own limit, as many beyond the limit of all."""
+        excess = max(size - limit for size, limit in zip(sizes, self.limits(choice), strict=True))
+        return self.limit + excess if excess > 0 else max(sizes)
 
     @cached_property
     def only(self) -> bool:
@@ -389,7 +400,7 @@ class JointDecision:
         """Lower bounds of all choices that the model has layers for. Raises StrategyError if there are none."""
         parallel, graph = self.config.parallel, self.captured(self.rows)[1].graph
         repeated = repeated_layers(graph, parallel.recompute.modules)
-        found = step_lower_bound(graph, self.cluster, repeated)
+        found = step_lower_bound(graph, self.cluster.fastest, repeated)
         bounds = {}
         for choice in self.choices:
             if parallel.pipeline.stages == "auto" and len(repeated) % choice.stages:
@@ -514,7 +525,7 @@ class JointDecision:
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
             yield Priced(plan, self.fastest(plain).seconds_with_zero(self._settings(choice)), None)
         if stored in self.bounds and stored != choice:
-            floor = max(self.memory_bounds(stored).recomputed)
+            floor = self._most(choice, self.memory_bounds(stored).recomputed)
             if floor <= self.limit:
                 yield Priced(plan, self.fastest(stored).seconds, None)
                 if choice.recompute.startswith("full"):
@@ -525,10 +536,14 @@ class JointDecision:
             return  # no collectives to keep
         if not price.is_traced:
             yield Priced(plan, price.seconds, None)
-        floor = max(floor, *self.memory_bounds(choice).least)
-        yield Priced(plan, price.seconds, floor if floor > self.limit else price.peak_within(self.limit))
+        floor = max(floor, self._most(choice, self.memory_bounds(choice).least))
+        yield Priced(plan, price.seconds, floor if floor > self.limit else self._peak(choice, price))
         if self.config.parallel.mode == "auto" and self.config.parallel.plan is None:
             yield from self._within_less(choice, plan)
+
+    def _peak(self, choice: Choice, estimated: Estimate) -> int:
+        """`_most` of the traced peaks, or of those up to the first that exceeds its limit."""
+        return self._most(choice, estimated.peaks_within(self.limits(choice)))
 
     def memory_bounds(self, choice: Choice) -> MemoryBounds:
         """Memory bounds of a choice's fastest plan without tracing it. ZeRO stages share that plan, and
@@ -541,10 +556,10 @@ class JointDecision:
         """Plans found for less memory than `plan`, the fastest, needs; the last one keeps the limit, if one does. After
         one that does, plans between it and those that are too large are tried. Plans whose lower bound exceeds the
         limit are not traced."""
-        budgets = self.budgets.setdefault((choice.stages, choice.zero), SearchBudget(self.limit, 1 / choice.stages))
+        budgets = self.budgets.setdefault((choice.stages, choice.zero), SearchBudget(min(self.limits(choice)), 1 / choice.stages))
         likely = self.memory_bounds(choice).likely or self.fastest(choice).likely
         request, searches = self._request(choice), self.searched(choice)
-        seen, tried = [(searches.bytes(plan, request), max(likely))], [plan.operators]
+        seen, tried = [(searches.bytes(plan, request), self._most(choice, likely))], [plan.operators]
         best, too_large = None, self.fastest(choice).seconds
         for _ in range(SMALLER_PLANS):
             if best is not None and best.seconds <= (1 + WORTH) * too_large:
@@ -562,9 +577,9 @@ class JointDecision:
                 yield Priced(smaller, price.seconds, None)
             elif price.seconds >= best.seconds:
                 break
-            lower = max(price.bounds(None).least)
-            size = price.peak_within(self.limit) if lower <= self.limit else lower
-            seen.append((estimated, size if lower <= self.limit else max(price.likely)))
+            lower = self._most(choice, price.bounds(None).least)
+            size = self._peak(choice, price) if lower <= self.limit else lower
+            seen.append((estimated, size if lower <= self.limit else self._most(choice, price.likely)))
             if size <= self.limit:
                 best = Priced(smaller, price.seconds, size)
             else:
@@ -580,15 +595,15 @@ class JointDecision:
         """The first plan that keeps the limit of those found within shares of it; `tried` ones do not."""
         for share in BUDGET_SHARES:
             try:
-                plan = self.best_plan(choice, int(share * self.limit))
+                plan = self.best_plan(choice, int(share * min(self.limits(choice))))
             except StrategyError:
                 return None
             if plan.operators not in tried:
                 tried.append(plan.operators)
                 price = self.estimate(choice, plan)
                 if (
-                    max(price.bounds(None).least) <= self.limit
-                    and (size := price.peak_within(self.limit)) <= self.limit
+                    self._most(choice, price.bounds(None).least) <= self.limit
+                    and (size := self._peak(choice, price)) <= self.limit
                 ):
                     return Priced(plan, price.seconds, size)
         return None
@@ -626,28 +641,28 @@ class JointDecision:
         takes none or all of it."""
         stored = replace(choice, recompute="none")
         none = self.fastest(stored)
-        fronts = none.recompute_fronts(self.recompute_by_mode(choice))
+        fronts, limits = none.recompute_fronts(self.recompute_by_mode(choice)), self.limits(choice)
 
         def bound(every: Sequence[int]) -> Priced:
             """A lower bound, where groups that recompute every layer need at least these bytes."""
-            first = RecomputeSelection(self.limit, fronts, self.memory_bounds(stored).least, every, measured=True)
+            first = RecomputeSelection(limits, fronts, self.memory_bounds(stored).least, every, measured=True)
             return Priced(plan, none.seconds_with_recompute(self.mixed(choice, first.lower_bound)), None)
 
-        if max(self.memory_bounds(stored).least) > self.limit:  # before the savings of recompute are known
+        if self._most(choice, self.memory_bounds(stored).least) > self.limit:  # before the savings of recompute are known
             yield bound(self.memory_bounds(stored).recomputed)
-        if max(self.memory_bounds(choice).least) > self.limit:
+        if self._most(choice, self.memory_bounds(choice).least) > self.limit:
             return
         if not self.memory_bounds(stored).likely:
             yield bound(self.memory_bounds(choice).least)
         without = self.memory_bounds(stored).likely or none.peaks
-        if max(without) <= self.limit:
+        if self._most(choice, without) <= self.limit:
             return
         yield bound(self.memory_bounds(choice).least)
         every = self.memory_bounds(choice).likely or self.fastest(choice).peaks
-        if max(every) > self.limit:
+        if self._most(choice, every) > self.limit:
             return
         yield bound(self.memory_bounds(choice).least)
-        selection = RecomputeSelection(self.limit, fronts, without, every, measured=none.is_traced)
+        selection = RecomputeSelection(limits, fronts, without, every, measured=none.is_traced)
         best: Priced | None = None
         while (modes := selection.next()) is not None and (recompute := self.mixed(choice, modes)) != plan.recompute:
             if best is None:  # a trace takes ten times as long as the estimate, which counts repeated collectives too

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.planning.clusters import DESCRIBING, device_of
+from runner.planning.clusters import DESCRIBING, cluster_of, device_of
 from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions, Program
 from strategies.cost.roofline import flops_of
+from strategies.cost.step import works_of
 from strategies.lowering.batch_splits import split_batch
 from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.fusion import KINDS, LARGEST, fuse
@@ -199,8 +200,18 @@ def stages_of(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, 
     section = config.parallel.pipeline
     if section.known is None:
         return ()
-    assignment = in_stages(graph, section.known, section.cuts, section.virtual)
+    seconds = _seconds_by_group(config, graph, plan) if config.cluster.groups and section.cuts == "auto" else ()
+    assignment = in_stages(graph, section.known, section.cuts, section.virtual, seconds)
     return cut(graph, plan, assignment, random_ordinals(graph, training_options(config)))
+
+
+def _seconds_by_group(config: Config, graph: OperatorGraph, plan: Plan) -> list[list[float]]:
+    """The seconds of forward and backward of every operator on the devices of each group of ranks."""
+    groups, ranks = pipeline_groups(config), plan.mesh.size
+    cluster = cluster_of(config, device_of(config)[0], groups * ranks)
+    own = [cluster.of_group(group, ranks) for group in range(groups)]
+    works = {one: works_of(graph, plan, one) for one in dict.fromkeys(own)}
+    return [[work.forward + work.backward for work in works[one]] for one in own]
 
 
 def stages_as(config: Config, stages: Sequence[Stage], graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:

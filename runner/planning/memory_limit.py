@@ -152,7 +152,7 @@ class _GroupSelection:
 
 
 class RecomputeSelection:
-    """The layers to recompute so that every group of ranks keeps the limit at the least extra time.
+    """The layers to recompute so that every group of ranks keeps its limit at the least extra time.
 
     Each group has its own front, since groups of a pipeline keep different numbers of micro-batches; all are tried
     together.
@@ -160,7 +160,7 @@ class RecomputeSelection:
 
     def __init__(
         self,
-        limit: int,
+        limits: Sequence[int],
         fronts: Iterable[Sequence[RecomputedLayers]],
         none: Sequence[int],
         every: Sequence[int],
@@ -168,14 +168,13 @@ class RecomputeSelection:
         measured: bool,
     ) -> None:
         """Args:
-        limit: bytes of a rank.
+        limits: bytes of a rank, by group.
         fronts: what may be recomputed, by group, as `pareto_front` returns it.
         none: bytes of every group that recomputes nothing.
         every: bytes of every group that recomputes the last of its front.
         measured: whether `none` was traced, not estimated.
         """
-        self.limit = limit
-        self.groups = [_GroupSelection(limit, *one, measured) for one in zip(fronts, none, every, strict=True)]
+        self.groups = [_GroupSelection(*one, measured) for one in zip(limits, fronts, none, every, strict=True)]
         self.tried: list[int] = []
 
     @property
@@ -192,10 +191,10 @@ class RecomputeSelection:
         return self._layers(positions)
 
     def update(self, sizes: Sequence[int]) -> bool:
-        """Receive the bytes that every group needs with the last layers. Returns whether all keep the limit."""
+        """Receive the bytes that every group needs with the last layers. Returns whether all keep their limits."""
         for group, position, size in zip(self.groups, self.tried, sizes, strict=True):
             group.update(position, size)
-        return max(sizes) <= self.limit
+        return all(size <= group.limit for group, size in zip(self.groups, sizes, strict=True))
 
     def _layers(self, positions: Collection[int]) -> dict[str, Mode]:
         """In full where any group does so."""

@@ -340,7 +340,7 @@ def _with_schedule(
     cluster = cluster_of(config, prepared.device, prepared.world_size)
     settings = settings_of(config, graph, prepared.device)
     step = estimate(config, in_step, settings, cluster, Programs(), Traces())
-    schedule = synthesised(config, step, config.parallel.memory_limit or cluster.memory)
+    schedule = synthesised(config, step, step.limits(config.parallel.memory_limit))
     return schedule, replace(plan, search=with_cost(plan.search, replace(step, schedule=schedule).seconds))
 
 

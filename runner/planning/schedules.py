@@ -7,6 +7,8 @@ More memory than the stand-in (`lowering.schedule_of`) needs on its busiest rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runner.config.schema import Config
 from runner.planning.estimate import Estimate
 from strategies.core.errors import StrategyError
@@ -19,13 +21,13 @@ UPDATE = "update"
 """The phase of a step in which no activation is stored."""
 
 
-def synthesised(config: Config, step: Estimate, limit: int) -> Schedule:
+def synthesised(config: Config, step: Estimate, limits: Sequence[int]) -> Schedule:
     """The schedule of `schedule=auto`. None of the named ones that fit is faster.
 
     Args:
         config: without open keys.
         step: the estimate under the stand-in.
-        limit: bytes of a rank; what `step` needs is allowed in any case.
+        limits: bytes of a rank, by group; what `step` needs is allowed in any case.
     """
     assert step.schedule is not None
     section, memories = config.parallel.pipeline, step.memories
@@ -39,13 +41,14 @@ def synthesised(config: Config, step: Estimate, limit: int) -> Schedule:
         except StrategyError:
             continue  # other numbers of stages or micro-batches
     best: tuple[float, Schedule] | None = None
-    for most in (max(running), max(limit, *running)):
+    allowed = [max(limit, size) for limit, size in zip(limits, running, strict=True)]
+    for most in ([min(max(running), size) for size in allowed], allowed):
         problem = Problem(
             step.stage_times,
             [number % step.groups for number in numbers],
             section.parts,
             sizes,
-            [one.activations + most - size for one, size in zip(memories, running, strict=True)],
+            [one.activations + size - now for one, size, now in zip(memories, most, running, strict=True)],
             splits=not config.train.compile,
         )
         found = synthesise(problem, [step.schedule, *named])

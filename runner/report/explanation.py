@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from runner.config.schema import Config
 from runner.errors import ConfigError
+from runner.planning import lowering
 from runner.planning.clusters import cluster_of
 from runner.planning.lowering import pipeline_groups
 from runner.planning.prepare import Prepared
@@ -45,11 +46,13 @@ def explanations(prepared: Prepared, pattern: str) -> str:
     cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
     paragraphs: dict[tuple[str, ...], list[Operator]] = {}
     parts = [(stage.graph, stage.plan) for stage in prepared.stages] or [(prepared.graph, prepared.plan)]
-    for graph, plan in parts:
+    groups = lowering.pipeline_groups(prepared.config)
+    for number, (graph, plan) in enumerate(parts):
+        own = cluster.of_group(number % groups, plan.mesh.size)
         for operator in graph.operators:
             if matches(pattern, operator) is not None:
                 stage, config = prepared.config.parallel.zero.known, prepared.config
-                around = Neighbourhood(graph, plan, operator, cluster, stage, config.parts)
+                around = Neighbourhood(graph, plan, operator, own, stage, config.parts)
                 paragraphs.setdefault(tuple(_lines(around, config)), []).append(operator)
     if not paragraphs:
         names = [name for operator in prepared.graph.operators for name in (operator.name, *addresses(operator))]

@@ -8,6 +8,7 @@ and cluster; nothing is measured.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from typing import Any
@@ -42,7 +43,7 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
         ranks: Those of all stages.
     """
     parts, cluster, settings = step.parts, step.cluster, step.settings
-    costs = [operator_costs(part.graph, part.plan, part.program, cluster, settings) for part in parts]
+    costs = [operator_costs(part.graph, part.plan, part.program, part.cluster, settings) for part in parts]
     entries = iter(content["operators"])
     made = {model_name(operator) for part in parts for operator in part.graph.operators}
     for part, found in zip(parts, costs, strict=True):
@@ -53,7 +54,10 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
             entry = next(entries)
             entry["inputs"] = [_sender(part, ref, made) for ref in operator.operands]
             entry["predicted"] = asdict(together[model_name(operator)])
-    seconds = content["cost"]["total"]
+    seconds, needed, limit = content["cost"]["total"], content["memory"], cluster.memory
+    if "pipeline" in content:
+        groups = content["pipeline"]
+        limit = groups["memory_limits"][groups["memory"].index(needed)]
     shares = shares_of(costs)
     if step.servers is not None:
         shares = {name: seconds for name, seconds in shares.items() if not name.endswith(" link")}
@@ -68,12 +72,12 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
         "samples_per_second": samples / seconds if seconds else None,
         "tokens_per_second": tokens / seconds if seconds and tokens else None,
         "mfu": _seconds_at_peak(step, ranks) / seconds if seconds else None,
-        "memory": content["memory"]["peak"],
-        "memory_limit": cluster.memory,
+        "memory": needed["peak"],
+        "memory_limit": limit,
         "shares": shares,
-        "binding": binding(content["memory"]["peak"], cluster, shares),
+        "binding": binding(needed["peak"], limit, shares),
         "speedups": speedups(step),
-        "shrunk": smaller_needs(content, step) if content["memory"]["peak"] > cluster.memory else {},
+        "shrunk": smaller_needs(content, step) if needed["peak"] > limit else {},
     }
 
 
@@ -112,11 +116,11 @@ def _producer(part: StageEstimate, ref: Ref) -> str:
 def _seconds_at_peak(step: Estimate, ranks: int) -> float:
     """Seconds in which all devices at the peak of every dtype would do the matrix products of a step, without
     recompute, each as many as it can; backward has one per factor that is trained."""
-    if step.kinds:
-        alone = [(len(one.kind.ranks), _alone_at_peak(step, one.kind.cluster)) for one in step.kinds]
-        rate = sum(count / seconds for count, seconds in alone if seconds)
-        return 1 / rate if rate else 0.0
-    return _alone_at_peak(step, step.cluster) / ranks
+    devices = Counter({one.kind.cluster: len(one.kind.ranks) for one in step.kinds} or step.cluster.each)
+    if not devices:
+        return _alone_at_peak(step, step.cluster) / ranks
+    rate = sum(count / seconds for one, count in devices.items() if (seconds := _alone_at_peak(step, one)))
+    return 1 / rate if rate else 0.0
 
 
 def _alone_at_peak(step: Estimate, cluster: Cluster) -> float:
@@ -160,9 +164,9 @@ def shares_of(costs: Sequence[Mapping[str, OperatorCost]]) -> dict[str, float]:
     return shares
 
 
-def binding(memory: int, cluster: Cluster, shares: Mapping[str, float]) -> str:
+def binding(memory: int, limit: int, shares: Mapping[str, float]) -> str:
     """The bottleneck: the memory of a device if the plan needs more, else what takes most of the time."""
-    return "memory" if memory > cluster.memory else max(shares, key=lambda name: shares[name])
+    return "memory" if memory > limit else max(shares, key=lambda name: shares[name])
 
 
 def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
@@ -192,14 +196,14 @@ def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
 def speedups(step: Estimate) -> dict[str, float]:
     """How many times as fast the slowest stage would be with one rate doubled."""
 
-    def seconds(cluster: Cluster) -> float:
-        costs = [step_cost(part.graph, part.plan, part.program, cluster, step.settings) for part in step.parts]
-        if step.servers is not None:
-            costs = [served(cost, step.servers, cluster) for cost in costs]
-        return max(cost.total for cost in costs)
+    def seconds(part: StageEstimate, cluster: Cluster) -> float:
+        cost = step_cost(part.graph, part.plan, part.program, cluster, step.settings)
+        return cost.total if step.servers is None else served(cost, step.servers, cluster).total
 
     before = max(part.cost.total for part in step.parts)
-    return {name: before / seconds(other) for name, other in doubled(step.cluster).items() if before}
+    every = [doubled(part.cluster) for part in step.parts]
+    after = {name: max(map(seconds, step.parts, (one[name] for one in every))) for name in every[0]}
+    return {name: before / later for name, later in after.items() if before}
 
 
 def doubled(cluster: Cluster) -> dict[str, Cluster]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -300,10 +300,28 @@ def totals(content: Content) -> str:
             f"estimated bubble: {pipeline['bubble']:.1%} of the time the stages wait; micro-batches whose activations "
             f"a rank keeps: {', '.join(map(str, pipeline['held']))}"
         )
+        lines += _groups_of_kinds(content)
         if "actions" in pipeline:  # not in plans of earlier versions
             lines += [f"schedule {pipeline['schedule']} (F forward, B backward, I input, W weight gradients):"]
             lines += schedule.lines(pipeline)
     return "\n".join(lines)
+
+
+def _groups_of_kinds(content: Content) -> Iterator[str]:
+    """A line for every group of ranks of a pipeline whose devices differ."""
+    pipeline, ranks = content["pipeline"], math.prod(content["mesh"].values())
+    clusters = pipeline.get("clusters", ())  # not in plans of earlier versions
+    if len({*clusters}) < 2:
+        return
+    for group, (cluster, needed) in enumerate(zip(clusters, pipeline["memory"], strict=True)):
+        groups = pipeline["stages"]
+        seconds = sum(sum(one.values()) for one in pipeline["seconds"][group::groups])
+        yield (
+            f"stage {', '.join(map(str, range(group, len(pipeline['seconds']), groups)))} on ranks "
+            f"{_ranges(range(group * ranks, (group + 1) * ranks))}: {cluster}, "
+            f"{sum(pipeline['operators'][group::groups])} operators, {seconds * 1e3:.2f} ms per micro-batch, "
+            f"{shown_bytes(needed['peak'])} of {shown_bytes(pipeline['memory_limits'][group])}"
+        )
 
 
 def step_parts(cost: Content) -> dict[str, float]:

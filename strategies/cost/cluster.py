@@ -7,9 +7,10 @@ laid row-major over the innermost devices, so which levels a group of ranks cros
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,8 @@ class Cluster:
     Of one device: `flops` per second by dtype, `memory` in bytes, `memory_bandwidth` in bytes per second (read plus
     written), `launch` seconds per operator that computes, `view` per operator that only renames its elements. `overlap`
     is the share of adding gradients that can hide behind backward; `algorithms` are what the collectives choose among;
-    `fraction` is the share that `flops` are of the data sheet's.
+    `fraction` is the share that `flops` are of the data sheet's. Where devices differ, `each` describes that of every
+    rank, and the numbers here are those of the slowest, for which all ranks of a step with equal slices wait.
     """
 
     name: str
@@ -64,6 +66,16 @@ class Cluster:
     overlap: float = 0.0
     algorithms: tuple[str, ...] = (RING, TREE, HIERARCHICAL)
     fraction: float = 1.0
+    each: tuple[Cluster, ...] = ()
+
+    def of_group(self, group: int, ranks: int) -> Cluster:
+        """The slowest devices of one of the groups of `ranks` consecutive ranks, such as those of a pipeline."""
+        return slowest(self.each[group * ranks : (group + 1) * ranks]) if self.each else self
+
+    @property
+    def fastest(self) -> Cluster:
+        """Devices as fast and as large as the best of any rank: for lower bounds."""
+        return _combined(self.each, max, min) if self.each else self
 
     @cached_property
     def devices(self) -> int:
@@ -105,6 +117,28 @@ class Cluster:
         """Per level, among how many units a group along `axes` is spread: (4, 2) are 4 nodes with 2 ranks each. Where
         groups differ, the most of any; the product is at least the size of the group."""
         return _spread(tuple(level.size for level in self.levels), mesh, mesh.sorted(axes), self.name)
+
+
+def slowest(clusters: Sequence[Cluster]) -> Cluster:
+    """Devices as slow and as small as the worst of any of the `clusters`, which have the same links."""
+    return _combined(clusters, min, max)
+
+
+def _combined(clusters: Sequence[Cluster], rate: Callable[..., Any], seconds: Callable[..., Any]) -> Cluster:
+    different = tuple(dict.fromkeys(clusters))
+    if len(different) == 1:
+        return different[0]
+    first: Cluster = rate(different, key=lambda one: one.peak("float32"))
+    return replace(
+        first,
+        name=" and ".join(one.name for one in different),
+        flops={dtype: rate(one.peak(dtype) for one in different) for own in different for dtype in own.flops},
+        memory=rate(one.memory for one in different),
+        memory_bandwidth=rate(one.memory_bandwidth for one in different),
+        launch=seconds(one.launch for one in different),
+        view=seconds(one.view for one in different),
+        overlap=rate(one.overlap for one in different),
+    )
 
 
 def one_level(devices: int) -> Cluster:

@@ -210,15 +210,19 @@ class _Cutting:
         return min(layouts, key=lambda layout: math.prod(layout.local_shape(shape, self.plan.mesh)))
 
 
-def in_stages(graph: OperatorGraph, stages: int, cuts: Cuts, virtual: int = 1) -> dict[str, int]:
+def in_stages(
+    graph: OperatorGraph, stages: int, cuts: Cuts, virtual: int = 1, seconds: Sequence[Sequence[float]] = ()
+) -> dict[str, int]:
     """The stage of every operator by id; there are `stages` times `virtual` of them. With `cuts` (module path ->
     stage), the longest path that leads to an operator counts; operators that no path names go with what they use.
-    Raises StrategyError for cuts that cannot be."""
+    Stages are balanced by flops; where the devices of the `stages` groups of ranks differ, by the `seconds` of every
+    operator on those of each group. Raises StrategyError for cuts that cannot be."""
     count = f"parallel.pipeline.stages = {stages}"
     if virtual > 1:
         count = f"parallel.pipeline.stages x virtual_stages = {stages} x {virtual} = {stages * virtual}"
     if cuts == "auto":
-        return _balanced(graph, stages * virtual, count)
+        flops = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
+        return _balanced(graph, [*(seconds or [flops] * stages)] * virtual, count)
     return _as_configured(graph, stages * virtual, cuts, count)
 
 
@@ -289,24 +293,25 @@ def _as_configured(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], c
     return found
 
 
-def _balanced(graph: OperatorGraph, stages: int, count: str) -> dict[str, int]:
-    """Consecutive stages whose heaviest is as light as possible, cut between modules as far up the tree as is even."""
-    work = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
-    mean, found = sum(work) / stages, None
+def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str) -> dict[str, int]:
+    """Consecutive stages whose heaviest is as light as possible, cut between modules as far up the tree as is even;
+    `work` is that of every operator, by stage."""
+    stages, found = len(work), None
+    even = 1 / sum(1 / sum(own) for own in work)  # of every stage, if operators could be divided
     deepest = max(len(operator.path) for operator in graph.operators)
     for depth in range(1, deepest + 2):
         units = _units(graph, depth)
         if len(units) < stages:
             continue
-        sums = [sum(work[i] for i in unit) for unit in units]
-        ends = _lightest(sums, stages)
-        heaviest = max(sum(sums[a:b]) for a, b in zip((0, *ends), ends, strict=False))
+        sums = [[sum(own[i] for i in unit) for unit in units] for own in work]
+        ends = _lightest(sums)
+        heaviest = max(sum(own[a:b]) for own, a, b in zip(sums, (0, *ends), ends, strict=False))
         if found is None or heaviest < found[0] / EVEN:
             found = heaviest, units, ends
-        if found[0] <= EVEN * mean:
+        if found[0] <= EVEN * even:
             break
     if found is None:
-        raise StrategyError("MW431", f"{count}, but the model has only {len(work)} operators; take fewer stages.")
+        raise StrategyError("MW431", f"{count}, but the model has only {len(graph.operators)} operators; take fewer stages.")
     _, units, ends = found
     return {
         graph.operators[i].id: sum(number >= end for end in ends) for number, unit in enumerate(units) for i in unit
@@ -319,11 +324,12 @@ def _units(graph: OperatorGraph, depth: int) -> list[list[int]]:
     return [list(run) for _, run in groupby(range(len(paths)), lambda i: paths[i])]
 
 
-def _lightest(work: Sequence[float], parts: int) -> tuple[int, ...]:
-    """The ends of `parts` consecutive parts, none empty, whose heaviest is as light as possible."""
-    sums = (0.0, *accumulate(work))
-    best: list[tuple[float, tuple[int, ...]]] = [(sums[end], (end,)) for end in range(len(sums))]
-    for part in range(2, parts + 1):
+def _lightest(work: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The ends of consecutive parts, none empty, whose heaviest is as light as possible; `work` is that of every unit,
+    by part."""
+    first, *others = [(0.0, *accumulate(own)) for own in work]
+    best: list[tuple[float, tuple[int, ...]]] = [(first[end], (end,)) for end in range(len(first))]
+    for part, sums in enumerate(others, start=2):
         best = [
             min(
                 ((max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], end)) for cut in range(part - 1, end)),

@@ -200,11 +200,12 @@ def describe_stages(
     micro_batches = 1 + max(action.micro_batch for action in schedule[0])
     traces_of = Traces()
     traces = [traces_of.of(program, settings) for program in programs]
+    devices = [cluster.of_group(stage.number % groups, plan.mesh.size) for stage in stages]
     entries = [
-        describe(stage.graph, stage.plan, program, settings=settings, cluster=cluster, traced=traced)
-        for stage, program, traced in zip(stages, programs, traces, strict=True)
+        describe(stage.graph, stage.plan, program, settings=settings, cluster=own, traced=traced)
+        for stage, program, traced, own in zip(stages, programs, traces, devices, strict=True)
     ]
-    sent, memories = [], []
+    sent, memories, limits = [], [], []
     for group, actions in enumerate(schedule):
         own: Counter[str] = Counter()
         for number in range(group, len(stages), groups):
@@ -212,6 +213,7 @@ def describe_stages(
             own.update(_between(stages[number], stages, groups, parts, settings.stage))
         sent.append(dict(own))
         memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).to_json())
+        limits.append(devices[group].memory)
     costs = [one["cost"] for one in entries]
     cost, times = (
         cost_of_stages(stages, costs, schedule, parts, cluster),
@@ -232,7 +234,7 @@ def describe_stages(
         "zero": _zero(settings),
         "cost": cost,
         "communication": {kind: max(own.get(kind, 0) for own in sent) for own in sent for kind in own},
-        "memory": max(memories, key=lambda one: one["peak"]),
+        "memory": max(zip(memories, limits, strict=True), key=lambda one: one[0]["peak"] - one[1])[0],
         "recompute": _recompute(plan, [one["recompute"] for one in entries if one["recompute"] is not None]),
         "unsliced": [where for one in entries for where in one["unsliced"]],
         "pipeline": {
@@ -242,6 +244,8 @@ def describe_stages(
             "operators": [len(stage.graph.operators) for stage in stages],
             "communication": sent,
             "memory": memories,
+            "memory_limits": limits,
+            "clusters": [one.name for one in devices[:groups]],
             "held": [int(peak_activations(actions)) for actions in schedule],
             "bubble": bubble(schedule, even),
             "actions": [as_text(actions) for actions in schedule],

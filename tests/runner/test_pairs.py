@@ -64,7 +64,6 @@ REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = 
     (("place",), AS_IT_IS, ("parallel.place", MODE)),
     (("copies",), AS_IT_IS, ("parallel.copies", MODE)),
     (("compile",), AS_IT_IS, (COMPILE, MODE)),
-    (SCHEDULES, UNEVEN, (STAGES, GROUPS)),
     (("recompute auto",), UNEVEN, ("parallel.recompute.operators", GROUPS)),
     (("copies",), UNEVEN, ("parallel.copies", GROUPS)),
     (("compile",), UNEVEN, (COMPILE, GROUPS)),

@@ -102,12 +102,11 @@ def test_no_kind_gets_more_rows_than_its_memory_is_large_enough_for(
         ("MW205", ("cluster.groups=[{devices: 2}]",)),
         ("MW205", ("cluster.groups=[{devices: 3}]", "data.batch_size=2")),
         ("MW205", (SLOWER, "parallel.batch_rows=[5, 5, 2]")),
-        ("MW205", (SLOWER, "parallel=semi_auto", "parallel.mesh={dp: 3}")),
         ("MW205", (SLOWER, "parallel.copies=2")),
         ("MW205", (SLOWER, "train.compile=true")),
         ("MW205", (SLOWER, "parallel.memory_limit=1GB")),
         ("MW205", (SLOWER, "parallel.zero.stage=auto")),
-        ("MW205", (SLOWER, "parallel.pipeline.stages=3", "data.batch_size=18")),
+        ("MW205", (SLOWER, "parallel.pipeline.stages=auto", "data.batch_size=18")),
         ("MW106", ("cluster.groups=[{devices: 3, like: cray}]",)),
     ],
 )  # fmt: skip

@@ -96,7 +96,7 @@ def select(sizes: Sequence[Sequence[int]], measured: bool = True, guess: float =
     """For groups with `sizes` by the number of recomputed layers: that number per group, and the number of trials."""
     fronts = [equal_layers(group, len(one) - 1) for group, one in enumerate(sizes)]
     most = [round(guess * one[0]) for one in sizes]
-    selection = RecomputeSelection(LIMIT, fronts, most, [one[-1] for one in sizes], measured=measured)
+    selection = RecomputeSelection([LIMIT] * len(fronts), fronts, most, [one[-1] for one in sizes], measured=measured)
     counts, tried, enough = [-1], 0, False
     while (layers := selection.next()) is not None:
         counts, tried = count(layers, len(sizes)), tried + 1
@@ -135,14 +135,14 @@ def test_every_group_recomputes_as_few_layers_as_it_needs(sizes):
 def test_the_lower_bound_is_no_more_than_is_selected():
     sizes = [falling(100, 5, 16), falling(80, 5, 16), falling(50, 5, 16)]
     fronts = [equal_layers(group, 16) for group in range(3)]
-    first = RecomputeSelection(LIMIT, fronts, [100, 80, 50], [one[-1] for one in sizes], measured=True)
+    first = RecomputeSelection([LIMIT] * len(fronts), fronts, [100, 80, 50], [one[-1] for one in sizes], measured=True)
     assert count(first.lower_bound, 3) == [7, 3, 0] and select(sizes)[0] == [8, 4, 0]
 
 
 def test_a_layer_of_two_groups_leaves_none_too_small():
     """Both groups have layer b: recomputing it frees less than the second group expects, so it needs more layers."""
     fronts = [pareto_front({path: {"full": (1.0, 1.0)} for path in paths}) for paths in ("ab", "bc")]
-    selection = RecomputeSelection(LIMIT, fronts, [70, 50], [50, 40], measured=True)
+    selection = RecomputeSelection([LIMIT] * len(fronts), fronts, [70, 50], [50, 40], measured=True)
     assert selection.next() == {"a": "full"}
     assert not selection.update([58, 61])
     assert selection.next() == {"a": "full", "b": "full"}
@@ -150,7 +150,7 @@ def test_a_layer_of_two_groups_leaves_none_too_small():
 
 
 def test_nothing_is_selected_where_all_layers_are_too_few():
-    selection = RecomputeSelection(LIMIT, [equal_layers(0, 2)], [90], [60], measured=True)
+    selection = RecomputeSelection([LIMIT], [equal_layers(0, 2)], [90], [60], measured=True)
     seen = []
     while (layers := selection.next()) is not None:
         seen.append(len(layers))

@@ -21,6 +21,7 @@ from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.pipeline import Cuts, Stage, cut, in_stages
 from strategies.lowering.pipeline_schedule import make_schedule
 from strategies.planner.planner import make_plan
+from strategies.rules import rule_of
 from tests.strategies.lockstep import Lockstep
 from tests.strategies.simulated_model import TOLERANCE
 
@@ -263,3 +264,12 @@ def test_balanced_stages_are_cut_between_layers() -> None:
     split = {o.module.split(".")[1]: placed[o.id] for o in graph.operators if o.module.startswith("layers.")}
     assert split == {"0": 0, "1": 0, "2": 1, "3": 1}
     assert list(placed.values()) == sorted(placed.values())
+
+
+@pytest.mark.parametrize(("speeds", "layers"), [((3, 1), [0, 0, 0, 1]), ((1, 3), [0, 1, 1, 1]), ((2, 2), [0, 0, 1, 1])])
+def test_stages_are_as_long_as_their_devices_are_fast(speeds: tuple[int, ...], layers: list[int]) -> None:
+    graph = Pipeline(gpt(4), NextTokenLoss(), tokens(1)).captured.graph
+    flops = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
+    placed = in_stages(graph, 2, "auto", seconds=[[one / speed for one in flops] for speed in speeds])
+    split = {o.module.split(".")[1]: placed[o.id] for o in graph.operators if o.module.startswith("layers.")}
+    assert list(split.values()) == layers
