@@ -158,6 +158,8 @@ RULES: tuple[Rule, ...] = (
     *(Rule("launch.launcher", any_of("local"), f"launch.{name}", GIVEN, "it starts all ranks on this machine",
            "choose launch=torchrun, mpirun, slurm, deepspeed or rank_table (nodes: slurm, kubernetes, skypilot)")
       for name in ("hosts", "nodes")),
+    Rule("launch.devices", GIVEN, "launch.launcher", none_of("local"), "they are those of this machine",
+         "choose launch=local, or give the devices in launch.rank_table=FILE.json"),
     Rule("launch.launcher", any_of("rank_table"), "launch.hosts", UNSET,
          "it must know the hosts", "give launch.rank_table=FILE.json (or launch.hosts)"),
     Rule("launch.launcher", any_of("deepspeed"), "launch.hosts", UNSET,

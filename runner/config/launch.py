@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -126,6 +126,9 @@ class Launch(Section):
     hosts: Annotated[tuple[Host, ...], BeforeValidator(_in_order), HOSTS] = setting(
         (), "HOST:RANKS of each host such as [node1:8, node2:8], rank 0's first; []: this machine"
     )
+    devices: tuple[Number, ...] = setting(
+        (), "Device index of each rank on this machine such as [0, 2, 3]; []: 0, 1, ..."
+    )
     hostfile: Word | None = setting(None, "A file with a line `HOST slots=RANKS` per host")
     rank_table: Word | None = setting(None, "A JSON file with {rank, host, device} of every rank")
     host: Word | None = setting(None, "Start only this host's ranks; the same command starts the others on theirs")
@@ -147,6 +150,11 @@ class Launch(Section):
     @model_validator(mode="after")
     def _table_is_complete(self) -> Launch:
         names, ranks = [host.name for host in self.hosts], [rank for host in self.hosts for rank in host.ranks]
+        if twice := _repeated(self.devices):
+            raise refusal(
+                f"launch.devices names device {twice} more than once; every rank needs a device of its own.",
+                "launch.devices",
+            )
         if twice := _repeated(names):
             raise refusal(
                 f"launch.hosts names {twice} more than once; give every host once, with all of its ranks.",
@@ -221,8 +229,8 @@ class Launch(Section):
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks the hosts have; None where no host is named."""
-        return sum(len(host.ranks) for host in self.hosts) or None
+        """How many ranks the hosts have, or the devices of this machine; None where none is named."""
+        return sum(len(host.ranks) for host in self.hosts) or len(self.devices) or None
 
     @property
     def by_hand(self) -> bool:
@@ -234,7 +242,7 @@ _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*))?(?:\s+m
 TABLE_SHAPE = 'a list such as [{"rank": 0, "host": "10.0.0.1", "device": 0}, ...]'
 
 
-def _repeated(values: list[Any]) -> str:
+def _repeated(values: Sequence[Any]) -> str:
     """The values that occur more than once, sorted."""
     return ", ".join(str(value) for value, count in sorted(Counter(values).items()) if count > 1)
 

@@ -375,10 +375,10 @@ class Config(Section):
         wanted, stages = self.launch.ranks, self.parallel.pipeline.known
         if wanted is not None and self.world_size not in (None, wanted):
             raise refusal(
-                f"world_size = {self.world_size}, but the hosts of the launch have {wanted} ranks; they must be equal "
-                "(world_size=null takes those of the hosts).",
+                f"world_size = {self.world_size}, but the hosts or devices of the launch have {wanted} ranks; they "
+                "must be equal (world_size=null takes those of the launch).",
                 "world_size",
-                "launch.hosts",
+                "launch.devices" if self.launch.devices else "launch.hosts",
             )
         if self.data.batch_size % self.train.accumulate:
             raise refusal(

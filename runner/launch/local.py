@@ -65,6 +65,7 @@ def run_ranks(
     rescue: bool = False,
     until: Callable[[], bool] | None = None,
     part: LocalRanks | None = None,
+    devices: Sequence[int] = (),
     name: str | None = None,
     elastic: bool = False,
 ) -> Any:
@@ -72,7 +73,7 @@ def run_ranks(
 
     Args:
         entry, world_size, device, timeout, threads: as in `runner.launch.orders.GroupOrders`; with "cuda" rank r takes
-            GPU r.
+            GPU r, or that of `devices`.
         payload: plain data that pickle can carry; so must be the result of rank 0.
         run_dir: every rank writes `run_dir/ranks/RANK.log`, appending; rank 0's stdout is shown on the console too.
         stoppable: the ranks can stop after the current step, and return; the first signal requests it, Ctrl-C only
@@ -89,7 +90,7 @@ def run_ranks(
         KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
     together = part is None and Path(OPEN_FILES).is_dir()
-    part = part or LocalRanks((*range(world_size),), (*range(world_size),))
+    part = part or LocalRanks((*range(world_size),), (*(devices or range(world_size)),))
     if network.is_loopback(part.address):
         network.require_loopback()
     group = GroupOrders(entry, world_size, run_dir.absolute(), device, timeout, threads, elastic)

@@ -44,6 +44,11 @@ def device_of(config: Config) -> tuple[str, int]:
                 f"device = cuda needs {here or 1} GPUs (world_size), but this machine has {gpus}; set "
                 f"world_size={max(gpus, 1)} or device=cpu.",
             )
+        if max(config.launch.devices, default=0) >= gpus:
+            raise ConfigError(
+                "MW801",
+                f"launch.devices = {list(config.launch.devices)}, but this machine has GPUs 0 to {gpus - 1} alone.",
+            )
         return "cuda", config.launch.ranks or here or gpus
     return "cpu", config.launch.ranks or here or 8
 

@@ -556,7 +556,9 @@ class JointDecision:
         """Plans found for less memory than `plan`, the fastest, needs; the last one keeps the limit, if one does. After
         one that does, plans between it and those that are too large are tried. Plans whose lower bound exceeds the
         limit are not traced."""
-        budgets = self.budgets.setdefault((choice.stages, choice.zero), SearchBudget(min(self.limits(choice)), 1 / choice.stages))
+        budgets = self.budgets.setdefault(
+            (choice.stages, choice.zero), SearchBudget(min(self.limits(choice)), 1 / choice.stages)
+        )
         likely = self.memory_bounds(choice).likely or self.fastest(choice).likely
         request, searches = self._request(choice), self.searched(choice)
         seen, tried = [(searches.bytes(plan, request), self._most(choice, likely))], [plan.operators]
@@ -648,7 +650,9 @@ class JointDecision:
             first = RecomputeSelection(limits, fronts, self.memory_bounds(stored).least, every, measured=True)
             return Priced(plan, none.seconds_with_recompute(self.mixed(choice, first.lower_bound)), None)
 
-        if self._most(choice, self.memory_bounds(stored).least) > self.limit:  # before the savings of recompute are known
+        if (
+            self._most(choice, self.memory_bounds(stored).least) > self.limit
+        ):  # before the savings of recompute are known
             yield bound(self.memory_bounds(stored).recomputed)
         if self._most(choice, self.memory_bounds(choice).least) > self.limit:
             return

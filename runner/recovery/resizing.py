@@ -22,8 +22,16 @@ from strategies.core.errors import StrategyError
 Resized = tuple[Config, Ready]
 
 
-def resized(config: Config, counts: Sequence[int], lost: Collection[str], run_dir: Path, folder: Path) -> Resized:
-    """The run of the first number of ranks in `counts` that can be prepared without the hosts `lost`.
+def resized(
+    config: Config,
+    counts: Sequence[int],
+    lost: Collection[str],
+    run_dir: Path,
+    folder: Path,
+    failed: int | None = None,
+) -> Resized:
+    """The run of the first number of ranks in `counts` that can be prepared without the hosts `lost`, and without the
+    device of the rank `failed`.
 
     Args:
         config: of the complete run.
@@ -40,7 +48,7 @@ def resized(config: Config, counts: Sequence[int], lost: Collection[str], run_di
     refused = []
     for count in counts:
         why = ""
-        for values in candidates(config, count, lost):
+        for values in candidates(config, count, lost, failed):
             try:
                 smaller_config = Config.model_validate(values)
                 return smaller_config, make_ready(smaller_config, run_dir, folder)
@@ -54,9 +62,12 @@ def resized(config: Config, counts: Sequence[int], lost: Collection[str], run_di
     raise ConfigError("MW708", " ".join(refused) or least)
 
 
-def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Values of a `Config` for `count` ranks, the closest to `config` first: with its own strategies or with those that
-    a search finds, each with its pipeline and then without."""
+def candidates(
+    config: Config, count: int, lost: Collection[str] = (), failed: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Values of a `Config` for `count` ranks, none on a host of `lost` or the device of the rank `failed`, the closest
+    to `config` first: with its own strategies or with those that a search finds, each with its pipeline and then
+    without."""
     own = config.model_dump()
     own["train"]["resume"] = "auto"
     if count == config.world_size and not lost:
@@ -64,7 +75,8 @@ def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterat
     own["world_size"] = count
     own["parallel"] |= {"mesh": None, "plan": None}
     own["launch"] |= {
-        "hosts": hosts_left(own["launch"]["hosts"], count, lost),
+        "hosts": hosts_left(own["launch"]["hosts"], count, lost, failed),
+        "devices": devices_left(config, count, failed),
         "hostfile": None,
         "rank_table": None,
         "faults": [fault for fault in own["launch"]["faults"] if fault["rank"] < count],
@@ -106,10 +118,23 @@ def with_standby(config: Config, lost: Collection[str]) -> Config | None:
     return config.model_copy(update={"launch": launch}) if lost else None
 
 
-def hosts_left(hosts: Iterable[Mapping[str, Any]], count: int, lost: Collection[str]) -> list[dict[str, Any]]:
-    """The hosts that are not `lost`, with the first `count` of their ranks, numbered anew in the same order."""
+def devices_left(config: Config, count: int, failed: int | None) -> tuple[int, ...]:
+    """The first `count` devices of this machine but that of the rank `failed`; () where they are not ours to choose."""
+    devices = config.launch.devices
+    if config.launch.launcher != "local" or (failed is None and not devices):
+        return ()
+    devices = devices or (*range(config.world_size or 1 + max(count, failed or 0)),)
+    return tuple(device for rank, device in enumerate(devices) if rank != failed)[:count]
+
+
+def hosts_left(
+    hosts: Iterable[Mapping[str, Any]], count: int, lost: Collection[str], failed: int | None = None
+) -> list[dict[str, Any]]:
+    """The hosts that are not `lost`, with the first `count` of their ranks but `failed`, numbered anew in the same
+    order."""
     left = [host for host in hosts if host["name"] not in lost]
-    numbers = {rank: new for new, rank in enumerate(sorted(rank for host in left for rank in host["ranks"])[:count])}
+    stay = sorted(rank for host in left for rank in host["ranks"] if rank != failed)
+    numbers = {rank: new for new, rank in enumerate(stay[:count])}
     numbered = []
     for host in left:
         chosen = [

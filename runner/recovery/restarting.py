@@ -75,7 +75,8 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
                 elif gone and config.launch.min_ranks is not None:
                     left = range(_left(ready, config, failed), config.launch.min_ranks - 1, -1)
                     try:
-                        config, ready = resized(config, left, failed.hosts, run_dir, folder)
+                        rank = None if failed.hosts else failed.rank
+                        config, ready = resized(config, left, failed.hosts, run_dir, folder, rank)
                         lost.add(failed.hosts)
                         who = _searched(ready)
                     except ConfigError as refused:

@@ -311,7 +311,9 @@ def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str)
         if found[0] <= EVEN * even:
             break
     if found is None:
-        raise StrategyError("MW431", f"{count}, but the model has only {len(graph.operators)} operators; take fewer stages.")
+        raise StrategyError(
+            "MW431", f"{count}, but the model has only {len(graph.operators)} operators; take fewer stages."
+        )
     _, units, ends = found
     return {
         graph.operators[i].id: sum(number >= end for end in ends) for number, unit in enumerate(units) for i in unit

@@ -103,6 +103,7 @@ def start(
             rescue=launch.rescue and stoppable,
             until=until,
             part=part_by_hand(launch),
+            devices=launch.devices,
             elastic=config.parallel.elastic,
         )
     run_dir, address = run_dir.absolute(), address_of(launch)

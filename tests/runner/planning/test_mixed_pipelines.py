@@ -1,5 +1,5 @@
-"""Pipelines and other equal slices on devices of several kinds: stages as long as their devices are fast, recompute where
-memory is short, and the cost of the slowest device elsewhere."""
+"""Pipelines and other equal slices on devices of several kinds: stages as long as their devices are fast, recompute
+where memory is short, and the cost of the slowest device elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from small import DOUBLE, MODES, SMALL
 
 TWO = ("world_size=2", "parallel=data_parallel", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
-SLOWER = "cluster.groups=[{devices: 1}, {devices: 1, speed: 0.2}]"
+SLOWER = "cluster.groups=[{devices: 1}, {devices: 1, speed: 0.5}]"
+THREE = ("parallel.pipeline.stages=3", "world_size=3",
+         "cluster.groups=[{devices: 1}, {devices: 1, speed: 0.3}, {devices: 1}]")  # fmt: skip
 GPT = ("model.target=models.gpt.GPT", "loss.target=models.losses.NextTokenLoss", "data.target=runner.data.text.Windows",
        "train.steps=2", "optimizer.target=torch.optim.AdamW", "parallel=data_parallel")  # fmt: skip
 KINDS = "cluster.groups=[{devices: 8, like: dgx_h100}, {devices: 8, like: a100}]"
@@ -23,9 +25,7 @@ def gpt(layers: int, width: int, length: int) -> tuple[str, ...]:
 
 
 def planned(start: Callable[..., Any], *words: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(
-        (start(*words, verb="plan").folder / "plan.json").read_text(encoding="utf-8")
-    )
+    content: dict[str, Any] = json.loads((start(*words, verb="plan").folder / "plan.json").read_text(encoding="utf-8"))
     return content
 
 
@@ -58,13 +58,12 @@ def test_stages_follow_the_speed_of_their_ranks(start: Callable[..., Any]) -> No
     words = (*gpt(4, 16, 8), *TWO, "data.batch_size=8", "cluster=one_gpu", "cluster.machine.levels.gpu.size=2")
     content = planned(start, *words, SLOWER)
     assert list(stages_of_layers(content).values()) == [0, 0, 0, 1]
-    assert content["pipeline"]["clusters"] == ["one_gpu", "one_gpu x 0.2"]
+    assert content["pipeline"]["clusters"] == ["one_gpu", "one_gpu x 0.5"]
     assert content["pipeline"]["memory_limits"][0] == content["pipeline"]["memory_limits"][1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("parallel.pipeline.schedule=auto",), ("parallel.pipeline.stages=3", "world_size=3",
-                                   "cluster.groups=[{devices: 1}, {devices: 1, speed: 0.3}, {devices: 1}]")])  # fmt: skip
+@pytest.mark.parametrize("words", [(), ("parallel.pipeline.schedule=auto",), THREE])
 def test_stages_by_speed_equal_one_device(words: tuple[str, ...], start: Callable[..., Any]) -> None:
     ended = start(*gpt(4, 16, 8), *TWO, "data.batch_size=8", SLOWER, *words, DOUBLE, "verify.steps=2", verb="verify")
     assert ended.value < 1e-10

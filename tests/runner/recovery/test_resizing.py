@@ -12,6 +12,7 @@ from small import MODES, SMALL
 from runner.cli import recipes
 from runner.config.schema import Config
 from runner.errors import ConfigError
+from runner.launch import local
 from runner.recovery import resizing
 from runner.recovery.resizing import candidates, hosts_left
 
@@ -75,10 +76,40 @@ def test_every_form_of_pipeline_has_a_valid_smaller_one(form, count):
 
 
 def test_why_no_smaller_run_fits_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(resizing, "candidates", lambda config, count, lost: [{"world_size": "many"}])
+    monkeypatch.setattr(resizing, "candidates", lambda config, count, lost, failed: [{"world_size": "many"}])
     made = compose_config(*SMALL, *MODES["data_parallel"], "launch.max_restarts=1", "launch.min_ranks=2")
     with pytest.raises(ConfigError, match=r"With 3 ranks: .*world_size.*With 2 ranks: "):
         resizing.resized(made, range(3, 1, -1), (), tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "devices"),
+    [((), 3, (0, 2, 3)), ((), 2, (0, 2)), (("launch.devices=[4,5,6,7]",), 3, (4, 6, 7))],
+)
+def test_the_device_of_the_rank_that_failed_is_left_out(words, count, devices):
+    made = compose_config(*SMALL, *MODES["data_parallel"], *words)
+    values = next(candidates(made, count, (), 1))
+    assert Config.model_validate(values | {"data": values["data"] | {"batch_size": 12}}).launch.devices == devices
+
+
+def test_the_host_of_the_rank_that_failed_has_one_less():
+    assert hosts_left(HOSTS, 3, [], 0)[0] == {"name": "a", "ranks": (2,), "devices": (1,)}
+
+
+@pytest.mark.slow
+def test_a_smaller_run_takes_the_devices_that_are_left(start, monkeypatch):
+    given = {}
+    begin = local._LocalRank.start
+
+    def recorded(self, orders, name):
+        if "train" in orders.group.entry:
+            given.setdefault(orders.group.world_size, {})[orders.rank] = orders.device
+        begin(self, orders, name)
+
+    monkeypatch.setattr(local._LocalRank, "start", recorded)
+    twice = ["{kind: kill, rank: 0, step: 4, phase: data}"] * 2
+    start(*PIPELINE, "world_size=2", *RESTARTS, faults(*twice), "launch.min_ranks=1")
+    assert given == {2: {0: 0, 1: 1}, 1: {0: 1}}
 
 
 PIPELINE = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", "train.log_every=1", "data.batch_size=24")
