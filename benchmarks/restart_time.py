@@ -158,7 +158,7 @@ def measure_smaller(folder: Path, ranks: int) -> str:
                     return f"{seconds:.2f} s from a kill to the next step of {ranks - 1} of {ranks} ranks: {last}"
                 newest = max(newest, int(line["step"]))
             again = killed and record.exists() and len(ranks_of(process.pid)) == ranks
-            if (not killed and newest >= FIRST) or (len(killed) == 1 and again):
+            if (not killed and newest >= CALM) or (len(killed) == 1 and again):
                 os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
                 killed.append(time.monotonic())
             if process.poll() is not None or time.monotonic() > began + LONGEST:
