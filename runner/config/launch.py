@@ -127,7 +127,7 @@ class Launch(Section):
         (), "HOST:RANKS of each host such as [node1:8, node2:8], rank 0's first; []: this machine"
     )
     devices: tuple[Number, ...] = setting(
-        (), "Device index of each rank on this machine such as [0, 2, 3]; []: 0, 1, ..."
+        (), "Device index of each rank on this machine such as [0, 2, 3]; []: the first ones"
     )
     hostfile: Word | None = setting(None, "A file with a line `HOST slots=RANKS` per host")
     rank_table: Word | None = setting(None, "A JSON file with {rank, host, device} of every rank")
