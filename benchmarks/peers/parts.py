@@ -84,14 +84,14 @@ def pipeline(schedule: str, virtual: int) -> Parallel:
 
 PARTS = {
     "ddp": Part("DistributedDataParallel", "data parallel", data_parallel(0), 1.02),
-    "fsdp2": Part("FSDP2", "ZeRO 3, native", data_parallel(3, "native"), 1.00),
+    "fsdp2": Part("FSDP2", "ZeRO 3", data_parallel(3, "native"), 1.00),
     "dtensor": Part(
         "DTensor, parallelize_module", "the same slices", lambda case, ranks: megatron(case, {"tp": ranks}), 0.75
     ),
     "zero1": Part("DeepSpeed, ZeRO 1", "ZeRO 1", data_parallel(1), 1.02),
     "zero2": Part("DeepSpeed, ZeRO 2", "ZeRO 2", data_parallel(2), 1.02),
-    "zero3": Part("DeepSpeed, ZeRO 3", "ZeRO 3", data_parallel(3), 1.02),
-    "zero3_native": Part("DeepSpeed, ZeRO 3", "ZeRO 3, native", data_parallel(3, "native"), 1.00),
+    "zero3": Part("DeepSpeed, ZeRO 3", "ZeRO 3, engine=deepspeed", data_parallel(3), 1.02),
+    "zero3_native": Part("DeepSpeed, ZeRO 3", "ZeRO 3", data_parallel(3, "native"), 1.00),
     "1f1b": Part("pipelining, 1F1B", "1f1b", pipeline("1f1b", 1), 1.02, pipeline=True),
     "interleaved": Part(
         "pipelining, interleaved 1F1B", "interleaved_1f1b", pipeline("interleaved_1f1b", 2), 1.02, pipeline=True
