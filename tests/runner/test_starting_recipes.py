@@ -14,7 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 LAYER = "base_model.model.model.layers.1.self_attn"
 PLANNED = {
     "bert_finetune": {"input_ids": [["dp"], []], "attention_mask": [["dp"], []], "label": [["dp"]]},
-    "vit_images": {"0": [["dp"], [], [], []], "layers.2.feed_forward.up_proj.weight": [["tp"], []]},
+    "vit_images": {
+        "layers.0.attention.o_proj.weight": [[], ["tp"]],
+        "layers.2.feed_forward.up_proj.weight": [["tp"], []],
+    },
     "resnet_images": {"0": [["dp"], [], [], []], "layer3.0.conv2.weight": [[], [], [], []]},
     "llama_lora": {
         f"{LAYER}.q_proj.base_layer.weight": [["tp"], []],

@@ -169,6 +169,7 @@ def test_nan_watch_names_the_operator(start, model: str, more: tuple[str, ...], 
         (*MODES["data_parallel"], "parallel.zero.stage=1"),
         (*MODES["data_parallel"], "parallel.zero.stage=2"),
         (*MODES["data_parallel"], "parallel.zero.stage=3"),
+        (*MODES["data_parallel"], "parallel.zero.stage=3", "parallel.zero.engine=native"),
         MODES["semi_auto"],
     ],
 )

@@ -11,6 +11,7 @@ AUC = "{target: torchmetrics.AUROC, args: {task: multiclass, num_classes: 4}, na
 MAP = "{target: torchmetrics.retrieval.RetrievalMAP, inputs: networks.ranked, name: retrieved}"
 BOXES = "{target: networks.MeanPrecision, inputs: networks.boxes}"  # computes map, and a list that is no result
 METRICS = f"evaluate.metrics=[accuracy, {F1}, {AUC}, {MAP}, {BOXES}]"
+DETECTED = "evaluate.metrics=[{target: detection.MeanAveragePrecision, inputs: detection.drawn}]"  # of torchmetrics
 EVALUATED = (*SMALL, "train.precision=fp64", METRICS, "evaluate.batch_size=24")
 
 
@@ -31,6 +32,18 @@ def test_corpus_metrics_are_those_of_one_device(start, mode: str) -> None:
     best = [1, 2] if found[1]["F1Score"] > found[0]["F1Score"] else [1]
     saved = sorted(path.name for path in (ranks / "checkpoints").glob("step-*"))
     assert saved == [f"step-{3 * number:08}" for number in {*best, 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto"])
+def test_average_precision_of_boxes_is_that_of_one_device(start, mode: str) -> None:
+    """Lists of boxes of all ranks, of rows with different numbers of them, as COCO's tools count them."""
+    words = (*SMALL, "train.precision=fp64", DETECTED, "evaluate.batch_size=24", "evaluate.every=3")
+    alone = evaluations(start(*words, *ALONE, folder="alone").folder)
+    ranks = evaluations(start(*words, *MODES[mode], "checkpoint.best=map_50", folder="ranks").folder)
+    assert {"map", "map_50", "mar_100"} < {*alone[0]} and alone[0]["map"] != alone[1]["map"]
+    assert 0 < alone[0]["map"] < alone[0]["map_50"] < 1
+    assert ranks == [pytest.approx(one, rel=1e-10) for one in alone]
 
 
 @pytest.mark.slow
