@@ -242,7 +242,7 @@ class ReshardingCosts:
     def _path(self, made: _Matrix, row: int, column: int) -> list[int]:
         """The steps from one layout to another, by number."""
         shape, numbers = made.spec.shape, []
-        elements = math.prod(shape)
+        elements = max(math.prod(shape), 1)  # an empty tensor sends nothing
         before, after = self.layout(made.before, row), self.layout(made.after, column)
         for step in resharding_path(before, after, shape, self.mesh):
             local = [layout.local_elements(shape, self.mesh) for layout in (step.before, step.after)]

@@ -102,3 +102,13 @@ def test_bounds_of_exchanges_are_near_their_seconds() -> None:
     moved = real[full] > 0
     assert moved.sum() > 50 and (low[full] <= real[full] * (1 + 1e-12)).all()
     assert (low[full][moved] / real[full][moved]).mean() > 0.9
+
+
+def test_an_empty_tensor_has_a_cost() -> None:
+    """Half of a head that is rotated as a whole leaves one of no columns."""
+    costs, spec = ReshardingCosts(MESH, NODES, at_once=0), TensorSpec((8, 8, 0), "float32")
+    before, after = tables_of(costs)
+    costs.seconds(before, after, spec)
+    for row, column in product(range(len(before)), range(len(after))):
+        costs.evaluate(before, after, spec, row, column)
+    assert np.isfinite(costs.seconds(before, after, spec)).all()
