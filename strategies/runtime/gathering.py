@@ -139,7 +139,7 @@ class Gathering:
             with saved_tensors_hooks(self._pack, self._unpack):
                 return forward(*args, **kwargs)
 
-        root.forward = run
+        object.__setattr__(root, "forward", run)  # a child may have that name
 
     def _wrap(self, unit: nn.Module, buckets: Sequence[GatheredParameters]) -> None:
         region = unit.forward if isinstance(unit.forward, Recomputing) else None
@@ -154,7 +154,7 @@ class Gathering:
                 self._running.pop()
 
         if region is None:
-            unit.forward = run
+            object.__setattr__(unit, "forward", run)
         else:  # its second run needs them, too
             region.run = run
 
