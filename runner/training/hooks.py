@@ -194,7 +194,7 @@ class Hooks:
                 method(self.state, *args)
             except CodedError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 text = " ".join(str(error).split())
                 raise CallbackFailed(
                     "MW841",

@@ -45,7 +45,10 @@ class Profiler(Callback):
         stacks: bool = False,
     ) -> None:
         if min(wait, warmup) < 0 or min(active, repeat) < 1:
-            raise ValueError(f"wait = {wait} and warmup = {warmup} must be at least 0, active and repeat at least 1")
+            raise ValueError(
+                f"wait = {wait} and warmup = {warmup} must be at least 0, active = {active} and repeat = {repeat} at "
+                "least 1"
+            )
         self._steps = (wait + warmup + active) * repeat
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}

@@ -85,14 +85,15 @@ def test_a_name_twice_is_two_callbacks() -> None:
     assert [*both] == ["monitor", "monitor#2"]
 
 
-def test_an_error_of_a_callback_names_it() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_an_error_of_a_callback_names_it(error: type[BaseException]) -> None:
     class Raises:
         def before_step(self, state: TrainingState) -> None:
-            raise ZeroDivisionError("here")
+            raise error("here")
 
-    with pytest.raises(CallbackFailed, match="mine fails in before_step at step 4: ZeroDivisionError: here") as found:
+    with pytest.raises(CallbackFailed, match=f"mine fails in before_step at step 4: {error.__name__}: here") as found:
         Hooks({"mine": Raises()}, state(step=4)).call("before_step")
-    assert found.value.code == "MW841" and isinstance(found.value.__cause__, ZeroDivisionError)
+    assert found.value.code == "MW841" and isinstance(found.value.__cause__, error)
 
 
 def test_the_place_of_a_result_that_is_not_finite() -> None:
