@@ -6,6 +6,7 @@ ranks differ in which. Invariant: either all ranks of a group return, or all rai
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import mmap
@@ -62,10 +63,26 @@ def agree_on_data(
 
 def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Check that the ranks of a group, which run one program, generated the same code for it (collective). Raises
-    RuntimeError. Numbers are left out: offsets differ from rank to rank."""
-    units = {type(unit): unit for unit in module.modules() if isinstance(unit, GraphModule)}
-    text = "\n".join(re.sub(r"\d+", "#", unit.code) for unit in units.values())
+    RuntimeError. Numbers and local names are left out: offsets differ from rank to rank, and with them which units
+    share the code that was generated for the first of them."""
+    codes = {unit.code for unit in module.modules() if isinstance(unit, GraphModule)}
+    text = "\n".join(sorted(set(map(_without_names, codes))))
     agree({"the generated code": digest(text)}, "The ranks were started with different versions of the program.", group)
+
+
+def _without_names(code: str) -> str:
+    """Generated code with # for every number, and its local names in the order in which they are first used."""
+    tree = ast.parse(code)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Name, ast.arg))]
+    local = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            node.arg = names.setdefault(node.arg, f"v{len(names)}")
+        elif node.id in local:
+            node.id = names.setdefault(node.id, f"v{len(names)}")
+    return re.sub(r"\d+", "#", ast.unparse(tree))
 
 
 def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | None = None) -> None:

@@ -5,7 +5,7 @@ from small import MODES, SMALL
 
 from runner.errors import RunFailed
 from runner.recovery import restarting
-from runner.training.agreement import different
+from runner.training.agreement import _without_names, different
 
 
 def test_those_who_differ_from_most_are_named():
@@ -32,3 +32,13 @@ def test_a_rank_with_another_program(start, monkeypatch, entry, message):
     monkeypatch.setattr(restarting, "start", lambda _, *args: plain(f"drill_entries:{entry}", *args))
     with pytest.raises(RunFailed, match=message):
         start(*SMALL, *MODES["semi_auto"], "train.steps=2")
+
+
+def test_code_is_compared_without_numbers_and_local_names():
+    first = (
+        "def forward(self, add):\n    dropout = local.dropout(add, 16, self._own_1);  add = None\n    return dropout\n"
+    )
+    renamed = first.replace("add", "linear_1").replace("16", "32")
+    assert _without_names(first) == _without_names(renamed)
+    assert _without_names(first) != _without_names(first.replace("local.dropout", "local.relu"))
+    assert _without_names(first) != _without_names(first.replace("return dropout", "return self"))

@@ -63,7 +63,10 @@ BAD = [
     (["launch=mpirun", "launch.hosts=[a:x]"], "'a:x', which is not HOST:RANKS"),
     (["launch=mpirun", "launch.hosts=[a:0]"], "'a:0', which is not HOST:RANKS"),
     (["launch=mpirun", "launch.hosts=[a:4,a:4]"], "names a more than once"),
-    (["launch=mpirun", "launch.hosts=[a:2,b:2]"], "world_size = 8, but the hosts of the launch have 4 ranks"),
+    (
+        ["launch=mpirun", "launch.hosts=[a:2,b:2]"],
+        "world_size = 8, but the hosts or devices of the launch have 4 ranks",
+    ),
     (["launch.hosts=[a:8]"], "it starts all ranks on this machine"),
     (["launch=rank_table"], "give launch.rank_table=FILE.json"),
     (["launch=deepspeed"], "give launch.hostfile=FILE"),
