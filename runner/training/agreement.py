@@ -30,6 +30,9 @@ from runner.planning.prepare import WEIGHTS, Prepared, digest
 
 TOKEN = ".shared"
 
+LETTERS = str.maketrans("0123456789", "abcdefghij")
+"""For numbers in names that stay."""
+
 
 def agree_on_program(prepared: Prepared, folder: Path) -> None:
     """Check that all ranks received the same preparation, and run the same versions (collective). Manually started
@@ -79,9 +82,9 @@ def _without_names(code: str) -> str:
     names: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.arg):
-            node.arg = names.setdefault(node.arg, f"v{len(names)}")
+            node.arg = names.setdefault(node.arg, f"v{len(names)}".translate(LETTERS))
         elif node.id in local:
-            node.id = names.setdefault(node.id, f"v{len(names)}")
+            node.id = names.setdefault(node.id, f"v{len(names)}".translate(LETTERS))
     return re.sub(r"\d+", "#", ast.unparse(tree))
 
 
