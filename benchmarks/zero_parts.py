@@ -138,9 +138,9 @@ def run(family: str, size: Size, ranks: int, rounds: int) -> dict[str, list[Seco
 
 def medians(rounds: Mapping[str, list[Seconds]]) -> dict[str, Seconds]:
     """The median of every part over the rounds, as a share of the median step of DeepSpeed alone."""
-    whole = statistics.median(sum(one.values()) for one in rounds["alone"])
+    total = statistics.median(sum(one.values()) for one in rounds["alone"])
     return {
-        name: {kind: statistics.median(one[kind] for one in steps) / whole for kind in KINDS}
+        name: {kind: statistics.median(one[kind] for one in steps) / total for kind in KINDS}
         for name, steps in rounds.items()
     }
 

@@ -47,12 +47,23 @@ def without_gradients(net: Net, x: Tensor) -> Tensor:
     return torch.vmap(net.dense)(x) * fixed
 
 
+def written(net: Net, x: Tensor) -> Tensor:
+    def one(row: Tensor) -> Tensor:
+        h = net.dense(row).clone()
+        h[0] = 1.0
+        return h.mul_(2)
+
+    return torch.vmap(one)(x)
+
+
 BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "rows": lambda net, x: torch.vmap(net.dense)(x).tanh(),
     "losses of samples": lambda net, x: torch.vmap(lambda row: F.mse_loss(net.dense(row), row))(x),
     "masked": masked,
     "ensemble": ensemble,
     "without gradients": without_gradients,
+    "detached": lambda net, x: torch.vmap(lambda row: net.dense(row) * net.dense(row).detach())(x),
+    "written in place": written,
 }
 
 
