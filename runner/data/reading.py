@@ -104,10 +104,11 @@ class Reader:
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:  # the last two where a tensor of a dead worker is fetched
-            if self._processes:
-                wait([process.sentinel for process in self._processes], timeout=5)
-            if died := [process for process in self._processes if process.exitcode is not None]:
-                raise Reported(_death(died[0])) from error
+            ended = self._processes and wait([process.sentinel for process in self._processes], timeout=5)
+            for process in self._processes:
+                if process.sentinel in ended:
+                    process.join()  # its files are closed, and its connections reset, before its exit code is there
+                    raise Reported(_death(process)) from error
             raise
         finally:
             self.close()

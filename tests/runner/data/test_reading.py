@@ -88,6 +88,22 @@ def test_a_worker_that_is_killed_is_named():
     assert caught.value.failure.code == "MW820"
 
 
+def killed_slowly(request):
+    if request != REQUESTS[0]:
+        time.sleep(1)  # its first tensors are fetched
+        os.closerange(3, 256)  # as the kernel does before a process has an exit code
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(request)
+
+
+def test_a_worker_whose_connection_is_reset_before_it_has_an_exit_code_is_named():
+    reads = reader(killed_slowly, workers=1)
+    with pytest.raises(Reported, match="killed by SIGKILL"), reads.reading():
+        reads.next()
+        raise ConnectionResetError
+
+
 PARALLEL = (*SMALL, *MODES["data_parallel"], "world_size=2")
 
 
