@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, product
+from itertools import chain, cycle, product
 from statistics import median
 from typing import Any
 
@@ -30,6 +30,9 @@ LARGER = {"float32": (4096, 1024), "float64": (2048,), "float16": (8192, 1024, 4
 SIDES = {"cpu": PRODUCTS, "cuda": LARGER}
 """Sides of square matrices by dtype, first those that show the rate."""
 COPIED = (2**24, 2**20, 2**22)
+CACHED = 2**26
+"""Bytes of the operands that copies take in turn, more than caches hold: between two uses of a tensor a step
+computes everything else."""
 SENT = (2**10, 2**23, 2**18, 2**21, 2**15)
 """Bytes, first the ends, which separate seconds per call from seconds per byte."""
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND)
@@ -276,8 +279,8 @@ class Bench:
 
     def _copy(self, size: int, share: float) -> None:
         elements = size // 4 * (1 if self.cpu else FACTOR)
-        x = torch.ones(elements, device=self.device)
-        if (seconds := self._seconds(lambda: torch.relu(x), share)) is not None:
+        cold = cycle([torch.ones(elements, device=self.device) for _ in range(max(CACHED // (4 * elements), 1))])
+        if (seconds := self._seconds(lambda: torch.relu(next(cold)), share)) is not None:
             self.copies.append(Copy(8 * elements, seconds))
 
     def _operators(self, share: float) -> None:

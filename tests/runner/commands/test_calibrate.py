@@ -108,6 +108,16 @@ def test_what_matters_most_is_measured_first(bench):
     assert 0 <= clock.left < 200  # the time limit is used, not only respected
 
 
+@pytest.mark.parametrize(("size", "operands"), [(2**20, 64), (2**24, 4)])
+def test_copies_read_what_is_in_no_cache(monkeypatch, size, operands):
+    read = []
+    monkeypatch.setattr(torch, "relu", lambda x: read.append(x.data_ptr()))
+    clock = Clock(1000.0, lambda _: 0.01)
+    monkeypatch.setattr(clock, "time", lambda action, count=1: [action() for _ in range(100)] and 0.01)
+    Bench(0, 1, torch.device("cpu"), clock)._copy(size, 1.0)
+    assert len(set(read)) == operands and len(set(read[:operands])) == operands
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 2.0, 40.0])
 def test_what_does_not_fit_keeps_its_described_value(bench, seconds):
     measured, titles, clock = bench(seconds)
