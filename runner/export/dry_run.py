@@ -36,6 +36,8 @@ KINDS = {
     "reduce_scatter_tensor": REDUCE_SCATTER,
     "all_to_all_single": ALL_TO_ALL,
 }
+OF_FULLY_SHARD = {"_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER}
+"""Operands of these are (result, operand, group, ...)."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,14 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # what it does with its local tensors comes back here
-        if func.namespace == "_c10d_functional" and (kind := KINDS.get(func.__name__.partition(".")[0])):
+        called = func.__name__.partition(".")[0]
+        if func.namespace == "_c10d_functional" and (kind := KINDS.get(called)):
             name = args[-1] if isinstance(args[-1], str) else args[-1].group_name
             group: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
             self.add(kind, args[0], name, group.size())
+        elif func.namespace == "c10d" and (kind := OF_FULLY_SHARD.get(called)):
+            group = dist.ProcessGroup.unbox(args[2])
+            self.add(kind, args[1], group.group_name, group.size())
         return func(*args, **(kwargs or {}))
 
     def add(self, kind: str, operand: Tensor, group: str, ranks: int) -> None:

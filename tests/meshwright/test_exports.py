@@ -102,6 +102,7 @@ def test_fully_shard_is_zero_3_over_replicas(on_ranks: Callable[..., Any], tmp_p
     assert 'SHARDED: tuple[str, ...] = ("dp",)' in files[1].read_text(encoding="utf-8")
     replicated, sharded = (on_ranks("exported", (file, model), module="exports") for file in files)
     assert max(sharded["loss"], sharded["gradient"]) < 1e-5, sharded
+    assert [replicated["bytes"], sharded["bytes"]] == pytest.approx([predicted(plan) for plan in plans], abs=2)
     assert sharded["held"] == replicated["held"] / 2
 
 
