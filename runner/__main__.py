@@ -25,6 +25,7 @@ def main() -> None:
         command()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.freeze()  # or the interpreter would go through all objects twice before it ends
 
 
 def _hydra_knows() -> bool:

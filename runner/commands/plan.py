@@ -22,12 +22,13 @@ def run(config: Config, run_dir: Path) -> float | None:
 
         prepared = prepare_decided(config, None, reports.watch())
         content = plan_files.write_plan(prepared, run_dir)
-    print(text.headline(prepared, run_dir))
-    if content is None:
-        print(f"parallel.mode={config.parallel.mode} has no plan: the model runs as it is written.")
-        return None
-    print(tables := "\n".join((text.layer_table(content), text.totals(content), text.prediction_lines(content))))
-    print(f"report: {shown_path(plan_files.write_page(content, prepared, run_dir))}")
-    reports.keep(prepared, content, tables)
+        print(text.headline(prepared, run_dir))
+        if content is None:
+            print(f"parallel.mode={config.parallel.mode} has no plan: the model runs as it is written.")
+            return None
+        tables = "\n".join((text.layer_table(content), text.totals(content), text.prediction_lines(content)))
+        print(tables)
+        print(f"report: {shown_path(plan_files.write_page(content, prepared, run_dir))}")
+        reports.keep(prepared, content, tables)
     seconds: float = content["cost"]["total"]
     return seconds

@@ -40,6 +40,7 @@ from strategies.core.program import (
 )
 from strategies.lowering.recompute import parts_of, region_of
 from strategies.memory.estimate import KnownBytes
+from strategies.memory.sharded import ShardedBytes
 from strategies.memory.trace import Trace, Traced, on_shapes, trace
 from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.replicated import BucketedUpdates
@@ -256,8 +257,7 @@ class _Repetition:
 
 def trace_repeated(program: Program, settings: OptimizerSettings, slack: float = SLACK) -> Traced:
     """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak."""
-    whole = settings.native or settings.offload.activations != "none"  # buckets are cut by what the complete model has
-    if whole or repeated_blocks(replace(program, updates=())) is None:
+    if settings.offload.activations != "none" or repeated_blocks(replace(program, updates=())) is None:
         return trace(program, settings)
     known = KnownBytes(program, settings)
     if known.joined and settings.overlap and not slack:
@@ -319,10 +319,14 @@ def _grown(less: Traced, more: Traced, left: int) -> Traced:
     def grown(a: int, b: int) -> int:
         return a + left * (b - a)
 
+    def sums(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+        return {kind: grown(a.get(kind, 0), b[kind]) for kind in b}
+
     return replace(
         less,
         activations=grown(less.activations, more.activations),
-        sent={kind: grown(less.sent.get(kind, 0), more.sent.get(kind, 0)) for kind in more.sent},
+        sent=sums(less.sent, more.sent),
+        zero=sums(less.zero, more.zero),
         kept=grown(less.kept, more.kept),
         gradients=grown(less.gradients, more.gradients),
     )
@@ -379,6 +383,7 @@ class _Recording(Trace):
 
     def __init__(self, program: Program, settings: OptimizerSettings, known: KnownBytes) -> None:
         super().__init__(program, settings, known.need)
+        self.limit = known.zero.limit if isinstance(known.zero, ShardedBytes) else None
         self.known, self.segments = known, list[_Segment]()
 
     def run(self) -> Traced:
@@ -415,6 +420,10 @@ class _Recording(Trace):
             end = "collect" if isinstance(updates, BucketedUpdates) else "finish"
             vars(updates)[end] = partial(self._after_backward, getattr(updates, end))
         return updates
+
+    def _learn(self, updates: ShardedUpdates) -> None:
+        super()._learn(updates)
+        self.segments.clear()
 
     def _zero(self) -> ZeroBuffers:
         return _RecordingBuffers(self)

@@ -11,7 +11,7 @@ from strategies.core.program import Program
 from strategies.memory.zero import PersistentBytes
 from strategies.optimizer.bytes_per_element import Need
 from strategies.optimizer.settings import OptimizerSettings
-from strategies.optimizer.sharding import FROZEN, gradient_dtype, sharded_buckets
+from strategies.optimizer.sharding import FROZEN, bucket_limit, gradient_dtype, sharded_buckets
 
 
 class ShardedBytes:
@@ -19,7 +19,9 @@ class ShardedBytes:
 
     def __init__(self, program: Program, need: Need, settings: OptimizerSettings) -> None:
         groups = [group["names"] for group in settings.groups_for(program)]
-        self.buckets, self.need = sharded_buckets(program, groups, settings.limit), need
+        self.limit = settings.limit or bucket_limit(program)
+        """Bytes of a bucket at most."""
+        self.buckets, self.need = sharded_buckets(program, groups, self.limit), need
         self.updated = [
             sum(one.count for one in ranges)
             for bucket in self.buckets

@@ -221,6 +221,8 @@ class Trace:
 
     cut: BucketLimits | None = None
     """How gradients are cut into buckets, if not as `settings` says."""
+    limit: int | None = None
+    """Bytes of a bucket of the native stage 3, if not as `settings` says."""
 
     def __init__(self, program: Program, settings: OptimizerSettings, need: Need) -> None:
         self.program, self.settings, self.need = program, settings, need
@@ -300,7 +302,7 @@ class Trace:
         if settings.native:
             return ShardedUpdates(
                 self.module, program, self.exchanging, settings.factory, settings.groups_for(program),
-                accumulate=settings.accumulate, limit=settings.limit,
+                accumulate=settings.accumulate, limit=self.limit or settings.limit,
             )  # fmt: skip
         if settings.stage:
             zero = self._zero()

@@ -85,7 +85,7 @@ def sharded_buckets(
     sources = {source.name: source for source in parameters(program)}
     elements = {name: local_elements(program, source) for name, source in sources.items()}
     size = {name: elements[name] * source.spec.item_bytes for name, source in sources.items()}
-    limit = usual_limit(sum(size.values())) if limit is None else limit
+    limit = bucket_limit(program) if limit is None else limit
     group_of = {name: number for number, names in enumerate(groups) for name in names}
     found = []
     for names in _neighbours(program, list(sources), size, limit):
@@ -102,6 +102,12 @@ def sharded_buckets(
             part = -(-position // (ranks * ALIGNED)) * ALIGNED
             found.append(ShardedBucket(axes, ranks, dtype, tuple(members), part))
     return tuple(found)
+
+
+def bucket_limit(program: Program) -> int:
+    """Bytes of a bucket of a program at most, where none are configured."""
+    sources = parameters(program)
+    return usual_limit(sum(local_elements(program, source) * source.spec.item_bytes for source in sources))
 
 
 def usual_limit(size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -33,8 +34,10 @@ from strategies.memory.repeated_blocks import (
     truncated,
 )
 from strategies.memory.trace import trace
+from strategies.optimizer import sharded, sharding
 from strategies.optimizer.buckets import buckets
 from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.sharding import ShardedBucket
 from strategies.optimizer.updates import BucketLimits
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
@@ -107,6 +110,39 @@ def test_a_gradient_larger_than_a_bucket_waits_where_it_comes_first(contracted_o
     options = LoweringOptions(partial_loss=True, sharded_optimizer=True)
     program = lower(graph, make_plan(graph, Request("data_parallel", 4)), options)
     settings = OptimizerSettings(stage, torch.optim.AdamW, bucket=20000)
+    assert trace_repeated(program, settings) == trace(program, settings)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("again", [None, pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "bucket"), [("llama", 1000), ("gpt", 9000), ("gpt", 100)])
+def test_layers_with_buckets_of_their_own_are_predicted(contracted_only, name, bucket, again, accumulate):
+    """In the native stage 3, with the gather of the next bucket under way."""
+    program = program_of(name, again, 3)
+    settings = OptimizerSettings(3, torch.optim.AdamW, accumulate=accumulate, bucket=bucket, engine="native")
+    assert trace_repeated(program, settings) == trace(program, settings)
+
+
+def test_few_layers_are_cut_as_the_complete_model_is(contracted_only, monkeypatch):
+    """Where those of fewer layers would be smaller."""
+    limits, cut_into = [], sharded.sharded_buckets
+
+    def noted(program: Program, groups: Sequence[Sequence[str]], limit: int | None) -> tuple[ShardedBucket, ...]:
+        limits.append(limit)
+        return cut_into(program, groups, limit)
+
+    monkeypatch.setattr(sharding, "SMALLEST", 1)
+    monkeypatch.setattr(sharding, "LARGEST", 40000)
+    monkeypatch.setattr(sharded, "sharded_buckets", noted)
+    program, settings = program_of("gpt", None, 3), OptimizerSettings(3, torch.optim.AdamW, engine="native")
+    assert trace_repeated(program, settings).zero
+    assert len(limits) > 1 and set(limits) == {40000}
+
+
+@pytest.mark.parametrize("bucket", [9400, 25000, None])
+def test_a_bucket_of_several_layers_asks_for_a_complete_trace(bucket):
+    program = program_of("llama", None, 3)
+    settings = OptimizerSettings(3, torch.optim.AdamW, bucket=bucket, engine="native")
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
