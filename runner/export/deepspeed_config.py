@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from runner.export.changes import Change, of_optimizer
-from runner.export.tensor_parallel import of_styles
+from runner.export.tensor_parallel import of_rows, of_styles
 from runner.planning.prepare import Prepared
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
@@ -29,7 +29,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 def changes(prepared: Prepared) -> list[Change]:
     """What DeepSpeed lays out otherwise."""
-    return [*of_styles(prepared, AUTOTP), *of_optimizer(prepared, {0, 1, 2, 3})]
+    return [*of_styles(prepared, AUTOTP), *of_rows(prepared), *of_optimizer(prepared, {0, 1, 2, 3})]
 
 
 def config(prepared: Prepared, title: str) -> str:

@@ -13,6 +13,9 @@ from runner.export.changes import Change, between, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from strategies.core.layout import Layout
+from strategies.core.steps import LOCAL
+from strategies.cost.collectives import step_seconds
+from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
 from strategies.planner.module_styles import WRITTEN, axes_of, declared, tp_plan_of
@@ -20,7 +23,7 @@ from strategies.planner.module_styles import WRITTEN, axes_of, declared, tp_plan
 
 def changes(prepared: Prepared) -> list[Change]:
     """What transformers lays out otherwise."""
-    return [*of_styles(prepared, WRITTEN), *of_optimizer(prepared, {0, 3})]
+    return [*of_styles(prepared, WRITTEN), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
 
 
 def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
@@ -39,6 +42,24 @@ def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
         other = Layout(tuple(tuple(axis for axis in used if axis not in axes) for used in layout.dims))
         if operator.name not in known:
             yield sent("operator", operator.name, layout, other, graph.specs[ref], plan.mesh, cluster)
+
+
+def of_rows(prepared: Prepared) -> Iterator[Change]:
+    """Operators that read the rows of all ranks, such as a batch norm: a trainer of local tensors, which adds nothing
+    over the ranks of a batch but the loss and gradients, gives them those of one rank."""
+    graph, plan = prepared.graph, prepared.plan
+    assert graph is not None and plan is not None
+    cluster, modules = cluster_of(prepared.config, prepared.device, prepared.world_size), {*axes_of(plan)}
+    found: dict[str, tuple[int, float]] = {}
+    for part in lower(graph, plan).redistributions:
+        steps = [step for step in part.forward if step.kind not in LOCAL and not modules.issuperset(step.axes)]
+        if steps and part.spec.elements > 1:  # the mean of a loss is one number
+            bytes_, seconds = found.get(part.operator, (0, 0.0))
+            sent_here = sum(step.busiest(plan.mesh) for step in steps) * part.spec.item_bytes
+            seconds += sum(step_seconds(step, part.spec.item_bytes, plan.mesh, cluster) for step in steps)
+            found[part.operator] = (bytes_ + int(sent_here), seconds)
+    for name, (bytes_, seconds) in found.items():
+        yield Change("operator", name, "of the rows of all ranks", "of the rows of one rank", -bytes_, -seconds)
 
 
 def distributed_config(prepared: Prepared, title: str) -> str:

@@ -42,6 +42,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     if model == "regression":
         ffn = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         return ffn, [(torch.randn(ROWS, 16), torch.randn(ROWS, 16)) for _ in range(2)]
+    if model == "rows":
+        return AcrossRows(), [(torch.randn(ROWS, 8), torch.randn(ROWS, ROWS)) for _ in range(2)]
     if model == "llama":
         return Llama(TOKENS, LENGTH, 16, 2, 4, 2, 32), batches
     if model == "bert":
@@ -52,6 +54,19 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         shape = (ROWS, 3, 8, 8)
         return ViT(8, 4, 16, 2, 4, TOKENS), [(torch.randn(shape), torch.arange(ROWS)) for _ in range(2)]
     return gpt(torch.float32), batches
+
+
+class AcrossRows(nn.Module):
+    """[rows, 8] -> [rows, rows]: the statistics, the mean and the products of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.linear(x)).relu()
+        h = h - h.mean(0, keepdim=True)
+        return h @ h.T
 
 
 class Bert(nn.Module):

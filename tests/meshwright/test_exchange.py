@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from exports import built, loss_of
 from loops import gpt, next_token, tokens
 from meshwright.models.gpt import GPT
 from torch import nn
@@ -221,6 +222,15 @@ def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -
         plan.export("transformers", file)
     assert error.value.code == "MW465" and not file.exists()
     assert json.loads(plan.export("transformers", file, allow_changes=True).read_text(encoding="utf-8"))["tp_size"] == 2
+
+
+@pytest.mark.parametrize("target", ["transformers", "deepspeed"])
+def test_operators_across_the_rows_of_ranks_are_listed(target: str) -> None:
+    """Which trainers of local tensors give the rows of one rank."""
+    module, (batch, _) = built("rows")
+    plan = meshwright.plan(module, batch, loss=loss_of, mesh=4, mode="data_parallel", plan_cache=None)
+    names = [(change.name, change.bytes < 0) for change in plan.expressible(target)]
+    assert names == [("norm.batch_norm", True), ("sub", True), ("matmul", True)]
 
 
 @pytest.fixture
