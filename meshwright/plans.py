@@ -306,6 +306,16 @@ def config_of(
     Raises:
         ConfigError: a key that only `run train` carries out, or a value that the config refuses.
     """
+    if not (loss is None or callable(loss)):
+        raise ConfigError(
+            "MW204", f"meshwright.plan: loss = {loss!r} is not callable; give a function or module, or None."
+        )
+    if not isinstance(mesh, int | Mapping | str | Path | None):
+        raise ConfigError(
+            "MW204",
+            f"meshwright.plan: mesh = {mesh!r} must be a number of ranks, a mesh such as {{'dp': 2, 'tp': 4}}, or a "
+            "cluster.",
+        )
     if left := [name for name in parallel if name in OF_RUNS]:
         raise ConfigError(
             "MW464",
@@ -441,7 +451,11 @@ def _described_tensor(entry: tuple[tuple[int, ...], torch.dtype, bool] | None) -
 
 
 def _check_device(module: nn.Module, what: str, *, holds_numbers: bool = False) -> None:
-    """Raises ConfigError for tensors that are neither on the CPU nor, unless it `holds_numbers`, on `meta`."""
+    """Raises ConfigError for what is no module, and for tensors that are neither on the CPU nor, unless it
+    `holds_numbers`, on `meta`."""
+    if not isinstance(module, nn.Module):
+        made = " (make one: it is a class)" if isinstance(module, type) else ""
+        raise ConfigError("MW204", f"{what}: module = {module!r} is no torch.nn.Module{made}.")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type != "cpu" and (holds_numbers or not tensor.is_meta):
             other = "" if holds_numbers else ", or build it under torch.device('meta')"

@@ -15,7 +15,7 @@ from runner.cli.run_folders import remove_if_unused, require_writable
 from runner.config.load import validated
 from runner.config.origins import Origins
 from runner.config.schema import Config
-from runner.errors import RunFailed
+from runner.errors import ConfigError, RunFailed
 from runner.run_folder.metrics import records
 from strategies.core.errors import CodedError
 
@@ -76,6 +76,10 @@ def train(config: Config | Sequence[str], folder: str | Path | None = None) -> R
         ConfigError, StrategyError: something is wrong with the input; the folder is left as it was.
         RunFailed: a rank failed.
     """
+    if isinstance(config, str):
+        raise ConfigError(
+            "MW103", f"meshwright.train: {config!r} is one word; give a list of words, such as ['+recipe={config}']."
+        )
     checked = config if isinstance(config, Config) else composed(config)
     checked = validated(checked.model_dump() | {"job": {"name": "train"}}, Origins())
     place = Path(folder or f"runs/python/{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(2)}")

@@ -66,28 +66,30 @@ def build(model: Model) -> Any:
     return targets.call(function, model.args | {"config": _configured(kind, given)}, name, "model")
 
 
-def load(module: nn.Module, folder: Path, new: Collection[str] = ()) -> bool:
+def load(module: nn.Module, folder: Path, new: Collection[str] = ()) -> tuple[list[str], list[str]] | None:
     """Load a transformers model's weights from a folder with the library's own loader, which handles older names and
-    layouts; the tensors `new` stay as they are. Returns whether the others matched exactly: nothing missing, nothing
-    unexpected.
+    layouts; the tensors `new` stay as they are.
 
-    The full model is read; if the answer is false, `module` is as it was.
+    Returns:
+        The names that the files lack, and those that the model does not know: none if it is loaded, else `module` is as
+        it was. None if it is no model of the library, or these are not its weights. The full model is read.
     """
     library = sys.modules.get(LIBRARY)
     if library is None or not isinstance(module, library.PreTrainedModel) or not folder.is_dir():
-        return False
+        return None
     try:
         found, mismatches = type(module).from_pretrained(
             folder, config=module.config, local_files_only=True, output_loading_info=True
         )
     except (OSError, RuntimeError, ValueError):  # not weights of this model, which the caller reports by name
-        return False
-    mismatches["missing_keys"] = set(mismatches["missing_keys"]) - set(new)
+        return None
+    missing, unexpected = sorted({*mismatches.pop("missing_keys")} - {*new}), sorted(mismatches.pop("unexpected_keys"))
     if any(mismatches.values()):
-        return False
-    kept = module.state_dict()
-    module.load_state_dict({name: kept[name] if name in new else one for name, one in found.state_dict().items()})
-    return True
+        return None
+    if not missing and not unexpected:
+        kept = module.state_dict()
+        module.load_state_dict({name: kept[name] if name in new else one for name, one in found.state_dict().items()})
+    return missing, unexpected
 
 
 def companions(module: nn.Module) -> Companions:

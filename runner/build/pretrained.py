@@ -60,8 +60,10 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
     stored_tensors = {name: stored for name, stored in renamed.items() if name not in new}
     missing, unexpected = _unmatched(wanted, stored_tensors, module)
     if missing or unexpected:
-        if not model.rename and huggingface.load(module, home.expanded(model.weights), new):
-            return {}
+        if not model.rename and (left := huggingface.load(module, home.expanded(model.weights), new)) is not None:
+            missing, unexpected = left
+            if not missing and not unexpected:
+                return {}
         raise ConfigError("MW307", f"{where}: {_mismatch(missing, unexpected, wanted, stored_tensors, module)}")
     found = {}
     for one in wanted:

@@ -26,7 +26,7 @@ from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import in_library, short
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.tracing import traceable
-from strategies.capture.unsupported import check_hooks, check_nodes, refusing_unseen
+from strategies.capture.unsupported import check_dtypes, check_hooks, check_nodes, refusing_unseen
 from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -140,6 +140,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     replace_vmap(exported.graph)
     check_nodes(exported.graph, training)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
+    check_dtypes(graph)
     return Captured(unmerged(_needed(graph)), tensors)
 
 

@@ -20,6 +20,7 @@ from torch.nn.utils import rnn
 from strategies.capture.nodes import at, in_library, op_of, replaced, short
 from strategies.capture.vmapped import is_functional
 from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
 from strategies.rules.registry import named
 
 HOOK = (
@@ -34,6 +35,11 @@ PACKED = (
     "whose shape depends on the values of lengths, so it is not one graph. Give the network the padded sequences, and "
     "let the loss ignore the padding."
 )
+
+PRODUCTS = frozenset({"addmm", "addmv", "baddbmm", "bmm", "linear", "matmul", "mm", "mv"})
+NORMS = frozenset({"batch_norm", "batch_norm_training", "group_norm", "instance_norm", "layer_norm"})
+CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
+HALVES = ("bfloat16", "float16")
 
 
 def check_hooks(objective: nn.Module) -> None:
@@ -76,6 +82,29 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
                 f"{op_of(node)}{at(node)} has sparse=True, but gradients are dense here; leave it out (and take a "
                 "dense optimizer).",
             )
+
+
+def check_dtypes(graph: OperatorGraph) -> None:
+    """Raises StrategyError for dtypes that torch refuses when it computes, but not when it traces: products of two
+    dtypes, norms whose weights have another one, and labels that are neither int64 nor uint8."""
+    for operator in graph.operators:
+        dtypes = [spec.dtype for spec in graph.operand_specs(operator)]
+        if operator.op in PRODUCTS and len({*dtypes}) > 1:
+            what, cure = (
+                f"multiplies {' and '.join(dict.fromkeys(dtypes))}",
+                f"cast to one of them, e.g. x.to({dtypes[-1]})",
+            )
+        elif operator.op in NORMS and any(
+            one != dtypes[0] and (one != "float32" or dtypes[0] not in HALVES) for one in dtypes[1:3]
+        ):
+            what, cure = f"has an operand of {dtypes[0]} and weights of {dtypes[1]}", f"cast it, e.g. x.to({dtypes[1]})"
+        elif operator.op in CLASSES and dtypes[1].startswith("int") and dtypes[1] != "int64":
+            what, cure = f"has labels of {dtypes[1]}", "give them as int64 (labels.long() in the dataset)"
+        else:
+            continue
+        raise StrategyError(
+            "MW901", f"The model or its loss fails at {operator.where}: it {what}, which torch refuses; {cure}."
+        )
 
 
 def _refused(owner: Any, name: str, what: str, why: str) -> AbstractContextManager[None]:

@@ -47,16 +47,23 @@ def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: 
 
 def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
     """The outermost modules that are meant, by path, in the order in which they run. Raises StrategyError for globs
-    that match nothing."""
-    counts = Counter(path for operator in graph.operators for path in modules_around(operator.path))
+    that match nothing, and where none are given, for a model without repeated layers."""
+    found = repeated_layers(graph, patterns)
+    if not found:
+        raise StrategyError(
+            "MW441",
+            "parallel.recompute: the model has no repeated layers (modules of several operators whose path ends in "
+            f"a number), so parallel.recompute.modules must name what to "
+            f"recompute.{closest('', sorted(_operators_by_module(graph)))}",
+        )
+    return found
+
+
+def repeated_layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
+    """`layers`; of a model that has no repeated ones, none."""
+    counts = _operators_by_module(graph)
     if patterns is None:
         found = {path for path, count in counts.items() if count > 1 and path.rpartition(".")[2].isdigit()}
-        if not found:
-            raise StrategyError(
-                "MW441",
-                "parallel.recompute: the model has no repeated layers (modules of several operators whose path ends in "
-                f"a number), so parallel.recompute.modules must name what to recompute.{closest('', sorted(counts))}",
-            )
     else:
         found = set()
         for pattern in patterns:
@@ -71,12 +78,8 @@ def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str,
     return tuple(dict.fromkeys(path for operator in graph.operators for path in _outermost(operator, found)))
 
 
-def repeated_layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
-    """`layers`; of a model that has no repeated ones, none."""
-    numbered = any(
-        path.rpartition(".")[2].isdigit() for operator in graph.operators for path in modules_around(operator.path)
-    )
-    return layers(graph, patterns) if numbered or patterns is not None else ()
+def _operators_by_module(graph: OperatorGraph) -> Counter[str]:
+    return Counter(path for operator in graph.operators for path in modules_around(operator.path))
 
 
 def _outermost(operator: Operator, found: set[str]) -> list[str]:

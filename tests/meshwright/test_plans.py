@@ -186,6 +186,11 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     refused("MW106", lambda: planned(cluster="dgx"))
     refused("MW901", lambda: planned(loss=None))
     refused("MW204", lambda: planned(mesh={"dp": 0}))
+    refused("MW204", lambda: planned(mesh=2.5))
+    refused("MW204", lambda: planned(loss="mse"))
+    assert "it is a class" in refused("MW204", lambda: planned(nn.Linear))
+    assert "float64 and bfloat16" in refused("MW901", lambda: planned(network(dtype=torch.bfloat16)))
+    refused("MW501", lambda: planned(memory_limit="1KB"))  # which recomputing could not keep: no layer is repeated
     looked_at = meshwright.load(plan.save(tmp_path / "plan.json"))
     refused("MW464", lambda: meshwright.verify(module, points(), looked_at))
     refused("MW421", lambda: meshwright.load(tmp_path / "plan.json", network(32), points(), loss=nn.MSELoss()))

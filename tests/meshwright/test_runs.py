@@ -33,4 +33,6 @@ def test_what_is_wrong_is_refused_and_leaves_no_folder(tmp_path: Path, monkeypat
         with pytest.raises(meshwright.CodedError) as error:
             meshwright.train(words)
         assert error.value.code == code
+    with pytest.raises(meshwright.CodedError, match=r"\['\+recipe=quickstart'\]"):
+        meshwright.train("quickstart")
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]

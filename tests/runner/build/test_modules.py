@@ -6,7 +6,7 @@ import pytest
 import torch
 from composing import compose_config
 
-from runner.build.modules import captured_from_shapes, cast, objective, target_names
+from runner.build.modules import DTYPES, captured_from_shapes, cast, objective, target_names
 from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError
 from runner.planning.datasets import datasets
@@ -19,7 +19,7 @@ RECIPES = ["quickstart", "gpt", "llama", "moe", "resnet", "vit", "gpt_padded", "
 def entries(config):
     training, _, collate = datasets(config)
     names, tensors = flatten_batch(global_batch(training, collate, range(config.data.batch_size)))
-    return names, cast(tensors, torch.float32)
+    return names, cast(tensors, DTYPES[config.train.precision])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -104,3 +104,36 @@ def test_hooks_are_refused(name: str) -> None:
         captured(net)
     handle.remove()
     assert captured(net).graph.operators
+
+
+DTYPES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "linear": (lambda x: F.linear(x, torch.ones(4, 4).bfloat16()), "linear.*multiplies float32 and bfloat16"),
+    "matmul": (lambda x: x.bfloat16() @ torch.ones(4, 4), "matmul.*multiplies bfloat16 and float32"),
+    "norm": (lambda x: F.layer_norm(x, (4,), torch.ones(4).bfloat16()), "layer_norm.*float32 and weights of bfloat16"),
+    "labels": (lambda x: F.cross_entropy(x, torch.ones(8, dtype=torch.int32)), "labels of int32.*int64"),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes_that_torch_refuses_only_when_it_computes(name: str) -> None:
+    body, message = DTYPES[name]
+    net = Net(lambda net, x: body(net.inner(x)))
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        net(torch.randn(8, 4))
+    with pytest.raises(StrategyError, match=message) as error:
+        captured(net)
+    assert error.value.code == "MW901"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: F.layer_norm(x.bfloat16(), (4,), torch.ones(4)),
+        lambda x: F.batch_norm(x.bfloat16(), None, None, torch.ones(4), torch.zeros(4), training=True),
+        lambda x: F.cross_entropy(x, torch.ones(8, 4)),
+    ],
+)
+def test_dtypes_that_torch_mixes(body: Callable[[Tensor], Tensor]) -> None:
+    net = Net(lambda net, x: body(net.inner(x)).float())
+    assert net(torch.randn(8, 4)).isfinite()
+    captured(net)
