@@ -159,9 +159,11 @@ class Elimination:
         most: entries of all tables together that are too many.
         fixing: where a table would have more entries, go on without the variable that is in most factors, which is
             then one of `fixed`. Nothing can be solved before these are taken out of the factors.
+        stopping: where a table would have more entries, the variables that are left stay, too. `left` are the factors
+            over these.
 
     Raises:
-        TooWide: a table would have more entries, and not `fixing`; or all of them together would.
+        TooWide: a table would have more entries, and neither `fixing` nor `stopping`; or all of them together would.
     """
 
     def __init__(
@@ -173,6 +175,7 @@ class Elimination:
         *,
         most: float = math.inf,
         fixing: bool = False,
+        stopping: bool = False,
     ) -> None:
         self.sizes, self.factors, self.kept = sizes, list(factors), tuple(sorted(kept))
         self.scopes = [one.variables for one in self.factors]
@@ -190,24 +193,33 @@ class Elimination:
         self.left = set(range(len(self.scopes)))
         """The factors that were not added up yet."""
         self.most, self.fixed = most, list[int]()
-        self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest, fixing)
+        self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest, fixing, stopping)
         self.rest_seconds: list[Seconds] = []
         self.rest: Rest | None = None
 
     def solve(self, memo: Memo | None = None) -> Rest:
         """The minimum with the factors' seconds as they are now."""
-        made: list[Seconds] = []
-        memo = Memo() if memo is None else memo
-        for step in self.steps:
-            made.append(step.least(self.factors, made, memo))
+        made = self.made(Memo() if memo is None else memo)
         count, numbers = len(self.factors), sorted(self.left)
         left = [self.factors[n].seconds if n < count else made[n - count] for n in numbers]
         if self.rest is None or not _same(left, self.rest_seconds):
             dims = [tuple([self.kept.index(v) for v in self.scopes[n]]) for n in numbers]
             parts = [expanded(one, at, len(self.kept)) for one, at in zip(left, dims, strict=True)]
             total = np.broadcast_to(_added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.kept])
-            self.rest_seconds, self.rest = left, Rest(constant(self.kept, total), tuple(self.steps))
+            self.rest_seconds, self.rest = left, Rest(constant(self.kept, total), self.complete)
         return self.rest
+
+    def made(self, memo: Memo) -> list[Seconds]:
+        """The factors that eliminations make, with the given ones as they are now."""
+        made: list[Seconds] = []
+        for step in self.steps:
+            made.append(step.least(self.factors, made, memo))
+        return made
+
+    def complete(self, indices: dict[int, int]) -> None:
+        """Adds the candidates of eliminated variables to those of the variables that stay."""
+        for step in reversed(self.steps):
+            indices[step.variable] = step.best(indices)
 
     @cached_property
     def steps(self) -> list[_Step]:
@@ -216,7 +228,7 @@ class Elimination:
             for one, around, used in self.order
         ]
 
-    def _plan(self, alive: set[int], largest: float, fixing: bool) -> None:
+    def _plan(self, alive: set[int], largest: float, fixing: bool, stopping: bool) -> None:
         heap = [(self._entries(variable), variable) for variable in alive]
         heapq.heapify(heap)
         while alive:
@@ -228,6 +240,9 @@ class Elimination:
                 heapq.heappush(heap, (now, variable))
                 continue
             if size > largest:
+                if stopping:
+                    self.kept = tuple(sorted(alive | set(self.kept)))
+                    return
                 if not fixing:
                     raise TooWide
                 widest = max(alive, key=lambda v: (len(self.of_variable[v]), -v))
@@ -242,10 +257,12 @@ class Elimination:
             self.entries += size
             if self.entries > self.most:
                 raise TooWide
-            self.left = (self.left - used) | {len(self.scopes)}
+            self.left -= used  # in place: with a copy the plan of thousands of variables took quadratic time
+            self.left.add(len(self.scopes))
             alive.discard(variable)
             for v in around:
-                self.of_variable[v] = (self.of_variable[v] - used) | {len(self.scopes)}
+                self.of_variable[v] -= used
+                self.of_variable[v].add(len(self.scopes))
             self.scopes.append(around)
             for v in around:
                 if v in alive:
@@ -327,16 +344,11 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class Rest:
-    """`factor` has the least seconds over the variables that stay; `steps` lead back to the others, until the same
-    graph is eliminated again."""
+    """`factor` has the least seconds over the variables that stay; `complete` adds the candidates of the others to
+    theirs, until the same graph is eliminated again."""
 
     factor: Factor
-    steps: tuple[_Step, ...]
-
-    def complete(self, indices: dict[int, int]) -> None:
-        """Adds the candidates of eliminated variables to those of the variables that stay."""
-        for step in reversed(self.steps):
-            indices[step.variable] = step.best(indices)
+    complete: Callable[[dict[int, int]], None]
 
 
 def eliminate(

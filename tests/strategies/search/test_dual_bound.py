@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -80,10 +81,15 @@ def test_no_solution_costs_less_than_the_messages_say() -> None:
     assert tight > 20
 
 
+@pytest.mark.parametrize("cheap", [1, 2**3, 2**5, 2**18])
 @pytest.mark.parametrize("efforts", [(2**3,), (2**6,), (2**3, 2**20)])
-def test_a_solver_graph_returns_its_optimum_or_less(efforts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With enough elimination_effort it is the optimum; with less it stays a bound. Higher costs raise it."""
+def test_a_solver_graph_returns_its_optimum_or_less(
+    efforts: tuple[int, ...], cheap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With enough effort it is the optimum, and where all variables are cheap to eliminate; with less it stays a bound.
+    Higher costs raise it."""
     monkeypatch.setattr("strategies.search.dual_bound.EFFORTS", efforts)
+    monkeypatch.setattr("strategies.search.dual_bound.CHEAP", cheap)
     exact = 0
     for seed in range(80):
         graph = random_graph(seed)
@@ -95,8 +101,10 @@ def test_a_solver_graph_returns_its_optimum_or_less(efforts: tuple[int, ...], mo
             exact += graph.cost(indices) <= lower + 1e-9
             assert graph.cost(solver.again()[0]) == pytest.approx(graph.cost(indices)), seed
             for one in graph.factors[:6]:
-                one.table.made = one.seconds + 0.5 * np.random.default_rng(seed).random(one.seconds.shape)
-    assert exact == 160 if max(efforts) > 2**10 else 20 < exact < 160
+                higher = one.seconds + 0.5 * np.random.default_rng(seed).random(one.seconds.shape)
+                one.table.make = partial(np.asarray, higher)
+                one.table.refresh()
+    assert exact == 160 if max(*efforts, cheap) > 2**10 else 20 < exact < 160
 
 
 def test_effort_is_that_of_elimination() -> None:
