@@ -3,8 +3,8 @@
     python -m benchmarks.search --only open_mesh
 
 Each row is `strategies.search.algorithms.dynamic_programming` once, on nodes of 8 devices, with one sequence per
-device: Llama 3's 8B, GPT-2 with tied weights, and a mixture of experts of 8 layers. `before` is what the plan of commit
-8464346 costs, which searched all prime axes; a plan is to cost at most 0.5 % more.
+device: Llama 3's 8B and 70B, GPT-2 with tied weights, and a mixture of experts of 8 layers. `before` is what the plan
+of an earlier commit costs (8464346 searched all prime axes); a plan is to cost at most 0.5 % more.
 """
 
 from __future__ import annotations
@@ -49,8 +49,13 @@ BEFORE = {
     ("gpt2, tied", 256): 6.02047,
     ("gpt2, tied", 512): 6.05544,
     ("moe", 64): 11.10081,
+    ("moe", 128): 11.38978,
+    ("moe", 256): 11.48360,
+    ("moe", 512): 11.57742,
+    ("70b", 512): 1919.112,
 }
-"""Milliseconds of the plans of commit 8464346."""
+"""Milliseconds of the plans of commit 8464346; of mixtures of experts on more devices and of the 70B of commit
+f44dcc42."""
 
 
 def machine(devices: int) -> Cluster:
@@ -85,11 +90,13 @@ def cases(devices: int) -> Iterator[tuple[str, OperatorGraph, Cluster]]:
     """Models, on `machine`; the longer sequences on the machine of `speed`."""
     yield "8b", graph_of("8b", devices, LENGTH), machine(devices)
     yield "gpt2, tied", tied(devices), machine(devices)
+    yield "moe", experts(devices), machine(devices)
+    if devices == DEVICES[-1]:
+        yield "70b", graph_of("70b", devices, LENGTH), machine(devices)
     if devices == DEVICES[0]:
         outer, inner = NODES.levels
         nodes = replace(NODES, levels=(replace(outer, size=devices // inner.size), inner))
         yield "8b, 4096 tokens", graph_of("8b", devices, 2 * LENGTH), nodes
-        yield "moe", experts(devices), machine(devices)
 
 
 def measure(setting: Setting) -> Outcome:
