@@ -7,6 +7,7 @@ the loss does not need is dropped. The module and the batch are left as they wer
 from __future__ import annotations
 
 import copy
+import inspect
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,42 @@ class Objective(nn.Module):
         )
 
 
+def _check_calls(objective: Objective) -> None:
+    """Raises StrategyError where the model or its loss does not take what it is called with."""
+    inputs = [name for name in objective.names if name not in objective.targets]
+    targets = [name for name in objective.names if name in objective.targets]
+    positional = all(name.isdigit() for name in objective.names)
+    given = (tuple(inputs), {}) if positional else ((), dict.fromkeys(inputs))
+    _check_call("The model's forward", objective.model.forward, *given, _listed(inputs, "the entries"))
+    if objective.loss is not None:
+        loss, keywords = objective.loss.forward, {}
+        if isinstance(objective.loss, LossFunction):
+            loss, keywords = objective.loss.function, objective.loss.keywords
+        what = f"the model's output and {_listed(targets, 'the targets')}"
+        _check_call("The loss", loss, ("output", *targets), keywords, what)
+
+
+def _check_call(who: str, called: Any, args: tuple[str, ...], keywords: Mapping[str, Any], what: str) -> None:
+    try:
+        signature = inspect.signature(called, follow_wrapped=False)  # a wrapper may take more
+    except (TypeError, ValueError):  # of a builtin, which says nothing before it is called
+        return
+    try:
+        signature.bind(*args, **keywords)
+    except TypeError as error:
+        taken = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
+        raise StrategyError(
+            "MW901",
+            f"{who} takes ({taken}), but is called with {what}: {error}. What forward takes by name is the model's, "
+            "the rest of a sample the loss's; without a loss all of it is the model's.",
+        ) from error
+
+
+def _listed(names: Sequence[str], title: str) -> str:
+    """`names` of a batch behind a title; those of a tuple are numbers."""
+    return f"{title} {', '.join(names)} of a sample"
+
+
 class LossFunction(nn.Module):
     """A plain function as a module, so that its operators are named `loss`."""
 
@@ -103,6 +140,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     Raises:
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
+    _check_calls(objective)
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
     if training:

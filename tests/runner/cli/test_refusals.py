@@ -39,10 +39,10 @@ BAD = [
     ((*PARALLEL, "model.target=faults.Branches"), "takes a branch or a shape from the values of a tensor"),
     ((*PARALLEL, "model.target=faults.Shapes"), "The model or its loss failed on the example batch"),
     # the loss
-    ((*PARALLEL, "loss.target=null"), "takes 2 positional arguments but 3 were given"),
+    ((*PARALLEL, "loss.target=null"), "The model's forward takes (x), but is called with the entries 0, 1"),
     ((*PARALLEL, "loss.target=null", "model.target=faults.Scores"), "so it must return its loss) returned a tensor"),
     ((*PARALLEL, "loss.args.reduction=none"), "returned a tensor float32[16]; training needs one floating-point"),
-    ((*PARALLEL, "loss.target=networks.padded"), "The model or its loss failed on the example batch"),
+    ((*PARALLEL, "loss.target=networks.padded"), "The loss takes (samples), but is called with the model's output and"),
     ((*PARALLEL, "loss.target=torch.nn.CrossEntropy"), "Did you mean 'CrossEntropyLoss'?"),
     ((*PARALLEL, "loss.args.reductoin=sum"), "takes no argument 'reductoin'"),
     # the data

@@ -12,7 +12,7 @@ from torch.autograd import grad
 from torch.nn import functional as F
 from torch.nn.utils import rnn
 
-from strategies.capture import Captured, Objective, capture
+from strategies.capture import Captured, LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
 
 
@@ -137,3 +137,19 @@ def test_dtypes_that_torch_mixes(body: Callable[[Tensor], Tensor]) -> None:
     net = Net(lambda net, x: body(net.inner(x)).float())
     assert net(torch.randn(8, 4)).isfinite()
     captured(net)
+
+
+def test_a_loss_or_model_that_takes_other_arguments_is_refused() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(8, 4)
+
+    def message(loss: nn.Module | None, names: tuple[str, ...], targets: tuple[str, ...]) -> str:
+        with pytest.raises(StrategyError) as error:
+            capture(Objective(linear, loss, names, targets), (x,) * len(names), training=True)
+        assert error.value.code == "MW901"
+        return str(error.value)
+
+    assert "The model's forward takes (input)" in message(None, ("0", "1"), ())
+    assert "loss takes (output, sample)" in message(
+        LossFunction(lambda output, sample: 0, {}), ("input", "a", "b"), ("a", "b")
+    )
+    assert "unexpected keyword argument 'scale'" in message(LossFunction(F.mse_loss, {"scale": 2}), ("0", "1"), ("1",))
