@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from runner.training.reference import ExactRandom
-from strategies.capture.model import Captured, Objective, capture
+from strategies.capture.model import Captured, LossFunction, Objective, capture
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -164,7 +164,8 @@ def test_a_model_of_packed_documents_with_sliced_tokens_and_documents():
     model = Packed(16, 2).double()
     tokens, targets = (torch.randint(32, (2, 16)) for _ in range(2))
     documents = torch.randint(2, (2, 16)).cumsum(1)
-    objective = Objective(model, lambda x, y: F.cross_entropy(model.out(x).transpose(1, 2), y), ("0", "1", "2"), ("2",))
+    loss = LossFunction(lambda x, y: F.cross_entropy(model.out(x).transpose(1, 2), y), {})
+    objective = Objective(model, loss, ("0", "1", "2"), ("2",))
     found = capture(objective, (tokens, documents, targets), training=True)
     along, rows = (1, 1, 4, 1), (1, 4)
     strategies = {"scaled_dot_product_attention": OperatorStrategy((along, along, along, along), None)}

@@ -27,7 +27,7 @@ from strategies.runtime.module_tree import build
 from tests.strategies.compiled_entries import Case
 
 TOKENS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
-SELECTIVE = RecomputeRequest("selective", (), "kept", False)
+SELECTIVE = RecomputeRequest("selective", None, "keep", False)
 
 
 def gpt(layers: int) -> Captured:
@@ -64,7 +64,7 @@ def ran(module: fx.GraphModule, key: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("recompute", [None, SELECTIVE, RecomputeRequest("full", (), "repeated", False)])
+@pytest.mark.parametrize("recompute", [None, SELECTIVE, RecomputeRequest("full", None, "recompute", False)])
 def test_codes_do_not_grow_with_the_depth(recompute: RecomputeRequest | None) -> None:
     small, large = (module_of(gpt(layers), recompute) for layers in (3, 8))
     assert codes(small) == codes(large) < 20
