@@ -1,10 +1,10 @@
-"""Plans as sharding configs of torchtitan, which is not installed: its classes are written here as its source documents
-them, with the checks that they make."""
+"""Plans as sharding configs of torchtitan. Its classes are written here as its source documents them, with the checks
+that they make; slow tests run the configs in torchtitan itself."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from exports import imported
+from exports import built, imported, loss_of
 from loops import gpt, next_token, tokens
 from test_exchange import MEGATRON, sequence_parallel
 from torch import nn
@@ -146,3 +146,27 @@ def test_a_dim_over_two_axes_has_a_partition_spec(tmp_path: Path, torchtitan: No
     layout = program.SHARDINGS["2"].in_dst_shardings["input"]
     assert layout.partition_spec == ((MeshAxisName.DP, MeshAxisName.TP), None)
     assert shown(layout) == (0, "R", 0)
+
+
+LLAMA = {
+    "tokens": "embedding_rowwise",
+    "layers.*.attention.[qkv]_proj": "colwise",
+    "layers.*.feed_forward.gate_proj": "colwise",
+    "layers.*.feed_forward.up_proj": "colwise",
+    **dict.fromkeys(("layers.*.attention.o_proj", "layers.*.feed_forward.down_proj"), "rowwise"),
+    "head": "colwise",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "styles"), [("gpt", MEGATRON), ("gpt", sequence_parallel()), ("llama", LLAMA)])
+def test_torchtitan_itself_trains_the_configs_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, model: str, styles: dict[str, Any]
+) -> None:
+    module, (batch, _) = built(model)
+    plan = meshwright.from_tp_plan(styles, module, batch, loss=loss_of, mesh={"dp": 2, "tp": 2})
+    assert plan.expressible("torchtitan") == []
+    file = plan.export("torchtitan", tmp_path / "configs.py")
+    found = on_ranks("sharded", (file, model), module="titans")
+    assert found["held"] == plan.content["memory"]["parameters"]  # bytes of a rank
+    assert max(found["loss"], found["gradient"]) < 1e-5, found
