@@ -75,7 +75,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         tensors = {source.name: captured.tensors[source.name].detach().clone() for source in own}
         tensors |= {source.name: nn.Parameter(tensors[source.name]) for source in own if source.kind == "parameter"}
         module = build(program, tensors, communicator, "cpu")
-        peers = Peers([stage], communicator, stages)
+        peers = Peers(communicator, stages, range(RANKS))
         updates = make_updates(
             0,
             module,

@@ -2,11 +2,11 @@
 
     python -m benchmarks.schedules [--tables 500] [--first 0] [--repetitions 7] [--only PART...] [--svg FILE]
 
-tables: every named schedule against the one that is made for the same stages in the memory of its busiest group. ZB-V
-is that of torch.distributed.pipelining; its V is a placement of stages that only the prediction knows. dualpipe: its
-bubble is (PP/2 - 1)(F&B + B - 3W) with PP + 1 micro-batches in memory, and it holds the parameters twice; synthesised
-schedules get these PP + 1, but none of the second copy's memory. measured: ranks on gloo run a network of small layers
-by each schedule; a pass waits as long as its stage is said to take, so ranks that share cores do not slow each other.
+tables: every named schedule against the one that is made for the same stages in the memory of its busiest group.
+dualpipe: its bubble is (PP/2 - 1)(F&B + B - 3W) with PP + 1 micro-batches in memory, and it holds the parameters twice;
+synthesised schedules get as many or one less, but none of the second copy's memory. measured: ranks on gloo run a
+network of small layers by each schedule; a pass waits as long as its stage is said to take, so ranks that share cores
+do not slow each other.
 """
 
 from __future__ import annotations
@@ -18,48 +18,26 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from runner import launch
 from runner.report.schedule import drawing
 from strategies.lowering.pipeline_schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    Action,
     Schedule,
+    in_a_v,
     make_schedule,
+    owners_of,
     peak_activations,
+    round_robin,
 )
 from strategies.lowering.pipeline_synthesis import Problem, synthesise
 from strategies.lowering.pipeline_timeline import StageTimes, makespan, timeline
 
-NAMED = ("1f1b", "zero_bubble", "interleaved_1f1b", "zero_bubble x 2", "zb_v")
+NAMED = ("1f1b", "zero_bubble", "interleaved_1f1b", "zero_bubble x 2", "zbv")
 RANKS, MICRO_BATCHES = 4, 8
 SECONDS = 0.01
 STAGES = ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.8, 1.6, 1.4))
 """Forward, input and weight gradients of the measured stages: the last one has the output layer and the loss."""
-
-
-def zb_v(groups: int, micro_batches: int) -> Schedule:
-    """ZB-V as torch has it: group g runs the stages g and 2 groups - 1 - g."""
-    from torch.distributed.pipelining import schedules as torch_schedules
-
-    computations = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
-    given = SimpleNamespace(pp_group_size=groups, num_stages=2 * groups, _n_microbatches=micro_batches)
-    made = []
-    for group in range(groups):
-        actions = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(given, group)  # type: ignore[arg-type]
-        made.append(
-            tuple(
-                Action(computations[one.computation_type.name], one.microbatch_index or 0, one.stage_index)
-                for one in actions
-                if one is not None
-            )
-        )
-    return tuple(made)
 
 
 def table(seed: int) -> tuple[list[StageTimes], list[float], int]:
@@ -79,19 +57,15 @@ def compared(kind: str, seed: int) -> float:
     """Seconds of the synthesised schedule relative to the named one."""
     halves, sizes, micro_batches = table(seed)
     groups = len(halves) // 2
-    owners = [stage % groups for stage in range(2 * groups)]
     if kind in ("1f1b", "zero_bubble"):
         pairs = zip(halves[::2], halves[1::2], strict=True)
         halves = [StageTimes(a.forward + b.forward, a.input + b.input, a.weight + b.weight) for a, b in pairs]
-        sizes, owners = [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)], owners[:groups]
+        sizes = [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
         named = make_schedule(kind, groups, micro_batches)
-    elif kind == "zb_v":
-        owners = [*range(groups), *reversed(range(groups))]
-        named = zb_v(groups, micro_batches)
     else:
         named = make_schedule(kind.split()[0], groups, micro_batches, 2)
     most = max(peak_activations(actions, sizes) for actions in named)
-    made = synthesise(Problem(halves, owners, micro_batches, sizes, [most] * groups), [named])
+    made = synthesise(Problem(halves, owners_of(named), micro_batches, sizes, [most] * groups), [named])
     assert made is not None
     assert max(peak_activations(actions, sizes) for actions in made) <= most * (1 + 1e-6)
     return makespan(made, halves) / makespan(named, halves)
@@ -110,17 +84,20 @@ def dualpipe(groups: int = 8, micro_batches: int = 20) -> str:
     """Bubbles with F = 1, B = 2, W = 1 and F&B = F + B."""
     theirs = (groups / 2 - 1) * (3 + 2 - 3)
     lines = [
-        "| schedule | bubble | of DualPipe's |",
-        "|---|---|---|",
-        f"| DualPipe, {groups} groups, {micro_batches} micro-batches | {theirs:g} | 1 |",
+        "| schedule | micro-batches in memory | bubble | of DualPipe's | lower bound |",
+        "|---|---|---|---|---|",
+        f"| DualPipe, {groups} groups, {micro_batches} micro-batches | {groups + 1} | {theirs:g} | 1 | |",
     ]
-    for virtual in (2, 4):
-        times = [StageTimes(1 / virtual, 1 / virtual, 1 / virtual)] * (virtual * groups)
-        owners, sizes = [stage % groups for stage in range(virtual * groups)], [1 / virtual] * len(times)
-        made = synthesise(Problem(times, owners, micro_batches, sizes, [groups + 1.0] * groups))
-        assert made is not None
-        own = makespan(made, times) - 3 * micro_batches
-        lines.append(f"| synthesised, {virtual} stages per rank | {own:g} | {own / theirs:.2f} |")
+    for owners, name in ((round_robin(groups, 2), ""), (in_a_v(groups), " in a V"), (round_robin(groups, 4), "")):
+        virtual = len(owners) // groups
+        times, sizes = [StageTimes(1 / virtual, 1 / virtual, 1 / virtual)] * len(owners), [1 / virtual] * len(owners)
+        for most in (groups + 1.0, float(groups)):
+            problem = Problem(times, owners, micro_batches, sizes, [most] * groups)
+            made = synthesise(problem)
+            assert made is not None
+            own, least = (seconds - 3 * micro_batches for seconds in (makespan(made, times), problem.lower_bound))
+            what = f"synthesised, {virtual} stages per rank{name}"
+            lines.append(f"| {what} | {most:g} | {own:g} | {own / theirs:.2f} | {least:g} |")
     return "\n".join(lines)
 
 
@@ -178,7 +155,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     tensors = {source.name: captured.tensors[source.name].detach().clone() for source in own}
     tensors |= {source.name: nn.Parameter(tensors[source.name]) for source in own if source.kind == "parameter"}
     module = build(program, tensors, communicator, "cpu")
-    peers = Peers([stage], communicator, stages)
+    peers = Peers(communicator, stages, range(RANKS))
     names = [source.name for source in own if source.kind == "parameter"]
     updates = make_updates(
         *(0, module, program, communicator, lambda groups: torch.optim.SGD(groups, lr=0.0), [{"names": names}]),

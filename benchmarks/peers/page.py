@@ -120,8 +120,7 @@ def text(stored: dict[str, dict[str, Any]]) -> str:
         "Peers run as their documentation writes them: DDP with `gradient_as_bucket_view` and `static_graph`, "
         "`fully_shard` on every layer and on the model, DeepSpeed with the defaults of its stage, "
         "`ColwiseParallel` and `RowwiseParallel` on the products of every layer, and pipelines cut into stages of "
-        "equally many layers. `run train` has no V-shaped placement of stages, so beside ZBV runs the schedule that is "
-        "made for two stages per rank.",
+        "equally many layers.",
     ]
     return "\n".join(lines) + "\n"
 

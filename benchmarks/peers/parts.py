@@ -96,7 +96,7 @@ PARTS = {
     "interleaved": Part(
         "pipelining, interleaved 1F1B", "interleaved_1f1b", pipeline("interleaved_1f1b", 2), 1.02, pipeline=True
     ),
-    "zbv": Part("pipelining, ZBV", "auto, 2 stages per rank", pipeline("auto", 2), 1.00, pipeline=True),
+    "zbv": Part("pipelining, ZBV", "zbv", pipeline("zbv", 2), 1.00, pipeline=True),
     "export": Part(
         "the exported torch program",
         "its plan",

@@ -21,6 +21,7 @@ from runner.run_folder.plan_file import PLAN, read_content
 from strategies.core.bounded_files import is_count, read_json
 from strategies.core.layout import Layout, recoverable
 from strategies.core.mesh import Mesh
+from strategies.lowering.pipeline_schedule import owners_in
 
 
 def run(path: Path) -> int:
@@ -110,12 +111,13 @@ def replicas(plan: Mapping[str, Any], world_size: int, *, split: bool) -> str:
     stages_by_parameter = {name: one["stages"] for name, one in plan.get("parameters", {}).items() if "stages" in one}
     if stages > 1 and not stages_by_parameter:
         return ""
+    owners = owners_in(plan["pipeline"]) if plan.get("pipeline") else range(stages)
     groups: dict[tuple[int, ...], None] = {}
     for stage in range(stages):
         own = [
             layout
             for name, layout in tensors.items()
-            if stage in {one % stages for one in stages_by_parameter.get(name, (stage,))}
+            if stage in {owners[one] for one in stages_by_parameter.get(name, (stage,))}
         ]
         first = stage * mesh.size
         for rank in range(first, first + mesh.size):

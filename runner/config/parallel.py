@@ -172,27 +172,27 @@ class RecomputeForm(Section):
         return operators
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "auto"]
 DEALT = ("interleaved_1f1b", "zero_bubble")
 """The schedules in which a rank may have several stages."""
 
 
 class Pipeline(Section):
     """`stages` of the model, one after the other, each on its own share of the ranks; with `virtual_stages`, so many
-    times as many, dealt out round robin."""
+    times as many, dealt out round robin or, under zbv and where auto finds it faster, in a V."""
 
     stages: Literal["auto"] | Annotated[int, Field(strict=True, ge=2)] | None = setting(
         None, "Stages, each on world_size / stages ranks, which parallel.mesh describes; auto; null: no pipeline"
     )
     virtual_stages: Count | None = setting(
-        None, "Stages of each rank, assigned round robin; null: 2 with interleaved_1f1b, else 1"
+        None, "Stages of each rank, dealt out round robin, by zbv in a V; null: 2 with interleaved_1f1b or zbv, else 1"
     )
     micro_batches: Literal["auto"] | Count | None = setting(
         None, "Micro-batches in the pipeline at once; auto; null: twice the stages (auto with them)"
     )
     schedule: Schedule = setting(
         "1f1b",
-        "Order of forward and backward passes; interleaved_1f1b and zero_bubble idle less; auto: made for the "
+        "Order of forward and backward passes; interleaved_1f1b, zero_bubble and zbv idle less; auto: made for the "
         "predicted times of the stages and the memory of a rank",
     )
     cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]] = setting(
@@ -257,7 +257,7 @@ class Pipeline(Section):
     @property
     def virtual(self) -> int:
         """The number of stages of each rank."""
-        return self.virtual_stages or (2 if self.schedule == "interleaved_1f1b" else 1)
+        return self.virtual_stages or (2 if self.schedule in ("interleaved_1f1b", "zbv") else 1)
 
     @property
     def parts(self) -> int:

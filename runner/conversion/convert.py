@@ -33,6 +33,7 @@ from strategies.capture.shapes import shapes_only
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Block, Layout
 from strategies.core.plan import Plan
+from strategies.lowering.pipeline_schedule import owners_in
 from strategies.runtime.shards import MODEL
 from strategies.runtime.tensor_files import Reader, StoredTensor
 
@@ -87,7 +88,7 @@ class Cut:
         group, local = divmod(rank, mesh.size)
         for number, (key, entry) in enumerate(tensors.items()):
             name = name_of(key)
-            if self.group.get(name, 0) % self.groups != group or 0 in entry.shape:
+            if self.group.get(name, 0) != group or 0 in entry.shape:
                 continue
             layout = self.plan.tensors.get(name)
             if layout is None or len(layout.dims) != len(entry.shape):  # a state that has not its parameter's shape
@@ -109,8 +110,9 @@ def cut_of(path: Path, tensors: Mapping[str, StoredTensor]) -> Cut:
     try:
         plan = Plan.from_json(content)
         parameters: Mapping[str, Any] = content.get("parameters", {})
-        groups = int(content["pipeline"]["stages"]) if content.get("pipeline") else 1
-        group = {name: int(entry["stages"][0]) for name, entry in parameters.items() if "stages" in entry}
+        owners = owners_in(content["pipeline"]) if content.get("pipeline") else (0,)
+        groups = 1 + max(owners)
+        group = {name: owners[int(entry["stages"][0])] for name, entry in parameters.items() if "stages" in entry}
         shapes = {name: tuple(entry["shape"]) for name, entry in parameters.items()}
         axes = {axis for layout in plan.tensors.values() for dim in layout.dims for axis in dim}
         if groups < 1 or plan.mesh.size * groups > MOST_RANKS or not axes <= set(plan.mesh.names):

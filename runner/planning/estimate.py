@@ -45,7 +45,7 @@ from strategies.cost.step import (
 )
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline import Stage, recompute_in
-from strategies.lowering.pipeline_schedule import Schedule, peak_activations
+from strategies.lowering.pipeline_schedule import Owners, Schedule, owners_of, peak_activations, stages_of
 from strategies.lowering.pipeline_timeline import StageTimes
 from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_by_module, stored_lower_bound
@@ -113,11 +113,12 @@ class Programs:
             self.work[key] = plan, works_of(graph, plan, cluster)
         return self.work[key][1]
 
-    def stages(self, config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
-        """Like `lowering.stages_of`."""
-        key = id(plan.operators), lowering.training_options(config), lowering.pipeline_groups(config)
+    def stages(self, config: Config, graph: OperatorGraph, plan: Plan, owners: Owners) -> tuple[Stage, ...]:
+        """Like `lowering.cut_of`. Where devices are equal, stages are the same for all owners."""
+        alike = owners if config.cluster.groups else len(owners)
+        key = id(plan.operators), lowering.training_options(config), lowering.pipeline_groups(config), alike
         if key not in self.cuts:
-            self.cuts[key] = plan, lowering.stages_of(config, graph, replace(plan, recompute=None))
+            self.cuts[key] = plan, lowering.cut_of(config, graph, replace(plan, recompute=None), owners)
         return tuple(
             replace(stage, plan=replace(stage.plan, recompute=recompute_in(stage.graph.operators, plan.recompute)))
             for stage in self.cuts[key][1]
@@ -183,6 +184,11 @@ class Estimate:
     def groups(self) -> int:
         return 1 if self.schedule is None else len(self.schedule)
 
+    @property
+    def owners(self) -> Owners:
+        """The group of ranks that runs every part."""
+        return (0,) if self.schedule is None else owners_of(self.schedule)
+
     @cached_property
     def seconds(self) -> float:
         """Estimated seconds of a step."""
@@ -200,7 +206,7 @@ class Estimate:
     def stage_times(self) -> list[StageTimes]:
         """The passes of every stage."""
         costs = [part.cost.to_json() for part in self.parts]
-        return stage_times(self.stages, costs, self.groups, self.settings.accumulate, self.cluster)
+        return stage_times(self.stages, costs, self.owners, self.settings.accumulate, self.cluster)
 
     def activations(self, number: int) -> int:
         """Bytes that a micro-batch stores in a stage for backward, by tracing its program."""
@@ -209,14 +215,14 @@ class Estimate:
     def memory(self, group: int) -> Memory:
         """The memory of a rank of a group, by tracing its programs; with parameter servers that of a worker."""
         if group not in self.traced:
-            numbers = range(group, len(self.parts), self.groups)
+            numbers = stages_of(group, self.owners)
             traces = {number: self.traces.of(self.parts[number].program, self.settings) for number in numbers}
             if self.servers is not None:
                 self.traced[group] = of_worker(memory(traces[0], self.settings), self.servers)
             elif self.schedule is None:
                 self.traced[group] = memory(traces[0], self.settings)
             else:
-                self.traced[group] = group_memory(group, traces, self.schedule[group], self.groups, self.settings)
+                self.traced[group] = group_memory(traces, self.schedule[group], self.settings)
         return self.traced[group]
 
     @property
@@ -259,7 +265,7 @@ class Estimate:
         return peaks
 
     def of_group(self, group: int) -> Sequence[StageEstimate]:
-        return self.parts[group :: self.groups]
+        return [self.parts[number] for number in stages_of(group, self.owners)]
 
     @cached_property
     def outlines(self) -> list[Outline]:
@@ -365,23 +371,27 @@ def estimate(
         cluster: the machine for which the cost is estimated.
         programs: the cache of lowered programs.
         traces: the cache of memory traces.
-        schedule: of a pipeline; None: as `lowering.schedule_of` returns it.
+        schedule: of a pipeline; None: the first that `lowering.schedules_of` returns.
 
     Raises:
         StrategyError: the plan cannot be lowered or cut.
     """
     if in_step[1].batch_rows:
         return _of_kinds(config, in_step, settings, programs, traces)
-    stages = programs.stages(config, *in_step)
-    if stages:
-        schedule = schedule or lowering.schedule_of(config)
-        pairs = [(stage.graph, stage.plan) for stage in stages]
-        lowered = lowering.pipeline_programs(config, stages, lowering.training_options(config), programs)
-    else:
+    stages: tuple[Stage, ...] = ()
+    owners: Owners = (0,)
+    lowered: tuple[Program, ...]
+    if config.parallel.pipeline.known is None:
         pairs, lowered = [in_step], (lowering.training_program(config, *in_step, programs),)
+    else:
+        schedule = schedule or lowering.schedules_of(config)[0]
+        owners = owners_of(schedule)
+        stages = programs.stages(config, *in_step, owners)
+        pairs = [(stage.graph, stage.plan) for stage in stages]
+        lowered = lowering.pipeline_programs(config, stages, owners, lowering.training_options(config), programs)
     parts, servers = [], servers_of(config, *in_step) if config.parallel.elastic else None
-    for number, ((graph, plan), program) in enumerate(zip(pairs, lowered, strict=True)):
-        own = cluster.of_group(number % lowering.pipeline_groups(config), plan.mesh.size)
+    for group, (graph, plan), program in zip(owners, pairs, lowered, strict=True):
+        own = cluster.of_group(group, plan.mesh.size)
         works = programs.works(graph, plan, own)
         cost = step_cost(graph, plan, program, own, settings, works)
         if servers is not None:

@@ -191,8 +191,8 @@ def check_ranks(config: Config, world_size: int) -> None:
         )
 
 
-def stages_of(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a training graph; none without a pipeline.
+def cut_of(config: Config, graph: OperatorGraph, plan: Plan, owners: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of a training graph, run by `owners`; none without a pipeline.
 
     Raises:
         StrategyError: `parallel.pipeline.cuts` do not fit the model.
@@ -200,16 +200,16 @@ def stages_of(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, 
     section = config.parallel.pipeline
     if section.known is None:
         return ()
-    seconds = _seconds_by_group(config, graph, plan) if config.cluster.groups and section.cuts == "auto" else ()
+    seconds = _seconds_by_stage(config, graph, plan, owners) if config.cluster.groups and section.cuts == "auto" else ()
     assignment = in_stages(graph, section.known, section.cuts, section.virtual, seconds)
     return cut(graph, plan, assignment, random_ordinals(graph, training_options(config)))
 
 
-def _seconds_by_group(config: Config, graph: OperatorGraph, plan: Plan) -> list[list[float]]:
-    """The seconds of forward and backward of every operator on the devices of each group of ranks."""
+def _seconds_by_stage(config: Config, graph: OperatorGraph, plan: Plan, owners: Sequence[int]) -> list[list[float]]:
+    """The seconds of forward and backward of every operator on the devices of each stage."""
     groups, ranks = pipeline_groups(config), plan.mesh.size
     cluster = cluster_of(config, device_of(config)[0], groups * ranks)
-    own = [cluster.of_group(group, ranks) for group in range(groups)]
+    own = [cluster.of_group(group, ranks) for group in owners]
     works = {one: works_of(graph, plan, one) for one in dict.fromkeys(own)}
     return [[work.forward + work.backward for work in works[one]] for one in own]
 
@@ -230,23 +230,24 @@ def evaluation_stages(config: Config, stages: Sequence[Stage], graph: OperatorGr
 
 
 def pipeline_programs(
-    config: Config, stages: Sequence[Stage], options: LoweringOptions, lower: Lower = lower
+    config: Config, stages: Sequence[Stage], owners: Sequence[int], options: LoweringOptions, lower: Lower = lower
 ) -> tuple[Program, ...]:
     """The program of every stage, with device placement, fused and overlapped collectives as configured."""
-    programs = stage_programs(stages, pipeline_groups(config), options, lower)
+    programs = stage_programs(stages, owners, options, lower)
     return tuple(
         _overlapped(fuse(_placed(config, stage.graph, program), fused_bytes(config)), stage.graph, stage.plan, config)
         for stage, program in zip(stages, programs, strict=True)
     )
 
 
-def schedule_of(config: Config) -> Schedule:
-    """The order in which the groups of ranks run forward and backward of micro-batches. With `auto` plans are compared
-    under 1f1b, or its like for several stages per rank; `runner.planning.schedules` then makes that of the plan."""
-    section = config.parallel.pipeline
-    stand_in = "1f1b" if section.virtual == 1 else "interleaved_1f1b"
-    kind = stand_in if section.schedule == "auto" else section.schedule
-    return make_schedule(kind, pipeline_groups(config), section.parts, section.virtual)
+def schedules_of(config: Config) -> tuple[Schedule, ...]:
+    """The order in which the groups of ranks run forward and backward of micro-batches. With `auto` there is one for
+    every placement of stages, under whose first plans are compared: 1f1b, or its like for several stages per rank;
+    `runner.planning.schedules` then makes that of the plan."""
+    section, kinds = config.parallel.pipeline, [str(config.parallel.pipeline.schedule)]
+    if section.schedule == "auto":
+        kinds = {1: ["1f1b"], 2: ["interleaved_1f1b", "zbv"]}.get(section.virtual, ["interleaved_1f1b"])
+    return tuple(make_schedule(kind, pipeline_groups(config), section.parts, section.virtual) for kind in kinds)
 
 
 # Batch splits

@@ -55,7 +55,7 @@ from strategies.core.plan import Plan
 from strategies.core.request import check
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.pipeline import Stage
-from strategies.lowering.pipeline_schedule import Schedule, as_text
+from strategies.lowering.pipeline_schedule import Owners, Schedule, as_text, owners_of
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.updates import check_elementwise, check_kind
 from strategies.planner.planner import follow
@@ -141,6 +141,11 @@ class Prepared:
     single_draws: bool = False
     short: Short | None = None
     counted: Counted | None = None
+
+    @property
+    def owners(self) -> Owners:
+        """The group of ranks that runs every stage of a pipeline; without one, that of all ranks."""
+        return (0,) if self.schedule is None else owners_of(self.schedule)
 
     def identity(self) -> dict[str, Any]:
         """The properties of the run that a checkpoint stores, as `runner.checkpoint.check` takes them."""
@@ -317,11 +322,13 @@ def with_plan(
     in_step = step_of(plan)
     if config.parallel.elastic:
         sliced(config, *in_step)
-    stages, schedule = lowering.stages_of(config, *in_step), None
-    if stages:
-        schedule = lowering.schedule_of(config)
+    stages: tuple[Stage, ...] = ()
+    schedule = None
+    if config.parallel.pipeline.known is not None:
+        schedule = lowering.schedules_of(config)[0]
         if config.parallel.pipeline.schedule == "auto":
             schedule, plan = _with_schedule(prepared, graph, plan, in_step)
+        stages = lowering.cut_of(config, *in_step, owners_of(schedule))
     without_search = plan.to_json() | {"search": None}
     del without_search["recompute"]  # it changes no number
     made = (
@@ -339,9 +346,11 @@ def _with_schedule(
     config = prepared.config
     cluster = cluster_of(config, prepared.device, prepared.world_size)
     settings = settings_of(config, graph, prepared.device)
-    step = estimate(config, in_step, settings, cluster, Programs(), Traces())
-    schedule = synthesised(config, step, step.limits(config.parallel.memory_limit))
-    return schedule, replace(plan, search=with_cost(plan.search, replace(step, schedule=schedule).seconds))
+    known = cluster, Programs(), Traces()
+    steps = [estimate(config, in_step, settings, *known, schedule) for schedule in lowering.schedules_of(config)]
+    step = synthesised(config, steps, steps[0].limits(config.parallel.memory_limit))
+    assert step.schedule is not None
+    return step.schedule, replace(plan, search=with_cost(plan.search, step.seconds))
 
 
 def _described(

@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.planning import lowering
 from runner.planning.clusters import cluster_of
-from runner.planning.lowering import pipeline_groups
 from runner.planning.prepare import Prepared
 from runner.report.layers import layer_of
 from runner.report.units import shown_bytes, shown_seconds, text_table
@@ -46,9 +44,8 @@ def explanations(prepared: Prepared, pattern: str) -> str:
     cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
     paragraphs: dict[tuple[str, ...], list[Operator]] = {}
     parts = [(stage.graph, stage.plan) for stage in prepared.stages] or [(prepared.graph, prepared.plan)]
-    groups = lowering.pipeline_groups(prepared.config)
-    for number, (graph, plan) in enumerate(parts):
-        own = cluster.of_group(number % groups, plan.mesh.size)
+    for group, (graph, plan) in zip(prepared.owners, parts, strict=True):
+        own = cluster.of_group(group, plan.mesh.size)
         for operator in graph.operators:
             if matches(pattern, operator) is not None:
                 stage, config = prepared.config.parallel.zero.known, prepared.config
@@ -201,7 +198,7 @@ def _tensors(graph: OperatorGraph, plan: Plan, stage: int | None) -> Iterator[_T
 def _table(prepared: Prepared, tensor: _Tensor) -> str:
     assert prepared.plan is not None
     mesh, shape = prepared.plan.mesh, tensor.spec.shape
-    first = 0 if tensor.stage is None else tensor.stage % pipeline_groups(prepared.config) * mesh.size
+    first = prepared.owners[tensor.stage or 0] * mesh.size
     stage = "" if tensor.stage is None else f", stage {tensor.stage}"
     partial = " ".join(mesh.sorted(tensor.layout.partial)) or "-"
     rows = [("rank", *(f"dim {dim}" for dim in range(len(shape))), "partial over")]

@@ -15,11 +15,13 @@ from runner.config.exclusive import needs_deepspeed
 from runner.config.schema import Config
 from runner.planning.clusters import DESCRIBING
 from runner.planning.joint import choice_of
+from runner.planning.lowering import pipeline_groups
 from runner.planning.prepare import Prepared
 from runner.report import schedule
 from runner.report.layers import Sums, kinds
 from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share, shown_time, text_table
 from strategies.core.plan import Plan
+from strategies.lowering.pipeline_schedule import in_a_v, owners_in, stages_of
 
 Content = Mapping[str, Any]
 CALLS = "operator calls"
@@ -68,7 +70,9 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
     if prepared.stages and plan is not None:
         counts = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
         pipeline = config.parallel.pipeline
-        dealt = f", dealt out to {pipeline.stages} groups of ranks" if pipeline.virtual > 1 else ""
+        count = pipeline_groups(config)
+        shape = " in a V" if prepared.owners == in_a_v(count) else ""
+        dealt = f", dealt out to {count} groups of ranks{shape}" if pipeline.virtual > 1 else ""
         lines.append(
             f"pipeline: {len(prepared.stages)} stages of {counts} operators, each on {plan.mesh.size} ranks{dealt}; "
             f"{pipeline.schedule} over {pipeline.parts} micro-batches"
@@ -314,12 +318,12 @@ def _groups_of_kinds(content: Content) -> Iterator[str]:
     if len({*clusters}) < 2:
         return
     for group, (cluster, needed) in enumerate(zip(clusters, pipeline["memory"], strict=True)):
-        groups = pipeline["stages"]
-        seconds = sum(sum(one.values()) for one in pipeline["seconds"][group::groups])
+        mine = stages_of(group, owners_in(pipeline))
+        seconds = sum(sum(pipeline["seconds"][stage].values()) for stage in mine)
         yield (
-            f"stage {', '.join(map(str, range(group, len(pipeline['seconds']), groups)))} on ranks "
+            f"stage {', '.join(map(str, mine))} on ranks "
             f"{_ranges(range(group * ranks, (group + 1) * ranks))}: {cluster}, "
-            f"{sum(pipeline['operators'][group::groups])} operators, {seconds * 1e3:.2f} ms per micro-batch, "
+            f"{sum(pipeline['operators'][stage] for stage in mine)} operators, {seconds * 1e3:.2f} ms per micro-batch, "
             f"{shown_bytes(needed['peak'])} of {shown_bytes(pipeline['memory_limits'][group])}"
         )
 

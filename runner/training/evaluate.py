@@ -118,7 +118,7 @@ class Evaluator:
             if (runner := self.execution.runner) is not None:
                 stages = [stage.number for stage in self.prepared.stages if f"loss.{name}" in stage.plan.tensors]
                 for number in stages[:1]:
-                    runner.peers.share(tensor.detach(), number % runner.peers.count)
+                    runner.peers.share(tensor.detach(), runner.peers.owners[number])
 
     def _read_rows(self, rows: list[int]) -> list[int]:
         """The rows to read for a batch."""
@@ -185,12 +185,12 @@ class Evaluator:
     def _through_stages(self, runner: StageRunner, size: int, entries: list[Tensor], key: int) -> list[Tensor]:
         """The complete results on rank 0; on other ranks some or none."""
         graph = self.prepared.evaluations[size].graph
-        results = runner.evaluate(size, entries, key)
+        results = into = runner.evaluate(size, entries, key)
         if self.rank.rank == 0:
             specs = [graph.specs[ref] for ref in graph.outputs]
-            results = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self.rank.device) for s in specs]
-        runner.peers.to_first(results, results)
-        return results
+            into = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self.rank.device) for s in specs]
+        runner.peers.to_first(results, into)
+        return into
 
     def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         precision = DTYPES[self.prepared.config.train.precision]

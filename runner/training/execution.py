@@ -31,6 +31,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.program import Program
 from strategies.core.steps import LOCAL, ReshardingPath
 from strategies.lowering.pipeline import Stage, joined
+from strategies.lowering.pipeline_schedule import stages_of
 from strategies.resharding.path import resharding_path
 from strategies.rules.random import mix
 from strategies.runtime import compiled
@@ -176,15 +177,16 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     """The stages of a pipeline that this rank runs: ranks of the first group come first."""
     assert prepared.plan is not None
     config, stages = prepared.config, prepared.stages
-    count, size = lowering.pipeline_groups(config), prepared.plan.mesh.size
-    number, local = divmod(rank.rank, size)
-    mine = range(number, len(stages), count)
-    programs = lowering.pipeline_programs(config, stages, lowering.training_options(config))
+    assert prepared.schedule is not None
+    count, owners = len(prepared.schedule), prepared.owners
+    number, local = divmod(rank.rank, prepared.plan.mesh.size)
+    groups = [stages_of(group, owners) for group in range(count)]
+    mine = groups[number]
+    programs = lowering.pipeline_programs(config, stages, owners, lowering.training_options(config))
     evaluations = {
-        rows: lowering.pipeline_programs(config, evaluation.stages, lowering.evaluation_options(config))
+        rows: lowering.pipeline_programs(config, evaluation.stages, owners, lowering.evaluation_options(config))
         for rows, evaluation in prepared.evaluations.items()
     }
-    groups = [range(group, len(stages), count) for group in range(count)]
     by_group = [joined([stages[k] for k in ks], [programs[k] for k in ks]) for ks in groups]
     program = by_group[number]
     # A group of ranks across the stages is named by how many each rank has made before.
@@ -195,7 +197,9 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     if short:
         pairs = zip(short, programs, strict=False)
         reductions = lowering.with_reductions({id(stage.graph): own.reductions for stage, own in pairs})
-        short_programs = lowering.pipeline_programs(config, short, lowering.training_options(config), reductions)
+        short_programs = lowering.pipeline_programs(
+            config, short, owners, lowering.training_options(config), reductions
+        )
         used += chain(*map(_loss_axes_used, short_programs))
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     evaluated = [evaluation[k] for evaluation in evaluations.values() for k in mine]
@@ -216,8 +220,7 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         for rows, evaluation in prepared.evaluations.items()
     }
     recorder.explain({operator.name: operator.where for k in mine for operator in stages[k].graph.operators})
-    peers = Peers([stages[k] for k in mine], communicator, stages, circle=len(stages) > count)
-    assert prepared.schedule is not None
+    peers = Peers(communicator, stages, owners)
     short_units = [unit(short[k], short_programs[k], True)[0] for k in mine] if short else []
     runner = StageRunner(
         peers,

@@ -22,6 +22,7 @@ from strategies.core.layout import Layout
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import LoweringOptions, Program
 from strategies.lowering.lowering import lower
+from strategies.lowering.pipeline_schedule import stages_of
 from strategies.rules import rule_of, share_rules
 
 Cuts = Literal["auto"] | Mapping[str, int]
@@ -215,14 +216,14 @@ def in_stages(
 ) -> dict[str, int]:
     """The stage of every operator by id; there are `stages` times `virtual` of them. With `cuts` (module path ->
     stage), the longest path that leads to an operator counts; operators that no path names go with what they use.
-    Stages are balanced by flops; where the devices of the `stages` groups of ranks differ, by the `seconds` of every
-    operator on those of each group. Raises StrategyError for cuts that cannot be."""
+    Stages are balanced by flops; where the devices of their ranks differ, by the `seconds` of every operator on those
+    of each stage. Raises StrategyError for cuts that cannot be."""
     count = f"parallel.pipeline.stages = {stages}"
     if virtual > 1:
         count = f"parallel.pipeline.stages x virtual_stages = {stages} x {virtual} = {stages * virtual}"
     if cuts == "auto":
         flops = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
-        return _balanced(graph, [*(seconds or [flops] * stages)] * virtual, count)
+        return _balanced(graph, seconds or [flops] * (stages * virtual), count)
     return _as_configured(graph, stages * virtual, cuts, count)
 
 
@@ -343,9 +344,9 @@ def _lightest(work: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 
 def stage_programs(
-    stages: Sequence[Stage], groups: int, options: LoweringOptions, lower: Callable[..., Program] = lower
+    stages: Sequence[Stage], owners: Sequence[int], options: LoweringOptions, lower: Callable[..., Program] = lower
 ) -> tuple[Program, ...]:
-    """The program of every stage, where stage k is run by group k % groups."""
+    """The program of every stage; `owners` gives the group of ranks that runs it."""
 
     def lowered(stage: Stage, open_axes: dict[str, tuple[str, ...]]) -> Program:
         given = {"outputs": stage.sends, "ordinals": stage.ordinals, "open_axes": open_axes}
@@ -354,7 +355,7 @@ def stage_programs(
     alone = [lowered(stage, {}) for stage in stages]
     found = []
     for stage, program in zip(stages, alone, strict=True):
-        others = [alone[number] for number in range(stage.number % groups, len(stages), groups)]
+        others = [alone[number] for number in stages_of(owners[stage.number], owners)]
         wanted = {
             name: program.mesh.sorted({axis for other in others for axis in other.reductions.get(name, ())})
             for name in program.reductions

@@ -1,26 +1,30 @@
 """In which order the ranks of a pipeline run forward and backward of their stages: plain lists, made by pure functions.
 
-`groups` of ranks share the stages: with several per group (virtual stages) they are dealt out round robin, so stage k
-is run by group k % groups. Invariant: every stage runs every micro-batch forward once and, later, backward once, in the
-order of the micro-batches, and neighbouring groups send and receive in one order, so waiting never goes in a circle.
+`groups` of ranks share the stages. With several per group (virtual stages) they are dealt out round robin, so stage k
+is run by group k % groups, or in a V, so group g runs the stages g and 2 groups - 1 - g. Invariant: every stage runs
+every micro-batch forward once and, later, backward once, in the order of the micro-batches, and neighbouring groups
+send and receive in one order, so waiting never goes in a circle.
 
-The orders of interleaved_1f1b (Narayanan et al., 2021) and zero_bubble (ZB-H1 of Qi et al., 2023, dealt out in the same
-way) are those of torch.distributed.pipelining.
+The orders of interleaved_1f1b (Narayanan et al., 2021), zero_bubble (ZB-H1 of Qi et al., 2023, dealt out in the same
+way) and zbv (ZB-V of Qi et al., 2024) are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, get_args
 
 from strategies.core.errors import StrategyError, closest
 
-Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 KINDS: tuple[str, ...] = get_args(Kind)
 ROUND_ROBIN = ("interleaved_1f1b", "zero_bubble")
-"""The schedules in which a group of ranks may have several stages."""
+"""The schedules in which a group of ranks may have several stages, dealt out round robin."""
+V_SHAPED = "zbv"
+"""The schedule with two stages per group, dealt out in a V."""
 Pass = Literal["forward", "backward", "input", "weight"]
 FORWARD: Pass = "forward"
 BACKWARD: Pass = "backward"
@@ -40,6 +44,35 @@ class Action:
 
 Schedule = tuple[tuple[Action, ...], ...]
 """The actions of every group of ranks, that of the first stage first."""
+Owners = tuple[int, ...]
+"""The group of ranks that runs a stage, by stage."""
+
+
+def round_robin(groups: int, virtual: int = 1) -> Owners:
+    """Stage k on group k % groups, `virtual` stages each."""
+    return tuple(range(groups)) * virtual
+
+
+def in_a_v(groups: int) -> Owners:
+    """Two stages each: the first half of the stages in the order of the groups, the other half on the way back."""
+    return (*range(groups), *reversed(range(groups)))
+
+
+def owners_of(schedule: Schedule) -> Owners:
+    """The group that runs every stage."""
+    owners = {action.stage: group for group, actions in enumerate(schedule) for action in actions}
+    return tuple(owners[stage] for stage in range(len(owners)))
+
+
+def owners_in(pipeline: Mapping[str, Any]) -> Owners:
+    """That of `pipeline` in a plan.json, which earlier versions wrote without `groups`."""
+    groups, virtual = int(pipeline["stages"]), int(pipeline.get("virtual_stages", 1))
+    return tuple(map(int, pipeline.get("groups", round_robin(groups, virtual))))
+
+
+def stages_of(group: int, owners: Sequence[int]) -> list[int]:
+    """The stages that a group runs."""
+    return [stage for stage, owner in enumerate(owners) if owner == group]
 
 
 def rounds(groups: int, micro_batches: int) -> int:
@@ -63,9 +96,14 @@ def make_schedule(kind: str, groups: int, micro_batches: int, virtual: int = 1) 
     """`gpipe` runs everything forward, then everything backward; `1f1b` starts backward as soon as it can, so that
     group g holds the activations of no more than `groups - g` micro-batches. `interleaved_1f1b` gives each group
     `virtual` stages, which makes the pipeline faster to fill; `zero_bubble` computes the gradients of parameters while
-    it would wait. Raises StrategyError for other kinds, and for numbers that do not fit the kind."""
+    it would wait; `zbv` does so with two stages per group in a V. Raises StrategyError for other kinds, and for numbers
+    that do not fit the kind."""
     if kind not in KINDS:
         raise StrategyError("MW432", f"There is no pipeline schedule {kind!r}.{closest(kind, KINDS)}")
+    if kind == V_SHAPED:
+        if virtual != 2:
+            raise StrategyError("MW432", f"The schedule {kind!r} has 2 stages per rank, not {virtual}.")
+        return tuple(_in_a_v(group, groups, micro_batches) for group in range(groups))
     if virtual > 1 and kind not in ROUND_ROBIN:
         raise StrategyError(
             "MW432", f"The schedule {kind!r} has one stage per rank, not {virtual}; take {' or '.join(ROUND_ROBIN)}."
@@ -101,6 +139,53 @@ def _actions(kind: str, group: int, groups: int, micro_batches: int, virtual: in
             found.append(action(WEIGHT, number - late))
     if late:
         found += [action(WEIGHT, number) for number in range(max(count - late, 0), count)]
+    return tuple(found)
+
+
+def _in_a_v(group: int, groups: int, micro_batches: int) -> tuple[Action, ...]:
+    """The actions of ZB-V for a group. Both halves of a backward pass follow one another but where the pipeline drains:
+    there weight gradients come last. Few micro-batches run in the order of more of them, without these."""
+    down, up = group, 2 * groups - 1 - group
+    begun = dict.fromkeys(product((down, up), (FORWARD, INPUT, WEIGHT)), 0)
+    found: list[Action] = []
+
+    def run(stage: int, *computations: Pass) -> None:
+        for computation in computations:
+            found.append(Action(computation, begun[stage, computation], stage))
+            begun[stage, computation] += 1
+
+    count = max(2 * groups - 1, micro_batches)
+    for _ in range(2 * (groups - group) - 1):
+        run(down, FORWARD)
+    for _ in range(group):
+        run(up, FORWARD)
+        run(down, FORWARD)
+    for _ in range(groups - group):
+        run(up, FORWARD, INPUT, WEIGHT)
+    while begun[up, FORWARD] < count:
+        if begun[down, FORWARD] < count:
+            run(down, FORWARD)
+        run(down, INPUT, WEIGHT)
+        run(up, FORWARD, INPUT, WEIGHT)
+    for _ in range(group):
+        run(down, INPUT)
+        run(up, INPUT)
+    for _ in range(groups - group):
+        run(down, INPUT, WEIGHT)
+    for stage in (up, down):
+        while begun[stage, WEIGHT] < count:
+            run(stage, WEIGHT)
+    return _joined([action for action in found if action.micro_batch < micro_batches])
+
+
+def _joined(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """`actions`, where both halves of a backward pass that follow one another are one."""
+    found: list[Action] = []
+    for action in actions:
+        if found and action.computation == WEIGHT and found[-1] == replace(action, computation=INPUT):
+            found[-1] = replace(action, computation=BACKWARD)
+        else:
+            found.append(action)
     return tuple(found)
 
 

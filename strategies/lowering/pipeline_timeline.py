@@ -21,6 +21,7 @@ from strategies.lowering.pipeline_schedule import (
     in_one_process,
     last_stage,
     needed,
+    owners_of,
 )
 
 
@@ -64,12 +65,12 @@ def timeline(schedule: Schedule, times: Sequence[StageTimes]) -> tuple[tuple[Spa
     Raises:
         ValueError: groups wait for one another.
     """
-    group_of = {action.stage: group for group, actions in enumerate(schedule) for action in actions}
+    owners = owners_of(schedule)
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule]
     last = last_stage(schedule)
     for action in in_one_process(schedule):
-        own = spans[group_of[action.stage]]
+        own = spans[owners[action.stage]]
         begin = max([own[-1].end if own else 0.0, *(ends[one] for one in needed(action, last))])
         own.append(Span(action, begin, begin + times[action.stage].of(action.computation)))
         for half in gradient_passes(action):

@@ -77,22 +77,18 @@ def memory(traced: Traced, settings: OptimizerSettings) -> Memory:
     )
 
 
-def group_memory(
-    group: int, traces: Mapping[int, Traced], actions: Sequence[Action], groups: int, settings: OptimizerSettings
-) -> Memory:
+def group_memory(traces: Mapping[int, Traced], actions: Sequence[Action], settings: OptimizerSettings) -> Memory:
     """The bytes of a rank that runs several stages of a pipeline.
 
     A phase needs what stays of all its stages, the activations that the schedule keeps at most, the gradients of the
     other stages, and what the one that runs adds for the moment. A parameter of two stages of one group counts in both.
 
     Args:
-        group: The rank's group.
         traces: At least those of its stages, by the stage's number.
         actions: The group's schedule.
-        groups: The number of groups.
         settings: Of the optimizer step.
     """
-    numbers = [number for number in traces if number % groups == group]
+    numbers = sorted({action.stage for action in actions})
     stages = [memory(traces[number], settings) for number in numbers]
     activations = int(
         peak_activations(actions, {number: one.activations for number, one in zip(numbers, stages, strict=True)})

@@ -15,7 +15,7 @@ from strategies.core.steps import ALL_REDUCE, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.pipeline import Stage
-from strategies.lowering.pipeline_schedule import Schedule, as_text, peak_activations
+from strategies.lowering.pipeline_schedule import Schedule, as_text, owners_of, peak_activations, stages_of
 from strategies.lowering.pipeline_timeline import StageTimes, bubble, makespan
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.repeated_blocks import Traces, trace_repeated
@@ -196,28 +196,30 @@ def describe_stages(
     cluster: Cluster,
 ) -> dict[str, Any]:
     """The content of plan.json. `programs` are those of the stages; the rest as for `planner.description`."""
-    groups, parts = len(schedule), settings.accumulate
+    owners, parts = owners_of(schedule), settings.accumulate
     micro_batches = 1 + max(action.micro_batch for action in schedule[0])
     traces_of = Traces()
     traces = [traces_of.of(program, settings) for program in programs]
-    devices = [cluster.of_group(stage.number % groups, plan.mesh.size) for stage in stages]
+    devices = [cluster.of_group(group, plan.mesh.size) for group in owners]
     entries = [
         describe(stage.graph, stage.plan, program, settings=settings, cluster=own, traced=traced)
         for stage, program, traced, own in zip(stages, programs, traces, devices, strict=True)
     ]
-    sent, memories, limits = [], [], []
+    sent, memories, limits, names = [], [], [], []
     for group, actions in enumerate(schedule):
         own: Counter[str] = Counter()
-        for number in range(group, len(stages), groups):
+        mine = stages_of(group, owners)
+        for number in mine:
             own.update(entries[number]["communication"])
-            own.update(_between(stages[number], stages, groups, parts, settings.stage))
+            own.update(_between(stages[number], stages, owners, parts, settings.stage))
         sent.append(dict(own))
-        memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).to_json())
-        limits.append(devices[group].memory)
+        memories.append(group_memory(dict(enumerate(traces)), actions, settings).to_json())
+        limits.append(devices[mine[0]].memory)
+        names.append(devices[mine[0]].name)
     costs = [one["cost"] for one in entries]
     cost, times = (
         cost_of_stages(stages, costs, schedule, parts, cluster),
-        stage_times(stages, costs, groups, parts, cluster),
+        stage_times(stages, costs, owners, parts, cluster),
     )
     even = times if any(one.total for one in times) else [StageTimes(1.0, 1.0, 1.0)] * len(stages)
     parameters: dict[str, Any] = {}
@@ -226,7 +228,7 @@ def describe_stages(
             parameters[name] = entry | {"stages": list(stage.holders.get(name, (stage.number,)))}
     return plan.to_json() | {
         "operators": [
-            operator | {"stage": stage.number, "group": stage.number % groups}
+            operator | {"stage": stage.number, "group": owners[stage.number]}
             for stage, one in zip(stages, entries, strict=True)
             for operator in one["operators"]
         ],
@@ -238,14 +240,15 @@ def describe_stages(
         "recompute": _recompute(plan, [one["recompute"] for one in entries if one["recompute"] is not None]),
         "unsliced": [where for one in entries for where in one["unsliced"]],
         "pipeline": {
-            "stages": groups,
-            "virtual_stages": len(stages) // groups,
+            "stages": len(schedule),
+            "virtual_stages": len(stages) // len(schedule),
+            "groups": list(owners),
             "micro_batches": micro_batches,
             "operators": [len(stage.graph.operators) for stage in stages],
             "communication": sent,
             "memory": memories,
             "memory_limits": limits,
-            "clusters": [one.name for one in devices[:groups]],
+            "clusters": names,
             "held": [int(peak_activations(actions)) for actions in schedule],
             "bubble": bubble(schedule, even),
             "actions": [as_text(actions) for actions in schedule],
@@ -255,13 +258,17 @@ def describe_stages(
 
 
 def stage_times(
-    stages: Sequence[Stage], alone: Sequence[Mapping[str, Any]], groups: int, parts: int, cluster: Cluster
+    stages: Sequence[Stage],
+    alone: Sequence[Mapping[str, Any]],
+    owners: Sequence[int],
+    parts: int,
+    cluster: Cluster,
 ) -> list[StageTimes]:
     """The passes of every stage, from the `cost` of plan.json of the stages `alone` with `parts` micro-batches per
     step. Half of what a stage communicates in itself counts in each direction."""
     times = []
     for cost, stage in zip(alone, stages, strict=True):
-        ahead, back = _send_seconds(stage, stages, groups, cluster, parts)
+        ahead, back = _send_seconds(stage, stages, owners, cluster, parts)
         own, weight = sum(cost["redistributions"].values()) + sum(cost["zero"].values()), cost["backward_weights"]
         forward = cost["forward"] + own / 2 + ahead
         backward = cost["backward"] - weight + cost["recomputed"] + own / 2 + back
@@ -273,14 +280,15 @@ def cost_of_stages(
     stages: Sequence[Stage], alone: Sequence[Mapping[str, Any]], schedule: Schedule, parts: int, cluster: Cluster
 ) -> dict[str, Any]:
     """The `cost` of plan.json, from those of the stages `alone` with `parts` micro-batches per step."""
-    groups, micro_batches = len(schedule), 1 + max(action.micro_batch for action in schedule[0])
+    owners, micro_batches = owners_of(schedule), 1 + max(action.micro_batch for action in schedule[0])
     costs = []
     for cost, stage in zip(alone, stages, strict=True):
-        sends = sum(_send_seconds(stage, stages, groups, cluster, parts))
+        sends = sum(_send_seconds(stage, stages, owners, cluster, parts))
         costs.append({**cost, "send": sends, "communication": cost["communication"] + sends})
-    times = stage_times(stages, alone, groups, parts, cluster)
-    busiest = max(range(groups), key=lambda group: sum(one.total for one in times[group::groups]))
-    slowest = _added(costs[busiest::groups])
+    times = stage_times(stages, alone, owners, parts, cluster)
+    by_group = [stages_of(group, owners) for group in range(len(schedule))]
+    busiest = max(by_group, key=lambda numbers: sum(times[number].total for number in numbers))
+    slowest = _added([costs[number] for number in busiest])
     busy = slowest["compute"] + slowest["communication"] + slowest["optimizer"]
     after = slowest["gradients_exposed"] + slowest["optimizer"]  # once per step, when the schedule is done
     total = after + makespan(schedule, times) * (parts // micro_batches)
@@ -312,44 +320,48 @@ def _recompute(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _send_seconds(
-    stage: Stage, stages: Sequence[Stage], groups: int, cluster: Cluster, parts: int
+    stage: Stage, stages: Sequence[Stage], owners: Sequence[int], cluster: Cluster, parts: int
 ) -> tuple[float, float]:
     """Seconds per step in which a rank sends values of `stage` on, and gradients back. Group 0 has the first ranks."""
     ranks = stage.plan.mesh.size
-    first = stage.number % groups * ranks
+    first = owners[stage.number] * ranks
     seconds = []
-    for count, peer in zip(_sent(stage, stages), (stage.number + 1, stage.number - 1), strict=True):
-        link = cluster.between(first, peer % groups * ranks, SEND)
-        seconds.append(parts * (link.call + link.latency + count / link.bandwidth) if count else 0.0)
+    for count, peer in zip(_sent(stage, stages, owners), (stage.number + 1, stage.number - 1), strict=True):
+        if count:
+            link = cluster.between(first, owners[peer] * ranks, SEND)
+            seconds.append(parts * (link.call + link.latency + count / link.bandwidth))
+        else:
+            seconds.append(0.0)
     return seconds[0], seconds[1]
 
 
-def _sent(stage: Stage, stages: Sequence[Stage]) -> tuple[int, int]:
-    """Bytes of one micro-batch that a rank of `stage` sends on as values, and back as gradients."""
-    graph, mesh = stage.graph, stage.plan.mesh
+def _sent(stage: Stage, stages: Sequence[Stage], owners: Sequence[int]) -> tuple[int, int]:
+    """Bytes of one micro-batch that a rank of `stage` sends on as values, and back as gradients. Its own next stage
+    takes them where they are."""
+    graph, mesh, own, last = stage.graph, stage.plan.mesh, owners[stage.number], len(stages) - 1
     ahead = back = 0
-    if stage.number < len(stages) - 1:
+    if stage.number < last and owners[stage.number + 1] != own:
         for ref, layout in zip(graph.outputs, stage.sends, strict=True):
             spec = graph.specs[ref]
             ahead += layout.local_elements(spec.shape, mesh) * spec.item_bytes
-    for source in graph.sources:
+    for source in graph.sources if stage.number and owners[stage.number - 1] != own else ():
         if source.id in stage.receives and source.trainable:
             local = stage.plan.inputs[source.name].local_shape(source.spec.shape, mesh)
             back += math.prod(local) * source.spec.item_bytes
     return ahead, back
 
 
-def _between(stage: Stage, stages: Sequence[Stage], groups: int, parts: int, zero: int) -> dict[str, int]:
+def _between(stage: Stage, stages: Sequence[Stage], owners: Sequence[int], parts: int, zero: int) -> dict[str, int]:
     """Bytes per step that a rank sends to other groups for `stage`, by collective."""
     graph, mesh = stage.graph, stage.plan.mesh
-    sent = {SEND: parts * sum(_sent(stage, stages)), ALL_REDUCE: 0, BROADCAST: 0}
+    sent = {SEND: parts * sum(_sent(stage, stages, owners)), ALL_REDUCE: 0, BROADCAST: 0}
     if stage.number == len(stages) - 1:
         sent[BROADCAST] = 8  # the loss, a double
     for source in graph.sources:
         if source.name in stage.holders and source.id not in stage.receives:
             holders = stage.holders[source.name]
-            n, first = len({number % groups for number in holders}), holders[0] == stage.number
-            if n == 1 or stage.number != min(k for k in holders if k % groups == stage.number % groups):
+            n, first = len({owners[number] for number in holders}), holders[0] == stage.number
+            if n == 1 or stage.number != min(k for k in holders if owners[k] == owners[stage.number]):
                 continue  # nobody else has it, or another stage of the same ranks is counted
             elements = stage.plan.tensors[source.name].local_elements(source.spec.shape, mesh)
             sent[ALL_REDUCE] += -(-2 * (n - 1) * elements // n) * max(source.spec.item_bytes, 4)  # added in fp32

@@ -7,6 +7,7 @@ same bits; after `share_weights`, its value is the same bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from strategies.core.steps import ALL_REDUCE
 from strategies.lowering.pipeline import Stage
+from strategies.lowering.pipeline_schedule import stages_of
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import RECEIVE as RECEIVING
 from strategies.runtime.flight_recorder import SEND as SENDING
@@ -23,25 +25,20 @@ SEND, BROADCAST = "send", "broadcast"
 
 
 class Peers:
-    """The peers of a rank that runs `stages` of those of a pipeline, `every`. Collective: every rank makes one.
+    """The peers of a rank of a pipeline, whose `stages` are run by `owners`. Collective: every rank makes one.
 
-    Group g sends values to group g + 1 and gradients back; with `circle`, the last one does so to the first. `copies`
-    gives the number of groups that have a parameter, where several have it; `leads` are those of which this is the
-    first.
+    `copies` gives the number of groups that have a parameter, where several have it; `leads` are those of which this is
+    the first.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], communicator: Communicator, every: Sequence[Stage], *, circle: bool = False
-    ) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, stages: Sequence[Stage], owners: Sequence[int]) -> None:
+        self._communicator, self.owners = communicator, owners
         self.number, self.count = communicator.stage, communicator.stages
-        links = self.count if circle else self.count - 1
-        made = {first: (self._link(first), self._link(first)) for first in range(links)}
-        none: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
-        self._forward_to, self._backward_from = made.get(self.number, none)
-        self._forward_from, self._backward_to = made.get((self.number - 1) % self.count, none)
-        self._shared = self._holding(stages)
-        self._groups = {groups: self._group(groups) for groups in sorted(set(self._holding(every).values()))}
+        ahead = [pair for pair in pairwise(owners) if pair[0] != pair[1]]
+        ways = {(*pair, True): None for pair in ahead} | {(*pair[::-1], False): None for pair in ahead}
+        self._links = {way: self._link(*way[:2]) for way in sorted(ways)}
+        self._shared = self._holding([stages[number] for number in stages_of(self.number, owners)])
+        self._groups = {groups: self._group(groups) for groups in sorted(set(self._holding(stages).values()))}
         self.copies = {name: len(groups) for name, groups in self._shared.items()}
         self.leads = frozenset(name for name, groups in self._shared.items() if groups[0] == self.number)
         self._sending: list[tuple[Any, Tensor]] = []
@@ -49,7 +46,7 @@ class Peers:
     def _holding(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
         """The groups that have a parameter, where several have it."""
         holding = {
-            name: tuple(sorted({number % self.count for number in numbers}))
+            name: tuple(sorted({self.owners[number] for number in numbers}))
             for stage in stages
             for name, numbers in stage.holders.items()
         }
@@ -63,29 +60,28 @@ class Peers:
         return group
 
     def _rank(self, group: int) -> int:
-        return group % self.count * self._communicator.mesh.size + self._communicator.rank
+        return group * self._communicator.mesh.size + self._communicator.rank
 
-    def _link(self, first: int) -> dist.ProcessGroup:
-        """A process group for one way between the groups `first` and `first + 1`."""
-        groups = sorted((first, (first + 1) % self.count))
+    def _link(self, source: int, target: int) -> dist.ProcessGroup:
+        """A process group for values or gradients from one group to another."""
+        groups = sorted((source, target))
         link = self._group(groups)
         if self.number in groups:
             recorder.know(link, map(self._rank, groups), f"groups {groups[0]} and {groups[1]} of the pipeline")
         return link
 
-    def send(self, value: Tensor, ahead: bool) -> None:
-        """Start sending to the next group, or to the one before."""
-        group = self._forward_to if ahead else self._backward_to
+    def send(self, value: Tensor, target: int, ahead: bool) -> None:
+        """Start sending a value of a stage or, unless `ahead`, a gradient to the group `target`."""
+        group = self._links[self.number, target, ahead]
         value = value.detach().contiguous()
-        peer = self._rank(self.number + (1 if ahead else -1))
-        work = recorder.call(group, SENDING, dist.isend, value, peer, group=group)
+        work = recorder.call(group, SENDING, dist.isend, value, self._rank(target), group=group)
         self._communicator.count(SEND, value.numel(), value)
         self._sending = [(call, buffer) for call, buffer in self._sending if not call.is_completed()] + [(work, value)]
 
-    def receive(self, like: Tensor, ahead: bool) -> Tensor:
-        """A value of the group before, or a gradient of the next one, written into `like`."""
-        group = self._forward_from if ahead else self._backward_from
-        recorder.call(group, RECEIVING, dist.recv, like, self._rank(self.number - (1 if ahead else -1)), group=group)
+    def receive(self, like: Tensor, source: int, ahead: bool) -> Tensor:
+        """What the group `source` sends, written into `like`."""
+        group = self._links[source, self.number, ahead]
+        recorder.call(group, RECEIVING, dist.recv, like, self._rank(source), group=group)
         return like
 
     def finish(self) -> None:
@@ -123,12 +119,15 @@ class Peers:
 
     def share_loss(self, total: Tensor) -> None:
         """Give every rank the loss of the last stage, in place."""
-        self.share(total, self.count - 1)
+        self.share(total, self.owners[-1])
 
     def to_first(self, values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Bring what the first rank of the last group has `into` tensors of rank 0."""
-        source, rank = (self.count - 1) * self._communicator.mesh.size, self._communicator.world_rank
-        if rank == source:
+        """Bring what the first rank of the last stage has `into` tensors of rank 0."""
+        source, rank = self.owners[-1] * self._communicator.mesh.size, self._communicator.world_rank
+        if rank == source == 0:
+            for value, empty in zip(values, into, strict=True):
+                empty.copy_(value)
+        elif rank == source:
             for value in values:
                 dist.send(value.contiguous(), 0)
                 self._communicator.count(SEND, value.numel(), value)

@@ -3,7 +3,8 @@
 Peers are the ranks of the same number in each group's mesh; they hold the same slices. Values go to the next stage and
 gradients come back in the order of the schedule, each direction and each link over its own process group, so that none
 can block another: sends never wait, and receives take what their neighbour sends in its order. What arrives before the
-pass that needs it, for another stage of the rank, is kept until then.
+pass that needs it, for another stage of the rank, is kept until then, as is what one stage of the rank hands to the
+next one, which is never sent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.lowering.pipeline import Stage
-from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, INPUT, Action, Schedule, last_stage
+from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, INPUT, Action, Schedule, owners_of, stages_of
 from strategies.runtime.peers import Peers
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 
@@ -97,13 +98,12 @@ class StageRunner:
     def one(self, load: Load, updates: Gradients, share: float, *, short: bool) -> Tensor:
         """As `step`, with one micro-batch alone, which has this share of the step's rows."""
         units = self.short if short else self.units
-        count, stages = len(self.schedule), last_stage(self.schedule) + 1
         alone = tuple(
             (
-                *(Action(FORWARD, 0, stage) for stage in range(group, stages, count)),
-                *(Action(BACKWARD, 0, stage) for stage in reversed(range(group, stages, count))),
+                *(Action(FORWARD, 0, stage) for stage in stages_of(group, self.peers.owners)),
+                *(Action(BACKWARD, 0, stage) for stage in reversed(stages_of(group, self.peers.owners))),
             )
-            for group in range(count)
+            for group in range(self.peers.count)
         )
         return self._run(alone, units, load, updates, None, share)
 
@@ -116,15 +116,20 @@ class StageRunner:
         shares: Sequence[float] | None,
         share: float,
     ) -> Tensor:
-        arriving = {ahead: deque(arrivals(schedule, self.peers.number, ahead=ahead)) for ahead in (True, False)}
+        arriving = {
+            (ahead, group): deque(arrivals(schedule, group, self.peers.number, ahead=ahead))
+            for ahead in (True, False)
+            for group in range(self.peers.count)
+        }
         early: dict[tuple[bool, tuple[int, int]], list[Tensor]] = {}
 
         def receive(at: tuple[int, int], ahead: bool) -> list[Tensor]:
             """The values or gradients of a pass; those that its neighbour has sent before are kept."""
+            source = self.peers.owners[at[0] + (-1 if ahead else 1)]
             while (ahead, at) not in early:
-                first = arriving[ahead].popleft()
+                first = arriving[ahead, source].popleft()
                 own = units[first[0]]
-                early[ahead, first] = self._values(own) if ahead else self._gradients(made[first])
+                early[ahead, first] = self._values(own, source) if ahead else self._gradients(made[first], source)
             return early.pop((ahead, at))
 
         received: dict[tuple[int, int], list[Tensor]] = {}
@@ -140,7 +145,11 @@ class StageRunner:
                 entries, key = load(action.micro_batch)
                 made[at] = unit.outputs(entries, received[at], key)
                 if not self._last(unit):
-                    self._send_on(made[at])
+                    following = action.stage + 1
+                    if following in units:
+                        early[True, (following, action.micro_batch)] = self._handed(made[at], units[following])
+                    else:
+                        self._send_on(made[at], action.stage)
                 elif shares is None:
                     total += made[at][0].detach().double()
                 elif part := shares[action.micro_batch]:  # of nothing the mean is not a number
@@ -160,10 +169,13 @@ class StageRunner:
                     learning = [value for value in inputs if value.requires_grad]
                     later[at] = backward_to(learning, unit.learning, outputs, gradients)
                 updates.collect()
-                for value in inputs:
-                    if value.requires_grad:
-                        gradient = torch.zeros_like(value) if value.grad is None else value.grad
-                        self.peers.send(gradient, ahead=False)
+                learnt = [value for value in inputs if value.requires_grad]
+                back = [torch.zeros_like(value) if value.grad is None else value.grad for value in learnt]
+                if action.stage - 1 in units:
+                    early[False, (action.stage - 1, action.micro_batch)] = back
+                else:
+                    for gradient in back:
+                        self.peers.send(gradient, self.peers.owners[action.stage - 1], ahead=False)
             else:
                 later.pop(at)()
                 updates.collect()
@@ -174,43 +186,58 @@ class StageRunner:
     def evaluate(self, rows: int, entries: Sequence[Tensor], key: int) -> list[Tensor]:
         """The results of the evaluation graph for a batch of `rows`, where the last stage is; elsewhere nothing."""
         results: list[Tensor] = []
-        for unit in self.evaluations[rows]:
-            made = unit.outputs(entries, self._values(unit), key)
-            if self._last(unit):
-                results = made
+        units = {unit.stage.number: unit for unit in self.evaluations[rows]}
+        for number, unit in units.items():
+            if number - 1 in units:
+                received = self._handed(results, unit)
             else:
-                self._send_on(made)
+                received = self._values(unit, self.peers.owners[number - 1])
+            results = unit.outputs(entries, received, key)
+            if not self._last(unit) and number + 1 not in units:
+                self._send_on(results, number)
         self.peers.finish()
-        return results
+        return results if self.peers.owners[-1] == self.peers.number else []
 
     def _last(self, unit: RankStage) -> bool:
         return not unit.stage.sends
 
-    def _send_on(self, values: Sequence[Tensor]) -> None:
-        for value in values:
-            self.peers.send(value, ahead=True)
+    def _beside(self, units: Mapping[int, RankStage], number: int) -> RankStage | None:
 
-    def _values(self, unit: RankStage) -> list[Tensor]:
+        return units.get(number)
+
+    def _handed(self, values: Sequence[Tensor], unit: RankStage) -> list[Tensor]:
+        """The results of a stage as the next one of this rank receives them."""
+        pairs = zip(values, unit.received, strict=True)
+        return [
+            value.detach().contiguous().requires_grad_(source.trainable and torch.is_grad_enabled())
+            for value, (source, _) in pairs
+        ]
+
+    def _send_on(self, values: Sequence[Tensor], number: int) -> None:
+        for value in values:
+            self.peers.send(value, self.peers.owners[number + 1], ahead=True)
+
+    def _values(self, unit: RankStage, group: int) -> list[Tensor]:
         values = []
         for source, shape in unit.received:
             empty = torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=self.device)
-            value = self.peers.receive(empty, ahead=True)
+            value = self.peers.receive(empty, group, ahead=True)
             values.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
         return values
 
-    def _gradients(self, made: Sequence[Tensor]) -> list[Tensor]:
+    def _gradients(self, made: Sequence[Tensor], group: int) -> list[Tensor]:
         """What the next stage sends for the results of a forward pass."""
         outputs = [output for output in made if output.requires_grad]
         empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
-        return [self.peers.receive(gradient, ahead=False) for gradient in empty]
+        return [self.peers.receive(gradient, group, ahead=False) for gradient in empty]
 
 
-def arrivals(schedule: Schedule, group: int, *, ahead: bool) -> list[tuple[int, int]]:
-    """What a group's neighbour sends to it, in its order: the stages and micro-batches of the passes that need it."""
-    last, count, found = last_stage(schedule), len(schedule), []
-    for action in schedule[(group + (-1 if ahead else 1)) % count]:
-        if ahead and action.computation == FORWARD and action.stage < last:
-            found.append((action.stage + 1, action.micro_batch))
-        elif not ahead and action.computation in (BACKWARD, INPUT) and action.stage:
-            found.append((action.stage - 1, action.micro_batch))
+def arrivals(schedule: Schedule, source: int, target: int, *, ahead: bool) -> list[tuple[int, int]]:
+    """What a group sends to another one, in its order: the stages and micro-batches of the passes that need it."""
+    owners, found = owners_of(schedule), []
+    computations, step = ((FORWARD,), 1) if ahead else ((BACKWARD, INPUT), -1)
+    for action in schedule[source] if source != target else ():
+        stage = action.stage + step
+        if action.computation in computations and 0 <= stage < len(owners) and owners[stage] == target:
+            found.append((stage, action.micro_batch))
     return found

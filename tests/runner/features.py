@@ -43,6 +43,7 @@ FEATURES: dict[str, Feature] = {
     "1f1b": _schedule("1f1b"),
     "interleaved": _schedule("interleaved_1f1b"),
     "zero bubble": _schedule("zero_bubble"),
+    "zbv": _schedule("zbv"),
     "gpipe": _schedule("gpipe"),
     "recompute full": _set("parallel.recompute.operators", "full"),
     "recompute selective": _set("parallel.recompute.operators", "selective"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from strategies.core.graph import Ref
 from strategies.core.program import DEFAULT_OPTIONS, LoweringOptions
 from strategies.lowering.pipeline import Stage, stage_programs
-from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, WEIGHT, Schedule, in_one_process
+from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, WEIGHT, Schedule, in_one_process, stages_of
 from strategies.runtime.simulate import Simulation, shard
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 
@@ -23,8 +23,8 @@ Pieces = list[list[Tensor]]
 
 
 class Lockstep:
-    """Runs `stages`, dealt out to `groups`, on simulated ranks. `tensors` are parameters, buffers and constants by
-    name; `batches` the micro-batches, each its entries by name."""
+    """Runs `stages` on simulated ranks, those of one of `owners` together. `tensors` are parameters, buffers and
+    constants by name; `batches` the micro-batches, each its entries by name."""
 
     def __init__(
         self,
@@ -33,18 +33,19 @@ class Lockstep:
         batches: Sequence[Mapping[str, Tensor]],
         options: LoweringOptions = DEFAULT_OPTIONS,
         *,
-        groups: int = 0,
+        owners: Sequence[int] = (),
     ) -> None:
-        self.stages, self.batches, self.groups = stages, batches, groups or len(stages)
+        self.stages, self.batches, self.owners = stages, batches, owners or range(len(stages))
         self.simulations: list[Simulation] = []
-        for stage, program in zip(stages, stage_programs(stages, self.groups, options), strict=True):
+        for stage, program in zip(stages, stage_programs(stages, self.owners, options), strict=True):
             empty = {
                 source.name: torch.zeros(source.spec.shape, dtype=getattr(torch, source.spec.dtype))
                 for source in program.sources
                 if source.id in stage.receives
             }
             simulation = Simulation(program, {**tensors, **batches[0], **empty})
-            for other in self.simulations[stage.number % self.groups :: self.groups]:
+            for number in stages_of(self.owners[stage.number], self.owners[: len(self.simulations)]):
+                other = self.simulations[number]
                 for source in program.sources:
                     if source.kind != "input" and Ref(source.id) in other.slices:
                         simulation.slices[Ref(source.id)] = other.slices[Ref(source.id)]
@@ -108,10 +109,10 @@ class Lockstep:
     def gradients(self) -> dict[str, Tensor]:
         """Unsharded gradients; those of a parameter that several groups use are summed."""
         found: dict[str, Tensor] = {}
-        for group in range(self.groups):
+        for group in {*self.owners}:
             own: dict[str, Tensor] = {}
-            for simulation in self.simulations[group :: self.groups]:
-                own |= simulation.gradients()
+            for number in stages_of(group, self.owners):
+                own |= self.simulations[number].gradients()
             for name, gradient in own.items():
                 found[name] = found[name] + gradient if name in found else gradient
         return found

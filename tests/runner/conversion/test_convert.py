@@ -102,9 +102,18 @@ def test_to_a_plan_and_to_another(stored, plan, tmp_path):
     assert same(tensors_in(back), TENSORS)
 
 
-def test_stages_of_a_pipeline_hold_their_own(stored, plan, tmp_path):
-    stages = {name: {"shape": list(WEIGHTS[name].shape), "stages": [int(name.startswith("b"))]} for name in LAYOUTS}
-    plan.write_text(json.dumps(PLAN | {"pipeline": {"stages": 2}, "parameters": stages}), encoding="utf-8")
+@pytest.mark.parametrize(
+    ("stage", "pipeline"),
+    [
+        (1, {"stages": 2}),
+        (3, {"stages": 2, "virtual_stages": 2}),
+        (2, {"stages": 2, "virtual_stages": 2, "groups": [0, 1, 1, 0]}),
+    ],
+    ids=["one per group", "round robin", "in a V"],
+)
+def test_stages_of_a_pipeline_hold_their_own(stored, plan, tmp_path, stage, pipeline):
+    stages = {name: {"shape": list(WEIGHTS[name].shape), "stages": [stage * name.startswith("b")]} for name in LAYOUTS}
+    plan.write_text(json.dumps(PLAN | {"pipeline": pipeline, "parameters": stages}), encoding="utf-8")
     target = convert(stored, tmp_path / "sharded", f"plan={plan}")
     assert same(tensors_in(target), TENSORS)
     groups = {

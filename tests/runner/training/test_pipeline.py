@@ -22,6 +22,7 @@ STACK = (
 DEALT = (*STACK, "parallel.pipeline.cuts={layers.1: 1, layers.2: 2, layers.3: 3}")
 INTERLEAVED = (*DEALT, "parallel.pipeline.schedule=interleaved_1f1b")
 BUBBLE = (*STACK, "parallel.pipeline.cuts={layers.2: 1}", "parallel.pipeline.schedule=zero_bubble")
+V = (*DEALT, "parallel.pipeline.schedule=zbv")
 BUBBLES = (*DEALT, "parallel.pipeline.schedule=zero_bubble", "parallel.pipeline.virtual_stages=2")
 LAYERS = "parallel.recompute=full"
 KINDS = {
@@ -36,6 +37,7 @@ KINDS = {
         *(*STACK, "world_size=3", "parallel.pipeline.stages=3", "parallel.pipeline.cuts={layers.1: 1, layers.2: 2}"),
         *("parallel.pipeline.schedule=auto", "parallel.pipeline.micro_batches=4"),
     ),
+    "V, accumulated": (*V, "train.accumulate=2", "data.batch_size=32", "world_size=2"),
     "interleaved, offloaded": (*INTERLEAVED, "world_size=2", "parallel.offload.activations.to=host"),
 }
 
@@ -48,6 +50,7 @@ def test_one_process_agrees(start, kind):
 
 ZERO_KINDS = {
     "interleaved, recomputed": (*INTERLEAVED, LAYERS),
+    "V": (*V, "train.accumulate=2", "data.batch_size=32"),
     "zero bubble": (*BUBBLE, "train.accumulate=2", "data.batch_size=32"),
     "one rank per stage": (*STACK, "world_size=2"),
 }
@@ -121,6 +124,26 @@ def test_plan_reports_stages_and_the_bytes_sent(start):
     ]
     assert "stage 0 of 2" in text[1] and "inner.weight" in text[1] and "outer.weight" not in text[1]
     assert "stage 1 of 2" in text[2] and "outer.weight" in text[2] and "inner.weight" not in text[2]
+
+
+def test_plan_reports_a_v(start):
+    """The first and the last stage, which hold one weight, are those of the same ranks: nothing is added over groups,
+    and the stages in the tip of the V hand on what others send."""
+    plan = start(*V, verb="plan").plan
+    pipeline = plan["pipeline"]
+    assert (pipeline["stages"], pipeline["virtual_stages"], pipeline["groups"]) == (2, 2, [0, 1, 1, 0])
+    assert pipeline["held"] == [4, 4] and pipeline["schedule"] == "zbv"
+    placed = {operator["name"]: (operator["stage"], operator["group"]) for operator in plan["operators"]}
+    assert placed["layers.0.0"] == (0, 0) and placed["layers.2.0"] == (2, 1) and placed["layers.3.0"] == (3, 0)
+    sent = 4 * 2 * 2 * 12 * 4  # micro-batches x (a value and a gradient) x rows x columns x 4, from either group
+    assert [one["send"] for one in pipeline["communication"]] == [sent, sent]
+
+
+def test_auto_takes_the_faster_placement(start):
+    """With two stages per rank; every schedule in a V keeps the memory of the one dealt out round robin."""
+    ended = start(*DEALT, "parallel.pipeline.virtual_stages=2", "parallel.pipeline.schedule=auto", verb="plan")
+    assert ended.plan["pipeline"]["groups"] == [0, 1, 1, 0]
+    assert ended.plan["search"]["cost"] == pytest.approx(ended.plan["cost"]["total"])
 
 
 @pytest.mark.slow
@@ -203,6 +226,7 @@ def test_schedules_train_to_the_same_bits(start):
     [
         pytest.param(INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
         pytest.param(BUBBLES, id="zero bubble", marks=pytest.mark.slow),
+        pytest.param(V, id="V", marks=pytest.mark.slow),
     ],
 )
 def test_a_sharded_run_goes_on_bit_for_bit(start, words):
@@ -219,6 +243,7 @@ def test_a_sharded_run_goes_on_bit_for_bit(start, words):
 EVALUATED = ("evaluate.args={rows: 50, seed: 1}", "evaluate.batch_size=12", "evaluate.every=1", "train.steps=2")
 MODELS = {
     "virtual stages": (*INTERLEAVED, "evaluate.metric=accuracy", "parallel.zero.stage=1"),
+    "V": (*V, "evaluate.metric=accuracy"),
     "written buffers": (*TWO, "model.args.norm=true", "evaluate.metric=accuracy"),
     "two results and a loss with weights": (
         *(*SMALL, "parallel=data_parallel", "model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss"),
@@ -232,7 +257,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(one, marks=[pytest.mark.slow] * (one == "virtual stages")) for one in MODELS]
+    "model", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("virtual stages", "V"))) for one in MODELS]
 )
 def test_evaluation_runs_through_the_stages(start, model):
     words = (*MODELS[model], *EVALUATED, "train.precision=fp64" * ("zero" not in str(MODELS[model])))
@@ -260,11 +285,18 @@ BAD = [
     ((f"{CUTS}.outer=2",), ("outer = 2", "stages 0 to 1")),
     (
         ("parallel.pipeline.virtual_stages=2",),
-        ("schedule = '1f1b' does not go with parallel.pipeline.virtual_stages = 2", "interleaved_1f1b or zero_bubble"),
+        (
+            "schedule = '1f1b' does not go with parallel.pipeline.virtual_stages = 2",
+            "interleaved_1f1b, zero_bubble or zbv",
+        ),
     ),
     (
         ("parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.virtual_stages=1"),
         ("'interleaved_1f1b' does not go with parallel.pipeline.virtual_stages = 1", "virtual_stages=2 or more"),
+    ),
+    (
+        ("parallel.pipeline.schedule=zbv", "parallel.pipeline.virtual_stages=3"),
+        ("'zbv' does not go with parallel.pipeline.virtual_stages = 3", "two stages per rank", "virtual_stages=2"),
     ),
     (
         ("parallel.pipeline.schedule=zero_bubble", "parallel.pipeline.micro_batches=5", "data.batch_size=20"),

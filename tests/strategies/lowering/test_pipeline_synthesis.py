@@ -20,13 +20,14 @@ from strategies.lowering.pipeline_schedule import (
     from_text,
     gradient_passes,
     make_schedule,
+    owners_of,
     peak_activations,
 )
 from strategies.lowering.pipeline_synthesis import Problem, synthesise
 from strategies.lowering.pipeline_timeline import StageTimes, makespan
 from strategies.runtime.pipeline_stage import arrivals
 
-NAMED = (("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2))
+NAMED = (("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2), ("zbv", 2))
 
 
 def table(seed: int, *, large: bool) -> tuple[list[StageTimes], list[float], int]:
@@ -65,10 +66,13 @@ def check(schedule: Schedule, problem: Problem) -> None:
         assert from_text(as_text(actions)) == actions
     for group in range(len(schedule)):
         for ahead in (True, False):
-            coming = arrivals(schedule, group, ahead=ahead)
-            computations, none = ((FORWARD,), 0) if ahead else ((BACKWARD, INPUT), len(problem.times) - 1)
+            coming = [one for other in range(len(schedule)) for one in arrivals(schedule, other, group, ahead=ahead)]
+            computations, step = ((FORWARD,), -1) if ahead else ((BACKWARD, INPUT), 1)
+            sources = {stage + 1: owner for stage, owner in enumerate(problem.groups)}  # by one more than the stage
             waited = [
-                (a.stage, a.micro_batch) for a in schedule[group] if a.computation in computations and a.stage != none
+                (a.stage, a.micro_batch)
+                for a in schedule[group]
+                if a.computation in computations and sources.get(a.stage + 1 + step, group) != group
             ]
             assert sorted(coming) == sorted(waited)
 
@@ -85,8 +89,7 @@ def never_slower(seed: int, *, large: bool) -> list[float]:
         sizes = cut(half_sizes, virtual)
         named = make_schedule(kind, groups, micro_batches, virtual)
         most = max(peak_activations(actions, sizes) for actions in named)
-        owners = [stage % groups for stage in range(len(times))]
-        problem = Problem(times, owners, micro_batches, sizes, [most] * groups)
+        problem = Problem(times, owners_of(named), micro_batches, sizes, [most] * groups)
         made = synthesise(problem, [named])
         assert made is not None
         check(made, problem)
@@ -212,4 +215,4 @@ def test_values_arrive_in_the_order_in_which_named_schedules_need_them(kind: str
     schedule = make_schedule(kind, 3, 6, 2)
     for group, actions in enumerate(schedule):
         needed = [(a.stage, a.micro_batch) for a in actions if a.computation == FORWARD and a.stage]
-        assert arrivals(schedule, group, ahead=True) == needed
+        assert arrivals(schedule, (group - 1) % 3, group, ahead=True) == needed

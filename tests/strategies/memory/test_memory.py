@@ -166,7 +166,7 @@ def test_micro_batches_under_way_add_their_activations(gpt):
     traced = trace(program_of(gpt), OptimizerSettings())
     one = memory(traced, OptimizerSettings())
     actions = [Action("forward", number, 0) for number in range(3)] + [Action("backward", n, 0) for n in range(3)]
-    three = group_memory(0, {0: traced}, actions, 1, OptimizerSettings())
+    three = group_memory({0: traced}, actions, OptimizerSettings())
     assert three.activations == 3 * one.activations
     assert three.peaks["backward"] == one.peaks["backward"] + 2 * one.activations
     assert three.peaks["update"] == one.peaks["update"]
@@ -176,7 +176,7 @@ def test_stages_of_one_group_stand_together(gpt):
     traced = trace(program_of(gpt), OptimizerSettings())
     one = memory(traced, OptimizerSettings())
     actions = [Action("forward", 0, 0), Action("forward", 0, 2), Action("backward", 0, 2), Action("backward", 0, 0)]
-    both = group_memory(0, dict.fromkeys(range(4), traced), actions, 2, OptimizerSettings())
+    both = group_memory(dict.fromkeys(range(4), traced), actions, OptimizerSettings())
     assert (both.persistent, both.activations) == (2 * one.persistent, 2 * one.activations)
     assert both.peaks["update"] == 2 * one.peaks["update"]
     assert both.peaks["backward"] == one.peaks["backward"] + one.persistent + one.activations + traced.gradients

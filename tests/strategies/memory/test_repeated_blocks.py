@@ -255,7 +255,7 @@ def test_equivalent_programs_are_traced_once(monkeypatch):
     stages = cut(
         graph, plan, in_stages(graph, 4, "auto", 1), random_ordinals(graph, LoweringOptions(partial_loss=True))
     )
-    programs = stage_programs(stages, 4, LoweringOptions(partial_loss=True))
+    programs = stage_programs(stages, range(4), LoweringOptions(partial_loss=True))
     plain = OptimizerSettings(0, torch.optim.AdamW, accumulate=4)
     name = programs[2].trainable_names[0]
     others = [one for program in programs for one in program.trainable_names if one != name]
