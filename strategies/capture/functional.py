@@ -3,9 +3,9 @@
 Every tensor of the graph has a base tensor, whose memory it shows, and the view that it takes of it. A write
 through a view computes the view's new value and puts it back along the views into a new value of the base tensor;
 whoever reads the base tensor or any other view of it afterwards takes the same view of the new value. So gradients come
-out as in eager torch: none for what was overwritten. The last value of a buffer that was written is an update. Batch
-normalization in training, which writes its running statistics unseen, returns them instead. In-place operators and the
-operators that return what they write are paired by their schemas.
+out as in eager torch: none for what was overwritten. The last value of a buffer that was written is an update; the
+batch itself stays as it was. Batch normalization in training, which writes its running statistics unseen, returns them
+instead. In-place operators and the operators that return what they write are paired by their schemas.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def make_functional(
 
     `kinds` says what each placeholder is that holds state (parameter, buffer or constant; the others are the batch),
     `buffers` the names of buffers by placeholder, `trainable` which placeholders need a gradient. Raises StrategyError
-    for writes that are no plain value: to parameters, to the batch, to constants, through views that cannot be put
-    back, to several tensors at once, and under no_grad to what needs a gradient.
+    for writes that are no plain value: to parameters, to constants, through views that cannot be put back, to several
+    tensors at once, and under no_grad or through a detached tensor to what needs a gradient.
     """
     return _Rewriting(graph, kinds, buffers, trainable).updates
 
@@ -67,7 +67,7 @@ class _Rewriting:
                     node.args = fx.map_arg(node.args, self.read)
                 else:
                     self._register(node, None)
-        written = [base for base in self.now if base.op == "placeholder" and self.version[base] > 0]
+        written = [base for base in self.now if base.name in kinds and self.version[base] > 0]
         self.updates = {base: self._computed(self.now[base]) for base in written}
         for node in reversed(self.replaced):
             graph.erase_node(node)
@@ -123,17 +123,19 @@ class _Rewriting:
         if node.target is python_operator.getitem:
             view, piece = self.parent[node], node.args[1]
         above = self.parent[view]
+        base_tensor = self._base_of(view)
+        if op_of(view) == "detach" and base_tensor.op != "placeholder" and self._needs_gradient(self.read(base_tensor)):
+            raise StrategyError("MW903", _unknown_to_gradient(writer, "through a detached tensor", "to a clone of it"))
         complete = _put_back(self.graph, writer, view, piece, self.read(above), value)
         self._write(above, complete, writer)
         self.seen[node] = self.version[self._base_of(node)], value
 
     def _check(self, base_tensor: fx.Node, writer: fx.Node) -> None:
         kind = self.kinds.get(base_tensor.name, "batch tensor") if base_tensor.op == "placeholder" else None
-        if kind is not None and kind != "buffer":
+        if kind in ("parameter", "constant"):
             cure = {
                 "parameter": "let the optimizer do so, freeze it, or hold it in a buffer",
                 "constant": "register it as a buffer (register_buffer)",
-                "batch tensor": f"use an operator that returns a new tensor ({op_of(writer).rstrip('_')}, torch.where)",
             }
             raise StrategyError("MW903", f"{op_of(writer)}{at(writer)} writes in place to a {kind}; {cure[kind]}.")
 
@@ -175,8 +177,7 @@ class _Rewriting:
             if self._needs_gradient(self.read(self._base_of(base))):
                 raise StrategyError(
                     "MW903",
-                    f"{op}{at(node)} writes in place, under no_grad, to a value that needs a gradient, which would "
-                    "not know of it; write outside of no_grad, or to a detached copy.",
+                    _unknown_to_gradient(node, "under no_grad", "outside of no_grad, or to a detached copy"),
                 )
             value = call(self.graph, node, aten.detach.default, value)
         self._write(base, value, node)
@@ -269,6 +270,13 @@ class _Rewriting:
             seen |= fresh
             waiting += fresh
         return False
+
+
+def _unknown_to_gradient(writer: fx.Node, how: str, instead: str) -> str:
+    return (
+        f"{op_of(writer)}{at(writer)} writes in place, {how}, to a value that needs a gradient, which would not know "
+        f"of it; write {instead}."
+    )
 
 
 def _counts(node: fx.Node) -> bool:

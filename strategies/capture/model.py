@@ -263,7 +263,11 @@ def _needed(graph: OperatorGraph) -> OperatorGraph:
 
 def _capture_failure(error: BaseException) -> str:
     lines = [text.strip().rstrip(".") for text in str(error).splitlines() if text.strip()]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_library(frame.filename)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not in_library(frame.filename) and frame.name != "__torch_function__"  # which only passes on
+    ]
     where = f" at {short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     if isinstance(error, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
         return (

@@ -56,7 +56,7 @@ def resolve_numbers(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
-        if op_of(node) in CHECKS:
+        if op_of(node) in CHECKS or (op_of(node) in ITEMS and not node.users):
             graph.erase_node(node)
         elif isinstance(value, (bool, int, float)):
             for user in list(node.users):

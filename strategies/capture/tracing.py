@@ -31,10 +31,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 
+from strategies.capture.constants import QUESTIONS, answered
 from strategies.capture.functional import CUMULATIVE
-from strategies.capture.nodes import replaced
+from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
 
+READS_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 """Loggers of torch that print tracebacks of what the exporter raises anyway."""
 
@@ -63,6 +65,7 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
         stack.enter_context(replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
         stack.enter_context(replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
+        stack.enter_context(replaced(nn.Module, "_apply", _converted(nn.Module._apply)))
         stack.enter_context(_Unasked())
         yield
 
@@ -100,6 +103,26 @@ def _swapped(swap: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _converted(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply`, by which Module.to converts a module, where it does anything: forwards call it to be sure of a dtype."""
+
+    def call(module: nn.Module, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        with beneath_tracing():
+            nothing = all(map(_same, tensors, map(function, tensors)))
+        if nothing:
+            return module
+        converted: nn.Module = apply(module, function, *args, **kwargs)
+        return converted
+
+    return call
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two traced tensors have the same dtype and memory."""
+    return one.dtype == other.dtype and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     """What torch's transformer passes on beside a mask; it would compare the mask with a causal one."""
     return is_causal is True
@@ -127,7 +150,7 @@ def _in_shape(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Unasked(TorchFunctionMode):
     """Makes an exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1. Quantiles
-    are in range."""
+    are in range. Questions about constants have answers, and `.data` is a detached tensor."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):
@@ -137,6 +160,10 @@ class _Unasked(TorchFunctionMode):
         if getattr(function, "__name__", "") in ("quantile", "nanquantile"):
             with _all_equal():
                 return function(*args, **(kwargs or {}))
+        if function in QUESTIONS and (answer := answered(function, args[0])):
+            return answer[0]
+        if function == READS_DATA:
+            return args[0].detach()
         return function(*args, **(kwargs or {}))
 
 

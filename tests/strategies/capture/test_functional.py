@@ -194,10 +194,23 @@ def normed(net: Net, x: Tensor) -> Tensor:
     return net.norm(net.dense(x)) + net.norm(x)
 
 
+def batch_in_place(net: Net, x: Tensor) -> Tensor:
+    """What the caller holds stays; the loss has the target, which is no input, as it was."""
+    x.clamp_(-1, 1)
+    x.view(-1)[:8].mul_(net.old)
+    return net.dense(x) + x
+
+
+def data(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    net.mean.data.add_(h.data.mean(0))
+    return h * h.data.abs().max() + net.mean
+
+
 BODIES = [
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowed, other_names, out_argument, parts_of_complex,
     counting, moving_average, following, detached, exchanged, copied, assigned, swapped,
-    queue, normed,
+    queue, normed, batch_in_place, data,
 ]  # fmt: skip
 
 
@@ -315,6 +328,12 @@ def unseen_gradient(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def detached_write(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    h.detach().mul_(2)
+    return h
+
+
 def plain_attribute(net: Net, x: Tensor) -> Tensor:
     ATTRIBUTE.add_(1)
     return net.dense(x) + ATTRIBUTE
@@ -328,7 +347,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "add_ at capture/test_functional.py:.* writes in place to a parameter; let the optimizer do so",
     ),
     "constant": (plain_attribute, r"writes in place to a constant; register it as a buffer"),
-    "batch": (lambda net, x: net.dense(x[:, :].add_(1)), "writes in place to a batch tensor; use an operator"),
+    "parameter's data": (lambda net, x: net.dense(x) + net.dense.bias.data.sub_(1), "sub_ at .* to a parameter"),
+    "detached": (detached_write, "writes in place, through a detached tensor, to a value that needs a gradient"),
     "its shape": (lambda net, x: net.dense(x) + net.old.unsqueeze_(0), "changes the shape of a tensor in place"),
     "under no_grad": (unseen_gradient, "writes in place, under no_grad, to a value that needs a gradient"),
     "several": (

@@ -1,0 +1,143 @@
+"""Questions of a forward about values: what it is answered while it is traced.
+
+A tensor that is computed from Python numbers and literals alone has the same values in every step: the operators behind
+it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends on the batch, on
+parameters or on buffers has no values here. Of such a one only the question of an `assert`, or of an `if` that does
+nothing but raise, is answered, by whatever goes on: the graph holds for every batch for which the model does not raise.
+Invariant: no answer decides what a later step would decide differently.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from strategies.capture.nodes import fakes, in_library
+from strategies.capture.repeated_modules import NOTE, NotRepeated
+
+QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.__bool__: bool,
+    Tensor.__int__: int,
+    Tensor.__float__: float,
+    Tensor.__index__: Tensor.__index__,
+    Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+}
+LARGEST = 2**24
+"""Elements of a tensor that is computed for an answer."""
+OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
+"""Operators that read no value of their first operand."""
+
+
+def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
+    """The answer of a traced tensor to one of `QUESTIONS`, or None if its values are not known."""
+    tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    proxy = None if tracing is None else tracing.tracer.unwrap_proxy(tensor)
+    if not isinstance(proxy, fx.Proxy):
+        return None
+    if (value := _value(proxy.node, tracing.tracer.root)) is not None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return (QUESTIONS[question](value),)
+    asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)
+    return (truth,) if asks_truth and (truth := _goes_on()) is not None else None
+
+
+def _value(node: fx.Node, literals: nn.Module) -> Tensor | None:
+    """The values of a node that are the same in every step. Raises NotRepeated where a layer that stands for others
+    asks about what comes from outside of it."""
+    nodes, begin = list(node.graph.nodes), 0
+    for position, other in enumerate(nodes):
+        if other.target is NOTE:
+            begin = position if other.args[0] == "begin" else 0
+    value = _constants(nodes[begin:], literals).get(node)
+    if value is None and begin and _constants(nodes, literals).get(node) is not None:
+        raise NotRepeated
+    return value
+
+
+def _constants(nodes: Sequence[fx.Node], literals: nn.Module) -> dict[fx.Node, Any]:
+    """What those of `nodes` that depend on nothing that changes hold after the last of them."""
+    known: dict[fx.Node, Any] = {}
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        for node in nodes:
+            if node.op == "get_attr":
+                literal = getattr(literals, str(node.target))
+                if isinstance(literal, Tensor) and not isinstance(literal, FakeTensor):
+                    known[node] = literal.cpu().clone()
+            elif node.target is getitem and node.args[0] in known:
+                known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
+            elif isinstance(node.target, OpOverload):
+                _run(node, node.target, known)
+    return known
+
+
+def _run(node: fx.Node, target: OpOverload, known: dict[fx.Node, Any]) -> None:
+    """Add the result of a node to what is known if all that it reads is; else forget what it writes."""
+    unread = node.args[0] if target._schema.name.partition("::")[2] in OF_SHAPES else None
+    large = any(fake.numel() > LARGEST for fake in fakes(node.meta.get("val")))
+    drawn = torch.Tag.nondeterministic_seeded in target.tags
+    if large or drawn or not all(arg in known or arg is unread for arg in node.all_input_nodes):
+        if target._schema.is_mutable:
+            memory = {_memory(known[arg]) for arg in node.all_input_nodes if arg in known}
+            for other in [other for other, value in known.items() if _memory(value) in memory]:
+                del known[other]
+        return
+
+    def value_of(arg: fx.Node) -> Any:
+        return known[arg] if arg in known else torch.empty(arg.meta["val"].shape, dtype=arg.meta["val"].dtype)
+
+    args, kwargs = tree_map_only(
+        torch.device, lambda _: torch.device("cpu"), fx.map_arg((node.args, dict(node.kwargs)), value_of)
+    )
+    known[node] = target(*args, **kwargs)
+
+
+def _memory(value: Any) -> object:
+    """What two values have in common that share memory."""
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else id(value)
+
+
+def _goes_on() -> bool | None:
+    """The truth with which the statement that asks does not raise; None if it does more than to raise."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if not in_library(frame.f_code.co_filename) and frame.f_code.co_name != "__torch_function__":
+            return _checks(frame.f_code.co_filename).get(line)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _checks(filename: str) -> dict[int, bool]:
+    """The lines of the conditions in a source file that decide on nothing but to raise, and the truth that does not."""
+    lines: dict[int, bool] = {}
+    for statement in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
+        raises = isinstance(statement, ast.If) and isinstance(statement.body[0], ast.Raise) and not statement.orelse
+        if not raises and not isinstance(statement, ast.Assert):
+            continue
+        test: ast.expr = statement.test  # type: ignore[attr-defined]
+        if (truth := _truth(test, not raises)) is not None:
+            lines |= dict.fromkeys(range(test.lineno, (test.end_lineno or test.lineno) + 1), truth)
+    return lines
+
+
+def _truth(test: ast.expr, wanted: bool) -> bool | None:
+    """What all that a condition asks must be for it to be as wanted, if it is the same for all."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _truth(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        truths = {_truth(part, wanted) for part in test.values}
+        return truths.pop() if len(truths) == 1 else None
+    plain = not any(isinstance(part, (ast.Not, ast.IfExp, ast.NamedExpr)) for part in ast.walk(test))
+    return wanted if plain else None

@@ -1,0 +1,125 @@
+"""A forward may decide by values that never change, and check those that do; other decisions are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.capture import Captured, Objective, capture
+from strategies.core.errors import StrategyError
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.dense, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.dense(x)).square().mean()
+
+
+def captured(net: nn.Module) -> Captured:
+    return capture(Objective(net, None, ("x",), ()), (torch.randn(8, 4),), training=True)
+
+
+def mask(h: Tensor) -> Tensor:
+    """Ones but for the first rows, which are written afterwards."""
+    made = torch.ones_like(h[:, 0], dtype=torch.long)
+    made[:2].copy_(torch.tensor([0, 0]))
+    return made > 0
+
+
+def written(h: Tensor) -> Tensor:
+    """A constant until values of the batch are written to it."""
+    made = torch.zeros(8)
+    made.view(2, 4)[0] = h[0].detach()
+    return made > 0
+
+
+def checked(_: Net, h: Tensor) -> Tensor:
+    assert not h.isnan().any() and not (h > 1e9).any(), "not a number"
+    assert h.sum() == h.sum() and (h.abs().max() < 1e9).item()
+    if torch.isinf(h).any():
+        raise ValueError("infinite")
+    return h.tanh()
+
+
+ANSWERED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
+    "any": (lambda _, h: h.tanh() if mask(h).any() else h.exp(), "tanh"),
+    "all": (lambda _, h: h.tanh() if mask(h).all().item() else h.exp(), "exp"),
+    "number": (lambda _, h: h[: int(mask(h).sum())].tanh(), "tanh"),
+    "list": (lambda _, h: torch.cat([h[:n] for n in mask(h).long().cumsum(0).tolist()[2:]]).exp(), "exp"),
+    "checks": (checked, "tanh"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_decisions_by_constants_and_checks(name: str) -> None:
+    body, op = ANSWERED[name]
+    ops = [operator.op for operator in captured(Net(body)).graph.operators]
+    assert op in ops and ops.count("tanh") + ops.count("exp") == 1
+
+
+def branching_check(_: Net, h: Tensor) -> Tensor:
+    if (h > 0).any():
+        raise ValueError
+    else:
+        return h.tanh()
+
+
+REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "batch": lambda _, h: h if (h > 0).any() else -h,
+    "parameter": lambda net, h: h if net.dense.weight.max() > 0 else -h,
+    "written": lambda _, h: h if written(h).any() else -h,
+    "drawn": lambda _, h: h if torch.rand(3).max() > 0.5 else -h,
+    "check with another branch": branching_check,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_decisions_by_values_are_refused(name: str) -> None:
+    with pytest.raises(StrategyError, match=r"capture/test_constants.py:\d+: ") as caught:
+        captured(Net(REFUSED[name]))
+    assert caught.value.code == "MW901"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+
+    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+        return self.dense(h) if mask.any() else self.dense(h).tanh()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, torch.full((8,), number == 4))
+        return x.sum()
+
+
+def test_every_layer_decides_by_its_own_constant() -> None:
+    """Capture of repeated layers once would let all decide as the first."""
+    assert sum(operator.op == "tanh" for operator in captured(Layers()).graph.operators) == 7
+
+
+class Converted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dense = self.dense.to(torch.float32)
+        return self.dense(x).sum()
+
+
+def test_a_conversion_that_changes_nothing() -> None:
+    assert [operator.op for operator in captured(Converted()).graph.operators] == ["linear", "sum"]
