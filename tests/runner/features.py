@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from test_combinations import GPT
+from test_combinations import ALONG, GPT
 
 BASE = (
     *(word for word in GPT if not word.startswith(("data.batch_size", "train.clip"))),
@@ -28,7 +28,12 @@ class Feature:
 
 STAGES = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
 STRATEGIES = "parallel.strategies={layers.*.attention.q_proj.matmul: [[1, 1, 1], [1, 2]]}"
+SEQUENCE = f"parallel.strategies={{{ALONG}: {[[1, 1, 2, 1]] * 3}}}"
+"""Attention whose keys and values are sliced with the queries."""
+GROUPS = "cluster.groups=[{devices: 3}, {devices: 1, speed: 0.5}]"
 MODE = ("parallel=data_parallel",)
+RESTARTS = "launch.max_restarts=1"
+HOSTS = "launch.hosts=['a:2', 'b:2']"
 
 
 def _schedule(name: str) -> Feature:
@@ -80,11 +85,28 @@ FEATURES: dict[str, Feature] = {
     "evaluation": _set("evaluate.every", 1),
     "stand_alone": Feature("mode", ("parallel=stand_alone", "world_size=1")),
     "data_parallel": Feature("mode", ("parallel=data_parallel",)),
-    "uneven": Feature("mode", ("parallel=data_parallel", "cluster.groups=[{devices: 3}, {devices: 1, speed: 0.5}]")),
+    "uneven": Feature("mode", ("parallel=data_parallel", GROUPS)),
+    "groups": Feature("mode", ("parallel=semi_auto", STRATEGIES, GROUPS)),
+    "sequence": Feature("mode", ("parallel=auto", SEQUENCE)),
     "semi_auto": Feature("mode", ("parallel=semi_auto", STRATEGIES)),
     "auto": Feature("mode", ("parallel=auto", STRATEGIES)),
     "hybrid": Feature("mode", ("parallel=hybrid",)),
     "parameter_server": Feature("mode", ("parallel=parameter_server", "parallel.server.servers=1", "world_size=4")),
+    "reduced": Feature(
+        "mode",
+        (
+            *("parallel=parameter_server", "parallel.server.servers=2", "parallel.server.replicas=1", "world_size=5"),
+            "parallel.server.parameters=['tokens.*']",
+        ),
+    ),
+    "async": Feature("mode", ("parallel=parameter_server", "parallel.server.consistency=async", "world_size=4")),
+    "fewer ranks": Feature("launch.min_ranks", ("launch.min_ranks=2",), (RESTARTS,)),
+    "growing": Feature("launch.min_ranks", ("launch.min_ranks=2", "launch.max_ranks=4"), (RESTARTS,)),
+    "rescue": _set("launch.rescue", "true", RESTARTS),
+    "spare host": Feature(
+        "launch.launcher", ("launch.launcher=rank_table", HOSTS, "launch.standby=['c:2']"), (RESTARTS,)
+    ),
+    "several hosts": Feature("launch.launcher", ("launch.launcher=torchrun", HOSTS)),
 }
 PAIRS = [(a, b) for a, b in combinations(FEATURES, 2) if FEATURES[a].family != FEATURES[b].family]
 
