@@ -73,6 +73,7 @@ def request_of(config: Config, world_size: int) -> Request:
         memory_limit=None if limit is None else limit * groups,  # a rank holds only its stages
         unsliced=GATHERED if parallel.for_target in ("torch", "autoparallel") else {},
         styles=STYLES_OF.get(parallel.for_target or ""),
+        ring=parallel.context_parallel == "ring",
     )
 
 

@@ -93,6 +93,7 @@ class Request:
         runner_up: an exact search of an open mesh also returns the second best plan.
         unsliced: dims of operands (those of more than one dim) that no plan slices, by label of an operator.
         styles: names of the styles of modules that a plan is made of; None: any layouts.
+        ring: keys and values that are sliced with the queries travel around a ring instead of being gathered.
     """
 
     mode: Mode
@@ -114,6 +115,7 @@ class Request:
     runner_up: bool = True
     unsliced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     styles: tuple[str, ...] | None = None
+    ring: bool = False
 
 
 def check(request: Request) -> None:

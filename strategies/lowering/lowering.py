@@ -82,10 +82,15 @@ def random_ordinals(graph: OperatorGraph, options: LoweringOptions = DEFAULT_OPT
 
 
 def local_instructions(
-    operator: Operator, sharding: Sharding, assignment: Assignment, graph: OperatorGraph, mesh: Mesh
+    operator: Operator,
+    sharding: Sharding,
+    assignment: Assignment,
+    graph: OperatorGraph,
+    mesh: Mesh,
+    options: LoweringOptions = DEFAULT_OPTIONS,
 ) -> list[Instruction]:
     """The local program of one operator under an assignment; empty where a slice computes the operator itself."""
-    emission = Emission(graph, mesh)
+    emission = Emission(graph, mesh, options)
     if sharding.local is not None:
         emission.emit(operator, sharding, assignment, operator.args, operator.keywords)
     return emission.instructions

@@ -113,6 +113,7 @@ class Planning:
             fixed=fixed,
             outputs=outputs,
             styled=self._styled,
+            ring=request.ring,
         )
 
     @cached_property

@@ -17,10 +17,12 @@ from strategies.core.errors import TooLarge
 from strategies.core.graph import Operator, OperatorGraph, Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.core.program import Instruction, Redistribute
+from strategies.core.program import Cooperate, Instruction, LoweringOptions, Redistribute
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, path_seconds
+from strategies.cost.exposed_communication import cooperation_stages
+from strategies.cost.roofline import operator_work
 from strategies.cost.step import MASTER, engine_work
 from strategies.cost.styled_modules import StyledModules
 from strategies.lowering.lowering import local_instructions
@@ -76,6 +78,7 @@ class Problem:
         engine: of ZeRO stage 3.
         relaxation: costs of a lower bound instead of those of a plan.
         styled: where only layouts count that styles of modules express.
+        ring: as in `LoweringOptions`.
     """
 
     graph: OperatorGraph
@@ -93,6 +96,7 @@ class Problem:
     engine: Engine = "deepspeed"
     relaxation: Relaxation | None = None
     styled: StyledModules | None = None
+    ring: bool = False
     cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -291,25 +295,36 @@ class NodeCost:
                 for axis in [next((axis for axis in sizes if size % sizes[axis] == 0), None)]
                 if axis is not None
             ]
-            self._communicates[key] = any(self._redistributions(operator, sharding, one) for one in sliced)
+            self._communicates[key] = any(self._carrying(operator, sharding, one) for one in sliced)
         return self._communicates.get(key, False)
 
     def local_communication(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> float:
-        """Seconds of the collectives of the local program."""
+        """Seconds of the collectives of the local program, as far as it does not compute beside them itself."""
         mesh, cluster, relaxation = self.problem.mesh, self.cluster, self.problem.relaxation
         if relaxation is not None and relaxation.resharded is not None:
             return 0.0  # its calls may run beside those that have a cost
-        total = 0.0
-        for one in self._redistributions(operator, sharding, assignment):
+        total, trained = 0.0, operator.id in self.problem.graph.returning
+        for one in self._carrying(operator, sharding, assignment):
+            if isinstance(one, Cooperate):
+                work_on = cluster if relaxation is None else relaxation.cluster
+                work = operator_work(sharding, assignment, operator, self.problem.graph, mesh, work_on)
+                for backward in (False, True)[: 1 + trained]:
+                    seconds = work.backward if backward else work.forward
+                    total += sum(added for _, added in cooperation_stages(one, seconds, backward, mesh, cluster))
+                continue
             total += path_seconds(one.forward, one.spec.item_bytes, mesh, cluster)
-            if one.differentiable and operator.id in self.problem.graph.returning:
+            if one.differentiable and trained:
                 total += path_seconds(one.backward, one.spec.item_bytes, mesh, cluster)
         return total
 
-    def _redistributions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Redistribute]:
+    def _carrying(
+        self, operator: Operator, sharding: Sharding, assignment: Assignment
+    ) -> list[Redistribute | Cooperate]:
         every = self.local_instructions(operator, sharding, assignment)
-        return [one for one in every if isinstance(one, Redistribute)]
+        return [one for one in every if isinstance(one, Redistribute | Cooperate)]
 
     def local_instructions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Instruction]:
         """The local program of an operator, empty where its rule has none."""
-        return local_instructions(operator, sharding, assignment, self.problem.graph, self.problem.mesh)
+        problem = self.problem
+        options = LoweringOptions(ring=problem.ring)
+        return local_instructions(operator, sharding, assignment, problem.graph, problem.mesh, options)

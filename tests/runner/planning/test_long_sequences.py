@@ -142,3 +142,17 @@ def test_processes_agree(start, tmp_path, how, words):
     context = f"parallel.context_parallel={how}"
     ended = start("+recipe=gpt_long", *small, context, *words, "verify.steps=2", verb="verify")
     assert ended.verdict["passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["gather", "ring"])
+def test_packed_documents_in_slices(start, tmp_path, how):
+    """Their mask is sliced with the queries: no document sees another one, on any rank."""
+    data = "{length: 64, tokenizer: null, separator: '\n\n\n', limit: 200000, train: true}"
+    words = (
+        *("+recipe=gpt_long", "world_size=2", "parallel.mesh={cp: 2}", f"parallel.context_parallel={how}"),
+        *(f"parallel.strategies={{{ATTENTION}: {[[1, 1, 2, 1]] * 4}}}", "parallel.dataset_strategy=data_parallel"),
+        *("data.target=runner.data.packing.Packed", f"data.args={data}", f"+data.args.cache={tmp_path}"),
+        *("model.args.length=64", "model.args.vocabulary=257", "train.precision=fp64", "verify.steps=2"),
+    )
+    assert start(*words, verb="verify").value < 1e-10

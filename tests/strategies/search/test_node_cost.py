@@ -13,8 +13,10 @@ from strategies.capture import Objective, capture
 from strategies.core.graph import Ref
 from strategies.core.layout import Layout
 from strategies.core.program import LoweringOptions
-from strategies.core.request import Request
-from strategies.cost.step import step_cost
+from strategies.core.request import OperatorStrategy, Request
+from strategies.core.steps import MIRROR, ROTATE
+from strategies.cost.exposed_communication import added_seconds
+from strategies.cost.step import step_cost, works_of
 from strategies.lowering.lowering import lower
 from strategies.optimizer.bytes_per_element import needed
 from strategies.optimizer.settings import OptimizerSettings
@@ -45,6 +47,28 @@ def test_calls_of_the_same_shapes_differ_in_what_they_fetch() -> None:
     costs = NodeCost(problem, NODES)
     communicate = [costs.communicates(one, rule_of(one, problem.graph)) for one in problem.graph.operators[:2]]
     assert communicate == [False, True]
+
+
+def test_a_ring_costs_what_its_blocks_do_not_hide(problem: Problem) -> None:
+    """As in the step of the lowered program; gathered keys and values cost something else."""
+    graph, axis = problem.graph, problem.mesh.names[-1]
+    attention = next(one for one in graph.operators if one.op == "scaled_dot_product_attention")
+    path = attention.name.replace(".0.", ".*.")
+    slices = problem.mesh.sizes[axis]
+    strategy = OperatorStrategy(((1, 1, slices, 1),) * 3, None)
+    request = Request("auto", slices, mesh=((axis, slices),), strategies={path: strategy}, ring=True)
+    plan = make_plan(graph, request)
+    works = dict(zip((one.name for one in graph.operators), works_of(graph, plan, NODES), strict=True))
+    added = added_seconds(lower(graph, plan, LoweringOptions(ring=True)), works, NODES)
+    own = replace(problem, mesh=plan.mesh, ring=True)
+    sharding, assignment = rule_of(attention, graph), plan.operators[attention.name].assignment
+    around, gathered = (
+        NodeCost(replace(own, ring=ring), NODES).local_communication(attention, sharding, assignment)
+        for ring in (True, False)
+    )
+    assert 2 * around == pytest.approx(added[ROTATE] + added[MIRROR], rel=1e-9)  # two layers
+    assert NodeCost(own, NODES).communicates(attention, sharding)
+    assert around != pytest.approx(gathered, rel=1e-3)
 
 
 @pytest.fixture(scope="module")
