@@ -35,7 +35,7 @@ from runner.report import text
 from runner.report.page import plan_page
 from runner.report.plan_files import plan_content
 from runner.run_folder.plan_file import read_content
-from strategies.capture import Captured, LossFunction, Objective
+from strategies.capture import Captured, LossFunction, Objective, duplicate
 from strategies.capture.shapes import pretend
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
@@ -402,7 +402,7 @@ def planned(
     function = original = None if loss is None else loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
     shapes_alone = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     if shapes_alone:
-        planned_module, function = copy.deepcopy(module), copy.deepcopy(function)
+        planned_module, function = duplicate(module), copy.deepcopy(function)
     targets = target_names(config, planned_module, names)
     objective = Objective(planned_module, function, names, targets)
     if shapes_alone:
@@ -470,6 +470,7 @@ def _precision(module: nn.Module) -> str:
     """The precision of training by the parameters. Raises ConfigError for one that needs a scaled loss."""
     dtypes = {str(dtype): name for name, dtype in DTYPES.items() if name != "bf16_autocast"}
     floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    floating.sort(key=lambda dtype: -torch.finfo(dtype).eps)  # where they are mixed, the coarsest decides
     precision = dtypes.get(str(floating[0]), "") if floating else "fp32"
     if precision not in ("fp32", "fp64", "bf16"):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from runner.errors import ConfigError, RunFailed
 from runner.planning import lowering
 from runner.report.comparison import MAGNIFIED, ROUNDING, TOLERANCE, Comparison, differences, of_step
 from runner.training.eager import Eager
+from strategies.capture import duplicate
 from strategies.core.layout import Layout
 from strategies.rules.random import mix
 from strategies.runtime.simulate import Simulation, assemble
@@ -50,7 +50,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     names, tensors = flatten_batch(batch, planned.prepared.names)
     check_shapes(planned, tensors, "meshwright.verify")
     precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
-    eager = Eager(copy.deepcopy(planned.step_of(module)).train())
+    eager = Eager(duplicate(planned.step_of(module)).train())
     own = {name: tensor.detach() for name, tensor in eager.tensors().items()}
     values = {**planned.captured.tensors, **own, **dict(zip(names, tensors, strict=True))}
     ours, buffers = _on_simulated_ranks(planned, values, key)
@@ -61,7 +61,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     weights = {("weight", name): value for name, value in differences(buffers, written).items()}
     comparison = Comparison(gap, found | weights, limit, 1)
     if not comparison.passed and comparison.worst <= MAGNIFIED and precision == "fp32" and tolerance is None:
-        exact = Eager(copy.deepcopy(planned.step_of(module)).train().double(), single_draws=True)
+        exact = Eager(duplicate(planned.step_of(module)).train().double(), single_draws=True)
         doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
         truth = _on_one_device(exact, doubled, key, ours)
         comparison = replace(comparison, rounding=of_step(theirs, truth, limit, rounding)[1])

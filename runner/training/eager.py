@@ -7,7 +7,7 @@ it like a sharded program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ class Eager(nn.Module):
         self.single_draws = single_draws
         self.step = (step,)  # in a tuple, so that it is not registered a second time
         self._modules.update(step.model.named_children())  # under names that may be those of attributes
-        self._parameters.update(step.model.named_parameters(recurse=False))
-        self._buffers.update(step.model.named_buffers(recurse=False))
+        # the model's own tables: its forward may replace a buffer
+        self._parameters, self._buffers = step.model._parameters, step.model._buffers
         if step.loss is not None and [*step.loss.parameters(), *step.loss.buffers()]:
             self._modules["loss"] = step.loss
 
@@ -55,9 +55,33 @@ class Eager(nn.Module):
             step.model.train()
             return output
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name."""
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every parameter and buffer by name, as it is when it is read."""
+        return _Current(self)
+
+
+class _Current(Mapping[str, Tensor]):
+    """Tensors of a module by name: each is looked up anew, because a forward may replace a buffer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = dict(module.named_modules(remove_duplicate=False))
+        self._tables: dict[str, tuple[Mapping[str, Tensor | None], str]] = {}
+        for name, _ in (*module.named_parameters(), *module.named_buffers()):
+            path, _, key = name.rpartition(".")
+            part = parts[path]
+            self._tables[name] = (part._parameters if key in part._parameters else part._buffers), key
+
+    def __getitem__(self, name: str) -> Tensor:
+        table, key = self._tables[name]
+        tensor = table[key]
+        assert tensor is not None, f"buffer {name} was replaced by None"
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
 
 
 def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:

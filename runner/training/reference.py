@@ -2,24 +2,27 @@
 
 Invariant: the n-th random operator of a forward draws from (key, n), as the captured program does. Most are torch's own
 functions behind a seed. Where a slice could not repeat torch's numbers, both sides share a definition: dropout, leaky
-relu with random slopes, attention and recurrent networks with dropout inside.
+relu with random slopes, attention and recurrent networks with dropout inside. What the module computes again in
+backward (torch.utils.checkpoint) draws what it drew in forward.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
+from strategies.capture.nodes import replaced
 from strategies.core.graph import rewrite
 from strategies.rules.attention import attention_block
 from strategies.rules.random import dropout_block, in_row_major, rrelu_block, seeding
@@ -75,12 +78,49 @@ def _as_double(leaf: Any) -> Any:
 class ExactRandom(TorchFunctionMode):
     """Makes random functions of an eager module draw from (key, ordinal of the call).
 
-    With `single`, a module in fp64 draws the numbers of the same module in fp32.
+    With `single`, a module in fp64 draws the numbers of the same module in fp32. `ordinal` is that of the first call.
     """
 
-    def __init__(self, key: int, *, single: bool = False) -> None:
+    def __init__(self, key: int, *, single: bool = False, ordinal: int = 0) -> None:
         super().__init__()
-        self.key, self.ordinal, self.single = key, 0, single
+        self.key, self.ordinal, self.single = key, ordinal, single
+        self.patched = ExitStack()
+
+    def __enter__(self) -> ExactRandom:
+        later, at_once = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
+
+        def without_reentry(function: Function, *args: Any, **kwargs: Any) -> Any:
+            return later(self._repeated(function), *args, **kwargs)  # calls it in backward alone
+
+        def with_reentry(function: Function, *args: Any) -> Any:
+            return at_once(self._repeated(function, already_called=False), *args)  # type: ignore[no-untyped-call]
+
+        patches = {
+            "_checkpoint_without_reentrant_generator": without_reentry,
+            "CheckpointFunction": SimpleNamespace(apply=with_reentry),
+        }
+        for name, patch in patches.items():
+            self.patched.enter_context(replaced(checkpoint, name, patch))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.patched.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _repeated(self, function: Function, *, already_called: bool = True) -> Function:
+        """A function that is computed again, outside of this mode, with the numbers of its first call."""
+        ordinal = self.ordinal
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal already_called
+            if already_called:
+                with ExactRandom(self.key, single=self.single, ordinal=ordinal):
+                    return function(*args, **kwargs)
+            already_called = True
+            return function(*args, **kwargs)
+
+        return call
 
     def __torch_function__(self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

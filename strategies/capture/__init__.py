@@ -6,6 +6,6 @@
 cannot hold; `nodes` has helpers for fx nodes that they share; `shapes` builds models without storage.
 """
 
-from strategies.capture.model import Captured, LossFunction, Objective, capture, loss_in, run_once
+from strategies.capture.model import Captured, LossFunction, Objective, capture, duplicate, loss_in, run_once
 
-__all__ = ["Captured", "LossFunction", "Objective", "capture", "loss_in", "run_once"]
+__all__ = ["Captured", "LossFunction", "Objective", "capture", "duplicate", "loss_in", "run_once"]

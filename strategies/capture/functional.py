@@ -195,11 +195,19 @@ class _Rewriting:
             value = call(self.graph, node, aten.detach.default, old)
         elif op == "zero_":
             value = call(self.graph, node, aten.zeros_like.default, old)
+        elif (
+            op == "fill_diagonal_" and old.meta["val"].dim() == 2 and not kwargs.get("wrap", len(args) > 2 and args[2])
+        ):
+            device, sizes = old.meta["val"].device, list(old.meta["val"].shape)
+            diagonal = call(self.graph, node, aten.eye.m, *sizes, dtype=torch.bool, device=device)
+            value = call(self.graph, node, aten.masked_fill.Scalar, old, diagonal, args[1])
         else:
             target = _functional_overload(node.target)
             if target is None:
                 raise StrategyError(
-                    "MW903", f"{op}{at(node)} writes in place and has no form that returns a new tensor."
+                    "MW903",
+                    f"{op}{at(node)} writes in place and has no form that returns a new tensor; write it with "
+                    "operators that have one (torch.where, index_put, masked_fill).",
                 )
             kwargs = {key: item for key, item in kwargs.items() if key != name}
             value = call(self.graph, node, target, *args, *_defaults_left_out(node.target, target, len(args)), **kwargs)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.rules.random import draws
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,14 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+def duplicate(module: M) -> M:
+    """A deep copy. Tensors that a module has computed from its parameters, as torch.nn.utils.weight_norm does in its
+    constructor, are copied without their history: torch refuses to copy it, and every forward computes them anew."""
+    attributes = _pytree.tree_leaves([vars(part) for part in module.modules()])
+    computed = (leaf for leaf in attributes if isinstance(leaf, Tensor) and not leaf.is_leaf)
+    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in computed})
+
+
 def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = False) -> None:
     """Run a copy of `objective` eagerly on `batch`, for what `capture` would find wrong where nothing need be captured;
     with `backward` its gradients too.
@@ -193,7 +203,7 @@ def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = 
     Raises StrategyError if the module does not run or does not return a scalar loss that depends on a parameter.
     """
     try:
-        output = copy.deepcopy(objective).train()(*(tensor.detach().clone() for tensor in batch))
+        output = duplicate(objective).train()(*(tensor.detach().clone() for tensor in batch))
         loss = _checked_loss(objective, None, output)
         if backward:
             loss.backward()  # type: ignore[no-untyped-call]

@@ -52,6 +52,29 @@ class Normal(nn.Module):
         return nn.functional.cross_entropy(self.second(self.drop(self.norm(self.first(x)))), label)
 
 
+class Unusual(nn.Module):
+    """A buffer that forward replaces, a weight that the constructor has computed, and parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            self.layer = nn.utils.weight_norm(nn.Linear(8, 4))
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.layer((x * self.scale).float() - self.mean)
+
+
+def test_modules_with_unusual_state_are_proven() -> None:
+    torch.manual_seed(0)
+    module, batch = Unusual(), points(dtype=torch.float32)
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=2, mode="data_parallel", plan_cache=None)
+    proof = meshwright.verify(module, batch, plan)
+    assert proof.tolerance == 1e-5 and ("weight", "mean") in proof.differences
+
+
 def test_the_package_needs_no_torch_before_it_is_used() -> None:
     code = "import sys, meshwright; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

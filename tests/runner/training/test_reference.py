@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from runner.training.eager import Eager
 from runner.training.reference import ExactRandom
 from strategies.capture import Objective, capture
 from strategies.core.program import LoweringOptions
@@ -122,3 +124,50 @@ def test_fp64_can_draw_the_numbers_of_fp32() -> None:
     assert [tensor.dtype for tensor in double] == [torch.float32 if i == 1 else torch.float64 for i in range(8)]
     assert all(torch.allclose(a.double(), b.double(), rtol=1e-6) for a, b in zip(single, double, strict=True))
     assert not torch.allclose(single[4].double(), random_numbers(x.double(), single=False)[4])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs"
+)  # of a checkpoint in another one, whose forward has no gradients
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_draws_the_same_numbers(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
+
+    def noisy(x: Tensor) -> Tensor:
+        return checkpoint(layers[1], layers[0](x) * torch.rand(8), use_reentrant=reentrant)
+
+    def gradient(again: bool) -> Tensor:
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        with ExactRandom(KEY):
+            y = functional.dropout(x)
+            y = checkpoint(noisy, y, use_reentrant=reentrant) if again else layers[1](layers[0](y) * torch.rand(8))
+            y = functional.dropout(y)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(again=True), gradient(again=False))
+
+
+class Counting(nn.Module):
+    """Replaces a buffer of its own and one of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        for module in (self, self.inner):
+            module.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in (self, self.inner):
+            module.steps = module.steps + 1
+        return self.inner(x).mean()
+
+
+def test_tensors_of_a_module_are_those_that_its_forward_leaves() -> None:
+    module = Eager(Objective(Counting(), None, ("x",), ()))
+    tensors = module.tensors()
+    for step in (1, 2):
+        module(torch.ones(2, 4), key=KEY)
+        assert (tensors["steps"], tensors["inner.steps"]) == (step, step)
