@@ -88,8 +88,8 @@ PARTS = {
     "dtensor": Part(
         "DTensor, parallelize_module", "the same slices", lambda case, ranks: megatron(case, {"tp": ranks}), 0.75
     ),
-    "zero1": Part("DeepSpeed, ZeRO 1", "ZeRO 1", data_parallel(1), 1.02),
-    "zero2": Part("DeepSpeed, ZeRO 2", "ZeRO 2", data_parallel(2), 1.02),
+    "zero1": Part("DeepSpeed, ZeRO 1", "ZeRO 1", data_parallel(1, "native"), 1.02),
+    "zero2": Part("DeepSpeed, ZeRO 2", "ZeRO 2", data_parallel(2, "native"), 1.02),
     "zero3": Part("DeepSpeed, ZeRO 3", "ZeRO 3, engine=deepspeed", data_parallel(3), 1.02),
     "zero3_native": Part("DeepSpeed, ZeRO 3", "ZeRO 3", data_parallel(3, "native"), 1.00),
     "1f1b": Part("pipelining, 1F1B", "1f1b", pipeline("1f1b", 1), 1.02, pipeline=True),

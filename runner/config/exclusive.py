@@ -318,15 +318,13 @@ RULES: tuple[Rule, ...] = (
          "its weights), and a pipeline has several at once", f"choose {STAGE}=1, or {STAGES}=null"),
     Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGES, GIVEN,
          "every stage has its own gradients, so there are no positions to cut at", "choose mode auto or size"),
-    Rule("train.precision", any_of("fp64"), STAGE, any_of(1, 2), "DeepSpeed holds the master weights in fp32",
-         "choose train.precision=fp32. For fp64 use parallel.zero.stage=0 or 3"),
-    Rule("train.precision", any_of("fp64"), STAGE, any_of(3), "DeepSpeed holds the master weights in fp32",
+    Rule("train.precision", any_of("fp64"), STAGE, SHARDED, "DeepSpeed holds the master weights in fp32",
          "choose train.precision=fp32, or parallel.zero.engine=auto", where=((ENGINE, any_of("deepspeed")),)),
-    *(Rule("train.precision", any_of("fp64"), key, kind, "stage 3 needs DeepSpeed for it, which holds the master "
+    *(Rule("train.precision", any_of("fp64"), key, kind, "ZeRO needs DeepSpeed for it, which holds the master "
            "weights in fp32", f"choose train.precision=fp32, or {remedy}",
-           where=((ENGINE, any_of("auto")), (STAGE, any_of(3)))) for key, kind, _, remedy in DEEPSPEED_ONLY),
-    Rule(ENGINE, any_of("native"), STAGE, none_of(3), "our own engine is for stage 3",
-         f"choose {ENGINE}=auto, or {STAGE}=3"),
+           where=((ENGINE, any_of("auto")), (STAGE, SHARDED))) for key, kind, _, remedy in DEEPSPEED_ONLY),
+    Rule(ENGINE, any_of("native"), STAGE, any_of(0), "optimizer states are sharded by ZeRO 1, 2 or 3",
+         f"choose {ENGINE}=auto, or {STAGE}=1, 2 or 3"),
     *(Rule(ENGINE, any_of("native"), key, kind, why, f"choose {ENGINE}=auto, or {remedy}")
       for key, kind, why, remedy in DEEPSPEED_ONLY),
     Rule("train.precision", any_of("fp16"), STAGE, SHARDED, "the ranks of every stage of a pipeline would decide for "
@@ -364,7 +362,7 @@ def check(config: BaseModel) -> None:
 
 
 def needs_deepspeed(config: BaseModel) -> str | None:
-    """The first key for which ZeRO stage 3 needs DeepSpeed, with its value; None if there is none."""
+    """The first key for which ZeRO needs DeepSpeed, with its value; None if there is none."""
     wanted = ((key, value) for key, kind, *_ in DEEPSPEED_ONLY if kind.holds(value := value_of(config, key)))
     return next((f"{key}={shown(value)}" for key, value in wanted), None)
 

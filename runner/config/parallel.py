@@ -287,8 +287,8 @@ class Zero(Section):
     )
     engine: Literal["auto", "deepspeed", "native"] = setting(
         "auto",
-        "native: our own gathers and reduce-scatters, at stage 3, in any precision; deepspeed; auto: native at stage 3 "
-        "where nothing else in the config needs DeepSpeed",
+        "native: our own gathers and reduce-scatters, in any precision; deepspeed; auto: native where nothing else in "
+        "the config needs DeepSpeed",
     )
     options: Arguments = setting({}, "Options passed to DeepSpeed's zero_optimization")
 

@@ -475,7 +475,7 @@ class Config(Section):
 
     @property
     def zero_engine(self) -> Literal["deepspeed", "native"]:
-        """The engine of ZeRO stage 3."""
+        """The engine of ZeRO."""
         if self.parallel.zero.engine != "auto":
             return self.parallel.zero.engine
         return "native" if exclusive.needs_deepspeed(self) is None else "deepspeed"

@@ -135,8 +135,7 @@ def _checked(config: Config) -> bool:
 
 
 def _empty(config: Config) -> int:
-    stage = config.parallel.zero.known
-    return RANK + (DEEPSPEED if stage in (1, 2) or (stage == 3 and config.zero_engine == "deepspeed") else 0)
+    return RANK + (DEEPSPEED if config.parallel.zero.known and config.zero_engine == "deepspeed" else 0)
 
 
 def _size(count: float) -> str:

@@ -139,10 +139,11 @@ def overlaps_backward(config: Config) -> bool:
 
 
 def deepspeed_options(config: Config) -> dict[str, Any]:
-    """LoweringOptions of DeepSpeed's ZeRO: bucket sizes from `parallel.comm_fusion`, then `parallel.zero.options`."""
+    """LoweringOptions of DeepSpeed's ZeRO: bucket sizes from `parallel.comm_fusion`, then `parallel.zero.options`. Our
+    own ZeRO has one kind of buckets."""
     zero, fusion = config.parallel.zero, config.parallel.comm_fusion
     sections = {"reduce_bucket_size": fusion.reduce_scatter if zero.known == 3 else fusion.all_reduce}
-    if zero.known < 3:
+    if zero.known < 3 and config.zero_engine == "deepspeed":
         sections["allgather_bucket_size"] = fusion.all_gather
     elements = {
         key: section.bytes // 4

@@ -65,7 +65,7 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             lines.append(f"plan: no sharding rule for {', '.join(unruled)}: replicated on every rank")
         if plan.search.get("decided") is not None:
             lines.append(_decided(plan.search["decided"]))
-    if config.parallel.zero.known == 3:
+    if config.parallel.zero.known:
         lines.append(zero_line(config))
     if prepared.stages and plan is not None:
         counts = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
@@ -81,13 +81,14 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
 
 
 def zero_line(config: Config) -> str:
-    """The engine of stage 3, and why it was chosen."""
+    """The engine of ZeRO, and why it was chosen."""
     engine, reason = config.zero_engine, needs_deepspeed(config)
     if config.parallel.zero.engine != "auto":
         why = f"as parallel.zero.engine={engine} says"
     else:
         why = "the faster one" if reason is None else f"which {reason} needs"
-    return f"zero: stage 3 by {'our own engine' if engine == 'native' else 'DeepSpeed'}, {why}"
+    by = "our own engine" if engine == "native" else "DeepSpeed"
+    return f"zero: stage {config.parallel.zero.known} by {by}, {why}"
 
 
 def source(search: Content) -> str:

@@ -84,7 +84,7 @@ class Request:
     Attributes:
         strategies: by path (globs per segment), later entries before earlier ones, exact paths before globs.
         zero_stage: 0 to 3.
-        zero_engine: of stage 3.
+        zero_engine: of the stages from 1 on.
         optimizer_state_factor: optimizer states per parameter element.
         optimizer_bytes: bytes that the optimizer step reads and writes per parameter element.
         overlap_gradients: backward hides the gradient reduction as far as the machine can.

@@ -239,7 +239,7 @@ def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> di
     for call in _zero_calls(program, settings):
         seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, program.mesh, cluster)
         if call.kind == ALL_GATHER and settings.stage == 3:
-            seconds += engine_work(settings.stage, settings.engine).gather * cluster.view
+            seconds += WORK[settings.engine].gather * cluster.view
         by_kind[call.kind] = by_kind.get(call.kind, 0.0) + call.count * seconds
     if settings.stage and program.mesh.size > 1:
         by_kind[ALL_REDUCE] = by_kind.get(ALL_REDUCE, 0.0) + norm_seconds(program.mesh, cluster)
@@ -249,7 +249,8 @@ def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> di
 def _zero_calls(program: Program, settings: OptimizerSettings) -> tuple[zero_traffic.Calls, ...]:
     groups = settings.groups_for(program)
     if settings.native:
-        return sharding.calls(program, [one["names"] for one in groups], settings.accumulate, settings.limit)
+        names = [one["names"] for one in groups]
+        return sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage)
     return zero_traffic.calls(program, settings.stage, settings.accumulate, groups)
 
 
@@ -265,7 +266,7 @@ def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSet
     copies every gradient between parameters, buckets and flat tensors, and updates its part of them."""
     need = need_of(settings)
     moved, count, names = 0.0, 0, set(program.trainable_names)
-    copies = engine_work(settings.stage, settings.engine).copies
+    copies = WORK[settings.engine].copies
     for source in parameters(program):
         if source.name in names:
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
@@ -274,11 +275,6 @@ def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSet
             moved += settings.accumulate * elements * item_bytes * copies * bool(settings.stage)
             count += 1
     return calling_seconds(count, cluster, settings) + moved / cluster.memory_bandwidth
-
-
-def engine_work(stage: int, engine: Engine) -> EngineWork:
-    """The work of a stage of ZeRO; `engine` is that of stage 3."""
-    return WORK[engine if stage == 3 else "deepspeed"]
 
 
 def need_of(settings: OptimizerSettings) -> Need:
@@ -291,6 +287,6 @@ def calling_seconds(count: int, cluster: Cluster, settings: OptimizerSettings) -
     need = need_of(settings)
     host = need.calls * bool(count) + need.each * count
     if settings.stage:
-        work = engine_work(settings.stage, settings.engine)
+        work = WORK[settings.engine]
         host = work.step + count * work.gradient * settings.accumulate
     return cluster.launch * bool(count) + cluster.view * host

@@ -211,7 +211,9 @@ class KnownBytes:
     @property
     def gradients(self) -> int:
         """Bytes of gradients that have been added up, at least."""
-        unsharded = self.zero is None or (isinstance(self.zero, ZeroBuffers) and self.zero.stage == 1)
+        if isinstance(self.zero, ShardedBytes):
+            return self.zero.waiting
+        unsharded = self.zero is None or self.zero.stage == 1
         return self._added if unsharded else 0
 
     @property

@@ -1,4 +1,4 @@
-"""The bytes of stage 3 without DeepSpeed: what a rank keeps from step to step, and what an update needs.
+"""The bytes of ZeRO without DeepSpeed: what a rank keeps from step to step, and what an update needs.
 
 What comes and goes between is traced with the real `strategies.optimizer.sharded`. Invariant: these are the bytes of
 rank 0, whose parts have no more padding than any other's.
@@ -19,9 +19,10 @@ class ShardedBytes:
 
     def __init__(self, program: Program, need: Need, settings: OptimizerSettings) -> None:
         groups = [group["names"] for group in settings.groups_for(program)]
-        self.limit = settings.limit or bucket_limit(program)
+        self.stage, self.accumulate = settings.stage, settings.accumulate
+        self.limit = settings.limit or bucket_limit(program, self.stage)
         """Bytes of a bucket at most."""
-        self.buckets, self.need = sharded_buckets(program, groups, self.limit), need
+        self.buckets, self.need = sharded_buckets(program, groups, self.limit, self.stage), need
         self.updated = [
             sum(one.count for one in ranges)
             for bucket in self.buckets
@@ -32,13 +33,23 @@ class ShardedBytes:
     @property
     def persistent(self) -> PersistentBytes:
         """Bytes between steps."""
-        weights = sum(bucket.part * ITEM_BYTES[bucket.dtype] for bucket in self.buckets)
+        weights = sum(
+            (bucket.part if self.stage == 3 else bucket.elements) * ITEM_BYTES[bucket.dtype] for bucket in self.buckets
+        )
         masters = sum(
             bucket.part * ITEM_BYTES[wide]
             for bucket in self.buckets
             if (wide := gradient_dtype(bucket)) != bucket.dtype
         )
         return PersistentBytes(weights, 0, masters + int(sum(self.updated) * self.need.kept), 0)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of the gradients that wait for those of the next micro-batch."""
+        if self.accumulate == 1:
+            return 0
+        trained = (bucket for bucket in self.buckets if bucket.trained)
+        return sum((one.elements if self.stage == 1 else one.part) * ITEM_BYTES[gradient_dtype(one)] for one in trained)
 
     def during_update(self) -> int:
         """Bytes beside the persistent ones during an update, at most."""

@@ -58,7 +58,7 @@ class Traced:
         peaks: By phase, the most beside the persistent ones.
         offloaded: Of activations and operators placed on the host or a disk, the most there at one moment.
         host_in_update: On the host during an update, beside those that stay there.
-        zero: Sent for weights and gradients of one micro-batch by the native stage 3, by collective.
+        zero: Sent for weights and gradients of one micro-batch by the native engine, by collective.
     """
 
     activations: int
@@ -222,7 +222,7 @@ class Trace:
     cut: BucketLimits | None = None
     """How gradients are cut into buckets, if not as `settings` says."""
     limit: int | None = None
-    """Bytes of a bucket of the native stage 3, if not as `settings` says."""
+    """Bytes of a bucket of the native engine, if not as `settings` says."""
 
     def __init__(self, program: Program, settings: OptimizerSettings, need: Need) -> None:
         self.program, self.settings, self.need = program, settings, need
@@ -242,17 +242,17 @@ class Trace:
         program, live = self.program, self.live
         with live:
             updates = self._begin()
-            if isinstance(updates, ShardedUpdates):
+            if isinstance(updates, ShardedUpdates) and self.settings.stage == 3:
                 self._learn(updates)
             if updates is not None and self.settings.accumulate > 1:
                 updates.skip(self.settings.accumulate - 1)
             activations, kept = self._forward()
             self._backward(updates)
-            sent = dict(self.communicator.sent)
+            sent, gradients = dict(self.communicator.sent), live.now - self.base
             with self._phase("update"):
                 if isinstance(updates, BucketedUpdates | ShardedUpdates):
                     updates.reduce()
-            gradients = live.now - self.base
+            gradients = max(gradients, live.now - self.base)
         zero = updates if isinstance(updates, ZeroBuffers) else None if updates is None else self._sharded()
         if zero is not None:
             update = zero.during_update()
@@ -302,7 +302,8 @@ class Trace:
         if settings.native:
             return ShardedUpdates(
                 self.module, program, self.exchanging, settings.factory, settings.groups_for(program),
-                accumulate=settings.accumulate, limit=self.limit or settings.limit,
+                stage=settings.stage, accumulate=settings.accumulate, limit=self.limit or settings.limit,
+                overlap=settings.overlap,
             )  # fmt: skip
         if settings.stage:
             zero = self._zero()

@@ -1,4 +1,4 @@
-"""What our own stages 0 and 3 share around a torch optimizer: loss scale, norm of the gradient, clipping, step."""
+"""What our own stages share around a torch optimizer: loss scale, norm of the gradient, clipping, step."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ class OwnUpdates(Updates):
     def forget(self) -> None:
         """Drop the gradients."""
 
+    def updated(self) -> None:
+        """Recompute what follows from the values that the optimizer has just updated. Collective."""
+        self.loaded()
+
     def _divided(self, loss: Tensor, share: float | None) -> Tensor:
         """The part of the step's loss that `loss` of one micro-batch is, times the loss scale."""
         if self._scale is not None:
@@ -71,7 +75,7 @@ class OwnUpdates(Updates):
                 torch._foreach_mul_(gradients, scale)
         self._optimizer.step()
         self.forget()
-        self.loaded()
+        self.updated()
         return norm
 
     def _norm(self) -> float:

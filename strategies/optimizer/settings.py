@@ -19,7 +19,7 @@ class OptimizerSettings:
     """`stage` is the ZeRO stage, `factory` and `groups` make the optimizer (groups None: one of all that learns),
     `accumulate` are the micro-batches of a step. Stage 0 cuts gradients into buckets as `cut` says and adds them during
     backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number). `engine` is
-    that of stage 3."""
+    that of the stages from 1 on."""
 
     stage: int = 0
     factory: OptimizerFactory = torch.optim.SGD
@@ -34,13 +34,13 @@ class OptimizerSettings:
 
     @property
     def limit(self) -> int | None:
-        """Bytes of a bucket of the native stage 3."""
+        """Bytes of a bucket of the native engine."""
         return None if self.bucket is None else MASTER * self.bucket
 
     @property
     def native(self) -> bool:
-        """Whether stage 3 is our own."""
-        return self.stage == 3 and self.engine == "native"
+        """Whether ZeRO is our own."""
+        return self.stage > 0 and self.engine == "native"
 
     def groups_for(self, program: Program) -> Groups:
         """The groups of the optimizer, for this program."""

@@ -1,15 +1,16 @@
-"""Optimizer parallel of stage 3 without DeepSpeed: parameters, gradients and optimizer states in equal parts.
+"""Optimizer parallel of ZeRO without DeepSpeed: optimizer states, gradients and parameters in equal parts.
 
-A rank keeps one part of every bucket (`sharding`). Forward and backward gather a bucket where it is used
-(`runtime.gathering`); when backward has completed its gradients, a reduce-scatter leaves this rank's part of their sum,
-while backward still computes others. The optimizer works on the parts, on masters in fp32 where weights have less than
-32 bits. Lowering with `sharded_optimizer` multiplies what flows into each parameter so that the sum over its replicas,
-divided by the number of ranks, is the gradient.
+A rank owns one part of every bucket (`sharding`). When backward has completed the gradients of a bucket, a
+reduce-scatter leaves this rank's part of their sum, while backward still computes others; at stage 1 only that of the
+last micro-batch. The optimizer works on the parts, on masters in fp32 where weights have less than 32 bits. At stages 1
+and 2 parameters stay complete, and are gathered after an update; at stage 3 forward and backward gather a bucket where
+it is used (`runtime.gathering`). Lowering with `sharded_optimizer` multiplies what flows into each parameter so that
+the sum over its replicas, divided by the number of ranks, is the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -40,23 +41,47 @@ class _Sums:
         self._place = recorder.place(f"the gradients of {', '.join(member.name for member in bucket.trained)}")
         self.missing = {member.name for member in bucket.trained}
         self._flat: Tensor | None = None
+        self._filled: set[str] = set()
         self._running: tuple[Awaited | None, Tensor, Tensor] | None = None
         self.part: Tensor | None = None
 
     def arrived(self, member: Member, parameter: nn.Parameter) -> None:
-        """Backward has completed a gradient of one micro-batch; it moves here."""
+        """Backward has completed a gradient of one micro-batch; it moves here, beside or onto those before."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        own = self._of(member)
+        if member.name in self._filled:
+            own.add_(gradient.reshape(-1))
+        else:
+            own.view(gradient.shape).copy_(gradient)
+            self._filled.add(member.name)
+        self.missing.discard(member.name)
+
+    def _of(self, member: Member) -> Tensor:
+        """The elements of a gradient."""
         if self._flat is None:
             self._flat = torch.zeros(self.bucket.elements, dtype=self._dtype, device=self._device)
-        own = self._flat[member.first : member.first + member.elements]
-        own.view(gradient.shape).copy_(gradient)
-        self.missing.remove(member.name)
+        return self._flat[member.first : member.first + member.elements]
+
+    def sum_of(self, member: Member) -> Tensor:
+        """What has arrived of a gradient, made of zeros where nothing came back."""
+        self._filled.add(member.name)
+        return self._of(member)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something has arrived that no launch has taken."""
+        return self._flat is not None
+
+    def pause(self) -> None:
+        """The end of a micro-batch after which nothing is added up between ranks."""
+        self.missing = {member.name for member in self.bucket.trained}
 
     def launch(self) -> None:
         """Begin to add up what has arrived."""
-        self.missing = {member.name for member in self.bucket.trained}
+        self.pause()
         flat, self._flat = self._flat, None
+        self._filled.clear()
         if flat is None:
             return
         if self.bucket.ranks == 1:
@@ -91,12 +116,14 @@ class _Sums:
 
 
 class ShardedUpdates(OwnUpdates):
-    """Stage 3; see `Updates` for the `shared` arguments.
+    """Stages 1 to 3; see `Updates` for the `shared` arguments.
 
     Args:
         optimizer_factory: makes a torch optimizer from torch's parameter groups; it updates slices of flat tensors.
+        stage: 1 to 3; in a pipeline 1.
         scale: the loss scale in fp16.
         limit: bytes of a bucket; see `sharded_buckets`.
+        overlap: take gradients as they come, and add them up during backward; stage 3 always does.
     """
 
     def __init__(
@@ -107,29 +134,35 @@ class ShardedUpdates(OwnUpdates):
         optimizer_factory: OptimizerFactory,
         groups: Groups,
         *,
+        stage: int = 3,
         scale: LossScale | None = None,
         limit: int | None = None,
+        overlap: bool = True,
         **shared: Any,
     ) -> None:
         super().__init__(module, program, communicator, groups, scale=scale, **shared)
-        mesh = program.mesh
+        mesh, self._stage, self._overlaps = program.mesh, stage, stage == 3 or (overlap and self._peers is None)
         self._members = [names for names, _ in self._groups]
         self._sources = {source.name: source for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        buckets = sharded_buckets(program, self._members, limit)
+        buckets = sharded_buckets(program, self._members, limit, stage)
         axes = dict.fromkeys(bucket.axes for bucket in buckets if bucket.axes)
-        gathering = {names: communicator.own_group(names) for names in axes}
-        adding = {names: communicator.own_group(names) for names in axes}
+        own = communicator.own_group if self._overlaps else communicator.group
+        gathering, adding = {names: own(names) for names in axes}, {names: own(names) for names in axes}
         self._buckets, self._gathered, self._sums, self._masters = buckets, [], [], []
         self._index = [mesh.index(communicator.rank, bucket.axes) if bucket.axes else 0 for bucket in buckets]
         self._at: dict[str, tuple[int, Member]] = {}
         for number, (bucket, index) in enumerate(zip(buckets, self._index, strict=True)):
             self._at.update({member.name: (number, member) for member in bucket.members})
-            part = self._part_of(bucket, index)
+            complete = self._complete(bucket) if stage < 3 and bucket.ranks > 1 else None
+            if complete is None:
+                part = self._part_of(bucket, index)
+            else:
+                part = complete[index * bucket.part : (index + 1) * bucket.part]
             place = recorder.place(f"the parameters {', '.join(member.name for member in bucket.members)}")
             placed_ = [(self._parameters[member.name], member.first) for member in bucket.members]
             group = gathering.get(bucket.axes)
-            self._gathered.append(GatheredParameters(placed_, part, bucket.ranks, communicator, group, place))
+            self._gathered.append(GatheredParameters(placed_, part, bucket.ranks, communicator, group, place, complete))
             self._sums.append(_Sums(bucket, part, communicator, adding.get(bucket.axes)))
             wide = getattr(torch, gradient_dtype(bucket))
             self._masters.append(part if part.dtype == wide else part.to(wide))
@@ -146,11 +179,11 @@ class ShardedUpdates(OwnUpdates):
                 for number, (_, options) in enumerate(self._groups)
             ]
         )
-        check_optimizer(self._optimizer, program, 3)
+        check_optimizer(self._optimizer, program, stage)
         self._gathering = Gathering(self._gathered)
         evaluation = self.evaluation
         evaluations = list(evaluation.children()) if isinstance(evaluation, nn.ModuleDict) else [evaluation]
-        for root in (module, self._short, *evaluations):
+        for root in (module, self._short, *evaluations) if stage == 3 else ():
             if root is not None:
                 self._gathering.attach(root)
         self._hooks = [
@@ -158,9 +191,19 @@ class ShardedUpdates(OwnUpdates):
                 partial(self._arrived, number, member)
             )
             for number, bucket in enumerate(buckets)
-            for member in bucket.trained
+            for member in (bucket.trained if self._overlaps else ())
         ]
         self._next = len(buckets) - 1
+        self._micro_batches, self._last = 0, stage > 1
+
+    def _complete(self, bucket: ShardedBucket) -> Tensor:
+        """The values that the parameters have now."""
+        first = self._parameters[bucket.members[0].name]
+        flat = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
+        for member in bucket.members:
+            own = flat[member.first : member.first + member.elements]
+            own.copy_(self._parameters[member.name].detach().reshape(-1))
+        return flat
 
     def _part_of(self, bucket: ShardedBucket, index: int) -> Tensor:
         """This rank's part of the values that the parameters have now."""
@@ -172,11 +215,21 @@ class ShardedUpdates(OwnUpdates):
         return part
 
     def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
+        self._micro_batches += 1
+        if self._stage == 1 and self._overlaps:
+            self._last = self._micro_batches == self._accumulate if left is None else not left
         self._divided(loss, share).backward()  # type: ignore[no-untyped-call]
         self.finish()
 
     def finish(self) -> None:
-        """The end of the backward of one micro-batch: add up the rest, and let go of all parameters."""
+        """The end of the backward of one micro-batch: add up the rest, and let go of parameters that were gathered. At
+        stage 1 the sums of earlier micro-batches stay here."""
+        if not self._overlaps:
+            self._take()
+        if not self._last:
+            for sums in self._sums:
+                sums.pause()
+            return
         while self._next >= 0:
             self._launch()
         for sums in self._sums:
@@ -187,8 +240,15 @@ class ShardedUpdates(OwnUpdates):
     def _arrived(self, number: int, member: Member, parameter: nn.Parameter) -> None:
         """Buckets leave in one order, the reverse of forward, whatever the order in which they are complete."""
         self._sums[number].arrived(member, parameter)
-        while self._next >= 0 and not self._sums[self._next].missing:
+        while self._last and self._next >= 0 and not self._sums[self._next].missing:
             self._launch()
+
+    def _take(self) -> None:
+        """The gradients that backward, or another in its place, has left in the parameters."""
+        for sums in self._sums:
+            for member in sums.bucket.trained:
+                if (parameter := self._parameters[member.name]).grad is not None:
+                    sums.arrived(member, parameter)
 
     def _launch(self) -> None:
         self._sums[self._next].launch()
@@ -200,6 +260,12 @@ class ShardedUpdates(OwnUpdates):
         self.finish()
 
     def reduce(self) -> None:
+        if self._peers is not None:
+            own = {name: self._at[name] for name in self._peers.copies}
+            self._peers.add_shared({name: self._sums[number].sum_of(member) for name, (number, member) in own.items()})
+        if self._stage == 1 and any(sums.waits for sums in self._sums):
+            self._last = True
+            self.finish()
         parts = [sums.part for sums in self._sums if sums.part is not None]
         if parts:
             factor = self._program.mesh.size * (1.0 if self._scale is None else self._scale.value)
@@ -222,6 +288,7 @@ class ShardedUpdates(OwnUpdates):
             yield name, complete[1][member.first : member.first + member.elements].view(self._shapes[name])
 
     def update(self, measure: bool = True) -> float | None:
+        self._micro_batches, self._last = 0, self._stage > 1
         for number, _, ranges, holder in self._holders:
             part = self._sums[number].part
             if part is not None:
@@ -231,9 +298,12 @@ class ShardedUpdates(OwnUpdates):
 
     def skip(self, micro_batches: int) -> None:
         """Count micro-batches as done, with gradients of zero."""
+        self._micro_batches += micro_batches
         for sums in self._sums:
-            if sums.bucket.trained:
+            if self._stage > 1 and sums.bucket.trained:
                 sums.zeros()
+            for member in sums.bucket.trained if self._stage == 1 else ():
+                sums.sum_of(member)
 
     def forget(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -242,11 +312,23 @@ class ShardedUpdates(OwnUpdates):
 
     def _squares(self) -> Tensor:
         """Each element is on one rank."""
-        if not (gradients := self._present()):
+        if not (gradients := self._present() if self._peers is None else self._led()):
             return torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
         return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
 
+    def _led(self) -> list[Tensor]:
+        """`_present`, without what an earlier group of a pipeline counts."""
+        return [
+            gradient[one.position - ranges[0].position :][: one.count]
+            for number, _, ranges, holder in self._holders
+            if (gradient := holder.grad) is not None
+            for one in ranges
+            if self._buckets[number].members[one.member].name not in self._follows
+        ]
+
     def weight(self, name: str) -> Tensor:
+        if self._stage < 3:
+            return self._parameters[name].detach()
         number, _ = self._at[name]
         gathered = self._gathered[number]
         gathered.gather()
@@ -258,7 +340,8 @@ class ShardedUpdates(OwnUpdates):
         found: dict[str, list[Shard]] = {}
         for number, (bucket, index) in enumerate(zip(self._buckets, self._index, strict=True)):
             for one in bucket.ranges(index):
-                self._add_piece(found, MODEL, bucket.members[one.member].name, one, self._masters[number])
+                if write or bucket.members[one.member].name not in self._follows:
+                    self._add_piece(found, MODEL, bucket.members[one.member].name, one, self._masters[number])
         for number, _, ranges, holder in self._holders:
             for state, value in self._optimizer.state.get(holder, {}).items():
                 if not is_scalar(value, holder):
@@ -266,7 +349,8 @@ class ShardedUpdates(OwnUpdates):
                     for one in ranges:
                         name = self._buckets[number].members[one.member].name
                         moved = Range(one.member, one.first, one.position - ranges[0].position, one.count)
-                        self._add_piece(found, f"{OPTIMIZER}{state}/", name, moved, value)
+                        if write or name not in self._follows:
+                            self._add_piece(found, f"{OPTIMIZER}{state}/", name, moved, value)
         yield found
 
     def _add_piece(self, found: dict[str, list[Shard]], kind: str, name: str, one: Range, flat: Tensor) -> None:
@@ -303,11 +387,26 @@ class ShardedUpdates(OwnUpdates):
                     found[key] = torch.zeros_like(holder, dtype=dtype, requires_grad=False)
             self._optimizer.state[holder] = found
 
-    def loaded(self) -> None:  # weights below 32 bits follow from their masters
+    def loaded(self) -> None:
+        self._follow(range(len(self._buckets)))
+
+    def updated(self) -> None:
+        self._follow([number for number, bucket in enumerate(self._buckets) if bucket.trained])
+        if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded differently
+            self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})
+
+    def _follow(self, numbers: Iterable[int]) -> None:
+        """Weights below 32 bits follow from their masters, and those that stay complete from all parts."""
+        works = []
         with torch.no_grad():
-            for gathered, master in zip(self._gathered, self._masters, strict=True):
+            for number in numbers:
+                gathered, master = self._gathered[number], self._masters[number]
                 if gathered.part is not master:
                     gathered.part.copy_(master)
+                works.append(gathered.spread())
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -1,9 +1,11 @@
-"""How stage 3 without DeepSpeed divides parameters: buckets of neighbours, each one flat tensor cut into equal parts.
+"""How ZeRO without DeepSpeed divides parameters: buckets of neighbours, each one flat tensor cut into equal parts.
 
 A bucket holds parameters of one block of the model, as lists of modules number them (`layers.3`), or of a few small
 ones, in the order in which forward first uses them: one all-gather makes all of them complete. Within a bucket they
-are ordered by the optimizer's groups, so a rank's part of a group is one slice of memory. Invariant: every element of
-a rank's slices of parameters is in the part of exactly one of its replicas, whatever the size of the buckets.
+are ordered by the optimizer's groups, so a rank's part of a group is one slice of memory. At stages 1 and 2, where
+parameters stay complete, frozen ones have buckets of their own, which nothing gathers after an update. Invariant:
+every element of a rank's slices of parameters is in the part of exactly one of its replicas, whatever the size of the
+buckets.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from itertools import groupby
 from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, REDUCE_SCATTER
+from strategies.optimizer.buckets import BUCKET_BYTES
 from strategies.optimizer.updates import local_elements, parameters
 from strategies.optimizer.zero.partition import Range
 from strategies.optimizer.zero.traffic import Calls
 from strategies.runtime.module_tree import units
 
 SMALLEST, LARGEST = 2**20, 64 * 2**20
-"""Bytes between which a bucket is chosen, unless one parameter is larger."""
+"""Bytes between which a bucket of stage 3 is chosen, unless one parameter is larger."""
 PARTS = 4
 """How many buckets there are at least, if the smallest size allows."""
 ALIGNED = 16
@@ -73,28 +76,31 @@ class ShardedBucket:
 
 
 def sharded_buckets(
-    program: Program, groups: Sequence[Sequence[str]], limit: int | None = None
+    program: Program, groups: Sequence[Sequence[str]], limit: int | None = None, stage: int = 3
 ) -> tuple[ShardedBucket, ...]:
     """The buckets of a program in the order in which forward first needs them.
 
     Args:
         program: lowered for a sharded optimizer.
         groups: the names in each of the optimizer's groups.
-        limit: bytes of a bucket, at most, unless it is one parameter; None: a quarter of all, within bounds.
+        limit: bytes of a bucket, at most, unless it is one parameter; None: see `usual_limit`.
+        stage: of ZeRO, 1 to 3.
     """
     sources = {source.name: source for source in parameters(program)}
     elements = {name: local_elements(program, source) for name, source in sources.items()}
     size = {name: elements[name] * source.spec.item_bytes for name, source in sources.items()}
-    limit = bucket_limit(program) if limit is None else limit
-    group_of = {name: number for number, names in enumerate(groups) for name in names}
+    limit = bucket_limit(program, stage) if limit is None else limit
+    trainable = frozenset(program.trainable_names)
+    group_of = {name: number for number, names in enumerate(groups) for name in names if name in trainable}
     found = []
     for names in _neighbours(program, list(sources), size, limit):
-        alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
+        alike: dict[tuple[tuple[str, ...], str, bool], list[str]] = {}
         for name in names:
             axes = program.layouts[sources[name].id].replica_axes(program.mesh)
             axes = axes if program.mesh.product(axes) > 1 else ()
-            alike.setdefault((axes, sources[name].spec.dtype), []).append(name)
-        for (axes, dtype), same in alike.items():
+            apart = stage < 3 and name not in group_of
+            alike.setdefault((axes, sources[name].spec.dtype, apart), []).append(name)
+        for (axes, dtype, _), same in alike.items():
             ranks, position, members = program.mesh.product(axes), 0, []
             for name in sorted(same, key=lambda one: group_of.get(one, len(groups))):
                 members.append(Member(name, elements[name], position, group_of.get(name, FROZEN)))
@@ -104,31 +110,38 @@ def sharded_buckets(
     return tuple(found)
 
 
-def bucket_limit(program: Program) -> int:
+def bucket_limit(program: Program, stage: int) -> int:
     """Bytes of a bucket of a program at most, where none are configured."""
     sources = parameters(program)
-    return usual_limit(sum(local_elements(program, source) * source.spec.item_bytes for source in sources))
+    return usual_limit(sum(local_elements(program, source) * source.spec.item_bytes for source in sources), stage)
 
 
-def usual_limit(size: int) -> int:
-    """Bytes of a bucket at most, of parameters of `size` bytes."""
-    return min(max(size // PARTS, SMALLEST), LARGEST)
+def usual_limit(size: int, stage: int) -> int:
+    """Bytes of a bucket at most, of parameters of `size` bytes: a quarter of all at stage 3, which gathers one while
+    another computes; those of stage 0 elsewhere."""
+    return min(max(size // PARTS, SMALLEST), LARGEST) if stage == 3 else BUCKET_BYTES
 
 
 def calls(
-    program: Program, groups: Sequence[Sequence[str]], accumulate: int = 1, limit: int | None = None
+    program: Program, groups: Sequence[Sequence[str]], accumulate: int = 1, limit: int | None = None, stage: int = 3
 ) -> tuple[Calls, ...]:
-    """What one rank calls per optimizer step, at most; see `sharded_buckets`. The last bucket stays for backward."""
-    found, buckets = [], sharded_buckets(program, groups, limit)
+    """What one rank calls per optimizer step, at most; see `sharded_buckets`. Stage 3 gathers for every micro-batch,
+    forward and backward, but for the last bucket, which stays for backward; stages 1 and 2 gather what was updated."""
+    found, buckets = [], sharded_buckets(program, groups, limit, stage)
     for number, bucket in enumerate(buckets):
-        if bucket.ranks > 1:
-            sent = accumulate * (bucket.ranks - 1) * bucket.part
-            times = 1 if number == len(buckets) - 1 else 2
-            size = times * sent * ITEM_BYTES[bucket.dtype]
-            found.append(Calls(ALL_GATHER, bucket.axes, size, times * accumulate))
-            if bucket.trained:
-                size = sent * ITEM_BYTES[gradient_dtype(bucket)]
-                found.append(Calls(REDUCE_SCATTER, bucket.axes, size, accumulate))
+        if bucket.ranks == 1:
+            continue
+        sent = (bucket.ranks - 1) * bucket.part
+        if stage == 3:
+            gathers = accumulate * (1 if number == len(buckets) - 1 else 2)
+        else:
+            gathers = 1 if bucket.trained else 0
+        if gathers:
+            found.append(Calls(ALL_GATHER, bucket.axes, gathers * sent * ITEM_BYTES[bucket.dtype], gathers))
+        if bucket.trained:
+            times = accumulate if stage > 1 else 1
+            size = times * sent * ITEM_BYTES[gradient_dtype(bucket)]
+            found.append(Calls(REDUCE_SCATTER, bucket.axes, size, times))
     return tuple(found)
 
 

@@ -1,5 +1,4 @@
-"""The optimizer parallel of each ZeRO stage: replicated updates at stage 0, from stage 1 on DeepSpeed, at stage 3 also
-our own."""
+"""The optimizer parallel of each ZeRO stage: replicated updates at stage 0, from stage 1 on DeepSpeed or our own."""
 
 from __future__ import annotations
 
@@ -62,10 +61,10 @@ def make_updates(
         precision: dtype of the parameters in the program.
         zero_options: options of DeepSpeed's ZeRO config; the native engine knows reduce_bucket_size only.
         cut: limits of gradient buckets, at stage 0.
-        overlap: reduce gradients during backward, at stage 0.
+        overlap: reduce gradients during backward, without DeepSpeed.
         offload: what DeepSpeed keeps on the host or on a disk.
         loss_scale: constant factor on the loss in fp16; None: one that adapts.
-        engine: of stage 3.
+        engine: from stage 1 on.
 
     Raises:
         StrategyError: the stage cannot do it (precision, optimizer, options, shapes).
@@ -83,9 +82,9 @@ def make_updates(
             f"ZeRO stage {stage} cuts up the gradients of every micro-batch, of which a pipeline has several under "
             "way; use parallel.zero.stage=1 or 0.",
         )
-    if stage == 3 and engine == "native":
+    if engine == "native":
         limit = _native_limit(zero_options or {}, offload)
-        return ShardedUpdates(*given, scale=scale, limit=limit, **shared)
+        return ShardedUpdates(*given, stage=stage, scale=scale, limit=limit, overlap=overlap, **shared)
     return ZeroUpdates(
         *given,
         stage=stage,

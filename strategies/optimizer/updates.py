@@ -1,7 +1,7 @@
 """What happens between a loss and the next weights, as one interface for every optimizer parallel.
 
-Stage 0 (`replicated`) reduces gradients itself and replicates optimizer states; stages 1-3 (`zero`) are DeepSpeed,
-stage 3 also our own (`sharded`).
+Stage 0 (`replicated`) reduces gradients itself and replicates optimizer states; stages 1-3 are our own (`sharded`) or
+DeepSpeed's (`zero`).
 Invariant: after `reduce`, `gradients` are the true gradients of the global loss, each rank holding its own slices;
 after `update`, all ranks that hold the same slice hold the same bits.
 """
@@ -33,7 +33,7 @@ from strategies.runtime.shards import Shards
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 """The dtype of the parameters in the program."""
 Engine = Literal["deepspeed", "native"]
-"""Whose stage 3: DeepSpeed's or our own."""
+"""Whose ZeRO: DeepSpeed's or our own."""
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups: {"names": [full name, ...], option: value, ...}."""
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]

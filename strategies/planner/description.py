@@ -174,11 +174,11 @@ def communication(program: Program, settings: OptimizerSettings, traced: Traced 
         total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)
     if settings.stage == 0:
         total.update(predicted(program, measure=False))
-    elif settings.native and traced is not None:
+    elif settings.native and settings.stage == 3 and traced is not None:
         total.update({kind: settings.accumulate * count for kind, count in traced.zero.items()})
     elif settings.native:
         names = [one["names"] for one in settings.groups_for(program)]
-        for call in sharding.calls(program, names, settings.accumulate, settings.limit):
+        for call in sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage):
             total[call.kind] += call.bytes
     else:
         groups = settings.groups_for(program)

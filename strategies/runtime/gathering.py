@@ -1,4 +1,5 @@
-"""Parameters that are complete only while something uses them: buckets gathered before and released after use.
+"""Parameters of which a rank keeps a part: complete only while something uses them, or staying so and gathered again
+after an update. Buckets are gathered before and released after use.
 
 Every module that has parameters of its own gathers their buckets when it runs, and the next one to run releases those
 that it does not need. What autograd saves of a parameter becomes a handle; the first handle that backward asks for
@@ -30,6 +31,7 @@ class GatheredParameters:
         parameters: their values are in `part` of the ranks, one after the other.
         part: this rank's; what is gathered is what it holds at the time.
         ranks: of `group`; with one rank the parameters are views of `part` for good.
+        complete: the parts of all ranks, where the parameters stay complete; `part` is a view of it.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class GatheredParameters:
         communicator: Communicator,
         group: Any,
         place: int,
+        complete: Tensor | None = None,
     ) -> None:
-        self.gathers = ranks > 1
+        self.gathers = ranks > 1 and complete is None
+        self._complete = complete
         self.part, self._ranks, self._communicator, self._group, self._place = part, ranks, communicator, group, place
         shapes = [(parameter, first, parameter.shape) for parameter, first in parameters]
         self._parameters = [(one, first, shape, shape.numel()) for one, first, shape in shapes]
@@ -52,7 +56,7 @@ class GatheredParameters:
         self.in_backward = False
         self._pending: tuple[Tensor, Awaited | None] | None = None
         if not self.gathers:
-            self._point(part)
+            self._point(part if complete is None else complete)
         else:
             self.release()
 
@@ -61,10 +65,17 @@ class GatheredParameters:
         if not self.gathers or self.flat is not None or self._pending is not None:
             return
         flat = self.part.new_empty(self._ranks * self.part.numel())
+        self._pending = flat, self._gather_into(flat)
+
+    def spread(self) -> Awaited | None:
+        """Begin to give parameters that stay complete what all ranks' parts hold now; returns what to wait for."""
+        return None if self._complete is None else self._gather_into(self._complete)
+
+    def _gather_into(self, flat: Tensor) -> Awaited | None:
         recorder.cells[PLACE] = self._place
         work = self._communicator.gather_later(flat, self.part, self._group)
         self._communicator.count(ALL_GATHER, (self._ranks - 1) * self.part.numel(), self.part)
-        self._pending = flat, work
+        return work
 
     def gather(self) -> None:
         """Make the parameters complete."""

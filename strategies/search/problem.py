@@ -23,7 +23,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, path_seconds
 from strategies.cost.exposed_communication import cooperation_stages
 from strategies.cost.roofline import operator_work
-from strategies.cost.step import MASTER, engine_work
+from strategies.cost.step import MASTER, WORK
 from strategies.cost.styled_modules import StyledModules
 from strategies.lowering.lowering import local_instructions
 from strategies.memory.estimate import saved
@@ -257,9 +257,9 @@ class NodeCost:
         elements, width = layout.local_elements(spec.shape, mesh), max(spec.item_bytes, MASTER)
         work = elements * width / MASTER * problem.optimizer_bytes / cluster.memory_bandwidth / problem.micro_batches
         axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
-        ranks, native = mesh.product(axes), problem.stage == 3 and problem.engine == "native"
+        ranks, native = mesh.product(axes), problem.stage > 0 and problem.engine == "native"
         if problem.stage:
-            copies = engine_work(problem.stage, problem.engine).copies
+            copies = WORK[problem.engine].copies
             work = work / ranks + elements * width * copies / cluster.memory_bandwidth
         if ranks == 1:
             return work
@@ -268,7 +268,7 @@ class NodeCost:
             """ZeRO sends all at once, but for what stage 3 gathers unit by unit, and our own by buckets."""
             at_once = problem.stage and (problem.stage < 3 or kind == REDUCE_SCATTER)
             call = self.gradient_bytes if at_once else self.bucket
-            call = usual_limit(self.gradient_bytes) if native else call
+            call = min(usual_limit(self.gradient_bytes, problem.stage), self.gradient_bytes) if native else call
             call = call if relaxation is None else self.largest_call
             sent = call * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
             return collective_seconds(kind, sent, axes, mesh, cluster) * elements * item_bytes / call
@@ -278,10 +278,11 @@ class NodeCost:
             exposed = 1 - hidden if relaxation is None else relaxation.reduction
             return work + exposed * seconds(ALL_REDUCE, width) / problem.micro_batches
         if problem.stage == 3:
-            kept = usual_limit(self.gradient_bytes) / self.gradient_bytes if native else 0.0  # our own last bucket
+            kept = usual_limit(self.gradient_bytes, 3) / self.gradient_bytes if native else 0.0  # our own last bucket
             gathers = 2 - min(kept, 1.0) if relaxation is None else 1  # what stays until backward is not gathered again
             return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + seconds(REDUCE_SCATTER, width)
-        reduced = seconds(ALL_REDUCE, MASTER) / (problem.micro_batches if problem.stage == 1 else 1)
+        added = seconds(REDUCE_SCATTER, width) if native else seconds(ALL_REDUCE, MASTER)
+        reduced = added / (problem.micro_batches if problem.stage == 1 else 1)
         return work + reduced + seconds(ALL_GATHER, spec.item_bytes) / problem.micro_batches
 
     def communicates(self, operator: Operator, sharding: Sharding) -> bool:

@@ -71,6 +71,24 @@ def test_a_chain_of_plans_trains_as_one_process_does(start, capfd):
     assert "random numbers" not in printed
 
 
+ENGINES = [
+    ("world_size=2", "parallel=data_parallel", "parallel.zero={stage: 1, engine: deepspeed}"),
+    ("world_size=3", "parallel=data_parallel", "parallel.zero={stage: 2, engine: native}"),
+    ("world_size=2", "parallel=data_parallel", "parallel.zero={stage: 1, engine: native}", "train.accumulate=2"),
+    ("world_size=3", "parallel=data_parallel", "parallel.zero={stage: 2, engine: deepspeed}"),
+    ("world_size=4", "parallel=data_parallel", "parallel.zero={stage: 1, engine: native}",
+     "parallel.pipeline.cuts={leave: 1}", "parallel.pipeline.stages=2"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_engines_of_zero_continue_each_others_runs(start):
+    """On other numbers of ranks, of which 3 do not divide the parameters."""
+    words = ("data.batch_size=24", "data.args.rows=48")
+    truth = start(*COMMON, *words, *ALONE, "train.steps=10", folder="alone").folder
+    assert largest(tensors(moved(start, ENGINES, *words)), tensors(truth)) <= 1e-5
+
+
 @pytest.mark.slow
 def test_half_precision_moves_its_masters(start):
     """Resumed in fp32, a bf16 run continues with the fp32 weights and states of its optimizer."""

@@ -73,6 +73,8 @@ def test_auto_keeps_the_limit(command, tmp_path):
         ),
         pytest.param(("parallel.zero.stage=3", "parallel.offload.activations.to=disk"), marks=pytest.mark.slow),
         pytest.param(("parallel.zero={stage: 3, engine: native}", "train.accumulate=2"), marks=pytest.mark.slow),
+        pytest.param(("parallel.zero.stage=1", "train.accumulate=2"), marks=pytest.mark.slow),
+        pytest.param(("parallel.zero.stage=2", "train.precision=bf16"), marks=pytest.mark.slow),
     ],
 )
 def test_real_ranks_take_what_was_predicted(start, words):

@@ -123,13 +123,25 @@ def test_layers_with_buckets_of_their_own_are_predicted(contracted_only, name, b
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.parametrize(("stage", "overlap", "accumulate"), [(1, True, 2), (1, False, 2), (2, True, 1)])
+def test_layers_that_stay_complete_are_predicted(contracted_only, stage, overlap, accumulate):
+    """In the native stages 1 and 2."""
+    program = program_of("llama", None, 3)
+    settings = OptimizerSettings(
+        stage, torch.optim.AdamW, accumulate=accumulate, overlap=overlap, bucket=1000, engine="native"
+    )
+    assert trace_repeated(program, settings) == trace(program, settings)
+
+
 def test_few_layers_are_cut_as_the_complete_model_is(contracted_only, monkeypatch):
     """Where those of fewer layers would be smaller."""
     limits, cut_into = [], sharded.sharded_buckets
 
-    def noted(program: Program, groups: Sequence[Sequence[str]], limit: int | None) -> tuple[ShardedBucket, ...]:
+    def noted(
+        program: Program, groups: Sequence[Sequence[str]], limit: int | None, stage: int
+    ) -> tuple[ShardedBucket, ...]:
         limits.append(limit)
-        return cut_into(program, groups, limit)
+        return cut_into(program, groups, limit, stage)
 
     monkeypatch.setattr(sharding, "SMALLEST", 1)
     monkeypatch.setattr(sharding, "LARGEST", 40000)

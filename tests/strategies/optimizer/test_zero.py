@@ -1,5 +1,5 @@
 """ZeRO 1-3 against plain torch on one device, on four ranks; every convention of DeepSpeed that we rely on has a case,
-and so has what our own stage 3 is for."""
+and so has what our own stages are for."""
 
 import copy
 import math
@@ -38,6 +38,14 @@ def conventions(training):
         training.DATA_PARALLEL, optimizer="adamw", options={"reduce_bucket_size": 100}, **NATIVE
     )
     found["native: fp16 with a loss scale"] = case(4, precision="fp16", clip=0.3, **NATIVE)
+    own = {"engine": "native"}
+    found["native: a replica group for every parameter, fp64, stage 1"] = case(0, 1, precision="fp64", clip=0.3, **own)
+    found["native: bf16 with fp32 masters, overlapped, stage 1"] = case(
+        4, 1, precision="bf16", clip=0.3, overlap=True, **own
+    )
+    found["native: one replica group, small overlapped buckets, stage 2"] = case(
+        training.DATA_PARALLEL, 2, "adamw", options={"reduce_bucket_size": 100}, overlap=True, **own
+    )
     return found
 
 
@@ -64,6 +72,15 @@ def more_conventions(training):
     found["native: Adagrad has states when it is made"] = case(3, optimizer="adagrad", clip=0.3, **NATIVE)
     found["native: bf16 with fp32 masters"] = case(4, precision="bf16", clip=0.3, **NATIVE)
     found["native: one micro-batch"] = case(2, accumulate=1, **NATIVE)
+    for stage in (1, 2):
+        own = {"stage": stage, "clip": 0.3, "engine": "native", "overlap": stage == 1}
+        found[f"native: nothing to gather, stage {stage}"] = case(training.FULLY_SLICED, **own)
+        found[f"native: Adagrad has states when it is made, stage {stage}"] = case(3, optimizer="adagrad", **own)
+        found[f"native: fp16 with a loss scale, stage {stage}"] = case(4, precision="fp16", **own)
+        found[f"native: options of torch groups across replica groups, stage {stage}"] = case(
+            1, optimizer="adamw", **own
+        )
+        found[f"native: one micro-batch, fp64, stage {stage}"] = case(2, precision="fp64", accumulate=1, **own)
     kept = {"param_persistence_threshold": 50, "stage3_prefetch_bucket_size": 1000, "stage3_max_reuse_distance": 1000}
     found["kept and prefetched parameters, stage 3"] = case(5, 3, options=kept)
     return found
