@@ -42,7 +42,7 @@ from tests.strategies.search.problems import prime_mesh, problem, propagated, sh
 
 SMALL, LARGE = "laptop_gloo", "dgx_h100"
 DATA, BOTH, TENSOR = "data", "both", "tensor"
-WAYS = (DATA, BOTH, TENSOR)
+SLICINGS = (DATA, BOTH, TENSOR)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def machine_of(name: str, ranks: int) -> Cluster:
     return described(name, shipped(name, 1 if name == LARGE else None))
 
 
-def configured(made: Problem, names: Sequence[str], way: str) -> dict[str, Assignment] | None:
+def configured(made: Problem, names: Sequence[str], slicing: str) -> dict[str, Assignment] | None:
     """The named operators sliced by their batch, their columns, or both; None where they do not divide."""
     axes, found = made.mesh.names, {}
     for name in names:
@@ -126,7 +126,7 @@ def configured(made: Problem, names: Sequence[str], way: str) -> dict[str, Assig
             DATA: {batch: axes},
             BOTH: {batch: axes[:1], columns: axes[1:]},
             TENSOR: {columns: axes},
-        }[way]
+        }[slicing]
         if not sharding.legal(assignment, made.mesh):
             return None
         found[name] = assignment
@@ -155,12 +155,12 @@ def compare(case: Case, ranks: int) -> Result:
     found: dict[str, float] = {}
     names = [o.name for o in graph.operators if any(fnmatch(o.name, glob) for glob in case.layers)]
     assert names, case.name
-    for way in WAYS:
-        fixed = configured(free, names, way)
+    for slicing in SLICINGS:
+        fixed = configured(free, names, slicing)
         if fixed is not None:
             given = problem(graph, mesh, fixed)
             chosen = propagated(given, cluster).assignments
-            found[way] = PlanCost(given, cluster).total(chosen) / search(given, cluster).cost
+            found[slicing] = PlanCost(given, cluster).total(chosen) / search(given, cluster).cost
     return Result(case, ranks, best.gap, recursive, found, time.process_time() - started)
 
 
@@ -174,7 +174,14 @@ def results(only: str = "", ranks: Sequence[int] = (4, 8)) -> Iterator[Result]:
 def table(found: Sequence[Result]) -> str:
     """The page, in markdown."""
     worst = max(one.recursive for one in found), max(max(one.propagation.values(), default=0.0) for one in found)
-    heads = ("model", "machine", "devices", "gap of exact", "recursive", *(f"propagation, {way}" for way in WAYS))
+    heads = (
+        "model",
+        "machine",
+        "devices",
+        "gap of exact",
+        "recursive",
+        *(f"propagation, {slicing}" for slicing in SLICINGS),
+    )
     lines = [
         "# Searches against the exact one",
         "",
@@ -190,7 +197,7 @@ def table(found: Sequence[Result]) -> str:
         f"|---|---|{'---:|' * (len(heads) - 2)}",
     ]
     for one in found:
-        ratios = [f"{one.propagation[way]:.3f}" if way in one.propagation else "" for way in WAYS]
+        ratios = [f"{one.propagation[slicing]:.3f}" if slicing in one.propagation else "" for slicing in SLICINGS]
         cells = [
             one.case.name + " *" * one.case.small,
             one.case.machine,
@@ -212,7 +219,7 @@ def main() -> None:
     found = []
     for one in results(options.only):
         found.append(one)
-        each = " ".join(f"{way} {ratio:.3f}" for way, ratio in one.propagation.items())
+        each = " ".join(f"{slicing} {ratio:.3f}" for slicing, ratio in one.propagation.items())
         print(
             f"{one.case.name:20} {one.ranks} gap {one.gap:.2%} recursive {one.recursive:.3f} {each} {one.spent:.1f} s",
             flush=True,

@@ -396,11 +396,11 @@ class Config(Section):
                 "data.batch_size",
             )
         if rows := self.parallel.batch_rows:
-            whole, ranks = self.data.batch_size // self.train.accumulate, self.world_size or len(rows)
-            if sum(rows) != whole or len(rows) != ranks:
+            size, ranks = self.data.batch_size // self.train.accumulate, self.world_size or len(rows)
+            if sum(rows) != size or len(rows) != ranks:
                 raise refusal(
                     f"parallel.batch_rows = {list(rows)} are {sum(rows)} rows on {len(rows)} ranks, but a micro-batch "
-                    f"has {whole} (data.batch_size / train.accumulate) and there are {ranks} ranks (world_size); one "
+                    f"has {size} (data.batch_size / train.accumulate) and there are {ranks} ranks (world_size); one "
                     "number per rank, which add up to a micro-batch, is right.",
                     "parallel.batch_rows",
                     "data.batch_size",

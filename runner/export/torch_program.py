@@ -104,13 +104,13 @@ def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterato
         if kind == "constant":
             continue
         layout = (plan.inputs if kind == "input" else plan.tensors)[source.name]
-        whole = Layout.replicated(len(shape))
-        if layout == whole or (kind != "buffer" and placements(layout, shape, plan.mesh) is not None):
+        replicated = Layout.replicated(len(shape))
+        if layout == replicated or (kind != "buffer" and placements(layout, shape, plan.mesh) is not None):
             continue
-        path = resharding_path(layout, whole, shape, plan.mesh)
+        path = resharding_path(layout, replicated, shape, plan.mesh)
         more = source.spec.elements - layout.local_elements(shape, plan.mesh)
         seconds = 0.0 if kind != "input" else path_seconds(path, source.spec.item_bytes, plan.mesh, cluster)
-        yield Change(kind, source.name, str(layout), str(whole), more * source.spec.item_bytes, seconds)
+        yield Change(kind, source.name, str(layout), str(replicated), more * source.spec.item_bytes, seconds)
 
 
 def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:

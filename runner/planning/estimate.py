@@ -115,8 +115,8 @@ class Programs:
 
     def stages(self, config: Config, graph: OperatorGraph, plan: Plan, owners: Owners) -> tuple[Stage, ...]:
         """Like `lowering.cut_of`. Where devices are equal, stages are the same for all owners."""
-        alike = owners if config.cluster.groups else len(owners)
-        key = id(plan.operators), lowering.training_options(config), lowering.pipeline_groups(config), alike
+        devices = owners if config.cluster.groups else len(owners)
+        key = id(plan.operators), lowering.training_options(config), lowering.pipeline_groups(config), devices
         if key not in self.cuts:
             self.cuts[key] = plan, lowering.cut_of(config, graph, replace(plan, recompute=None), owners)
         return tuple(
@@ -428,8 +428,8 @@ def servers_of(config: Config, graph: OperatorGraph, plan: Plan) -> Servers:
         push += rows * (table.width * item + ID * (2 + (section.cache_rows > 0)))
         summed += of_all * (table.width * item + ID)
     sync = section.consistency == "sync"
-    held, kept = (sum(one.values()) * item for one in (of_slice.elements, of_slice.kept))
-    return Servers(section.servers, of_slice.slices, section.replicas, pull, push, summed, sync, held, kept)
+    served, kept = (sum(one.values()) * item for one in (of_slice.elements, of_slice.kept))
+    return Servers(section.servers, of_slice.slices, section.replicas, pull, push, summed, sync, served, kept)
 
 
 def step_price(

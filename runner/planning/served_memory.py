@@ -11,8 +11,8 @@ from strategies.memory.parts import Memory
 def of_worker(alone: Memory, servers: Servers) -> Memory:
     """A worker: the parameters that it pulls and keeps, one gradient of them that stays from step to step, two more of
     what it keeps (of its slice, and of all), and optimizer states of what it keeps alone."""
-    trained = servers.held + servers.kept
-    parameters = alone.parameters - servers.held + servers.pull
+    trained = servers.served + servers.kept
+    parameters = alone.parameters - servers.served + servers.pull
     gradients = servers.push + 3 * servers.kept
     optimizer = alone.optimizer * servers.kept // trained
     persistent = parameters + gradients + optimizer + alone.buffers
@@ -31,6 +31,6 @@ def of_worker(alone: Memory, servers: Servers) -> Memory:
 def of_server(alone: Memory, servers: Servers) -> int:
     """Bytes of a server: its shards with their optimizer states and the gradient of a step, its own and replicas of
     others; and the gradients of the slices that have arrived."""
-    states = alone.optimizer * servers.held // (servers.held + servers.kept)
+    states = alone.optimizer * servers.served // (servers.served + servers.kept)
     arrived = servers.workers * servers.push if servers.sync else servers.push
-    return ((1 + servers.replicas) * (servers.held + states + servers.summed) + arrived) // servers.servers
+    return ((1 + servers.replicas) * (servers.served + states + servers.summed) + arrived) // servers.servers

@@ -144,9 +144,9 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
         ConfigError: a glob of parallel.server.parameters matches nothing.
         StrategyError: slices would need one another's values, or a buffer is written.
     """
-    whole = lower(graph, plan, lowering.training_options(config))
-    served = _served(config, whole)
-    program, tables = _with_tables(whole, served)
+    complete = lower(graph, plan, lowering.training_options(config))
+    served = _served(config, complete)
+    program, tables = _with_tables(complete, served)
     if program.updates:
         name = next(source.name for source in program.sources if source.id == program.updates[0][0])
         raise StrategyError(

@@ -159,8 +159,8 @@ class ServedUpdates(BucketedUpdates):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     found[piece.name][key] = {"tensor": len(tensors)}
-                    whole = is_scalar(value, parameter)
-                    tensors.append((value if whole else value.view(-1)[piece.start : piece.stop]).clone())
+                    scalar = is_scalar(value, parameter)
+                    tensors.append((value if scalar else value.view(-1)[piece.start : piece.stop]).clone())
                 else:
                     found[piece.name][key] = {"value": value}
         fields = {"version": done if self._sync else 0, "states": found, "options": self.options, "arrived": []}

@@ -22,7 +22,7 @@ class Servers:
         pull, push: bytes that one worker receives and sends in a step, at most.
         summed: bytes of the gradient of all slices, at most.
         sync: whether a step is one update.
-        held: bytes of the parameters on servers.
+        served: bytes of the parameters on servers.
         kept: bytes of the parameters that workers keep, and of their gradients.
     """
 
@@ -33,7 +33,7 @@ class Servers:
     push: int
     summed: int
     sync: bool
-    held: int
+    served: int
     kept: int = 0
 
     @property
@@ -70,7 +70,7 @@ def served(cost: StepCost, servers: Servers, cluster: Cluster) -> StepCost:
         share = servers.reduced / servers.workers
         seconds["all_reduce"] = share / link.bandwidth + calls * (link.latency + link.call)
     updates = (1 if servers.sync else servers.workers) * (1 + servers.replicas)
-    by_workers = servers.kept / (servers.kept + servers.held) if servers.kept else 0.0
+    by_workers = servers.kept / (servers.kept + servers.served) if servers.kept else 0.0
     optimizer = cost.optimizer * (by_workers + (1 - by_workers) * updates / servers.servers)
     if not servers.sync:
         alone = cost.compute + (servers.pull + servers.push) / link.bandwidth

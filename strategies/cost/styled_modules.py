@@ -82,7 +82,7 @@ class StyledModules:
         return rows and self._weight(user) is not None
 
     def penalty(self, given: Sequence[Layout], wanted: Sequence[Layout], splits: bool) -> Seconds:
-        """Seconds [given, wanted] that keep a search from ways which are none."""
+        """Seconds [given, wanted] that keep a search from reshardings that no style has."""
         have, want = ([self.place(layout) for layout in layouts] for layouts in (given, wanted))
         return np.where(_forbidden(have, want, len(given[0].dims), splits), FORBIDDEN, 0.0)
 
@@ -159,7 +159,7 @@ class StyledModules:
 
 
 def _forbidden(have: Sequence[int], want: Sequence[int], dims: int, splits: bool) -> Booleans:
-    """Which ways from one layout to another are none, [have, want]: both are the dim that the axes slice, REPLICATED or
+    """Which reshardings no style has, [have, want]: both are the dim that the axes slice, REPLICATED or
     PARTIAL."""
     before, after, last = np.array(have)[:, None], np.array(want)[None, :], dims - 1
     allowed = (before == after) | ((before == PARTIAL) & (after == REPLICATED))

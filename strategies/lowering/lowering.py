@@ -280,13 +280,13 @@ class Emitter:
         dim %= len(shape)
         after = Layout.replicated(len(shape))
         before = Layout((*after.dims[:dim], axes, *after.dims[dim + 1 :]))
-        whole = (*shape[:dim], shape[dim] * self.slices(*factors), *shape[dim + 1 :])
-        return self._carried(value, name, before, after, Layout(after.dims, frozenset(axes)), whole, dtype)
+        complete = (*shape[:dim], shape[dim] * self.slices(*factors), *shape[dim + 1 :])
+        return self._carried(value, name, before, after, Layout(after.dims, frozenset(axes)), complete, dtype)
 
     def windows_over(self, value: Ref, windows: Mapping[int, tuple[str, Sequence[tuple[int, int]]]]) -> Ref:
-        whole, local = self.emission.graph.specs[self.operator.operands[0]].shape, self.operand_shape()
+        complete, local = self.emission.graph.specs[self.operator.operands[0]].shape, self.operand_shape()
         axes = [self._axes((windows[dim][0],)) if dim in windows else () for dim in range(len(local))]
-        shape = tuple(whole[dim] if dim in windows else size for dim, size in enumerate(local))
+        shape = tuple(complete[dim] if dim in windows else size for dim, size in enumerate(local))
         cut = Layout(tuple(axes))
         wanted = Windows(
             cut.dims, windows=tuple(tuple(windows[dim][1]) if dim in windows else () for dim in range(len(local)))

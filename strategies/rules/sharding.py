@@ -99,8 +99,8 @@ class Sharding:
     arbitrary but finite), and that where the gradient of a result's padding is zero, the operands' is. `lengths` are
     the sizes of a padded factor's dims where these are not all the same: rows and windows of a picture.
 
-    `gathered` are the factors along which the local program gathers operands: a configured strategy may give these
-    whole, which means the same.
+    `gathered` are the factors along which the local program gathers operands: a configured strategy may replicate
+    these, which means the same.
 
     `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators
     without a rule.

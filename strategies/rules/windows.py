@@ -50,8 +50,8 @@ def _convolution(operator: Operator, local: Local, *, windows: Sequence[Windows]
         sliced = [one for one in windows if one in sliced or one.padding or one.places > one.rows - one.extent + 1]
     first = windows[0].dim
     inside = {one.dim - first for one in sliced}
-    whole = [one.padding for one in windows] if isinstance(given["padding"], str) else given["padding"]
-    padding = [0 if dim in inside else size for dim, size in enumerate(each(whole, len(windows)))]
+    paddings = [one.padding for one in windows] if isinstance(given["padding"], str) else given["padding"]
+    padding = [0 if dim in inside else size for dim, size in enumerate(each(paddings, len(windows)))]
     changes = {"padding": padding, **_channels(local)}
     if "output_padding" in given:
         extra = enumerate(each(given["output_padding"], len(windows)))
@@ -94,7 +94,7 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     weight and both channel dims have factor g."""
     given = arguments(operator)
     transposed = operator.op.startswith("conv_transpose") or given.get("transposed", False)
-    weight, whole = specs[1].shape, (None,) * (len(specs[1].shape) - 2)
+    weight, unnamed = specs[1].shape, (None,) * (len(specs[1].shape) - 2)
     lead = ("n",) if len(specs[0].shape) == len(weight) else ()
     windows = _filters(operator, specs[0].shape[len(lead) + 1 :], weight[2:], len(lead) + 1, transposed)
     spatial = tuple(one.factor for one in windows)
@@ -105,7 +105,7 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     return sharding(
         operator,
         specs,
-        [(*lead, into, *spatial), (*kernel, *whole), *bias],
+        [(*lead, into, *spatial), (*kernel, *unnamed), *bias],
         [(*lead, out, *spatial)],
         sums=() if given["groups"] > 1 else ["i"],
         local=partial(_convolution, windows=windows),
@@ -207,15 +207,15 @@ def _pointed(
 ) -> tuple[Ref, Ref]:
     """The maxima, and their indices in the complete image from those in the rows that the slice has."""
     shape, have = local.operand_shape()[-count:], list[int]()
-    whole, starts, positions = list[int](), list[Sequence[int]](), list[Any]()
+    image, starts, positions = list[int](), list[Sequence[int]](), list[Any]()
     for dim, size in enumerate(shape):
         one = inside.get(dim)
         frames = one.frames(local.slices(one.factor)) if one else Frames((0,), size)
         have.append(frames.length)
-        whole.append(one.rows if one else size)
+        image.append(one.rows if one else size)
         starts.append(frames.starts)
         positions.append(local.position(one.factor) if one else 0)
-    indices = local.call("local.indices_in_image", Ref(pooled.id, 1), have, whole, starts, positions)
+    indices = local.call("local.indices_in_image", Ref(pooled.id, 1), have, image, starts, positions)
     return zeros_behind(local, Ref(pooled.id, 0), list(inside.values())), indices
 
 
@@ -223,18 +223,18 @@ def _pointed(
 def indices_in_image(
     indices: Tensor,
     have: Sequence[int],
-    whole: Sequence[int],
+    image: Sequence[int],
     starts: Sequence[Sequence[int]],
     positions: Sequence[int],
 ) -> Tensor:
-    """Flat indices in a part of an image of shape `have`, as those in the image of shape `whole`: along dim d the part
+    """Flat indices in a part of an image of shape `have`, as those in the image of shape `image`: along dim d the part
     begins at row `starts[d][positions[d]]`."""
     result, size = torch.zeros_like(indices), 1
     for dim in reversed(range(len(have))):
         row = indices % have[dim] + starts[dim][positions[dim]]
         indices = indices // have[dim]
-        result = result + row.clamp(0, whole[dim] - 1) * size
-        size *= whole[dim]
+        result = result + row.clamp(0, image[dim] - 1) * size
+        size *= image[dim]
     return result
 
 

@@ -23,7 +23,7 @@ GATHERED = {
     "conv2d": (-2, -1),
     "conv3d": (-3, -2, -1),
 }
-"""Dims of the first operands (of more than one dim) that the plan may slice and DTensor makes whole, by operator."""
+"""Dims of the first operands (of more than one dim) that the plan may slice and DTensor replicates, by operator."""
 
 
 def placements(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[Placement, ...] | None:
