@@ -35,6 +35,7 @@ from strategies.capture.constants import QUESTIONS, answered
 from strategies.capture.functional import CUMULATIVE
 from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
+from strategies.rules.ctc import ctc_loss
 
 READS_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -157,6 +158,8 @@ class _Unasked(TorchFunctionMode):
             base, exponent = args
             exact = isinstance(exponent, torch.SymFloat) and (base.is_floating_point() or base.is_complex())
             args = base, torch.full((), exponent, dtype=base.dtype if exact else None, device=base.device)
+        if function is functional.ctc_loss:
+            return ctc_loss(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") in ("quantile", "nanquantile"):
             with _all_equal():
                 return function(*args, **(kwargs or {}))
