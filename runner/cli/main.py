@@ -18,8 +18,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import hydra
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -39,6 +38,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from runner import packages, refusals
 from runner.cli import arguments as words
 from runner.cli import recipes
+from runner.cli.composed_once import composed_once, sources_copied_once
 from runner.cli.hydra_errors import COMPOSITION_ERRORS, reword
 from runner.cli.jobs import alone, carried_out, occupying
 from runner.cli.run_folders import check_files, remove_if_unused, require_working_directory, require_writable
@@ -157,8 +157,8 @@ def _command(typed: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
     CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
     try:
-        listed = _sources_copied_once() if {"--help", "-h"} & set(rest) else nullcontext()
-        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext(), listed:
+        once = sources_copied_once() if {"--help", "-h"} & set(rest) else composed_once()
+        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext(), once:
             _job()
     except KeyboardInterrupt:
         if (sweep := CheckConfig.sweep) is not None:
@@ -172,24 +172,6 @@ def _command(typed: list[str]) -> None:
         raise SweepFailed from error  # a sweeper may give up where too many jobs have failed
     if CheckConfig.sweep is not None and not CheckConfig.sweep.end():
         raise SweepFailed
-
-
-@contextmanager
-def _sources_copied_once() -> Iterator[None]:
-    """Inside of the block, Hydra copies all sources once for the list of options, not for every group."""
-    copied = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
-    known: dict[str, Any] = {}
-
-    def once(owner: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> Any:
-        if (key := repr((args, kwargs))) not in known:
-            known[key] = copied(owner, *args, **kwargs)
-        return known[key]
-
-    ConfigLoaderImpl._parse_overrides_and_create_caching_repo = once  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        ConfigLoaderImpl._parse_overrides_and_create_caching_repo = copied  # type: ignore[method-assign]
 
 
 def _register() -> None:

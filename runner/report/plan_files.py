@@ -29,7 +29,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     content, step = plan_content(prepared)
     price = prepared.config.cluster.price_per_hour
     content["prediction"]["training"] = training(content["prediction"], prepared.steps, price)
-    (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (run_dir / "plan.json").write_text(json.dumps(content, indent=2, check_circular=False) + "\n", encoding="utf-8")
     if (wanted := prepared.config.parallel.dump_ir) is not False:
         try:
             _write_ir(prepared, step, run_dir / "ir" if wanted is True else home.expanded(wanted))

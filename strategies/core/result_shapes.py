@@ -2,8 +2,8 @@
 
 A trace calls the same operators with the same shapes for every layer, and so does the next trace. torch caches them
 too, but inspects everything that a tensor may be before it does, which takes most of a trace's time. Invariant: only
-results of operators that write nothing, on plain tensors, are cached; they have new memory or that of an operand, as
-they would without the cache.
+calls on plain tensors are cached, of operators that write nothing, whose results have new memory or that of an operand,
+as they would without the cache, and of those that write numbers alone, whose result is their first operand.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch.utils._mode_utils import no_dispatch
 
 MOST = 1 << 16
 """Calls that are remembered; then all are forgotten."""
+WRITES_NUMBERS = frozenset(("add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"))
+"""Operators that change the numbers of their first operand and nothing else of it."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class _Made:
 
 _known: dict[Hashable, tuple[type | None, tuple[_Made | None, ...]] | None] = {}
 """By call: what holds the results (None: there is one) and the results; None where it cannot be remembered."""
+_FIRST: tuple[None, tuple[()]] = (None, ())
+"""The result is the first operand."""
 
 
 class _Unknown(Exception):
@@ -48,13 +52,15 @@ def call(
 ) -> Any:
     """`func(*args, **kwargs)` on tensors of `mode`, of which `given` are all. Where torch's cache is off, because
     memory is given away meanwhile and a remembered view would make it anew, nothing is remembered here either."""
-    if not mode.cache_enabled or not _only_reads(func):
+    if not mode.cache_enabled or not _plain(func):
         return func(*args, **kwargs)
     try:
         key = func, _key(args), _key(tuple(kwargs.items()))
     except _Unknown:
         return func(*args, **kwargs)
     known = _known.get(key)
+    if known is _FIRST:
+        return args[0]
     if known is not None:
         kind, made = known
         with no_dispatch():
@@ -64,7 +70,7 @@ def call(
     if key not in _known:
         if len(_known) >= MOST:
             forget()
-        _known[key] = _remembered(results, given)
+        _known[key] = _FIRST if results is args[0] else _remembered(results, given)
     return results
 
 
@@ -79,16 +85,31 @@ def _new(one: _Made, given: Sequence[Tensor], mode: FakeTensorMode) -> FakeTenso
     else:
         made = torch.empty(0, dtype=one.dtype, device="meta")
         made.set_(given[one.of].untyped_storage(), one.offset, one.shape, one.stride)
-    return FakeTensor(mode, made, one.device)
+    return _fake(made, one.device, mode)
+
+
+_attributes: dict[torch.device, dict[str, Any]] = {}
+
+
+def _fake(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
+    """`FakeTensor(mode, made, device)`, whose attributes but for the mode are those of any new one on this device."""
+    if device not in _attributes:
+        new = FakeTensor(mode, made, device)
+        _attributes[device] = {name: value for name, value in vars(new).items() if name != "fake_mode"}
+        return new
+    new = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(new)
+    vars(new).update(_attributes[device], fake_mode=mode)
+    return new
 
 
 @cache
-def _only_reads(func: Callable[..., Any]) -> bool:
-    """Whether an operator makes tensors of others and changes none."""
+def _plain(func: Callable[..., Any]) -> bool:
+    """Whether an operator makes tensors of others and changes none, or only the numbers of its first operand."""
     if not isinstance(func, OpOverload):
         return False
     tensors = any("Tensor" in str(one.type) for one in func._schema.arguments)
-    return tensors and not func._schema.is_mutable
+    return tensors and (not func._schema.is_mutable or func._schema.name.removeprefix("aten::") in WRITES_NUMBERS)
 
 
 def _key(value: Any) -> Hashable:

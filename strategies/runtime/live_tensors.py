@@ -9,7 +9,7 @@ programs differ.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,13 +57,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is DEVICE:  # autograd asks for most nodes, of a tensor without numbers each time through all modes
             return _device(args[0])
         kwargs = kwargs or {}
-        given = list(tensors_in((args, kwargs)))
+        given = _tensors((*args, *kwargs.values()))
         self.see(given)
         results = func(*args, **kwargs) if self.shapes is None else shapes.call(func, args, kwargs, given, self.shapes)
         if not func.is_view:
             said = side()
             host = any(self._on_host(tensor) for tensor in given) if said is None and self.host else bool(said)
-            self.see(tensors_in(results), host)
+            self.see(_tensors((results,)), host)
         if self.events is not None:
             self.events.append((func, self.now))
         return results
@@ -115,6 +115,17 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak, self.host_peak = self.now, self.host
         if self.events is not None:
             self.events = [(None, self.now)]
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """As `tensors_in`, for the few values of a call, of which hardly one is nested."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _device(tensor: Tensor) -> torch.device:
