@@ -91,7 +91,6 @@ PADDED = (
         """,
     ),
     # Windows and lookups
-    ("n c !... -> n c !...", "_upsample_bicubic2d_aa _upsample_bilinear2d_aa upsample_bicubic2d"),
     ("..., !... -> ...", "isin"),
     ("..., !bounds -> ...", "bucketize"),
     ("!sorted, ... -> ...", "searchsorted"),

@@ -19,6 +19,7 @@ def by(mode, **options):
 
 aten = torch.ops.aten
 COVERS = """
+_upsample_bicubic2d_aa _upsample_bilinear2d_aa upsample_bicubic2d
 _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d affine_grid_generator grid_sampler
 grid_sampler_2d grid_sampler_3d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
 upsample_nearest3d upsample_trilinear3d
@@ -38,6 +39,11 @@ CASES = [
     ("bilinear smooth", by("bilinear", size=(2, 2), antialias=True), PICTURES),
     ("bicubic", by("bicubic", scale_factor=2), PICTURES),
     ("bicubic smooth", by("bicubic", size=(2, 3), antialias=True), PICTURES),
+    ("bicubic corners", by("bicubic", size=(7, 2), align_corners=True), PICTURES),
+    ("bicubic uneven", by("bicubic", scale_factor=1.4), x(2, 2, 7, 5)),
+    ("smooth uneven", by("bilinear", size=(5, 3), antialias=True), x(2, 2, 13, 7)),
+    ("smooth, one place wide", by("bilinear", size=(4, 1), antialias=True), x(2, 2, 12, 6)),
+    ("smooth by size", lambda a: aten._upsample_bicubic2d_aa.default(a, [4, 6], False), x(2, 2, 12, 12)),
     ("trilinear", by("trilinear", scale_factor=2), VOLUMES),
     ("uneven", by("bilinear", scale_factor=2), x(5, 7, 2, 2)),
     ("grid", lambda a, g: F.grid_sample(a, g, align_corners=False), PICTURES, x(6, 12, 2, 2).tanh()),
