@@ -105,6 +105,7 @@ DEEPSPEED_ONLY = (
     (MODE, any_of("hybrid"), "which parameters a module's own code uses is not known", "another mode"),
 )
 """What our own engine of ZeRO lacks: key, kind of values, why, what to do without it."""
+EACH_DECIDES = "the ranks of every stage of a pipeline would decide for themselves which steps overflow"
 
 RULES: tuple[Rule, ...] = (
     # model and data
@@ -327,9 +328,12 @@ RULES: tuple[Rule, ...] = (
          f"choose {ENGINE}=auto, or {STAGE}=1, 2 or 3"),
     *(Rule(ENGINE, any_of("native"), key, kind, why, f"choose {ENGINE}=auto, or {remedy}")
       for key, kind, why, remedy in DEEPSPEED_ONLY),
-    Rule("train.precision", any_of("fp16"), STAGE, SHARDED, "the ranks of every stage of a pipeline would decide for "
-         "themselves which steps overflow", "use parallel.zero.stage=0 or train.precision=bf16",
-         where=((STAGES, NUMBER),)),
+    Rule("train.precision", any_of("fp16"), STAGE, SHARDED, EACH_DECIDES,
+         f"use {ENGINE}=auto or train.precision=bf16", where=((STAGES, NUMBER), (ENGINE, any_of("deepspeed")))),
+    *(Rule("train.precision", any_of("fp16"), key, kind, f"ZeRO needs DeepSpeed for it, with which {EACH_DECIDES}",
+           f"use train.precision=bf16, or {remedy}",
+           where=((STAGES, NUMBER), (ENGINE, any_of("auto")), (STAGE, SHARDED)))
+      for key, kind, _, remedy in DEEPSPEED_ONLY),
     # torch.compile
     Rule(COMPILE, ON, f"{PIPELINE}.schedule", any_of("zero_bubble", "zbv"),
          "a compiled backward of a stage cannot be split",

@@ -110,6 +110,7 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
         *(*DATA, *BUBBLE, ZERO[1], STATES, ACTIVATIONS),
     ),
     "pipeline, data parallel, recompute, ZeRO-1, bf16": (*DATA, *PIPELINE, FULL, ZERO[1], BF16),
+    "zero bubble, data parallel, ZeRO-1, fp16": (*DATA, *BUBBLE, ZERO[1], FP16),
     "gpipe, tensor parallel, ZeRO-1, states on the host": (*TENSOR, *GPIPE, ZERO[1], STATES),
     "2-d, copies, fitted recompute, fp64": (*TWO_BY_TWO, COPIES, *FITTED, FP64),
     "2-d, copies, selective recompute, embedding and activations on the host, ZeRO-2, accumulation": (

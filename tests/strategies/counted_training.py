@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from strategies.core.program import Program
+from strategies.optimizer import sharding
 from strategies.optimizer.zero import traffic as zero_traffic
 
 training: Any = importlib.import_module("sharded_training")
@@ -26,7 +27,12 @@ def counted(rank: Any, payload: list[tuple[Any, Any]]) -> list[tuple[dict[str, i
         setup.updates.close()
         groups = training.groups_of(setup.program)
         predicted = redistributed(setup.program, rank.rank, case.accumulate)
-        predicted.update(zero_traffic.predicted(setup.program, case.stage, case.accumulate, groups))
+        if case.engine == "native":
+            names = [one["names"] for one in groups]
+            for call in sharding.calls(setup.program, names, case.accumulate, stage=case.stage):
+                predicted[call.kind] += call.bytes
+        else:
+            predicted.update(zero_traffic.predicted(setup.program, case.stage, case.accumulate, groups))
         found.append((sent, dict(predicted)))
     return found
 

@@ -79,7 +79,8 @@ DEEPSPEED = "parallel.zero.engine=deepspeed"
     ("words", "decided"),
     [
         (("world_size=8", "data.batch_size=8", OPEN[0], "parallel.memory_limit=10MB"), ("zero", 0)),
-        (("world_size=8", "data.batch_size=8", OPEN[0], "parallel.memory_limit=2MB"), ("zero", 3)),
+        (("world_size=8", "data.batch_size=8", OPEN[0], "parallel.memory_limit=2MB"), ("zero", 1)),
+        (("world_size=8", "data.batch_size=8", OPEN[0], "parallel.memory_limit=1.6MB"), ("zero", 3)),
         (("world_size=8", "data.batch_size=8", OPEN[0], "parallel.memory_limit=2MB", DEEPSPEED), ("zero", 1)),
         (("world_size=8", "data.batch_size=8", OPEN[0], "parallel.memory_limit=1.7MB", DEEPSPEED), ("zero", 2)),
         (("world_size=2", "data.batch_size=8", *OPEN[::2], "parallel.memory_limit=2.5MB"), ("recompute", "full")),

@@ -320,7 +320,7 @@ BAD = [
         ("train.compile = true", "schedule = 'zero_bubble'", "1f1b or interleaved_1f1b"),
     ),
     (("parallel.mode=stand_alone", "world_size=1"), ("parallel.mode = 'stand_alone'", "stages=null")),
-    (("train.precision=fp16", "parallel.zero.stage=1"), ("'fp16'", "parallel.zero.stage=0 or train.precision=bf16")),
+    (("train.precision=fp16", "parallel.zero={stage: 1, engine: deepspeed}"), ("'fp16'", "parallel.zero.engine=auto")),
     (("parallel.pipeline.stages=null",), ("parallel.pipeline.stages = null", "set parallel.pipeline.stages=N")),
     (
         ("parallel.comm_fusion.all_reduce={mode: index, config: [1]}",),

@@ -1,4 +1,5 @@
-"""Predicted bytes of ZeRO equal those that DeepSpeed sends; units are derived without building them."""
+"""Predicted bytes of ZeRO equal those that DeepSpeed and our own engine send; units are derived without building
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ NORMS = 128
 @pytest.fixture(scope="module")
 def cases(training):
     _, task = training.task(steps=2)
-    return task, [training.Case(seed, stage) for seed in SEEDS for stage in (1, 2, 3)]
+    cases = [training.Case(seed, stage) for seed in SEEDS for stage in (1, 2, 3)]
+    return task, cases + [training.Case(seed, stage, engine="native") for seed in SEEDS for stage in (1, 2)]
 
 
 @pytest.fixture(scope="module")
