@@ -356,7 +356,7 @@ class Parallel(Section):
         "stand_alone, data_parallel, semi_auto, auto, hybrid or parameter_server; parallel=MODE chooses it",
     )
     search: Search = setting("sharding_propagation", "Algorithm of mode auto for operators without a strategy")
-    for_target: Literal["torch", "autoparallel", "transformers", "deepspeed"] | None = setting(
+    for_target: Literal["torch", "torchtitan", "autoparallel", "transformers", "deepspeed"] | None = setting(
         None, "Only layouts that this target of an export can say are planned; null: any"
     )
     mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None = setting(

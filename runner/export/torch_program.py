@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torch.distributed.tensor import Placement
 
-from runner.export.boundaries import boundaries
 from runner.export.changes import Change, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
@@ -21,6 +20,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
+from strategies.planner.boundaries import boundaries
 from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
 from strategies.runtime.dtensors import GATHERED, placements

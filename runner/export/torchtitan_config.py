@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from runner.export.boundaries import Boundary, boundaries, operators_inside
 from runner.export.changes import Change, between, of_optimizer
 from runner.export.torch_program import of_operators
 from runner.planning.prepare import Prepared
@@ -21,7 +20,8 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.planner.declared_layouts import Declared, declared_plan
+from strategies.planner.boundaries import Boundary, boundaries, operators_inside
+from strategies.planner.by_module import by_borders
 from strategies.rules import rule_of
 
 ROLES = ("dp", "cp", "tp")
@@ -90,11 +90,7 @@ def changes(prepared: Prepared) -> list[Change]:
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     roles = Roles.of(plan)
-    received, returned = boundaries(graph, plan)
-    inputs = {source.name: roles.said(plan.inputs[source.name]) for source in graph.of_kind("input")}
-    tensors = {source.name: roles.said(plan.tensors[source.name]) for source in graph.of_kind("parameter")}
-    placed = ({path: roles.placed(one) for path, one in table.items()} for table in (received, returned))
-    again = declared_plan(graph, Declared(plan.mesh, inputs, tensors, *placed))
+    again = by_borders(graph, plan, roles.said)
     gathered = (
         change
         for change in of_operators(prepared, graph, plan)
@@ -164,12 +160,6 @@ class Roles:
         """`by_role` in the axes of the plan."""
         dims = [tuple(axis for role in used for axis in self.axes[role]) for used in self.by_role(layout).dims]
         return Layout(tuple(dims))
-
-    def placed(self, boundary: Boundary) -> dict[str, int | None]:
-        """Where each axis of the plan is at a border of a module."""
-        said = self.said(boundary.layout)
-        dim_of = {axis: dim for dim, axes in enumerate(said.dims) for axis in axes}
-        return {axis: dim_of.get(axis) for axis in self.mesh.names}
 
 
 def _configs(graph: OperatorGraph, plan: Plan, roles: Roles) -> Iterator[tuple[str, str]]:

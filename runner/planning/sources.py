@@ -38,6 +38,10 @@ from strategies.search.algorithms import with_cost
 
 STYLES_OF = {"deepspeed": AUTOTP, "transformers": WRITTEN}
 """Targets of an export that slice modules, by the styles that they have."""
+UNSLICED_OF = dict.fromkeys(("torch", "autoparallel"), GATHERED) | {
+    "torchtitan": {name: dims for name, dims in GATHERED.items() if name != "cross_entropy_loss"}
+}
+"""Dims that the operators of a target do not slice; torchtitan computes its loss on slices of classes."""
 EVERY = 10.0
 """Seconds between lines of progress."""
 
@@ -71,9 +75,10 @@ def request_of(config: Config, world_size: int) -> Request:
         overlap_gradients=lowering.overlaps_backward(config) and not parallel.pipeline.known,
         micro_batches=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),
         memory_limit=None if limit is None else limit * groups,  # a rank holds only its stages
-        unsliced=GATHERED if parallel.for_target in ("torch", "autoparallel") else {},
+        unsliced=UNSLICED_OF.get(parallel.for_target or "", {}),
         styles=STYLES_OF.get(parallel.for_target or ""),
         ring=parallel.context_parallel == "ring",
+        borders=parallel.for_target == "torchtitan",
     )
 
 

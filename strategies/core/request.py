@@ -94,6 +94,7 @@ class Request:
         unsliced: dims of operands (those of more than one dim) that no plan slices, by label of an operator.
         styles: names of the styles of modules that a plan is made of; None: any layouts.
         ring: keys and values that are sliced with the queries travel around a ring instead of being gathered.
+        borders: values are laid out anew where modules receive and return them, and nowhere else.
     """
 
     mode: Mode
@@ -116,6 +117,12 @@ class Request:
     unsliced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     styles: tuple[str, ...] | None = None
     ring: bool = False
+    borders: bool = False
+
+    @property
+    def by_module(self) -> bool:
+        """Whether the axis `tp` of a mesh slices modules, and all others the rows of the batch."""
+        return self.styles is not None or self.borders
 
 
 def check(request: Request) -> None:
@@ -154,13 +161,13 @@ def check(request: Request) -> None:
                 "MW410",
                 f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto.",
             )
-    if request.styles is not None and (request.mode, request.search) != ("auto", "dynamic_programming"):
+    if request.by_module and (request.mode, request.search) != ("auto", "dynamic_programming"):
         raise StrategyError(
             "MW410",
             f"parallel.mode = {request.mode} with parallel.search = {request.search} finds no plan by module, "
             "as this parallel.for_target needs; use mode=auto with search=dynamic_programming.",
         )
-    if request.styles is not None and (configured or request.dataset_strategy != "data_parallel"):
+    if request.by_module and (configured or request.dataset_strategy != "data_parallel"):
         raise StrategyError(
             "MW410",
             "parallel.for_target decides by module how everything is sliced, and the batch by rows; leave out "

@@ -8,9 +8,10 @@ Source: transformers.distributed.tensor_parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -24,22 +25,20 @@ FORBIDDEN = 1e4
 
 
 @dataclass(frozen=True)
-class StyledModules:
-    """What the styles of a trainer allow in one graph.
+class ModuleLayouts:
+    """Layouts of a trainer that slices modules over the same mesh axes, and the rows of the batch over the others.
 
     Attributes:
         graph: of a training step.
         shardings: the rule of every operator, by id.
         axes: that slice modules.
         rows: by operator, what the other axes slice.
-        styles: the names of styles that the trainer has.
     """
 
     graph: OperatorGraph
     shardings: Mapping[str, Sharding]
     axes: frozenset[str]
     rows: Mapping[str, Assignment]
-    styles: Collection[str]
 
     @cached_property
     def options(self) -> dict[str, tuple[str, ...]]:
@@ -50,6 +49,22 @@ class StyledModules:
             )
             for operator in self.graph.operators
         }
+
+    def _may_slice(self, operator: Operator, factor: str) -> bool:
+        raise NotImplementedError
+
+    def use(self, user: Operator, position: int) -> Hashable:
+        """What `penalty` depends on besides layouts: how an operator may take one of its operands."""
+        raise NotImplementedError
+
+    def penalty(self, given: Sequence[Layout], wanted: Sequence[Layout], use: Any) -> Seconds:
+        """Seconds [given, wanted] that keep a search from reshardings that the trainer has not."""
+        raise NotImplementedError
+
+    def gathered(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> tuple[Booleans, Booleans]:
+        """Which candidates of an operator may hand on their result as it is made, and which gathered over the axes."""
+        none = np.zeros(len(sliced), dtype=bool)
+        return ~none, none
 
     def legal(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> Booleans:
         """Which candidates of an operator there are, by the factor that every axis slices [candidates, axes]."""
@@ -65,6 +80,31 @@ class StyledModules:
                 legal &= sliced[:, place] == along
         return legal
 
+    def place(self, layout: Layout) -> int:
+        """The dim of a layout that the axes slice, REPLICATED or PARTIAL."""
+        if self.axes & layout.partial:
+            return PARTIAL
+        return next((dim for dim, used in enumerate(layout.dims) if self.axes & {*used}), REPLICATED)
+
+    def kind(self, operator: Operator) -> object:
+        """What the candidates of an operator and the uses of its operands depend on."""
+        return (
+            self.options[operator.id],
+            tuple(self.rows[operator.id].items()),
+            tuple(self.use(operator, position) for position in range(len(operator.operands))),
+        )
+
+
+@dataclass(frozen=True)
+class StyledModules(ModuleLayouts):
+    """What the styles of a trainer allow in one graph.
+
+    Attributes:
+        styles: the names of styles that the trainer has.
+    """
+
+    styles: Collection[str]
+
     def gathered(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> tuple[Booleans, Booleans]:
         """Which candidates of an operator may hand on their result as it is made, and which gathered over the axes."""
         none, weight = np.zeros(len(sliced), dtype=bool), self._weight(operator)
@@ -76,19 +116,14 @@ class StyledModules:
             return ~columns, columns
         return ~none, columns if "colwise_gather_output" in self.styles else none
 
-    def splits(self, user: Operator, position: int) -> bool:
+    def use(self, user: Operator, position: int) -> bool:
         """Whether an operator may take slices of the last dim of a replicated value."""
         rows = "rowwise_split_input" in self.styles and user.op == "linear" and position == 0
         return rows and self._weight(user) is not None
 
-    def penalty(self, given: Sequence[Layout], wanted: Sequence[Layout], splits: bool) -> Seconds:
-        """Seconds [given, wanted] that keep a search from reshardings that no style has."""
+    def penalty(self, given: Sequence[Layout], wanted: Sequence[Layout], use: Any) -> Seconds:
         have, want = ([self.place(layout) for layout in layouts] for layouts in (given, wanted))
-        return np.where(_forbidden(have, want, len(given[0].dims), splits), FORBIDDEN, 0.0)
-
-    def kind(self, operator: Operator) -> object:
-        """What the candidates of an operator depend on."""
-        return self.options[operator.id], tuple(self.rows[operator.id].items())
+        return np.where(_forbidden(have, want, len(given[0].dims), use), FORBIDDEN, 0.0)
 
     def violated(self, chosen: Mapping[str, Assignment], handed: Callable[[Ref], Layout]) -> Iterator[Operator]:
         """The operators of a plan that the trainer would lay out otherwise.
@@ -111,15 +146,9 @@ class StyledModules:
                     )
                     have = REPLICATED if gathers else have
                 places = [have], [self.place(layout)]
-                legal = legal and not _forbidden(*places, len(layout.dims), self.splits(operator, position)).any()
+                legal = legal and not _forbidden(*places, len(layout.dims), self.use(operator, position)).any()
             if not legal:
                 yield operator
-
-    def place(self, layout: Layout) -> int:
-        """The dim of a layout that the axes slice, REPLICATED or PARTIAL."""
-        if self.axes & layout.partial:
-            return PARTIAL
-        return next((dim for dim, used in enumerate(layout.dims) if self.axes & {*used}), REPLICATED)
 
     def _weight(self, operator: Operator) -> int | None:
         """The position of the weight of a linear layer or table that a style may slice."""

@@ -1,45 +1,74 @@
-"""Plans that a trainer carries out which slices modules by styles: every plan of a search becomes the one that its
-styles mean, so a target says all of it."""
+"""Plans that a trainer carries out which slices modules, by styles or by the layouts at their borders: every plan of a
+search becomes the one that these mean, so a target says all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.cost.styled_modules import StyledModules
-from strategies.planner.declared_layouts import Declared, declared_plan
+from strategies.cost.bordered_modules import BorderedModules
+from strategies.cost.styled_modules import ModuleLayouts, StyledModules
+from strategies.planner.boundaries import Boundary, borders, boundaries
+from strategies.planner.declared_layouts import Declared, declared_plan, operand_layouts
 from strategies.planner.module_styles import axes_of, declared, tp_plan_of
 from strategies.rules import rule_of
+from strategies.rules.sharding import Sharding
 
 ROWS, MODULES = "dp", "tp"
 """The axes of a mesh: those that slice the rows of a batch have any other name than that which slices modules."""
 
 
-def by_module(graph: OperatorGraph, plan: Plan, styles: Collection[str]) -> Plan:
-    """The plan that the styles of a plan's modules mean."""
-    axes = (MODULES,) if MODULES in plan.mesh.names else ()
-    found = declared_plan(graph, declared(tp_plan_of(graph, plan, styles, axes), graph, plan.mesh, axes))
+def by_module(graph: OperatorGraph, plan: Plan, styles: Collection[str] | None) -> Plan:
+    """The plan that the styles of a plan's modules mean; None: that their borders mean."""
+    if styles is None:
+        found = by_borders(graph, plan)
+    else:
+        axes = (MODULES,) if MODULES in plan.mesh.names else ()
+        found = declared_plan(graph, declared(tp_plan_of(graph, plan, styles, axes), graph, plan.mesh, axes))
     operators = {name: replace(one, origin=plan.operators[name].origin) for name, one in found.operators.items()}
     return replace(found, operators=operators)
 
 
-def styled_modules(
-    graph: OperatorGraph, mesh: Mesh, axes: Sequence[str], inputs: Mapping[str, Layout], styles: Collection[str]
-) -> StyledModules:
-    """What styles allow over these axes of a mesh, where the batch has the layouts `inputs`."""
+def by_borders(graph: OperatorGraph, plan: Plan, said: Callable[[Layout], Layout] = lambda layout: layout) -> Plan:
+    """The plan that follows from the layouts of the batch, of parameters, and of what modules receive and return, as
+    far as they are `said`."""
+
+    def placed(boundary: Boundary) -> dict[str, int | None]:
+        dim_of = {axis: dim for dim, axes in enumerate(said(boundary.layout).dims) for axis in axes}
+        return {axis: dim_of.get(axis) for axis in plan.mesh.names}
+
+    inputs = {source.name: said(plan.inputs[source.name]) for source in graph.of_kind("input")}
+    tensors = {source.name: said(plan.tensors[source.name]) for source in graph.of_kind("parameter")}
+    received, returned = ({path: placed(one) for path, one in table.items()} for table in boundaries(graph, plan))
+    return declared_plan(graph, Declared(plan.mesh, inputs, tensors, received, returned))
+
+
+def sliced_modules(
+    graph: OperatorGraph,
+    mesh: Mesh,
+    axes: Sequence[str],
+    inputs: Mapping[str, Layout],
+    styles: Collection[str] | None,
+    shardings: Mapping[str, Sharding],
+) -> ModuleLayouts:
+    """What styles, or borders where they are None, allow over these axes of a mesh, where the batch has the layouts
+    `inputs`."""
     plan = declared_plan(graph, Declared(mesh, inputs, {}))
     rows = {operator.id: plan.operators[operator.name].assignment for operator in graph.operators}
-    shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+    if styles is None:
+        return BorderedModules(graph, shardings, frozenset(axes), rows, borders(graph), mesh.product(axes))
     return StyledModules(graph, shardings, frozenset(axes), rows, styles)
 
 
 def violated(graph: OperatorGraph, plan: Plan, styles: Collection[str]) -> Iterator[Operator]:
     """The operators of a plan that a trainer with these styles would lay out otherwise."""
-    modules = styled_modules(graph, plan.mesh, axes_of(plan), plan.inputs, styles)
+    shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+    modules = sliced_modules(graph, plan.mesh, axes_of(plan), plan.inputs, styles, shardings)
+    assert isinstance(modules, StyledModules)
 
     def handed(ref: Ref) -> Layout:
         node = graph.by_id[ref.id]
@@ -49,3 +78,15 @@ def violated(graph: OperatorGraph, plan: Plan, styles: Collection[str]) -> Itera
 
     chosen = {operator.id: plan.operators[operator.name].assignment for operator in graph.operators}
     yield from modules.violated(chosen, handed)
+
+
+def beyond_borders(graph: OperatorGraph, plan: Plan, unsliced: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """The parameters of a plan that another axis than `tp` slices; and the operators that take an operand otherwise
+    than borders mean, or in slices along dims that are `unsliced`."""
+    yield from (source.name for source in graph.of_kind("parameter") if {*plan.tensors[source.name].axes} - {MODULES})
+    again = by_borders(graph, plan)
+    for operator in graph.operators:
+        taken, said = (operand_layouts(operator, graph, one) for one in (plan, again))
+        dims = unsliced.get(operator.label, ())
+        if taken != said or any(layout.dims[dim] for layout in taken if len(layout.dims) > 1 for dim in dims):
+            yield operator.name

@@ -2,8 +2,8 @@
 everything in between follows.
 
 So do programs of DTensors and of local tensors run. An operator computes on its operands as they come, without a
-choice: where they disagree, slices of parameters come first, then those of the largest operand, and what does not fit
-an operator's rule is replicated for it.
+choice: where they disagree, slices of parameters come first, then those of the largest operand (of equal ones, of that
+with the most slices), and what does not fit an operator's rule is replicated for it.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def _agreed(
     assignment: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
 
-    def order(position: int) -> tuple[bool, int]:
+    def order(position: int) -> tuple[bool, int, int]:
         ref = operator.operands[position]
-        return ref.id in parameters, graph.specs[ref].elements
+        return ref.id in parameters, graph.specs[ref].elements, mesh.product(incoming[position].axes)
 
     parameters = {source.id for source in graph.of_kind("parameter")}
     for position in sorted(range(len(incoming)), key=order, reverse=True):

@@ -18,9 +18,9 @@ from strategies.core.mesh_refinement import Axes, Meshing, merged, meshing
 from strategies.core.plan import OperatorPlan, Origin, Plan
 from strategies.core.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.cost.cluster import Cluster, one_level
-from strategies.cost.styled_modules import StyledModules
+from strategies.cost.styled_modules import ModuleLayouts
 from strategies.lowering.recompute import recomputed
-from strategies.planner.by_module import MODULES, ROWS, by_module, styled_modules, violated
+from strategies.planner.by_module import MODULES, ROWS, beyond_borders, by_module, sliced_modules, violated
 from strategies.planner.configured_strategies import Configured, configured
 from strategies.planner.default_strategies import as_shown, batch_parallel, divisors, largest_fit
 from strategies.planner.step_certificate import Evaluated, StepEvaluation, cheapest_step, compared_meshes, step_bounds
@@ -62,7 +62,7 @@ def planning_of(
     graph: OperatorGraph, request: Request, cluster: Cluster, step_cost: StepEvaluation | None = None
 ) -> Planning | SlicedModules:
     """What makes the plans of one graph for a request; as `make_plan`."""
-    open_mesh = request.styles is not None and request.mesh is None
+    open_mesh = request.by_module and request.mesh is None
     return (SlicedModules if open_mesh else Planning)(graph, request, cluster, step_cost)
 
 
@@ -119,13 +119,13 @@ class Planning:
     @cached_property
     def _modules(self) -> Axes:
         """The axes that slice modules, where plans are made of styles."""
-        return self.meshing.named["parallel.mesh"].get(MODULES, ()) if self.request.styles is not None else ()
+        return self.meshing.named["parallel.mesh"].get(MODULES, ()) if self.request.by_module else ()
 
     @cached_property
-    def _styled(self) -> StyledModules | None:
-        if self.request.styles is None:
+    def _styled(self) -> ModuleLayouts | None:
+        if not self.request.by_module:
             return None
-        return styled_modules(self.graph, self.mesh, self._modules, self.inputs, self.request.styles)
+        return sliced_modules(self.graph, self.mesh, self._modules, self.inputs, self.request.styles, self.shardings)
 
     def _at(self, stage: int) -> Problem:
         return self.problem.once(("stage", stage), lambda: replace(self.problem, stage=stage))
@@ -177,7 +177,7 @@ class Planning:
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
         plan = merged(Plan(self.mesh, operators, self.inputs, tensors), self.meshing.boundaries())
-        if self.request.styles is not None:
+        if self.request.by_module:
             plan = by_module(self.graph, plan, self.request.styles)
         return replace(plan, recompute=recompute)
 
@@ -186,11 +186,17 @@ class Planning:
         assert self.step_cost is not None
         try:
             plan = self._made(problem, solution)
-            if self.request.styles is not None and any(violated(self.graph, plan, self.request.styles)):
+            if self._violated(plan):
                 return math.inf
             return self.step_cost.seconds(plan)
         except StrategyError:
             return math.inf
+
+    def _violated(self, plan: Plan) -> bool:
+        """Whether the trainer that a plan is for would lay out something otherwise."""
+        if self.request.borders:
+            return any(beyond_borders(self.graph, plan, self.request.unsliced))
+        return self.request.styles is not None and any(violated(self.graph, plan, self.request.styles))
 
     def _as_it_runs(self, problem: Problem, searched: Searched, step: StepEvaluation) -> Searched:
         """The cheapest of what was found and of other plans that keep the memory, as a step runs. An exact search takes
@@ -404,7 +410,7 @@ class Planning:
                 for s, o in zip(sources, wanted, strict=True)
             }
         layouts = {}
-        if self.request.styles is not None:
+        if self.request.by_module:
             return self._rows_of_batch(sources)
         for source in sources:
             rank = len(source.spec.shape)

@@ -15,7 +15,7 @@ layers look the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -498,15 +498,14 @@ class CostGraph:
         else:
             source = id(self._given(ref)), self.operators.specs[ref]
         uses = [
-            (id(self.candidates[user.id]), place, user.id in returning, self._splits(user, place))
-            for user, place in users
+            (id(self.candidates[user.id]), place, user.id in returning, self._how(user, place)) for user, place in users
         ]
         key = ("value", source, ref in self.operators.trained, *uses)
         if key not in self.known:
             given, spec = self._given(ref), self.operators.specs[ref]
             costs = []
             for use in self._uses(ref):
-                name = ("use", id(given), spec.shape, spec.item_bytes, *self._kind(use), self._splits(*use[:2]))
+                name = ("use", id(given), spec.shape, spec.item_bytes, *self._kind(use), self._how(*use[:2]))
                 costs.append(self._once(name, partial(self._use_cost, given, spec, use)))
             tables = [self._once(("part", id(one), len(costs)), self._part(given, one, len(costs))) for one in costs]
             self.known[key] = given, costs, tables
@@ -525,8 +524,9 @@ class CostGraph:
     def _kind(self, use: Use) -> tuple[int, int, bool]:
         return id(self.candidates[use[0].id]), use[1], use[2]
 
-    def _splits(self, user: Operator, position: int) -> bool:
-        return self.problem.styled is not None and self.problem.styled.splits(user, position)
+    def _how(self, user: Operator, position: int) -> Hashable:
+        """How the user may take the value, where the trainer of modules limits it."""
+        return None if self.problem.styled is None else self.problem.styled.use(user, position)
 
     def _use_cost(self, given: Layouts, spec: TensorSpec, use: Use) -> UseCost:
         operator, position, gradient = use
@@ -538,8 +538,7 @@ class CostGraph:
         back = returned.table if gradient else None
         styled, penalty, every = self.problem.styled, None, self.space.every
         if styled is not None:
-            splits = styled.splits(operator, position)
-            penalty = styled.penalty(every(given.table), every(wanted.table), splits)
+            penalty = styled.penalty(every(given.table), every(wanted.table), styled.use(operator, position))
         return UseCost(self.resharding, spec, given.table, wanted.table, back, come, go, of_candidate, penalty)
 
 

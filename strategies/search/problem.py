@@ -24,7 +24,7 @@ from strategies.cost.collectives import collective_seconds, path_seconds
 from strategies.cost.exposed_communication import cooperation_stages
 from strategies.cost.roofline import operator_work
 from strategies.cost.step import MASTER, WORK
-from strategies.cost.styled_modules import StyledModules
+from strategies.cost.styled_modules import ModuleLayouts
 from strategies.lowering.lowering import local_instructions
 from strategies.memory.estimate import saved
 from strategies.memory.parts import in_words
@@ -77,7 +77,7 @@ class Problem:
         overlaps: whether gradients are reduced during backward.
         engine: of ZeRO stage 3.
         relaxation: costs of a lower bound instead of those of a plan.
-        styled: where only layouts count that styles of modules express.
+        styled: where only layouts count that a trainer has which slices modules.
         ring: as in `LoweringOptions`.
     """
 
@@ -95,7 +95,7 @@ class Problem:
     overlaps: bool = True
     engine: Engine = "deepspeed"
     relaxation: Relaxation | None = None
-    styled: StyledModules | None = None
+    styled: ModuleLayouts | None = None
     ring: bool = False
     cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -316,7 +316,7 @@ class SharedParameter:
         self.own = Table(lambda: self.seconds + space.multiplier * self.bytes)
         share = max(sum(not gradient for _, _, gradient in uses), 1)
         self.uses = [
-            _ParameterUse(space, spec, every, candidates[user.id], place, gradient, share)
+            _ParameterUse(space, spec, every, candidates[user.id], (user, place, gradient), share)
             for user, place, gradient in uses
             if space.problem.resharding_counts(ref)
         ]
@@ -353,19 +353,20 @@ class _ParameterUse(Table):
         spec: TensorSpec,
         every: Sequence[tuple[Layout, frozenset[str]]],
         candidates: Candidates,
-        place: int,
-        gradient: bool,
+        use: Use,
         share: int,
     ) -> None:
         super().__init__(self._total)
-        resharding, mesh = space.resharding, space.problem.mesh
+        resharding, mesh, (user, place, gradient) = space.resharding, space.problem.mesh, use
         self.resharding, self.spec, self.share = resharding, spec, share
         self.wanted, self.returned = candidates.wanted[place], candidates.returned[place] if gradient else None
         layouts = list(dict.fromkeys(layout for layout, _ in every))
         places = {layout: place for place, layout in enumerate(layouts)}
         self.stored, self.of_candidate = resharding.table_of(layouts), [places[layout] for layout, _ in every]
         styled = space.problem.styled
-        self.penalty = 0.0 if styled is None else styled.penalty(layouts, space.every(self.wanted.table), False)
+        self.penalty = (
+            0.0 if styled is None else styled.penalty(layouts, space.every(self.wanted.table), styled.use(user, place))
+        )
         self.back: list[tuple[LayoutTable, LayoutTable]] = []
         self.illegal: list[list[bool]] = []
         for column in range(len(self.returned.table) if self.returned is not None else 0):

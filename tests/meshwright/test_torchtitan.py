@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,11 @@ from test_exchange import MEGATRON, sequence_parallel
 from torch import nn
 
 import meshwright
+from runner.planning.clusters import cluster_of
+from runner.planning.estimate import step_price
+from strategies.core.layout import Layout
+from strategies.planner.by_module import beyond_borders
+from strategies.planner.declared_layouts import Declared, declared_plan
 
 
 class MeshAxisName(str, Enum):
@@ -159,14 +165,72 @@ LLAMA = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "styles"), [("gpt", MEGATRON), ("gpt", sequence_parallel()), ("llama", LLAMA)])
+@pytest.mark.parametrize(
+    ("model", "styles"), [("gpt", MEGATRON), ("gpt", sequence_parallel()), ("llama", LLAMA), ("llama", None)]
+)
 def test_torchtitan_itself_trains_the_configs_as_one_device(
-    on_ranks: Callable[..., Any], tmp_path: Path, model: str, styles: dict[str, Any]
+    on_ranks: Callable[..., Any], tmp_path: Path, model: str, styles: dict[str, Any] | None
 ) -> None:
+    """None: the best plan of less memory than the best has."""
     module, (batch, _) = built(model)
-    plan = meshwright.from_tp_plan(styles, module, batch, loss=loss_of, mesh={"dp": 2, "tp": 2})
+    options: dict[str, Any] = {"loss": loss_of, "mesh": {"dp": 2, "tp": 2}}
+    if styles is None:
+        options |= {"for_target": "torchtitan", "plan_cache": None}
+        most = meshwright.plan(module, batch, **options).memory
+        plan = meshwright.plan(module, batch, memory_limit=int(0.85 * most), **options)
+        assert any(any(one["dims"]) for one in plan.content["tensors"].values())
+    else:
+        plan = meshwright.from_tp_plan(styles, module, batch, **options)
     assert plan.expressible("torchtitan") == []
     file = plan.export("torchtitan", tmp_path / "configs.py")
     found = on_ranks("sharded", (file, model), module="titans")
     assert found["held"] == plan.content["memory"]["parameters"]  # bytes of a rank
     assert max(found["loss"], found["gradient"]) < 1e-5, found
+
+
+class Residual(nn.Module):
+    """Two products and what goes round them: [rows, width] -> [rows, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "width"), [(8, 4096), (4096, 4096), (65536, 256)])
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
+def test_a_plan_for_torchtitan_is_the_best_of_all_its_layouts(rows: int, width: int, mesh: dict[str, int]) -> None:
+    with torch.device("meta"):
+        module, batch = Residual(width), (torch.empty(rows, width), torch.empty(rows, width))
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": mesh, "cluster": "dgx_h100", "plan_cache": None}
+    plan = meshwright.plan(module, batch, for_target="torchtitan", **options)
+    prepared = plan.planned("test").prepared
+    graph, inputs = prepared.graph, prepared.plan.inputs
+    cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
+    price = step_price(prepared.config, graph, lambda one: (graph, one), prepared.device, prepared.world_size, cluster)
+    assert price.seconds(prepared.plan) == pytest.approx(plan.cost)
+    costs = []
+    for up, down, *borders in product((None, 0, 1), repeat=6):
+        sliced = {"up.weight": up, "down.weight": down}
+        tensors = {name: Layout(tuple(("tp",) * (place == dim) for place in (0, 1))) for name, dim in sliced.items()}
+        first, last, third, fourth = ({"tp": dim} for dim in borders)
+        placed = {"up": first, "down": last}, {"up": third, "down": fourth}
+        declared = declared_plan(graph, Declared(prepared.plan.mesh, inputs, tensors, *placed))
+        assert not any(beyond_borders(graph, declared, {}))
+        costs.append(price.seconds(declared))
+    assert len({*costs}) > 50 and plan.expressible("torchtitan") == []
+    assert plan.cost == pytest.approx(min(costs)) and plan.gap is not None and plan.gap < 0.1
+    assert plan.cost < max(costs) / 1.2
+
+
+def test_a_plan_for_torchtitan_has_a_certificate() -> None:
+    module, (batch, _) = built("llama")
+    options: dict[str, Any] = {"loss": loss_of, "cluster": "dgx_h100", "plan_cache": None}
+    plan = meshwright.plan(module, batch, for_target="torchtitan", mesh=4, **options)
+    assert plan.gap is not None and plan.expressible("torchtitan") == [] and plan.content["search"]["meshes"] == 3
+    with pytest.raises(meshwright.CodedError) as error:
+        meshwright.plan(module, batch, for_target="torchtitan", mesh=4, search="recursive_programming", **options)
+    assert error.value.code == "MW410"

@@ -1,4 +1,4 @@
-"""What modules receive and return: where a target that lays out modules can change a layout."""
+"""What modules receive and return: where a trainer that lays out modules can change a layout."""
 
 from __future__ import annotations
 
@@ -51,13 +51,34 @@ def boundaries(graph: OperatorGraph, plan: Plan) -> tuple[dict[str, Boundary], d
     return received, returned
 
 
+def borders(graph: OperatorGraph) -> frozenset[tuple[Ref, str]]:
+    """The values and their users, by id, that have the border of a module between them which has one value each way."""
+    tensors = {source.id for source in graph.sources if source.kind != "input"}
+    found: set[tuple[Ref, str]] = set()
+    for operators in operators_inside(graph).values():
+        made = {operator.id for operator in operators}
+        taken = {(ref, one.id) for one in operators for ref in one.operands if ref.id not in made | tensors}
+        refs = (Ref(one.id, index) for one in operators for index in range(len(one.results)))
+        handed = {(ref, user.id) for ref in refs for user, _ in graph.users[ref] if user.id not in made}
+        for uses in (taken, handed):
+            if len({ref for ref, _ in uses}) == 1:
+                found |= uses
+    return frozenset(found)
+
+
 def operators_inside(graph: OperatorGraph) -> dict[str, list[Operator]]:
-    """The operators of every module, those of the modules in it included, by path; the model itself is left out."""
+    """The operators of every module, those of the modules in it included, by path; the model itself is left out, and so
+    are lists of modules, which nobody calls, and sequences, whose first and last module receive and return the same."""
     inside: dict[str, list[Operator]] = defaultdict(list)
     for operator in graph.operators:
         for path in modules_around(tuple(operator.module.split("."))) if operator.module else ():
             inside[path].append(operator)
-    return inside
+    return {path: operators for path, operators in inside.items() if not _is_list(path, operators)}
+
+
+def _is_list(path: str, operators: Sequence[Operator]) -> bool:
+    """Whether all operators of a module are those of numbered modules in it."""
+    return all(one.module[len(path) + 1 :].partition(".")[0].isdigit() for one in operators)
 
 
 def _uses_outside(
