@@ -84,6 +84,8 @@ def open_mappings() -> dict[str, bool]:
 def unknown(path: str) -> str:
     """The error paragraph for an unknown key."""
     parent, _, name = path.rpartition(".")
+    if parent and parent.partition(".")[0] != "hydra" and all(key.path != parent for key in walk()):
+        return unknown(parent)
     known = children(parent) if parent else ["recipe", *children("")]
     if name in known:
         return f"{path} has no place, because {parent} was given as one value; give the keys of {parent} one by one."

@@ -27,7 +27,16 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool, shuffled: Shu
     # Hashed, so that neighbouring seeds do not share the permutations of neighbouring epochs.
     key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-    return torch.randperm(length, generator=generator) if shuffled is None else shuffled(generator)
+    if shuffled is not None:
+        return shuffled(generator)
+    try:
+        return torch.randperm(length, generator=generator)
+    except RuntimeError as error:  # there is no memory for it
+        raise ConfigError(
+            "MW310",
+            f"data.shuffle = true: an order of {length} rows takes {8 * length} bytes, which cannot be had; take "
+            "data.shuffle=false, or a dataset that is iterated and shuffles itself.",
+        ) from error
 
 
 # A step needs one epoch, or two at an epoch boundary: two cached permutations suffice.

@@ -70,3 +70,10 @@ def test_evaluation_sees_every_row_once_and_padding_says_how_many_count(length: 
         seen += filled[:valid]
     assert seen == list(range(length))
     assert all(len(rows) == batch for rows in batches[:-1])
+
+
+def test_an_order_that_takes_more_than_memory_is_refused() -> None:
+    rows = 2**62
+    with pytest.raises(ConfigError, match="takes 36893488147419103232 bytes"):
+        Order(rows, 4, seed=0).rows(0)
+    assert Order(rows, 4, seed=0, shuffle=False).rows(1) == [4, 5, 6, 7]
