@@ -21,6 +21,7 @@ PATHS = {
     "runner/build/modules.py": ("No operator is refused in fp16", "fp16"),
     "runner/checkpoint/rng_state.py": ("The generator of the GPU is saved and restored", "resume"),
     "runner/checkpoint/saving.py": ("A snapshot is copied to pinned memory on a stream of its own", "resume"),
+    "runner/checkpoint/shared_buffers.py": ("Memory shared with the process that writes files is pinned", "resume"),
     "runner/commands/calibrate.py": ("Constants of a GPU are written", "calibrate"),
     "runner/commands/doctor.py": ("GPUs and nccl are reported", "doctor"),
     "runner/commands/env.py": ("GPUs, CUDA and nccl are reported", "env"),

@@ -6,10 +6,12 @@ for that: replicas alternate, and each ZeRO partition is on one rank anyway.
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from runner.checkpoint.writing import Companions
 from runner.errors import ConfigError
 from runner.run_folder.lineage import Lineage
 from strategies.core.graph import Source
+from strategies.core.layout import Block
 from strategies.core.program import Program
 from strategies.optimizer.updates import Updates
 from strategies.runtime.communicator import Communicator
@@ -87,13 +90,27 @@ class Content:
         }
 
 
-def shards(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
-    """The shards that this rank stores, in memory that lasts."""
-    first = first_replicas(content)
+Stored = dict[tuple[str, Block, bool], bool]
+"""Whether a rank stores a shard, by its key, its block, and whether it is shared."""
+
+
+def shards(content: Content, copies: int = 1, known: Stored | None = None) -> dict[str, list[Shard]]:
+    """The shards that this rank stores, in memory that lasts. `known` is what earlier calls for the same program and
+    copies have found."""
+    known = {} if known is None else known
+    first = {} if known else first_replicas(content)
     layouts = {source.name: content.program.layouts[source.id] for source in content.sources}
     mesh, rank = content.program.mesh, content.communicator.rank
 
     def stored(key: str, one: Shard) -> bool:
+        nonlocal first
+        what = key, one.block, one.shared
+        if what not in known:
+            first = first or first_replicas(content)
+            known[what] = takes(key, one)
+        return known[what]
+
+    def takes(key: str, one: Shard) -> bool:
         if not all(start < stop for start, stop in one.block):
             return False
         name = name_of(key)
@@ -143,20 +160,36 @@ def _once(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
     return {name: {key: one(value) for key, value in states.items()} for name, states in scalars.items()}
 
 
-def plain(content: Content, copies: int = 1) -> bytes:
-    """Non-tensor state as bytes that can be read without running code from the file: RNG states, and on the first
-    `copies` ranks of a stage everything else. Raises ConfigError for a state that cannot be stored so."""
+def plain(content: Content, copies: int = 1) -> dict[str, Any]:
+    """Non-tensor state at this moment: RNG states, and on the first `copies` ranks of a stage everything else. Raises
+    ConfigError for a state that cannot be stored."""
     state: dict[str, Any] = {"random": rng_state.states(), "run": content.lineage.run}
     if content.communicator.rank < copies:
         optimizer = content.updates.plain()
         scheduler = None if content.scheduler is None else content.scheduler.state_dict()
-        state |= {"groups": optimizer.groups, "scalars": _once(optimizer.scalars)}
-        state |= {"loss_scale": optimizer.loss_scale, "scheduler": scheduler}
-        state |= {"callbacks": {name: one.state_dict() for name, one in content.callbacks.items()}}
+        own: dict[str, Any] = {"groups": optimizer.groups, "scalars": _once(optimizer.scalars)}
+        own |= {"loss_scale": optimizer.loss_scale, "scheduler": scheduler}
+        own |= {"callbacks": {name: one.state_dict() for name, one in content.callbacks.items()}}
+        with _storable():
+            state |= copy.deepcopy(own)
+    return state
+
+
+def serialised(state: Mapping[str, Any]) -> bytes:
+    """Non-tensor state as bytes that can be read without running code from the file. Raises ConfigError for a state
+    that cannot be stored so."""
     buffer = io.BytesIO()
-    try:
+    with _storable():
         torch.save(state, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _storable() -> Iterator[None]:
+    """Raises ConfigError for a state that is more than numbers, strings, lists, dicts and tensors."""
+    try:
+        yield
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         line = next((line.strip() for line in str(error).splitlines() if "global" in line), str(error))[:200]
         raise ConfigError(
@@ -164,4 +197,3 @@ def plain(content: Content, copies: int = 1) -> bytes:
             "The optimizer, its scheduler or a callback keeps something in its state that a checkpoint cannot hold; "
             f"it can hold numbers, strings, lists, dicts and tensors ({line}).",
         ) from error
-    return buffer.getvalue()

@@ -2,9 +2,10 @@
 
 A rank writes its files under a hidden name, and then a mark next to them; rank 0, once all marks exist, merges them and
 renames the folder. Marks are files, so saving needs no collective. Beside training, a thread copies the rank's shards
-to the host's memory until the next update (see `Copies`), and writes them with low CPU priority; there is one save at a
-time. Invariants: a checkpoint is a snapshot of the state at the call of `save`, whatever training does meanwhile; a
-folder gets its name when every element of every tensor is in some file that is on the disk, and not before.
+to the host's memory until the next update (see `Copies`), from which a process of low CPU priority writes them; there
+is one save at a time. Invariants: a checkpoint is a snapshot of the state at the call of `save`, whatever training does
+meanwhile; a folder gets its name when every element of every tensor is in some file that is on the disk, and not
+before.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from runner.checkpoint.content import Content
 from runner.checkpoint.folder import HEADER, INDEX
 from runner.checkpoint.manifest import Header, Stamp, to_text
 from runner.checkpoint.reading import Checkpoint
+from runner.checkpoint.shared_buffers import SharedBuffers, WrittenFile
 from strategies.runtime.flight_recorder import SAVES, recorder
 from strategies.runtime.shards import Shard, Shards
 from strategies.runtime.tensor_files import StoredTensor
@@ -42,7 +44,6 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.25
 TIMEOUT = 3600.0
 """Seconds that nothing may be written while a rank waits for others; one that dies or hangs is noticed earlier, by
 whoever started it."""
-LOWEST = 19
 
 
 class SaveFailed(RuntimeError):
@@ -90,6 +91,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._copies = Copies()
+        self._known: dict[tuple[int, int], content.Stored] = {}
 
     def save(
         self,
@@ -133,7 +135,8 @@ class Saver:
             _barrier()
         partial.mkdir(parents=True, exist_ok=True)
         work = RankSave(partial, given, wanted, header_of(step, given, wanted.form, position, metric))
-        shards = content.shards(given, work.replicas)
+        known = self._known.setdefault((id(given.program), work.replicas), {})
+        shards = content.shards(given, work.replicas, known)
         if not self._background:
             work.run(shards)
             _barrier()
@@ -143,8 +146,7 @@ class Saver:
         def run() -> None:
             try:
                 self._copies.carry_out()
-                _step_back()
-                work.run(copied)
+                work.run(copied, self._copies.opener())
             except BaseException as error:  # raised by the next call of this object
                 self._failure = error
 
@@ -172,6 +174,11 @@ class Saver:
         if thread is not None:
             _barrier()
 
+    def close(self) -> None:
+        """Return when everything is saved, as `wait`, and nothing more will be."""
+        self.wait()
+        self._copies.close()
+
     @property
     def busy(self) -> bool:
         """Whether something is being saved."""
@@ -193,7 +200,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, list[Tensor]] = {}
+        self._buffers = SharedBuffers({}, False)
         self._remaining: list[tuple[Tensor, Tensor]] = []
         self._start: torch.cuda.Event | None = None
         self._end: torch.cuda.Event | None = None
@@ -203,7 +210,15 @@ class Copies:
     @property
     def bytes(self) -> int:
         """The bytes of all buffers."""
-        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+        return self._buffers.bytes
+
+    def opener(self) -> Callable[[Path], WrittenFile] | None:
+        """What opens a file for the copies."""
+        return self._buffers.opener()
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        self._buffers.close()
 
     def begin(self, shards: Shards, at_once: Collection[str]) -> dict[str, list[Shard]]:
         """Start copying `shards` and return the destination tensors; those of the keys `at_once` are complete on
@@ -211,8 +226,9 @@ class Copies:
         self._under_way.clear()
         self._remaining, self._end = [], None
         copies: dict[str, list[Shard]] = {}
+        self._fit(shards)
         for key, ones in shards.items():
-            buffers = self._fitting(key, [one.view for one in ones])
+            buffers = self._buffers.tensors[key]
             copies[key] = [replace(one, view=buffer) for buffer, one in zip(buffers, ones, strict=True)]
             pairs = [(buffer, one.view) for buffer, one in zip(buffers, ones, strict=True)]
             if key in at_once:
@@ -248,18 +264,20 @@ class Copies:
     def _device(self) -> torch.device | None:
         return next((source.device for _, source in self._remaining if source.is_cuda), None)
 
-    def _fitting(self, key: str, views: Sequence[Tensor]) -> list[Tensor]:
-        buffers = self._buffers.get(key, [])
-        if [(one.shape, one.dtype) for one in buffers] != [(one.shape, one.dtype) for one in views]:
-            buffers = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in views]
-            self._buffers[key] = buffers
-        return buffers
+    def _fit(self, shards: Shards) -> None:
+        """Make buffers for `shards`, unless those that there are fit."""
+        shapes = {key: [(one.view.shape, one.view.dtype) for one in ones] for key, ones in shards.items()}
+        pinned = any(one.view.is_cuda for ones in shards.values() for one in ones)
+        if (shapes, pinned) != (self._buffers.shapes, self._buffers.pinned):
+            self._buffers.close()
+            self._buffers = SharedBuffers(shapes, pinned)
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> None:
-    with torch.no_grad():
-        for copy, source in pairs:
-            copy.copy_(source, non_blocking=later)
+    """In one call, for which the interpreter's lock is given up once."""
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([copy for copy, _ in pairs], [source for _, source in pairs], non_blocking=later)
 
 
 class RankSave:
@@ -277,11 +295,12 @@ class RankSave:
         file instead."""
         return 1 if self._given.split else self._wanted.copies
 
-    def run(self, shards: Shards) -> None:
-        """Write this rank's files; on rank 0, wait for the others and commit. Raises SaveFailed."""
+    def run(self, shards: Shards, opened: Callable[[Path], WrittenFile] | None = None) -> None:
+        """Write this rank's files, that of the shards as `opened`; on rank 0, wait for the others and commit. Raises
+        SaveFailed, ConfigError."""
         shown = folder.shown(self._partial)
         try:
-            self.write(shards, copied=self._wanted.copies - self.replicas)
+            self.write(shards, self._wanted.copies - self.replicas, opened)
         except BaseException as error:
             with suppress(OSError):  # if even that fails, the other ranks notice that this one is down
                 writing.write_bytes(self._partial / f"{self._name}.failed", f"{type(error).__name__}: {error}".encode())
@@ -298,12 +317,12 @@ class RankSave:
             except OSError as error:
                 raise SaveFailed(f"{shown} could not be completed: {error}") from error
 
-    def write(self, shards: Shards, copied: int = 0) -> None:
+    def write(self, shards: Shards, copied: int = 0, opened: Callable[[Path], WrittenFile] | None = None) -> None:
         """Write this rank's files, copies of the files of as many ranks before it as `copied` says, and its mark.
-        Raises OSError, SaveFailed."""
+        Raises OSError, SaveFailed, and ConfigError for a state that cannot be stored."""
         given, name, partial = self._given, self._name, self._partial
-        plain = writing.write_bytes(partial / f"{name}.pt", self._plain)
-        stamp, tensors = writing.write(partial / f"{name}.safetensors", writing.of_shards(shards))
+        plain = writing.write_bytes(partial / f"{name}.pt", content.serialised(self._plain))
+        stamp, tensors = writing.write(partial / f"{name}.safetensors", writing.of_shards(shards), opened)
         files, copies = {f"{name}.pt": plain, f"{name}.safetensors": stamp}, {}
         world = given.communicator.world
         for back in range(1, min(copied + 1, world)):
@@ -426,13 +445,6 @@ def better_of(best: str | None) -> Callable[[float, float], bool] | None:
 
 def _mark(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank:05d}.done"
-
-
-def _step_back() -> None:
-    """Lower the priority of this thread below training. Linux has per-thread priorities; elsewhere they are per
-    process."""
-    if os.uname().sysname == "Linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
 
 
 def _barrier() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from runner.checkpoint.index import place
 from runner.checkpoint.manifest import BLOCK, Stamp
 from runner.checkpoint.reading import TensorSource
+from runner.checkpoint.shared_buffers import WrittenFile
 from strategies.core.layout import Block
 from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.shards import MODEL, Shards, full
@@ -62,12 +63,15 @@ class Unwritten:
     chunks: Callable[[], Iterable[Tensor]]
 
 
-def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, StoredTensor]]:
+def write(
+    path: Path, blocks: Sequence[Unwritten], opened: Callable[[Path], WrittenFile] | None = None
+) -> tuple[Stamp, dict[str, StoredTensor]]:
     """Write a safetensors file.
 
     Args:
         path: the file.
         blocks: the content, each block under a unique name.
+        opened: opens the file; None: as `Stamped`.
 
     Returns:
         Size and checksum of the file, and the tensors of `blocks` with the parts that it holds.
@@ -85,7 +89,7 @@ def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Sto
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with Stamped(path) as file:
+    with (opened or Stamped)(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for one in ordered:
             for chunk in one.chunks():

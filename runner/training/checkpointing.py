@@ -162,4 +162,4 @@ class Keeper:
 
     def finish(self) -> None:
         """Return when everything is on the disk."""
-        self._saver.wait()
+        self._saver.close()

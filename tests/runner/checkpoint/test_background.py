@@ -1,5 +1,7 @@
 """Asynchronous saves store the same data as blocking ones, and a failed save ends the run."""
 
+import hashlib
+import os
 import threading
 
 import pytest
@@ -8,10 +10,14 @@ from six_ranks import SHAPES, content
 from small import MODES, SMALL
 
 from runner import checkpoint as checkpoints
+from runner.checkpoint import file_writer, writing
+from runner.checkpoint.manifest import Stamp
 from runner.checkpoint.saving import Copies
+from runner.checkpoint.shared_buffers import SharedBuffers
 from runner.config.schema import CheckpointForm
 from runner.errors import ConfigError
 from runner.training.checkpointing import Calendar, Keeper
+from strategies.runtime.shards import replicated
 
 WORDS = (*SMALL, "model.args={norm: true, dropout: 0.2}", "optimizer.target=torch.optim.AdamW", "train.steps=3")
 NEVER = CheckpointForm(
@@ -69,6 +75,38 @@ def test_copies_have_the_numbers_of_the_moment(monkeypatch):
     buffers = made["model/sliced"][0].view.data_ptr()
     assert copies.begin(pieces, ())["model/sliced"][0].view.data_ptr() == buffers
     assert copies.bytes == (4 * 5 + 7) * 4
+
+
+def test_another_process_writes_the_copies(tmp_path):
+    """At the lowest priority. It passes on the errors of the disk; if it is killed, the save fails."""
+    buffers = SharedBuffers({"model/a": [((2, 3), torch.float32)], "model/b": [((5,), torch.int64)]}, False)
+    buffers.tensors["model/a"][0].copy_(torch.arange(6.0).view(2, 3))
+    buffers.tensors["model/b"][0].copy_(torch.arange(5))
+    found = {key: [replicated(own)] for key, (own,) in buffers.tensors.items()}
+    path = tmp_path / "rank.safetensors"
+    stamp, tensors = writing.write(path, writing.of_shards(found), buffers.opener())
+    assert stamp == Stamp(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert stamp == writing.write(tmp_path / "by-itself", writing.of_shards(found))[0] and [*tensors] == [*found]
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+    process = buffers._writer._process
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == file_writer.LOWEST
+    with pytest.raises(FileNotFoundError, match="missing"):
+        writing.write(tmp_path / "missing" / "rank.safetensors", writing.of_shards(found), buffers.opener())
+    writing.write(path, writing.of_shards(found), buffers.opener())
+    process.kill()
+    with pytest.raises(OSError, match=r"process that writes rank[.]safetensors is down"):
+        writing.write(path, writing.of_shards(found), buffers.opener())
+    buffers.close()
+    writing.write(path, writing.of_shards(found), buffers.opener())
+    again = buffers._writer._process
+    buffers.close()
+    assert again.poll() == 0
+
+
+def test_no_file_of_a_dead_trainer_gets_its_name(tmp_path):
+    with pytest.raises(EOFError):
+        list(file_writer.write(str(tmp_path / "rank"), [b"head", (0, 2)], memoryview(b"body"), parent=-1))
+    assert [one.name for one in tmp_path.iterdir()] == [".rank"]
 
 
 def test_a_failed_save_ends_the_run(tmp_path, monkeypatch):

@@ -382,7 +382,7 @@ STEPS = {"first": 3.0, "second": 3.0, "third": 4.0}
 
 
 def test_equal_counters_are_stored_once_and_restored_apart():
-    data = content.plain(replace(six_ranks.content(0), updates=Counted()))
+    data = content.serialised(content.plain(replace(six_ranks.content(0), updates=Counted())))
     tensors = [name for name in zipfile.ZipFile(io.BytesIO(data)).namelist() if "/data/" in name]
     assert len(tensors) == 3  # torch's random state, 3.0 and 4.0
     scalars = torch.load(io.BytesIO(data), weights_only=True)["scalars"]
