@@ -80,8 +80,9 @@ class DualBound:
             for dim, v in enumerate(one.variables):
                 self.around[v].append((messages, dim))
 
-    def bound(self) -> float:
-        """Seconds that any solution costs at least, after sweeps until they gain little; sets `reduced_costs`."""
+    def bound(self, enough: float = math.inf) -> float:
+        """Seconds that any solution costs at least, after sweeps until they gain little or there are `enough`; sets
+        `reduced_costs`."""
         self.own = [
             np.minimum(sum((one.seconds for one in factors), np.zeros(size)), MOST_SECONDS)
             for factors, size in zip(self.unary, self.sizes, strict=True)
@@ -91,7 +92,7 @@ class DualBound:
             for sweep in range(SWEEPS):
                 self._sweep(sweep % 2 == 0)
             before, found = found, self._sum()
-            if found - before <= self.rise * abs(found):
+            if found - before <= self.rise * abs(found) or found >= enough:
                 break
         self._sweep(True)
         return found
@@ -165,15 +166,16 @@ class ReducedCostFixing:
         self._eliminate()
         return self._completed(self._best(self.candidates)[0]), self.lower_bound
 
-    def solve(self) -> tuple[list[int], float]:
-        """The candidate of every variable in the best solution found, and seconds that any solution costs at least."""
+    def solve(self, enough: float = math.inf) -> tuple[list[int], float]:
+        """The candidate of every variable in the best solution found, and seconds that any solution costs at least;
+        where these are `enough`, no more is proven."""
         self._eliminate()
-        bound = self.dual.bound()
+        bound = self.dual.bound(enough)
         for effort in EFFORTS:
             self.candidates, beyond = self._taken(effort)
             indices, seconds = self._best(self.candidates)
             self.lower_bound = max(bound, min(seconds, bound + beyond))
-            if seconds <= self.lower_bound:
+            if seconds <= self.lower_bound or self.lower_bound >= enough:
                 break
         return self._completed(indices), self.lower_bound
 

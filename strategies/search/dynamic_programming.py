@@ -31,6 +31,7 @@ from strategies.search.cost_graph import CostGraph
 from strategies.search.dual_bound import ReducedCostFixing
 from strategies.search.elimination import TooWide
 from strategies.search.mesh_choice import (
+    ENOUGH,
     Chosen,
     Coarsened,
     Factorisation,
@@ -47,6 +48,9 @@ from strategies.search.strategy_space import StrategySpace
 
 TOLERANCE = {1: 1e-12, 2: 1e-12, 3: 0.01}
 """Gap at which the search ends, by the axes of a mesh. With a memory limit the gap may stay larger."""
+LITTLE = 0.003
+"""Share of the cost of a plan: once two factorisations of a wide graph are known, others that cannot be cheaper by more
+are not searched to their end."""
 ATTEMPTS = 12
 """Solutions of a wide graph with one bound, and at one multiplier."""
 SHARED_EARLY = 3
@@ -112,17 +116,17 @@ class PlanSearch:
             )
         return graph
 
-    def solve(self, prove: bool = True) -> tuple[list[int], float]:
+    def solve(self, prove: bool = True, enough: float = math.inf) -> tuple[list[int], float]:
         """The candidates of a solution, and seconds that every one costs at least. A wide graph takes long to `prove`
-        anything: else its best candidates are compared again, and the bound is the last one."""
-        if isinstance(self.solver, ReducedCostFixing) and not prove:
-            return self.solver.again()
+        anything beyond `enough` seconds: else its best candidates are compared again, and the bound is the last one."""
+        if isinstance(self.solver, ReducedCostFixing):
+            return self.solver.solve(enough) if prove else self.solver.again()
         try:
             return self.solver.solve()
         except TooWide:
             self.wide = True
             self.graph = self._build(self.shared, self.graph)
-            return self.solver.solve()
+            return self.solve(True, enough)
 
     def cheapest(self, multiplier: float, tolerance: float, enough: float = math.inf) -> Point:
         """The plan that costs least where a byte costs `multiplier` seconds; its `lower_bound` includes that of its
@@ -134,7 +138,7 @@ class PlanSearch:
         lower = least = 0.0
         solutions, proven = 0, 1  # the latter: how many there were when the bound was found
         while True:
-            indices, bound = self.solve(proven > solutions)
+            indices, bound = self.solve(proven > solutions, enough)
             lower = max(lower, bound)
             raised = self.graph.evaluate(indices)
             cost, size = self.graph.cost(indices), self.graph.bytes(indices)
@@ -212,8 +216,10 @@ class MemoryBudget:
             best = min([best, *self._mixed(limit)], key=lambda one: one.cost)
         return replace(best, lower_bound=min(self.lower_bound(limit), best.cost))
 
-    def lower_bound(self, limit: float) -> float:
+    def lower_bound(self, limit: float | None) -> float:
         """Seconds below those of any plan within the limit."""
+        if limit is None:
+            return self.bounds[0.0]
         return max(bound - multiplier * limit for multiplier, bound in self.bounds.items())
 
     def _try(self, multiplier: float, tolerance: float, enough: float = math.inf) -> None:
@@ -330,8 +336,12 @@ class DynamicProgramming:
             StrategyError: no plan within the limit was found on any mesh.
         """
 
-        def on_mesh(runs: Factorisation, enough: float) -> Solution | None:
+        costs: list[float] = []
+
+        def on_mesh(runs: Factorisation, enough: float) -> Solution | float:
             mesh = self.meshes[runs]
+            if len(costs) >= ENOUGH and any(one.wide for one, _ in self.budgets.values()):
+                enough = min(enough, (1 - LITTLE) * min(costs))
             if runs not in self.budgets:
                 search = PlanSearch(mesh.problem, self.cluster, shared=self.shared)
                 self.budgets[runs] = search, MemoryBudget(search)
@@ -339,7 +349,10 @@ class DynamicProgramming:
             found = budget.within(memory, enough)
             if search.wide:
                 self.shared |= search.graph.shared
-            return None if found is None else mesh.refined(found)
+            if found is None:
+                return budget.lower_bound(memory)
+            costs.append(found.cost)
+            return mesh.refined(found)
 
         return choose(self.problem.within(memory), self.bounds, on_mesh)
 

@@ -176,9 +176,9 @@ def mesh_to_json(mesh: Mesh, assignments: Mapping[str, Assignment], seconds: flo
     return {"mesh": tuple(mesh.product(run) for run in mesh_of(mesh, assignments)), "seconds": seconds}
 
 
-Search = Callable[[Factorisation, float], Solution | None]
-"""Factorisation, seconds -> the best plan there, or None where none takes less than these seconds. Raises StrategyError
-where no plan keeps the memory limit."""
+Search = Callable[[Factorisation, float], Solution | float]
+"""Factorisation, seconds -> the best plan there; or, where none takes less than these seconds or none is worth more of
+a search, seconds that any takes at least. Raises StrategyError where no plan keeps the memory limit."""
 
 
 def choose(problem: Problem, bounds: Mapping[Factorisation, float], search: Search) -> Chosen:
@@ -197,12 +197,12 @@ def choose(problem: Problem, bounds: Mapping[Factorisation, float], search: Sear
         costs = sorted(one.cost for one in best.values())
         enough = costs[1] if len(costs) > 1 else costs[0] if costs and searched >= ENOUGH else math.inf
         try:
-            found = search(runs, enough) if lower[runs] < enough else None
+            found = search(runs, enough) if lower[runs] < enough else lower[runs]
         except StrategyError as error:
             refused, lower[runs] = refused or error, math.inf
             continue
-        if found is None:
-            pruned, lower[runs] = pruned + 1, max(lower[runs], enough)
+        if isinstance(found, float):
+            pruned, lower[runs] = pruned + 1, max(lower[runs], found)
             continue
         searched += 1
         for other in lower:

@@ -208,13 +208,13 @@ class Given:
         self.searched: list[tuple[int, ...]] = []
         self.enough: list[float] = []
 
-    def __call__(self, runs: Factorisation, enough: float) -> Solution | None:
+    def __call__(self, runs: Factorisation, enough: float) -> Solution | float:
         axes = sizes(prime_mesh(8), runs)
         self.searched.append(axes)
         self.enough.append(enough)
         cost, bound = self.answers[axes]
         loops: Assignment = dict(zip("mnk", runs, strict=False))  # the plan needs all axes of the factorisation
-        return None if bound >= enough else Solution({"x": loops}, cost, self.size, bound)
+        return bound if bound >= enough else Solution({"x": loops}, cost, self.size, bound)
 
 
 def test_bounds_of_a_search_prune_its_refinements() -> None:
