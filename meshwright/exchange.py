@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.plans import Batch, Loss, Plan, config_of, planned
+from meshwright.plans import Batch, Loss, Plan, config_of, planned, require_plan
 from runner.build.modules import target_names
 from runner.commands.diff import differences
 from runner.config.load import validated
@@ -65,11 +65,11 @@ def from_tp_plan(
             "meshwright.from_tp_plan: there is no plan to read; give a dict such as "
             '{"layers.*.attention.q_proj": "colwise"}, or "auto" with a model of transformers that has a tp_plan.',
         )
-    axes = {AXIS: mesh} if isinstance(mesh, int) else dict(mesh)
+    axes = {AXIS: mesh} if isinstance(mesh, int) else dict(mesh) if isinstance(mesh, Mapping) else {}
     if AXIS not in axes:
         raise ConfigError(
             "MW882",
-            f"meshwright.from_tp_plan: the mesh {axes} has no axis {AXIS!r}, the one that styles slice modules over; "
+            f"meshwright.from_tp_plan: the mesh {mesh!r} has no axis {AXIS!r}, the one that styles slice modules over; "
             f"name it so.",
         )
     given = tp_plan
@@ -257,8 +257,23 @@ def compare(plan: Plan, other: Plan | None = None) -> Excess:
     Args:
         plan: of `plan`, of one of the functions that read plans, or of `load` with a module.
         other: None: the best plan of the same step on as many ranks, which is searched, with its certificate.
+
+    Raises:
+        ConfigError: the plans are of two steps.
     """
-    return Excess(plan, best(plan) if other is None else other)
+    require_plan(plan, "meshwright.compare")
+    if other is None:
+        return Excess(plan, best(plan))
+    require_plan(other, "meshwright.compare")
+    shapes, others = ({one["name"]: one["shapes"] for one in each.content["operators"]} for each in (plan, other))
+    for name in dict.fromkeys([*shapes, *others]):
+        if shapes.get(name) != others.get(name):
+            raise ConfigError(
+                "MW421",
+                f"meshwright.compare: the plans are of two steps: operator {name} works on {shapes.get(name)} in one "
+                f"and on {others.get(name)} in the other; give plans of the same module and batch.",
+            )
+    return Excess(plan, other)
 
 
 def best(plan: Plan) -> Plan:

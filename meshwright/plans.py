@@ -126,15 +126,11 @@ class Plan:
 
     def report(self, file: str | Path) -> Path:
         """Write the plan as one page of HTML that needs no network. Returns its path."""
-        path = Path(file)
-        path.write_text(plan_page(self.content, self.content.get("title", "plan")), encoding="utf-8")
-        return path
+        return _written(file, plan_page(self.content, self.content.get("title", "plan")), "plan.report")
 
     def save(self, file: str | Path) -> Path:
         """Write the plan as plan.json, with the config that it was made with. Returns its path."""
-        path = Path(file)
-        path.write_text(json.dumps(self.content, indent=2) + "\n", encoding="utf-8")
-        return path
+        return _written(file, json.dumps(self.content, indent=2) + "\n", "plan.save")
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh | None = None) -> ShardedModule:
         """What this rank trains. Collective: every rank of the process group calls it.
@@ -226,9 +222,7 @@ class Plan:
         """
         prepared = self.planned("export").prepared
         content = exported(target, prepared, self.content["title"], allow_changes=allow_changes)
-        path = Path(file)
-        path.write_text(content, encoding="utf-8")
-        return path
+        return _written(file, content, "plan.export")
 
     def planned(self, what: str) -> Planned:
         """What the plan was made of. Raises ConfigError, for the call `what`, where it was read from a file alone."""
@@ -239,6 +233,26 @@ class Plan:
                 "it with meshwright.load(file, module, batch, loss=loss).",
             )
         return self._planned
+
+
+def require_plan(given: object, what: str) -> None:
+    """Raises ConfigError for what is no plan."""
+    if not isinstance(given, Plan):
+        raise ConfigError(
+            "MW204", f"{what}: {given!r} is no plan; give one of meshwright.plan, or of meshwright.load with a module."
+        )
+
+
+def _written(file: str | Path, content: str, what: str) -> Path:
+    """The path of a file that was written. Raises ConfigError where it cannot be."""
+    path = Path(file)
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "MW603", f"{what}: {str(file)!r} cannot be written ({error.strerror}); name another file."
+        ) from None
+    return path
 
 
 def plan(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.plans import Batch, Plan, Planned, check_signature
+from meshwright.plans import Batch, Plan, Planned, check_signature, require_plan
 from runner.config.schema import Config
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, RunFailed
@@ -45,6 +45,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         ConfigError: module or batch are not those of the plan.
         RunFailed: a difference beyond the tolerance.
     """
+    require_plan(plan, "meshwright.verify")
     planned = plan.planned("verify")
     check_signature(planned.signature, module, "meshwright.verify")
     names, tensors = flatten_batch(batch, planned.prepared.names)
@@ -71,8 +72,15 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
 
 
 def check_shapes(planned: Planned, tensors: Sequence[Tensor], what: str) -> None:
-    """Raises ConfigError for a global batch of other shapes than the plan's."""
+    """Raises ConfigError for a global batch of other shapes or dtypes than the plan's, or that is not on the CPU."""
     prepared, given = planned.prepared, [tuple(tensor.shape) for tensor in tensors]
+    for name, tensor, example in zip(prepared.names, tensors, planned.batch, strict=True):
+        if (tensor.dtype, tensor.device.type) != (example.dtype, "cpu"):
+            raise ConfigError(
+                "MW463",
+                f"{what}: entry {name} of the batch is {tensor.dtype} on the device {tensor.device}, but the plan was "
+                f"made for {example.dtype}; give such a batch on the CPU, or plan anew.",
+            )
     for name, shape, wanted in zip(prepared.names, given, prepared.shapes, strict=True):
         if shape != wanted:
             raise ConfigError(

@@ -188,6 +188,8 @@ class ShardedModule(nn.Module):
         """The optimizer of this module; see `Plan.optimizer`. Collective. Raises ConfigError for a second one."""
         if self._updates is not None:
             raise ConfigError("MW464", "plan.optimizer: this module has an optimizer already; apply the plan again.")
+        if not callable(factory):
+            raise ConfigError("MW204", f"plan.optimizer: {factory!r} makes no optimizer; give a class of torch.optim.")
         config, program = self.prepared.config, self.execution.program
         made: OptimizerFactory = lambda groups: factory(groups, **options)  # noqa: E731
         self._updates = make_updates(

@@ -62,6 +62,10 @@ def compose(recipe: str | None = None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: a paragraph per wrong key or value.
     """
+    if isinstance(overrides, str):
+        raise ConfigError(
+            "MW103", f"meshwright.compose: {overrides!r} is one word; give a list of words, such as [{overrides!r}]."
+        )
     return composed([*([] if recipe is None else [f"+recipe={recipe}"]), *overrides])
 
 

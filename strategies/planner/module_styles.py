@@ -73,8 +73,18 @@ STYLES = {
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
     "local_params": Style(),
+    "mla_kv_a_proj": Style(),
+    "moe_identity_expert": Style(),
 }
 """By the names of transformers."""
+WITHOUT_LAYOUT = {
+    (
+        "packed_colwise",
+        "packed_rowwise",
+    ): ": it slices every weight that is packed in a tensor by itself, so a rank has a stripe of each",
+    ("ep_dispatch_experts", "grouped_gemm"): ": experts are sliced, and their tokens moved, by the module itself",
+}
+"""Other styles of transformers, and why they are none here."""
 AUTOTP = ("colwise", "colwise_gather_output", "replicate", "replicated_with_grad_allreduce", "rowwise")
 """Those for which AutoTP of DeepSpeed has a word."""
 WRITTEN = (*AUTOTP, "embedding_colwise", "embedding_rowwise", "rowwise_split_input")
@@ -113,7 +123,7 @@ def declared(
             known = sorted({glob_of(name) for name in (*modules, *parameters)})
             raise StrategyError("MW881", f"tp_plan: {key!r} matches no module or parameter.{closest(key, known)}")
         for name in matched:
-            style = _style(given, key, name in tables)
+            style = style_of(given, key, name in tables)
             owned = [name] if name in parameters else [one for one in parameters if one.rpartition(".")[0] == name]
             for full in owned:
                 dim = style.bias if full.endswith("bias") else style.weight
@@ -145,8 +155,12 @@ def _sliced(rank: int, dim: Dim, axes: Sequence[str]) -> Layout:
     return Layout(tuple(tuple(axes) if place == sliced else () for place in range(rank)))
 
 
-def _style(given: Any, key: str, table: bool) -> Style:
-    """Raises StrategyError for a style that has no layout here."""
+def style_of(given: Any, key: str, table: bool = False) -> Style:
+    """What a plan says of the modules `key`, tables or not.
+
+    Raises:
+        StrategyError: a style that has no layout here.
+    """
     if given is None:
         return Style()
     if isinstance(given, str) and given in STYLES:
@@ -160,18 +174,19 @@ def _style(given: Any, key: str, table: bool) -> Style:
     if isinstance(given, SequenceParallel):
         return Style(received=_dim(given.sequence_sharding, key), returned=_dim(given.sequence_sharding, key))
     if isinstance(given, PrepareModuleInputOutput):
-        first, last = (_style(one, key, table) for one in (given.prepare_module_input, given.prepare_module_output))
+        first, last = (style_of(one, key, table) for one in (given.prepare_module_input, given.prepare_module_output))
         return Style(received=first.received, returned=last.returned)
     if isinstance(given, PrepareModuleInput):
         return Style(received=_dim(given.desired_input_layouts, key))
     if isinstance(given, PrepareModuleOutput):
         return Style(returned=_dim(given.desired_output_layouts, key))
     shown = repr(given) if isinstance(given, str) else type(given).__name__
+    reason = next((reason for names, reason in WITHOUT_LAYOUT.items() if given in names), "")
     raise StrategyError(
         "MW880",
-        f"tp_plan: {key!r} has the style {shown}, which has no layout here (packed weights are sliced in stripes, and "
-        f"styles of expert parallelism move tokens by themselves).{closest(str(given), STYLES)} Or a style of "
-        "torch.distributed.tensor.parallel; without the entry the module is replicated.",
+        f"tp_plan: {key!r} has the style {shown}, which has no layout here{reason}.{closest(str(given), STYLES)} Give "
+        "a style of torch.distributed.tensor.parallel, or leave out this entry and those of the module around it, "
+        "which is replicated then.",
     )
 
 

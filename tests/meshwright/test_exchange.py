@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from exports import built, loss_of
 from loops import gpt, next_token, tokens
 from meshwright.models.gpt import GPT
@@ -28,6 +31,8 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright
+from strategies.core.errors import StrategyError
+from strategies.planner import module_styles
 
 COLUMNS = ("layers.*.attention.q_proj", "layers.*.attention.k_proj", "layers.*.attention.v_proj")
 MEGATRON = {
@@ -64,8 +69,6 @@ def test_a_tp_plan_of_megatron_is_the_recipe_megatron_tp() -> None:
 
 
 def test_the_plan_that_transformers_has_for_llama_is_the_recipe_hf_llama() -> None:
-    import transformers
-
     config = meshwright.compose("hf_llama")
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.model.config, use_cache=False))
@@ -81,8 +84,6 @@ def test_the_plan_that_transformers_has_for_llama_is_the_recipe_hf_llama() -> No
 
 
 def llama() -> nn.Module:
-    import transformers
-
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32,
@@ -122,8 +123,6 @@ def test_the_loader_of_transformers_trains_the_export_as_one_device(
 
 
 def mixtral() -> nn.Module:
-    import transformers
-
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=32,
@@ -157,6 +156,64 @@ def test_the_loader_of_transformers_trains_a_mixture_of_experts(
     ranks = 2 * mesh.get("dp", 1)
     worst = on_ranks("transformed", (tmp_path / "model", file), world_size=ranks, module="exports")
     assert max(worst.values()) < 1e-5, worst
+
+
+def families(name: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The plans of this name of all families in transformers, read from their source."""
+    folder = Path(transformers.__file__).parent / "models"
+    for file in sorted(folder.glob("*/configuration_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if isinstance(targets[0], ast.Name) and targets[0].id == name and isinstance(node.value, ast.Dict):
+                entries = zip(node.value.keys, node.value.values, strict=True)  # a `**` has no key
+                yield (
+                    file.parent.name,
+                    {ast.literal_eval(key): ast.literal_eval(value) for key, value in entries if key},
+                )
+
+
+def test_every_style_of_the_families_of_transformers_is_read_or_named() -> None:
+    refused: Counter[str] = Counter()
+    plans = [plan for _, plan in families("base_model_tp_plan")]
+    for key, style in [entry for plan in plans for entry in plan.items()]:
+        try:
+            module_styles.style_of(style, key)
+        except StrategyError as error:
+            assert error.code == "MW880" and repr(key) in str(error) and repr(style) in str(error)
+            refused[style] += 1
+    assert len(plans) > 100 and {*refused} == {"packed_colwise", "packed_rowwise"}
+    assert sum(not {"packed_colwise", "packed_rowwise"} & {*plan.values()} for plan in plans) > 70
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "glm", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "mixtral"])
+def test_the_plan_of_a_family_is_read_and_proven(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family, **SMALL)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if family == "mixtral":
+        with pytest.raises(
+            meshwright.CodedError, match=r"experts\.gate_up_proj' has the style 'packed_colwise'"
+        ) as error:
+            meshwright.from_tp_plan("auto", model, labelled(), mesh=2)
+        assert error.value.code == "MW880"
+        return
+    plan = meshwright.from_tp_plan("auto", model, labelled(), mesh=2)
+    sliced = [name for name, one in plan.content["tensors"].items() if ["tp"] in one["dims"]]
+    assert len(sliced) >= 8 and meshwright.verify(model, labelled(), plan).passed
 
 
 def sequence_parallel() -> dict[str, Any]:
@@ -201,12 +258,24 @@ def test_a_parallelize_plan_is_read_proven_and_compared_with_the_best() -> None:
         ("MW881", {"layers.*.attention.query": "colwise"}, 2),
         ("MW882", {"tokens": "embedding_rowwise"}, {"dp": 2}),
         ("MW882", "auto", 2),
+        ("MW882", {"tokens": "embedding_rowwise"}, "tp"),
     ],
 )
 def test_a_plan_that_cannot_be_read_is_refused(code: str, tp_plan: Any, mesh: Any) -> None:
     with pytest.raises(meshwright.CodedError) as error:
         meshwright.from_tp_plan(tp_plan, gpt(), tokens(), loss=next_token, mesh=mesh)
     assert error.value.code == code
+
+
+def test_plans_of_two_steps_are_not_compared() -> None:
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 2, "plan_cache": None}
+    plans = [
+        meshwright.plan(nn.Linear(8, width), (torch.randn(8, 8), torch.randn(8, width)), **options) for width in (4, 8)
+    ]
+    for other, code in ((plans[1], "MW421"), ("plan.json", "MW204")):
+        with pytest.raises(meshwright.CodedError) as error:
+            meshwright.compare(plans[0], other)  # type: ignore[arg-type]
+        assert error.value.code == code
 
 
 def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -> None:

@@ -197,6 +197,13 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).double()
     assert "2.weight is float64[4, 16]" in refused("MW462", lambda: meshwright.verify(other, points(), plan))
     refused("MW463", lambda: meshwright.verify(module, points(16), plan))
+    narrow, nowhere = (tuple(one.to(kind) for one in points()) for kind in (torch.float32, "meta"))
+    refused("MW463", lambda: meshwright.verify(module, narrow, plan))
+    refused("MW463", lambda: meshwright.verify(module, nowhere, plan))
+    refused("MW204", lambda: meshwright.verify(module, points(), plan.content))  # type: ignore[arg-type]
+    for write in (plan.save, plan.report, lambda file: plan.export("torch", file, allow_changes=True)):
+        refused("MW603", lambda write=write: write(tmp_path / "missing" / "file"))  # type: ignore[misc]
+    refused("MW103", lambda: meshwright.compose("quickstart", "train.steps=4"))
     assert "torchrun --nproc-per-node 4" in refused("MW461", lambda: plan.apply(module))
     refused("MW464", lambda: plan.optimizer(torch.optim.SGD))
     refused("MW464", lambda: planned(pipeline=2, mesh=4))
@@ -223,6 +230,7 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
 def test_one_rank_needs_no_process_group() -> None:
     plan, module = planned(mesh=1), network()
     sharded = plan.apply(module)
+    refused("MW204", lambda: plan.optimizer("torch.optim.SGD", lr=0.1))  # type: ignore[arg-type]
     optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
     x, y = points()
     loss = sharded(x, y)
