@@ -37,7 +37,9 @@ TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5}
 KEY = 5
 DROPOUT = 0.1
 ROUNDINGS, MOST_ROUNDING = 3.0, 1e-4
-"""A run in single precision may differ by this multiple of one device's rounding, and never by more than this."""
+"""A run may differ by this multiple of one device's rounding, and never by more than this."""
+CHANGES = 3
+"""Random changes of all weights in their last bits that are tried."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,23 @@ def own_rounding(architecture: Architecture, dropout: float, seed: int = 0) -> f
     for fast in (True, False):
         with torch.backends.mkldnn.flags(enabled=fast):
             found.append(worst(_gradients(copy.deepcopy(net), batch), exact, "fp32")[0])
+    return max(found)
+
+
+def last_bits(architecture: Architecture, seed: int = 0) -> float:
+    """How much one device's double-precision gradients change, relatively, where every weight changes in its last bit:
+    which no other order of additions can reproduce. Linear networks change by 1e-16, normalizations over few elements
+    of little variance by 1e-8."""
+    torch.manual_seed(seed)
+    with in_double():
+        net, batch = architecture.build(0.0)
+        net, batch = net.double(), {name: _wide(tensor) for name, tensor in batch.items()}
+        exact, found = _gradients(copy.deepcopy(net), batch), []
+        for _ in range(CHANGES):
+            other = copy.deepcopy(net)
+            for weight in other.parameters():
+                weight.data *= 1 + torch.finfo(torch.float64).eps * torch.sign(torch.rand_like(weight) - 0.5)
+            found.append(worst(_gradients(other, batch), exact, "fp64")[0])
     return max(found)
 
 

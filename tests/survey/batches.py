@@ -29,6 +29,9 @@ def batches(model: Any, config: Any) -> Iterator[Batch]:
     if type(model).__name__.startswith(MASKED):
         known["attention_mask"] = lambda: torch.ones(BATCH, LENGTH, dtype=torch.long)
         base.append("attention_mask")
+    if type(model).__name__.startswith(DECODER_MASKED):
+        known["decoder_attention_mask"] = lambda: torch.ones(BATCH, LENGTH, dtype=torch.long)
+        base.append("decoder_attention_mask")
     base = [key for key in dict.fromkeys(base) if key in parameters]
     words, pictures = ([key] if key in parameters else [] for key in ("input_ids", "pixel_values"))
     labels = _labels(type(model).__name__, known["input_ids"])
@@ -105,6 +108,8 @@ def _known(name: str, config: Any) -> dict[str, Callable[[], Tensor]]:
 
 MASKED = ("SwitchTransformers", "LongT5")
 """Models that make a mask where there is none, but not for an exporter."""
+DECODER_MASKED = ("FSMT",)
+"""Models that decide by the values of a batch whether to make one."""
 TIME_LAST = ("Whisper", "Qwen2Audio", "Voxtral", "Moonshine")
 VIDEOS = ("Timesformer", "TimeSformer", "VideoMAE", "Vivit", "XCLIP")
 

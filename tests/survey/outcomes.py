@@ -22,7 +22,7 @@ from torch import nn
 from strategies.core.errors import CodedError
 from strategies.runtime.simulate import Simulation
 from tests.matrix.plans import MODES
-from tests.matrix.runs import BOTH, Precision, matrix_run, own_rounding, subject
+from tests.matrix.runs import BOTH, Precision, last_bits, matrix_run, own_rounding, subject
 from tests.matrix.zoo.architecture import Architecture, Example
 from tests.survey.huggingface import train
 from tests.survey.registries import Squares
@@ -32,8 +32,6 @@ Status = Literal["exact", "differs", "refused", "crash", "late", "unbuilt"]
 eager torch itself does not train it."""
 NEARLY = 1e-7
 """Below this a difference in double precision may be rounding."""
-HALVED = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-"""Rounding in double precision relative to that in single precision."""
 PATIENCE = 5
 MEMORY = 16 * 2**30
 """Bytes of address space of the process of one architecture."""
@@ -85,7 +83,7 @@ def outcome(architecture: Architecture, world: int) -> Outcome:
         if done.differences is None:
             return ended("crash", f"{mode}: {done.error}", size, worst, kind)
         if not done.passed and (kind == "fp32" or done.differences.worst < NEARLY):
-            done = done.widened(own_rounding(architecture, 0.0) * (1.0 if kind == "fp32" else HALVED))
+            done = done.widened(own_rounding(architecture, 0.0) if kind == "fp32" else last_bits(architecture))
         worst = max(worst, done.differences.worst)
         if not done.passed:
             found = done.differences

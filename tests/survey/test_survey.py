@@ -41,9 +41,22 @@ def branches(_: Net, h: Tensor) -> Tensor:
     return h if h.sum() > 0 else -h
 
 
+def chaotic(_: Net, h: Tensor) -> Tensor:
+    """Sums over the batch, and a map that doubles their rounding in every iteration."""
+    h = h.sigmoid() * h.exp().mean(0).sigmoid()
+    for _ in range(22):
+        h = 4 * h * (1 - h)
+    return h
+
+
 BODIES: dict[str, tuple[str, Any]] = {
     "exact": ("exact", lambda net, h: h.tanh()),
     "another one when exported": ("differs", lambda _, h: h * (2 if torch.compiler.is_exporting() else 1)),
+    "nearly so": ("differs", lambda _, h: h * (1 + 1e-9 * torch.compiler.is_exporting())),
+    "ill conditioned": (
+        "exact",
+        chaotic,
+    ),
     "branch": ("refused", branches),
     "dead": ("crash", ends),
     "slow": ("late", sleeps),
