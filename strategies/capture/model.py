@@ -16,15 +16,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree
 
 from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
-from strategies.capture.nodes import in_library, short
+from strategies.capture.nodes import fakes, in_library, short
+from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import check_dtypes, check_hooks, check_nodes, refusing_unseen
@@ -34,6 +36,8 @@ from strategies.core.graph import OperatorGraph
 from strategies.rules.random import draws
 
 M = TypeVar("M", bound=nn.Module)
+UNKNOWN = (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException)
+"""What export raises where a forward asks for values."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,20 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
     _check_calls(objective)
+    opaque = OpaqueModules(objective)
+    while True:
+        try:
+            if (captured := _captured(objective, batch, training, opaque)) is not None:
+                return captured
+        except NotOpaque as error:
+            opaque.refuse(error.owner)
+        except StrategyError as error:
+            if not isinstance(error.__cause__, UNKNOWN) or not opaque.choose(_running(error.__cause__)):
+                raise
+
+
+def _captured(objective: Objective, batch: Sequence[Tensor], training: bool, opaque: OpaqueModules) -> Captured | None:
+    """The captured objective; None where another module must be one node."""
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
     if training:
@@ -155,12 +173,15 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
             assigned.written(),
             refusing_unseen(training),
             functions_as_operators(training),
+            opaque.as_nodes(),
             warnings.catch_warnings(),
         ):
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
             try:
+                if opaque.chosen:  # whose attributes nobody reads while they are traced
+                    raise NotRepeated
                 with repeated.traced_once():
                     exported = export()
                 repeated.expand(exported)
@@ -168,7 +189,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
                     raise NotRepeated
             except NotRepeated:
                 exported = export()
-    except StrategyError:
+    except (StrategyError, NotOpaque):
         raise
     except Exception as error:  # whatever the user's forward raises, reported as one paragraph
         raise StrategyError("MW901", _capture_failure(error)) from error
@@ -176,12 +197,34 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
+    around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)
     replace_vmap(exported.graph)
     check_nodes(exported.graph, training)
-    graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
+    try:
+        graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
+    except StrategyError:
+        if opaque.choose(around):
+            return None
+        raise
     check_dtypes(graph)
     return Captured(unmerged(_needed(graph)), tensors)
+
+
+def _running(error: BaseException) -> list[nn.Module]:
+    """The modules whose forward raised an error, innermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
+    owners = [frame.f_locals.get("self") for frame in reversed(frames)]
+    return [owner for owner in owners if isinstance(owner, nn.Module)]
+
+
+def _shaped_by_values(objective: Objective, graph: fx.Graph) -> list[nn.Module]:
+    """The modules around the first tensor whose shape depends on values, innermost first."""
+    modules = dict(objective.named_modules())
+    for node in graph.nodes:
+        if any(isinstance(size, torch.SymInt) for fake in fakes(node.meta.get("val")) for size in fake.shape):
+            return [modules[path] for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())]
+    return []
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -279,10 +322,11 @@ def _capture_failure(error: BaseException) -> str:
         if not in_library(frame.filename) and frame.name != "__torch_function__"  # which only passes on
     ]
     where = f" at {short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    if isinstance(error, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
+    if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            "graph; use torch.where or another operator in place of the branch."
+            "graph; use torch.where or another operator in place of the branch, or a module of its own in a list of "
+            "layers, which takes tensors and does nothing but compute."
         )
     if "found a fake tensor in the exported program constant" in str(error):
         return (

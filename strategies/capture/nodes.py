@@ -44,6 +44,20 @@ class _AutogradFunction(HigherOrderOperator):
 AUTOGRAD_FUNCTION = _AutogradFunction()
 
 
+class _ModuleCall(HigherOrderOperator):
+    """The target of a node that stands for the call of a module."""
+
+    def __init__(self) -> None:
+        super().__init__("called_module")  # type: ignore[no-untyped-call]
+
+    def __call__(self, call: str, *operands: Any) -> Any:
+        """The results of a `ModuleCall`."""
+        return resolve("local.called_module")(call, *operands)
+
+
+MODULE_CALL = _ModuleCall()
+
+
 def function_target(name: str, autocast: str | None) -> str:
     """The target of an operator, as `resolve` looks it up, for the autograd function `module::Class`."""
     module, _, path = name.partition("::")

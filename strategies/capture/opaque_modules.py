@@ -1,0 +1,183 @@
+"""Modules whose forward decides by values, such as a loop over the experts that the tokens of a batch choose, in a
+captured graph: one node for each call.
+
+A module can be one node where ranks that call it can do nothing but compute: it takes tensors and plain values, and on
+random numbers it draws none, writes into no tensor and sets no attribute. Invariant: the graph holds for all values,
+those that decide in the module included.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from strategies.capture.nodes import MODULE_CALL, beneath_tracing
+from strategies.rules.module_calls import ModuleCall, Slot, called_module
+
+PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
+"""What a forward may take beside tensors."""
+
+
+class NotOpaque(Exception):
+    """A module of this class cannot be one node."""
+
+    def __init__(self, owner: type) -> None:
+        super().__init__(owner)
+        self.owner = owner
+
+
+class OpaqueModules:
+    """The modules in `root` that are to be one node: those in a list of layers of the classes in `chosen`."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root, self.chosen, self.refused = root, set[type](), set[type]()
+        self.known = {id(vars(module)): (path, type(module)) for path, module in root.named_modules()}
+        """By what the exporter's stand-ins for a module share with it."""
+
+    def choose(self, modules: Sequence[nn.Module]) -> bool:
+        """Choose the class of the first of these, which are around one another, that may be one node."""
+        for path, owner in (self.known.get(id(vars(module)), ("", nn.Module)) for module in modules):
+            if any(map(str.isdigit, path.split("."))) and owner not in self.chosen | self.refused:
+                self.chosen.add(owner)
+                return True
+        return False
+
+    def refuse(self, owner: type) -> None:
+        self.chosen.discard(owner)
+        self.refused.add(owner)
+
+    @contextmanager
+    def as_nodes(self) -> Iterator[None]:
+        """Around an export."""
+        skeletons = {
+            id(vars(module)): _skeleton(module) for module in self.root.modules() if type(module) in self.chosen
+        }
+        own = {cls: vars(cls).get("forward") for cls in self.chosen}
+        for cls in self.chosen:
+            cls.forward = _watched(cls.forward, skeletons)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for cls, forward in own.items():
+                if forward is None:
+                    del cls.forward  # type: ignore[attr-defined]
+                else:
+                    cls.forward = forward  # type: ignore[attr-defined]
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, without hooks."""
+    tensors = [*module.parameters(), *module.buffers()]
+    made: nn.Module = copy.deepcopy(module, {id(one): _on_meta(one) for one in tensors})
+    for one in made.modules():
+        for name, value in vars(one).items():
+            if name.endswith("_hooks") and value:
+                setattr(one, name, type(value)())
+    return made
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _watched(forward: Callable[..., Any], skeletons: dict[int, nn.Module]) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        skeleton = skeletons.get(id(vars(module)))
+        if tracing is None or skeleton is None:
+            return forward(module, *args, **kwargs)
+        return _recorded(module, forward, skeleton, (args, kwargs), tracing.tracer)
+
+    return call
+
+
+def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Module, given: Any, tracer: Any) -> Any:
+    """What the forward of `module` returns for `given`, as results of one node."""
+    leaves, structure = tree_flatten(given)
+    if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+        raise NotOpaque(type(skeleton))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    slots = iter(range(len(tensors)))
+    slotted = tree_unflatten([Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    operands = [*tensors, *state.values()]
+    proxies = [tracer.unwrap_proxy(one) for one in operands]
+    if not all(isinstance(proxy, fx.Proxy) for proxy in proxies):
+        raise NotOpaque(type(skeleton))
+    device = operands[0].device.type
+    casts = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = torch.get_autocast_dtype(device) if casts else None
+    call = ModuleCall(skeleton, tuple(state), slotted, autocast)
+    with _disable_current_modes(), torch.device("cpu"):
+        returned = _tried(call, forward, tensors)
+        found, structure = tree_flatten(returned)
+        results = tuple((tuple(one.shape), one.dtype) for one in found if isinstance(one, Tensor))
+        try:
+            text = replace(call, results=results).text()
+        except (AttributeError, TypeError, pickle.PicklingError) as error:  # as pickle says that it cannot
+            raise NotOpaque(type(skeleton)) from error
+    with beneath_tracing():
+        made = called_module(text, *operands)
+    node = tracer.create_proxy("call_function", MODULE_CALL, (text, *proxies), {}, type(module).__name__.lower())
+    tracked = iter(track_tensor_tree(made, node, constant=None, tracer=tracer))
+    return tree_unflatten([next(tracked) if isinstance(one, Tensor) else one for one in found], structure)
+
+
+class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether random numbers are drawn."""
+
+    draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dropped = func is torch.ops.aten.native_dropout.default and args[1] == 0
+        self.draws = self.draws or (torch.Tag.nondeterministic_seeded in func.tags and not dropped)
+        return func(*args, **(kwargs or {}))
+
+
+def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """What a module returns for random numbers. Raises NotOpaque where it does more than to compute, or fails."""
+    generator = torch.Generator().manual_seed(0)
+    module = copy.deepcopy(call.module).to_empty(device="cpu")
+    for one in (*module.parameters(), *module.buffers()):
+        one.data = _random(one, generator)
+    given = [_random(tensor, generator) for tensor in tensors]
+    args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
+    watched, before = _Watched(), _state(module, given)  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng([]), watched:
+            returned = forward(module, *args, **kwargs)
+    except Exception as error:  # whatever it raises on numbers that it did not expect
+        raise NotOpaque(type(call.module)) from error
+    plain = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(returned))
+    if watched.draws or _state(module, given) != before or not plain:
+        raise NotOpaque(type(call.module))
+    return returned
+
+
+def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Real numbers of the shape of a traced tensor; a valid index where it holds integers."""
+    shape = tuple(map(int, tensor.shape))
+    if not tensor.is_floating_point():
+        return torch.zeros(shape, dtype=tensor.dtype)
+    return torch.rand(shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+
+
+def _state(module: nn.Module, tensors: Sequence[Tensor]) -> object:
+    """What a forward could change."""
+    attributes = [
+        (name, id(value)) for one in module.modules() for name, value in vars(one).items() if not name.startswith("_")
+    ]
+    held = [*module.parameters(), *module.buffers(), *tensors]
+    return attributes, [(id(one), one._version) for one in held]

@@ -1,0 +1,90 @@
+"""A module whose forward decides by values, as one opaque operator: ranks call the module itself, replicated.
+
+Where such a forward goes is not known when a graph is made, but what it returns for all the values of its tensors is.
+So the operator carries the module, without its tensors, and takes them as operands; autograd sees what happens inside.
+Tensors without values (meta tensors, fake ones) get results of the known shapes.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import threading
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from strategies.rules.registry import local_function
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where an operand belongs among the arguments of a forward."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of `module`, on the meta device, with the arguments `given`, whose tensors are `Slot`s. Operands are those
+    tensors, then the tensors `names` of the module. Results are tensors of these shapes and dtypes."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+    given: Any
+    autocast: torch.dtype | None = None
+    """Of the torch.autocast around the call."""
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+
+    def text(self) -> str:
+        return base64.b85encode(zlib.compress(pickle.dumps(self))).decode()
+
+    def __call__(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        args, kwargs = tree_map_only(Slot, lambda slot: operands[slot.index], self.given)
+        own = dict(zip(self.names, operands[len(operands) - len(self.names) :], strict=True))
+        casts = nullcontext() if self.autocast is None else torch.autocast(operands[0].device.type, self.autocast)
+        with casts:
+            returned = functional_call(self.module, own, args, kwargs)
+        results = tuple(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
+        made = tuple((tuple(result.shape), result.dtype) for result in results)
+        if made != self.results:
+            raise RuntimeError(f"{type(self.module).__name__} returned {made}, but the plan is made for {self.results}")
+        return results
+
+
+class _Loaded(threading.local):
+    """The calls of a thread: a module holds its tensors while it is called."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, ModuleCall] = {}
+
+
+_loaded = _Loaded()
+
+
+@local_function
+def called_module(call: str, *operands: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that the module of a `ModuleCall`, given as text, returns."""
+    if call not in _loaded.calls:
+        _loaded.calls[call] = pickle.loads(zlib.decompress(base64.b85decode(call)))
+    known = _loaded.calls[call]
+    if any(isinstance(one, FakeTensor) or one.is_meta for one in operands):
+        return _without_values(known, operands)
+    return known(operands)
+
+
+def _without_values(call: ModuleCall, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Results of which shapes are known, and of whose gradients that all operands are kept for them."""
+    behind = sum(((one * one).sum() for one in operands if one.is_floating_point()), operands[0].new_zeros(()))
+    return tuple(
+        behind.to(dtype).expand(shape).clone() if dtype.is_floating_point else behind.new_empty(shape, dtype=dtype)
+        for shape, dtype in call.results
+    )

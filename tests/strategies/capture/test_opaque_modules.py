@@ -1,0 +1,135 @@
+"""A module in a layer that decides by values is one operator, and decides anew on every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from strategies.capture import Objective, capture
+from strategies.core.errors import StrategyError
+from strategies.core.program import LoweringOptions
+from strategies.lowering.lowering import lower
+from strategies.runtime.simulate import Simulation
+from tests.strategies.simulated_model import TOLERANCE, Model
+
+
+class Experts(nn.Module):
+    """x [n, 4] -> [n, 4]: a loop over the experts that rows choose."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.router, self.up, self.act = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4, 4)), act
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, x: Tensor, *, weighted: bool) -> tuple[Tensor, None]:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for expert in F.one_hot(chosen, 3).sum(0).nonzero():
+            (rows,) = torch.where(chosen == expert)
+            if len(rows) == 0:
+                continue
+            new = self.act(x[rows] @ self.up[int(expert)]) * self.scale[int(expert)]
+            out.index_add_(0, rows, new * weights[rows, None] if weighted else new)
+        return out, None
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.experts = nn.Linear(4, 4), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(self.dense(x).relu(), weighted=True)[0]
+
+
+def net(act: Callable[[Tensor], Tensor] = torch.tanh) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), *(Layer(Experts(act)) for _ in range(2)), nn.Linear(4, 1))
+
+
+def squares(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
+class Squares(nn.Module):
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return squares(out, target)
+
+
+def test_trains_like_the_model(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(net(), Squares(), (torch.randn(16, 4), torch.randn(16, 1)))
+    assert [op.op for op in model.graph.operators].count("called_module") == 2
+    assert model.worst(draw, 4) < TOLERANCE
+
+
+def test_other_values_decide_otherwise(draw: Any) -> None:
+    """The graph is captured on rows of which all choose one expert."""
+    torch.manual_seed(0)
+    rows = torch.randn(1, 4).expand(16, 4).contiguous(), torch.zeros(16, 1)
+    model = Model(net(), Squares(), rows)
+    other = torch.randn(16, 4, dtype=torch.float64), torch.randn(16, 1, dtype=torch.float64)
+    program = lower(model.graph, model.random_plan(draw, 0), LoweringOptions())
+    simulation = Simulation(program, model.values | dict(zip(("0", "1"), other, strict=True)))
+    (losses,) = simulation.run()
+    simulation.backward(losses)
+    model.objective.zero_grad()
+    truth = model.objective(*other)
+    truth.backward()
+    assert all(abs(loss.item() - truth.item()) < TOLERANCE for loss in losses)
+    found = simulation.gradients()
+    assert all(torch.allclose(found[name], p.grad, rtol=0, atol=TOLERANCE) for name, p in model.net.named_parameters())
+
+
+class Rows(nn.Module):
+    """A number of rows that values decide, within."""
+
+    def forward(self, x: Tensor, *, weighted: bool) -> tuple[Tensor, None]:
+        chosen = x[:, 0] > x[:, 1]
+        return torch.zeros_like(x).masked_scatter(chosen[:, None], x[chosen].tanh()), None
+
+
+def test_a_shape_within() -> None:
+    objective = Objective(nn.Sequential(nn.Linear(4, 4), Layer(Rows())), None, ("0",), ())
+    ops = [op.op for op in capture(objective, (torch.randn(16, 4),), training=False).graph.operators]
+    assert ops.count("called_module") == 1 and "tanh" not in ops
+
+
+def noisy(h: Tensor) -> Tensor:
+    return F.dropout(h, 0.5)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return h
+
+
+class Remembering(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        self.last = h
+        return h
+
+
+@pytest.mark.parametrize("act", [noisy, Counting(), Remembering()], ids=["draws", "writes", "keeps"])
+def test_a_module_that_does_more_than_to_compute_is_refused(act: Any) -> None:
+    objective = Objective(net(act), Squares(), ("0", "1"), ("1",))
+    with pytest.raises(StrategyError, match=r"capture/test_opaque_modules.py:\d+: for expert in") as caught:
+        capture(objective, (torch.randn(16, 4), torch.randn(16, 1)), training=True)
+    assert caught.value.code == "MW901"
+    assert type(objective.model[1].experts).forward is Experts.forward  # type: ignore[index, union-attr]
+
+
+def test_no_values_are_needed() -> None:
+    with torch.device("meta"):
+        objective = Objective(net(), Squares(), ("0", "1"), ("1",))
+        captured = capture(objective, (torch.randn(16, 4), torch.randn(16, 1)), training=True)
+    assert [op.op for op in captured.graph.operators].count("called_module") == 2
