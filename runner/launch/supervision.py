@@ -28,6 +28,7 @@ from strategies.core.errors import StrategyError
 CAUSE = 0.3  # to learn which other ranks failed independently at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 DUMP = 0.5  # for a hung rank to write where it is
+ELASTIC = 4  # timeouts after which a run of elastic ranks hangs: until then rank 0 ends those that do
 
 
 class SupervisedRank:
@@ -117,7 +118,8 @@ class Supervision:
         until: Callable[[], bool] | None = None,
     ) -> None:
         self.ranks, self.group, self.name, self.until = ranks, group, name, until
-        self.stall = Stall([rank.flight_record for rank in ranks], group.timeout)
+        patience = group.timeout * (ELASTIC if group.elastic else 1)
+        self.stall = Stall([rank.flight_record for rank in ranks], patience)
 
     def patience(self, failures: Sequence[Failure]) -> float:
         """Seconds in which other ranks may report a failure that is closer to the cause."""

@@ -2,15 +2,19 @@
 
 Threads only read connections and put what arrives into one queue; everything is decided in the thread that calls `run`.
 A shard has holders, the first of which is its primary. Invariant: an update is acknowledged only when every holder has
-it, so any one of them can go on alone.
+it, so any one of them can go on alone. A member that hangs is killed, and so becomes one that was killed: its process
+runs on this machine, as its open connection proves.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import signal
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,10 @@ Unit = tuple[int, int]
 """Step, and slice of it."""
 State = tuple[Mapping[str, Any], Sequence[Tensor]]
 """Of a shard, as `ServedShard.state` makes it."""
+LOOK = 0.5
+"""Seconds between two looks for workers that hang, at most."""
+SILENT = 2.5
+"""Timeouts after which a worker hangs: one to notice that another member does, one of the coordinator on a server."""
 
 
 class Fleet:
@@ -60,6 +68,10 @@ class Fleet:
         self._secret = new_secret(folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._servers: dict[int, Link] = {}
+        self._processes: dict[Link, int] = {}
+        """Process ids."""
+        self._asked: dict[Link, float] = {}
+        """Since when workers owe an answer."""
         self._addresses: dict[int, tuple[str, int]] = {}
         self._holders: list[list[int]] = [[] for _ in range(servers)]
         self._callers: list[Link] = []
@@ -91,10 +103,11 @@ class Fleet:
             link.close()
             return
         member = hello["server"] if hello["op"] == "server" else None
+        self._processes[link] = hello["process"]
         if member is None:
             self._events.put(lambda: self._worker_joined(link, tuple(hello["address"])))
         else:
-            self._events.put(lambda: self._server_joined(member, tuple(hello["address"])))
+            self._events.put(lambda: self._server_joined(member, tuple(hello["address"]), hello["process"]))
         try:
             while True:
                 self._events.put(partial(self._heard, link, *link.receive()))
@@ -120,6 +133,7 @@ class Fleet:
 
     def _worker_gone(self, link: Link) -> None:
         self._joining.pop(link, None)
+        self._asked.pop(link, None)
         if link not in self._workers:
             return
         del self._workers[link]
@@ -139,6 +153,7 @@ class Fleet:
 
     def _heard(self, link: Link, fields: dict[str, Any], tensors: list[Tensor]) -> None:
         """A worker reports a slice, or that it does not reach a server, or answers a request."""
+        self._asked.pop(link, None)
         if fields["op"] in ("reduced", "broken"):
             if fields["generation"] == self._generation:
                 self._reduced[link] = fields
@@ -149,7 +164,7 @@ class Fleet:
         if fields["op"] == "lost":
             for server in fields["servers"]:
                 self._probe(server)
-            self._send(link, "layout", **self._layout())
+            self._ask(link, "layout", **self._layout())
             return
         self._idle.append(link)
         unit = self._busy.pop(link)
@@ -158,20 +173,37 @@ class Fleet:
         for shard in fields["alone"]:
             self._keep_primary(shard)
 
-    def _send(self, link: Link, op: str, **fields: Any) -> bool:
-        try:
+    def _send(self, link: Link, op: str, **fields: Any) -> None:
+        with suppress(*BROKEN):  # its end is in the queue, too
             link.send(op, **fields)
-        except BROKEN:
-            return False  # its end is in the queue, too
-        return True
 
-    def _server_joined(self, server: int, address: tuple[str, int]) -> None:
+    def _ask(self, link: Link, op: str, **fields: Any) -> None:
+        """Send a worker what it answers."""
+        self._asked.setdefault(link, time.monotonic())
+        self._send(link, op, **fields)
+
+    def _end_hanging(self) -> None:
+        """End the workers that have owed an answer for too long, where others are left."""
+        late = time.monotonic() - SILENT * self._timeout
+        hanging = [link for link, since in self._asked.items() if since < late and link in self._processes]
+        if len(hanging) < len(self._workers):
+            for link in hanging:
+                self._kill(link)
+
+    def _kill(self, link: Link) -> None:
+        """Kill the process at the other end, once."""
+        if (process := self._processes.pop(link, None)) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def _server_joined(self, server: int, address: tuple[str, int], process: int) -> None:
         self._server_gone(server)  # the process before it, if nothing was heard of its end yet
         try:
             self._servers[server] = connect(address, self._secret, self._timeout)
             self._servers[server].send("coordinator")
         except BROKEN:
             return
+        self._processes[self._servers[server]] = process
         self._addresses[server] = address
         self.counts["servers_joined"] += 1
         if any(self._holders):
@@ -246,7 +278,7 @@ class Fleet:
                 own = [number for number in range(slices) if owners[number] is link]
                 ahead = self._workers[members[(position + 1) % len(members)]]
                 place = {"generation": self._generation, "position": position, "size": len(members), "ahead": ahead}
-                self._send(link, "reduce", step=step, slices=own, **place)
+                self._ask(link, "reduce", step=step, slices=own, **place)
             self._run(self._settled, "a worker")
             answers = [self._reduced[link] for link in members if link in self._reduced]
             if len(answers) == len(members) and all(one["op"] == "reduced" for one in answers):
@@ -270,7 +302,7 @@ class Fleet:
         while True:
             link = next(iter(self._workers))
             self._answers.pop(link, None)
-            self._send(link, op)
+            self._ask(link, op)
             self._run(lambda link=link: link in self._answers or link not in self._workers, "a worker")  # type: ignore[misc]
             if link in self._answers:
                 fields, tensors = self._answers.pop(link)
@@ -285,9 +317,15 @@ class Fleet:
         """The answer of a server; None where it is down. Raises RunFailed where that loses a shard."""
         try:
             return self._servers[server].request(op, tensors, **fields)
-        except BROKEN:
-            self._server_gone(server)
+        except BROKEN as error:
+            self._server_failed(server, error)
             return None
+
+    def _server_failed(self, server: int, error: BaseException) -> None:
+        """A server is down, or hangs and is ended."""
+        if isinstance(error, TimeoutError):
+            self._kill(self._servers[server])
+        self._server_gone(server)
 
     def request_primary(self, shard: int, op: str, **fields: Any) -> tuple[dict[str, Any], list[Tensor]]:
         """The answer of the first holder of `shard` that answers."""
@@ -305,14 +343,14 @@ class Fleet:
             try:
                 self._servers[server].send(op, shard=shard, **fields)
                 waiting.append(server)
-            except (*BROKEN, KeyError):
-                self._server_gone(server)
+            except (*BROKEN, KeyError) as error:
+                self._server_failed(server, error)
         for server in waiting:
             try:
                 if server in self._servers:
                     self._servers[server].receive()
-            except BROKEN:
-                self._server_gone(server)
+            except BROKEN as error:
+                self._server_failed(server, error)
 
     def place(self, states: Sequence[State]) -> None:
         """Give every server its shard, and every shard its replica."""
@@ -357,22 +395,27 @@ class Fleet:
         self._run(lambda: all(unit in self.results for unit in units), "a worker")
 
     def _run(self, done: Callable[[], bool], whom: str) -> None:
+        heard = time.monotonic()
         while True:
             self._assign()
             if done():
                 return
+            self._end_hanging()
             try:
-                self._events.get(timeout=self._timeout)()
+                self._events.get(timeout=LOOK)()
+                heard = time.monotonic()
             except queue.Empty:
-                raise RunFailed(
-                    "MW712", f"nothing was heard of {whom} for {self._timeout:g} s (launch.timeout)."
-                ) from None
+                if (silence := time.monotonic() - heard) > (SILENT + 1) * self._timeout:
+                    raise RunFailed(
+                        "MW712",
+                        f"nothing was heard of {whom} for {silence:.0f} s (launch.timeout: {self._timeout:g} s).",
+                    ) from None
 
     def _assign(self) -> None:
         while self._todo and self._idle and all(self._holders):
             link, unit = self._idle.popleft(), self._todo.popleft()
             self._busy[link] = unit
-            self._send(link, "unit", unit=unit, floor=min(self.outstanding()), **self._given, **self._layout())
+            self._ask(link, "unit", unit=unit, floor=min(self.outstanding()), **self._given, **self._layout())
 
     def close(self, done: bool) -> None:
         """Let all members end, also those that have just come; `done`: those to come have nothing left to do, else

@@ -51,7 +51,7 @@ class Inbox:
             self._arriving.put(error)
 
     def _called(self, link: Link, hello: Mapping[str, Any]) -> None:
-        self._arriving.put((hello["generation"], link.patient()))
+        self._arriving.put((hello["generation"], link))
 
     def order(self) -> Order:
         """The coordinator's next order. Raises OSError or EOFError where it has closed the connection."""
@@ -79,7 +79,7 @@ class Inbox:
                 return self._ring[1]
             self._ring[1].close()
             self._ring = None
-        ahead = connect(tuple(order["ahead"]), self._secret, self._timeout).patient()
+        ahead = connect(tuple(order["ahead"]), self._secret, self._timeout)
         ahead.send("ring", generation=generation)
         while generation not in self._behind:
             self._take()

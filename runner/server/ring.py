@@ -33,7 +33,7 @@ class Ring:
             The bytes sent.
 
         Raises:
-            OSError, EOFError: a worker is down.
+            OSError, EOFError: a worker is down, or hangs.
         """
         parts, before = values.tensor_split(self._size), self._ahead.sent
         for turn in range(2 * (self._size - 1)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -50,7 +51,7 @@ def _is_over(job: TrainingJob) -> bool:
 def _work(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> None:
     """Compute slices until the coordinator has enough."""
     worker = Worker(rank, job, link, secret)
-    link.send("worker", address=worker.address)
+    link.send("worker", address=worker.address, process=os.getpid())
     worker.run()
 
 
@@ -86,7 +87,7 @@ def _serve(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> No
         config.launch.timeout,
         Faults(config, rank, nn.Module(), Communicator(Mesh((("world", 1),)), 0)),
     )
-    link.send("server", server=rank.rank - 1, address=store.address)
+    link.send("server", server=rank.rank - 1, address=store.address, process=os.getpid())
     store.wait(link)
     if not _is_over(job):
         raise ConnectionError("it has ended")

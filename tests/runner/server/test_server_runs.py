@@ -57,6 +57,24 @@ def test_killed_workers_and_servers_change_no_bit(start):
     )
 
 
+def hang(rank, step, phase):
+    return kill(rank, step, phase).replace("kill", "hang")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [(), ("parallel.server.parameters=[inner.*]",)], ids=["served", "kept"])
+def test_workers_and_servers_that_hang_are_replaced(start, kept):
+    calm = start(*SERVED, DOUBLE, *ADAM, *kept, folder="calm")
+    phases = [hang(3, 2, "forward"), hang(1, 4, "collective"), hang(4, 5, "optimizer" if kept else "data")]
+    faults = f"launch.faults=[{', '.join(phases)}]"
+    hit = start(*SERVED, DOUBLE, *ADAM, *kept, REPLICAS, "launch.timeout=3", faults, folder="hit")
+    assert len([*(hit.folder / "faults").iterdir()]) == 3
+    assert hit.losses == pytest.approx(calm.losses, rel=1e-12)
+    counts = [record["server"] for record in hit.records if "server" in record]
+    assert sum(one.get("workers_lost", 0) for one in counts) == 2
+    assert sum(one.get("servers_lost", 0) for one in counts) == 1
+
+
 @pytest.mark.slow
 def test_a_run_outlives_thirty_workers_and_ten_servers(start):
     """Servers are killed in turns, each after the one before it is back and has its copies."""
