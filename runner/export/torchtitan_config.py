@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from runner.export.changes import Change, between, of_optimizer
+from runner.export.tensor_parallel import of_rows
 from runner.export.torch_program import of_operators
 from runner.planning.prepare import Prepared
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source
@@ -86,7 +87,7 @@ class Typed:
 
 def changes(prepared: Prepared) -> list[Change]:
     """What torchtitan lays out otherwise: where the plan that its configs declare differs, operators that DTensor
-    gathers for, and stages of ZeRO between 0 and 3."""
+    gathers for or that read the rows of all ranks, and stages of ZeRO between 0 and 3."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     roles = Roles.of(plan)
@@ -97,7 +98,7 @@ def changes(prepared: Prepared) -> list[Change]:
         if graph.by_name[change.name].label != "cross_entropy_loss"  # torchtitan computes it on slices of classes
     )
     found = {str(change): change for change in (*between(prepared, again), *gathered)}
-    return [*found.values(), *of_optimizer(prepared, {0, 3})]
+    return [*found.values(), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
 
 
 def config(prepared: Prepared, title: str) -> str:

@@ -293,7 +293,7 @@ def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -
     assert json.loads(plan.export("transformers", file, allow_changes=True).read_text(encoding="utf-8"))["tp_size"] == 2
 
 
-@pytest.mark.parametrize("target", ["transformers", "deepspeed"])
+@pytest.mark.parametrize("target", ["torchtitan", "transformers", "deepspeed"])
 def test_operators_across_the_rows_of_ranks_are_listed(target: str) -> None:
     """Which trainers of local tensors give the rows of one rank."""
     module, (batch, _) = built("rows")
