@@ -76,23 +76,23 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
 
     torch.manual_seed(0)
     shape = (1, HEADS, options["length"], WIDTH)
-    whole, weights = Attend(*(torch.randn(shape) for _ in range(3))), torch.randn(shape)
+    model, weights = Attend(*(torch.randn(shape) for _ in range(3))), torch.randn(shape)
     along, own = (1, 1, RANKS, 1), lambda tensor: tensor.detach().chunk(RANKS, 2)[rank.rank].clone()
-    graph = capture(Objective(whole, None, ("weights",), ()), [weights], training=True).graph
+    graph = capture(Objective(model, None, ("weights",), ()), [weights], training=True).graph
     strategies = {"scaled_dot_product_attention": OperatorStrategy((along, along, along), None)}
     search = "sharding_propagation", (("cp", RANKS),), strategies
     plan = make_plan(graph, Request("auto", RANKS, *search, dataset_strategy=(along,)))
 
     def ours(ring: bool) -> tuple[Step, dict[str, nn.Parameter]]:
         program = lower(graph, plan, LoweringOptions(partial_loss=True, ring=ring))
-        tensors = {name: nn.Parameter(own(tensor)) for name, tensor in whole.named_parameters()}
+        tensors = {name: nn.Parameter(own(tensor)) for name, tensor in model.named_parameters()}
         module = build(program, tensors, Communicator(plan.mesh, rank.rank, [("cp",)]), "cpu")
         slice_of_weights = own(weights)
         return lambda: module(slice_of_weights).backward(), tensors
 
     def theirs() -> tuple[Step, dict[str, nn.Parameter]]:
         attend, here = _templated(dist.group.WORLD), own(weights)
-        tensors = {name: nn.Parameter(own(tensor)) for name, tensor in whole.named_parameters()}
+        tensors = {name: nn.Parameter(own(tensor)) for name, tensor in model.named_parameters()}
         return lambda: (attend(*tensors.values()) * here).sum().backward(), tensors
 
     half, steps = ring_attention.first_half, {"ring": ours(True), "gather": ours(False), "torch": theirs()}
@@ -104,11 +104,11 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
 
     variants = {"ring": steps["ring"][0], "ring, not balanced": in_order}
     variants |= {name: steps[name][0] for name in ("gather", "torch")}
-    whole(weights).backward()
+    model(weights).backward()
     gaps = {}
     for name in ("ring", "gather"):
         steps[name][0]()
-        wanted = {full: own(one.grad) for full, one in whole.named_parameters()}
+        wanted = {full: own(one.grad) for full, one in model.named_parameters()}
         gaps[name] = agreed(max((one.grad - wanted[full]).abs().max().item() for full, one in steps[name][1].items()))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for repetition in range(options["repetitions"] + 2):
@@ -125,7 +125,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         "seconds": {name: agreed(statistics.median(wall for wall, _ in every)) for name, every in times.items()},
         "busiest": busiest,
         "gaps": gaps,
-        "refused": _public(whole, weights, rank.rank),
+        "refused": _public(model, weights, rank.rank),
         "hidden": _hidden(variants["ring"], busiest["ring"], options),
     }
 
@@ -160,13 +160,13 @@ def _templated(group: Any) -> Callable[..., Any]:
     return lambda *tensors: Ring.apply(*tensors)
 
 
-def _public(whole: Any, weights: Any, rank: int) -> str:
+def _public(model: Any, weights: Any, rank: int) -> str:
     """What torch's public entry says on CPUs: the error, or nothing where its gradients are those of one device."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
-    tensors = [tensor.detach().clone() for tensor in (*whole.parameters(), weights)]
+    tensors = [tensor.detach().clone() for tensor in (*model.parameters(), weights)]
     try:
         with context_parallel(init_device_mesh("cpu", (RANKS,)), buffers=tensors, buffer_seq_dims=[2] * 4):
             *inputs, scale = tensors
@@ -179,7 +179,7 @@ def _public(whole: Any, weights: Any, rank: int) -> str:
     except Exception as error:
         first = error.__context__ or error  # the exit of the context fails after what failed inside
         return f"{type(first).__name__}: {' '.join(str(first).split())[:200]}"
-    for share, full in zip(shares, whole.parameters(), strict=True):
+    for share, full in zip(shares, model.parameters(), strict=True):
         torch.distributed.all_reduce(share)
         if not torch.isclose(share, full.grad.norm() ** 2, rtol=1e-3):
             return f"no error, but the norm of a gradient is {share**0.5:.4f}, of one device {full.grad.norm():.4f}"

@@ -229,17 +229,17 @@ def picture(named: Sequence[str]) -> str:
     parts, top, width = [], 0.0, 0.0
     for name, one in zip(named, spans, strict=True):
         share = max(own[-1].end for own in one) / latest
-        drawn = drawing(one)
-        left = drawn["width"] - 884
+        chart = drawing(one)
+        left = chart["width"] - 884
         parts.append(f'<text x="2" y="{top + 16:g}" font-weight="bold">{name}</text>')
-        for row in drawn["groups"]:
+        for row in chart["groups"]:
             parts.append(f'<text x="2" y="{top + 22 + row["y"]:g}">{row["name"]}</text>')
-        for bar in drawn["bars"]:
+        for bar in chart["bars"]:
             x, wide = left + (bar["x"] - left) * share, bar["width"] * share
-            box = f'x="{x:.1f}" y="{top + 22 + bar["y"]:g}" width="{wide:.1f}" height="{drawn["bar_height"]}"'
+            box = f'x="{x:.1f}" y="{top + 22 + bar["y"]:g}" width="{wide:.1f}" height="{chart["bar_height"]}"'
             parts.append(f'<rect {box} fill="{bar["colour"]}" stroke="#fff"><title>{bar["title"]}</title></rect>')
-        top, width = top + 30 + drawn["height"], max(width, drawn["width"])
-        legend = drawn["legend"]
+        top, width = top + 30 + chart["height"], max(width, chart["width"])
+        legend = chart["legend"]
     for number, (what, colour) in enumerate(legend):
         parts.append(f'<rect x="{70 + 160 * number}" y="{top}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{88 + 160 * number}" y="{top + 11}">{what}</text>')

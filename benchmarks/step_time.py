@@ -28,7 +28,7 @@ from typing import Any
 from runner import launch
 
 Strategies = Mapping[str, tuple[tuple[int, ...], ...]]
-WARM, TURNS = 2, 2
+WARM, REPETITIONS = 2, 2
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
         machine = from_description(file)
         wanted = [(model, wish, task) for model in models for wish, task in tasks(model, ranks)]
         found: dict[int, list[float]] = {number: [] for number in range(len(wanted))}
-        for turn in range(TURNS):
+        for turn in range(REPETITIONS):
             for number in list(found)[:: -1 if turn % 2 else 1]:
                 payload = {"task": tuple(vars(wanted[number][2]).values()), "steps": steps}
                 found[number] += launch.run_ranks(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.zero_parts [--model gpt|llama|vit] [--rounds 15] [--ranks 4] [--out docs]
 
-Model, data and optimizer are those of `benchmarks.peers`. Forward, backward and what follows it are told apart by the
+Model, data and optimizer are those of `benchmarks.peers`. Forward, backward and what follows it are separated by the
 calls of autograd's engine, and the time in which a rank waits for a collective by the handles of torch.distributed.
 Written: OUT/images/zero_parts.svg; the table is printed. CPU and gloo only.
 """

@@ -183,8 +183,8 @@ def from_autoparallel(
         found = {one.name: _filled(taken[number], one) for number, one in enumerate(sources, 1) if one is not None}
         sliced = {one.name: _filled(Layout((rows,)), one) for one in graph.of_kind("input")}
         inputs = sliced | {name: found[name] for name in sliced if name in found}
-        held = {name: _without(layout, rows) for name, layout in found.items() if name not in inputs}
-        return Declared(grid, inputs, held)
+        stored = {name: _without(layout, rows) for name, layout in found.items() if name not in inputs}
+        return Declared(grid, inputs, stored)
 
     return _declared(layouts, module, batch, axes, loss, options)
 

@@ -27,7 +27,7 @@ LEFT, WIDTH, ROW, HIGHEST = 230, 560, 15, 2.0
 
 
 def store(folder: Path, name: str, found: Sequence[Measured], size: Size, ranks: int, device: str, load: float) -> None:
-    """Write the outcome of a part; models that were not measured keep theirs, if they were measured alike."""
+    """Write the outcome of a part; models that were not measured keep theirs, if they were measured in the same way."""
     file = folder / "peers" / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     how = {"size": asdict(size), "ranks": ranks, "device": device, "torch": torch.__version__}

@@ -54,7 +54,7 @@ class Average:
         self._total, self._rows = 0.0, 0
 
     def update(self, rows: int, *given: Any) -> None:
-        """Add a batch of so many rows."""
+        """Add a batch of `rows` rows."""
         self._total += _number(self._function(*given), self._what) * rows
         self._rows += rows
 
@@ -73,7 +73,7 @@ class MeanLoss(Average):
         self._by_rows = False
 
     def update(self, rows: int, *given: Any, tokens: float | None = None) -> None:
-        """Add a batch of so many rows; `tokens` is what a model that returns its loss has divided by."""
+        """Add a batch of `rows` rows; `tokens` is what a model that returns its loss has divided by."""
         with Divisors() as divisors:
             value = _number(self._function(*given), self._what)
         tokens = divisors.only if tokens is None else tokens
@@ -128,7 +128,7 @@ class Scores:
             metric.reset()
 
     def update(self, rows: int, output: Any, target: Sequence[Tensor], tokens: float | None = None) -> None:
-        """Add a batch of so many rows; `tokens` as `MeanLoss.update` takes it. Raises ConfigError where a user's
+        """Add a batch of `rows` rows; `tokens` as `MeanLoss.update` takes it. Raises ConfigError where a user's
         function fails or its result is no number."""
         for name, metric in self.metrics.items():
             given: tuple[Any, ...] = (output, *target)

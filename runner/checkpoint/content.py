@@ -46,7 +46,7 @@ class Content:
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` are the names in the model's state
     dict (None: all), `companions` what a library needs beside merged weights, `samples` is how many rows the training
     data has; `lineage` is that of this run; `callbacks` are those with a state, which is the same on all ranks, and
-    `held` what they keep of parameters, as CALLBACK/NAME."""
+    `callback_tensors` what they keep of parameters, as CALLBACK/NAME."""
 
     program: Program
     communicator: Communicator
@@ -61,7 +61,7 @@ class Content:
     samples: int | None = None
     lineage: Lineage = field(default_factory=Lineage)
     callbacks: Mapping[str, Stateful] = field(default_factory=dict)
-    held: Shards = field(default_factory=dict)
+    callback_tensors: Shards = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -119,7 +119,7 @@ def shards(content: Content, copies: int = 1, known: Stored | None = None) -> di
         return not one.shared or turn < copies
 
     kept: dict[str, list[Shard]] = {}
-    for batch in chain(content.updates.pieces(), [content.buffers(), content.held]):
+    for batch in chain(content.updates.pieces(), [content.buffers(), content.callback_tensors]):
         for key, candidates in batch.items():
             if own := [one for one in candidates if stored(key, one)]:
                 lasting = [one if one.lasting else replace(one, view=one.view.clone()) for one in own]

@@ -82,9 +82,9 @@ def load(path: Path, content: Content) -> Restored:
             regrouped(parts, [group["names"] for group in content.updates.plain().groups])
         )
     for name, callback in content.callbacks.items():
-        held = {key: shards for key, shards in content.held.items() if key.partition("/")[0] == name}
-        if name in (saved := parts[0].get("callbacks", {})) and held.keys() <= checkpoint.tensors.keys():
-            checkpoint.fill(held)
+        tensors = {key: shards for key, shards in content.callback_tensors.items() if key.partition("/")[0] == name}
+        if name in (saved := parts[0].get("callbacks", {})) and tensors.keys() <= checkpoint.tensors.keys():
+            checkpoint.fill(tensors)
             callback.load_state_dict(saved[name])
     if random is not None:
         rng_state.restore(random)

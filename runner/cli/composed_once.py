@@ -21,14 +21,14 @@ def composed_once() -> Iterator[None]:
 
     A command with swept values or a group without a choice does not compose as a run; Hydra's own way decides there.
     """
-    asked, compose = Hydra.get_mode, Hydra.compose_config
+    get_mode_twice, compose = Hydra.get_mode, Hydra.compose_config
     composed: dict[tuple[str, ...], Any] = {}
 
     def get_mode(owner: Hydra, config_name: str | None, overrides: list[str]) -> Any:
         try:
             config = compose(owner, config_name, overrides, RunMode.RUN)
         except Exception:  # composed again for the run, where it is reported
-            return asked(owner, config_name, overrides)
+            return get_mode_twice(owner, config_name, overrides)
         mode, added = config.hydra.mode, [] if config.hydra.mode is not None else ["hydra.mode=RUN"]
         with open_dict(config):
             config.hydra.overrides.hydra.extend(added)
@@ -55,7 +55,7 @@ def composed_once() -> Iterator[None]:
     try:
         yield
     finally:
-        Hydra.get_mode, Hydra.compose_config = asked, compose  # type: ignore[method-assign]
+        Hydra.get_mode, Hydra.compose_config = get_mode_twice, compose  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -90,9 +90,9 @@ def check_read(dataset: MapDataset, row: int, shapes: Sequence[Sequence[int]], s
     if differs:
         raise ConfigError(
             "MW312",
-            f"data: {type(dataset).__name__}.read takes two arguments, so it is asked for slices of a row, but "
+            f"data: {type(dataset).__name__}.read takes two arguments, so slices of a row are requested, but "
             f"read({row}, slices) of the entire row does not return what dataset[{row}] does{reason}. Return the "
-            "slices that are asked for, or give a method with another purpose another name.",
+            "slices that are requested, or give a method with another purpose another name.",
         )
 
 

@@ -49,7 +49,7 @@ class Packed:
         shift: whether labels are those of the next token.
 
     Attributes:
-        boundaries: the entries that tell documents apart, with what they hold.
+        boundaries: the entries that separate documents, with their kinds.
         vocabulary: the number of tokens: every id is less.
 
     Raises:

@@ -49,14 +49,14 @@ def make_mesh(device_type: str = "cuda") -> DeviceMesh:
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Make the tensors of a module DTensors, and lay out what its modules receive and return; in place."""
-    whole = (Replicate(),) * mesh.ndim
+    replicated = (Replicate(),) * mesh.ndim
     known: dict[int, tuple[Tensor, nn.Parameter]] = {}  # tied parameters stay tied
     for path, part in module.named_modules():
         for name, parameter in part._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in known:
-                placed = placements_of(PARAMETERS, f"{path}.{name}".lstrip("."), whole)
+                placed = placements_of(PARAMETERS, f"{path}.{name}".lstrip("."), replicated)
                 local = distribute_tensor(parameter.detach(), mesh, placed, src_data_rank=None)
                 known[id(parameter)] = parameter, nn.Parameter(local, parameter.requires_grad)
                 if parameter.requires_grad and not SHARDED:
@@ -64,7 +64,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             part._parameters[name] = known[id(parameter)][1]
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = distribute_tensor(buffer, mesh, whole, src_data_rank=None)
+                part._buffers[name] = distribute_tensor(buffer, mesh, replicated, src_data_rank=None)
         if (received := placements_of(INPUTS, path)) is not None:
             part.register_forward_pre_hook(_receiving(mesh, received))
         if (returned := placements_of(OUTPUTS, path)) is not None:

@@ -1,6 +1,6 @@
 """Whether a model keeps the documents of a packed row apart, tried with a row of two.
 
-A model that takes none of the entries that tell documents apart (transformers' swallow unknown ones) trains all the
+A model that takes none of the entries that separate documents (transformers' swallow unknown ones) trains all the
 same, and lets each document see what stands before it. The invariant: nothing that a model returns for a document
 changes with its neighbour.
 """
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 def check_neighbours(step: Objective, names: Sequence[str], tensors: Sequence[Tensor], dataset: MapDataset) -> None:
     """Try the model on two documents of which the first has other tokens, where `dataset` packs documents (it has
-    `boundaries`, the entries that tell them apart). `tensors` are a batch. Raises ConfigError for a model whose result
+    `boundaries`, the entries that separate them). `tensors` are a batch. Raises ConfigError for a model whose result
     for the second changes."""
     boundaries: dict[str, str] = getattr(dataset, "boundaries", {})
     batch = dict(zip(names, tensors, strict=True))

@@ -23,7 +23,7 @@ from strategies.planner.description import describe, describe_stages
 
 
 def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
-    """Write plan.json, and the IR of every rank if asked for. Returns the plan's content; None for modes without."""
+    """Write plan.json, and the IR of every rank if requested. Returns the plan's content; None for modes without."""
     if prepared.graph is None or prepared.plan is None:
         return None
     content, step = plan_content(prepared)

@@ -28,14 +28,14 @@ def lines(pipeline: Mapping[str, Any]) -> list[str]:
     """A line per group: the letter of the pass that runs at each moment, a dot where it waits."""
     spans = spans_of(pipeline)
     scale = COLUMNS / max(own[-1].end for own in spans)
-    drawn = []
+    timelines = []
     for group, own in enumerate(spans):
         letters = ["."] * COLUMNS
         for span in own:
             for column in range(round(span.begin * scale), round(span.end * scale)):
                 letters[column] = LETTERS[span.action.computation]
-        drawn.append(f"  group {group}: {''.join(letters)}")
-    return drawn
+        timelines.append(f"  group {group}: {''.join(letters)}")
+    return timelines
 
 
 def drawing(spans: Sequence[Sequence[Span]]) -> dict[str, Any]:

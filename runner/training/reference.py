@@ -2,7 +2,7 @@
 
 Invariant: the n-th random operator of a forward draws from (key, n), as the captured program does. Most are torch's own
 functions behind a seed. Where a slice could not repeat torch's numbers, both sides share a definition: dropout, leaky
-relu with random slopes, attention and recurrent networks with dropout inside. What the module computes again in
+relu with random slopes, attention and recurrent networks with dropout inside. What the module recomputes in
 backward (torch.utils.checkpoint) draws what it drew in forward.
 """
 
@@ -109,7 +109,7 @@ class ExactRandom(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _repeated(self, function: Function, *, already_called: bool = True) -> Function:
-        """A function that is computed again, outside of this mode, with the numbers of its first call."""
+        """A function that is recomputed, outside of this mode, with the numbers of its first call."""
         ordinal = self.ordinal
 
         def call(*args: Any, **kwargs: Any) -> Any:

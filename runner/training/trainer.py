@@ -174,7 +174,7 @@ class Trainer:
                 yield Request(tuple(rows[micro * size : (micro + 1) * size]), epoch)
 
     def _loaded(self, rows: int) -> list[int]:
-        """The micro-batches of a step of so many rows, in the order in which this rank loads them."""
+        """The micro-batches of a step of `rows` rows, in the order in which this rank loads them."""
         count, runner = -(-rows // self.prepared.rows), self.execution.runner
         return [*range(count)] if runner is None else runner.loaded(count, equal=rows == self.order.batch_size)
 
@@ -428,14 +428,14 @@ class Trainer:
             self.execution.short,
             self.prepared.shapes[counted.entry],
         )
-        counts, held = torch.zeros(2, len(micro_batches), dtype=torch.float64, device=self.rank.device)
+        counts, elements = torch.zeros(2, len(micro_batches), dtype=torch.float64, device=self.rank.device)
         for micro, entries in micro_batches.items():
             full = (micro + 1) * self.prepared.rows <= rows
             blocks = self.execution.blocks if full or short is None else short.blocks
             counts[micro] = counted.of(entries, blocks[counted.entry])
-            held[micro] = entries[counted.entry].numel()
+            elements[micro] = entries[counted.entry].numel()
         if communicator.mesh.size > 1:
-            both = torch.stack((counts, held))
+            both = torch.stack((counts, elements))
             recorder.cells[PLACE] = recorder.place("the loss")
             communicator.sum(both, communicator.group(communicator.mesh.names))
             left = torch.tensor([min(shape[0], rows - micro * shape[0]) for micro in range(len(counts))])
@@ -542,7 +542,7 @@ class Trainer:
             companions=self.prepared.companions,
             lineage=self.lineage,
             callbacks=self.hooks.stateful,
-            held=self.hooks.tensors(),
+            callback_tensors=self.hooks.tensors(),
             **self.prepared.identity(),
         )
 

@@ -88,8 +88,8 @@ def _run(node: fx.Node, target: OpOverload, known: dict[fx.Node, Any]) -> None:
     """Add the result of a node to what is known if all that it reads is; else forget what it writes."""
     unread = node.args[0] if target._schema.name.partition("::")[2] in OF_SHAPES else None
     large = any(fake.numel() > LARGEST for fake in fakes(node.meta.get("val")))
-    drawn = torch.Tag.nondeterministic_seeded in target.tags
-    if large or drawn or not all(arg in known or arg is unread for arg in node.all_input_nodes):
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    if large or random or not all(arg in known or arg is unread for arg in node.all_input_nodes):
         if target._schema.is_mutable:
             memory = {_memory(known[arg]) for arg in node.all_input_nodes if arg in known}
             for other in [other for other, value in known.items() if _memory(value) in memory]:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.capture.nodes import beneath_tracing, in_library
 
-FEWEST = 6
+LEAST_LAYERS = 6
 """Layers of a list that is worth it."""
 PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -37,7 +37,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 Look = tuple[Any, ...]
-"""What a forward can tell of an argument or result."""
+"""What a forward can observe of an argument or result."""
 
 
 class NotRepeated(BaseException):
@@ -61,7 +61,7 @@ fx.node.has_side_effect(NOTE)  # else those without users would be dropped
 
 @dataclass(frozen=True)
 class _Call:
-    """How a layer was called, which attributes its forward has read, by the names of modules, and what they held."""
+    """How a layer was called, which attributes its forward has read, by the names of modules, and their values."""
 
     arguments: object
     read: Mapping[str, set[str]]
@@ -145,7 +145,7 @@ def _lists(root: nn.Module, path: str = "") -> Iterator[_List]:
         children = {f"{path}.{name}".removeprefix("."): child for name, child in module.named_children()}
         for _, members in groupby(children.items(), key=lambda item: type(item[1])):
             layers = dict(members)
-            several = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(layers) >= FEWEST
+            several = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(layers) >= LEAST_LAYERS
             if several and all(map(alone, layers.values())):
                 yield _List(layers)
             else:
@@ -194,8 +194,8 @@ def _note(tracer: Any, kind: str, path: str, tensors: Sequence[Tensor]) -> fx.Pr
 
 
 def _look(leaf: Any) -> Look:
-    """An argument or result; equal for tensors that a forward cannot tell apart, unequal for what is neither tensor nor
-    plain."""
+    """An argument or result; equal for tensors that a forward cannot distinguish, unequal for what is neither tensor
+    nor plain."""
     if isinstance(leaf, Tensor):
         placed = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.storage_offset()
         return *placed, leaf.requires_grad, leaf.requires_grad and leaf.is_leaf

@@ -79,7 +79,7 @@ class Mesh:
         return self if self.share is None else Mesh(self.axes)
 
     def parts(self, axes: Iterable[str]) -> Fraction:
-        """The number of slices like one's own that `axes` make together: `product`, where slices are equal."""
+        """The number of slices as long as a rank's that `axes` make together: `product`, where slices are equal."""
         names = tuple(axes)
         if self.share is None or self.share.axis not in names:
             return Fraction(self.product(names))

@@ -146,13 +146,13 @@ def _in_a_v(group: int, groups: int, micro_batches: int) -> tuple[Action, ...]:
     """The actions of ZB-V for a group. Both halves of a backward pass follow one another but where the pipeline drains:
     there weight gradients come last. Few micro-batches run in the order of more of them, without these."""
     down, up = group, 2 * groups - 1 - group
-    begun = dict.fromkeys(product((down, up), (FORWARD, INPUT, WEIGHT)), 0)
+    started = dict.fromkeys(product((down, up), (FORWARD, INPUT, WEIGHT)), 0)
     found: list[Action] = []
 
     def run(stage: int, *computations: Pass) -> None:
         for computation in computations:
-            found.append(Action(computation, begun[stage, computation], stage))
-            begun[stage, computation] += 1
+            found.append(Action(computation, started[stage, computation], stage))
+            started[stage, computation] += 1
 
     count = max(2 * groups - 1, micro_batches)
     for _ in range(2 * (groups - group) - 1):
@@ -162,8 +162,8 @@ def _in_a_v(group: int, groups: int, micro_batches: int) -> tuple[Action, ...]:
         run(down, FORWARD)
     for _ in range(groups - group):
         run(up, FORWARD, INPUT, WEIGHT)
-    while begun[up, FORWARD] < count:
-        if begun[down, FORWARD] < count:
+    while started[up, FORWARD] < count:
+        if started[down, FORWARD] < count:
             run(down, FORWARD)
         run(down, INPUT, WEIGHT)
         run(up, FORWARD, INPUT, WEIGHT)
@@ -173,7 +173,7 @@ def _in_a_v(group: int, groups: int, micro_batches: int) -> tuple[Action, ...]:
     for _ in range(groups - group):
         run(down, INPUT, WEIGHT)
     for stage in (up, down):
-        while begun[stage, WEIGHT] < count:
+        while started[stage, WEIGHT] < count:
             run(stage, WEIGHT)
     return _joined([action for action in found if action.micro_batch < micro_batches])
 

@@ -226,12 +226,12 @@ def _listed(problem: Problem, backward_first: bool, deep_first: bool, delay: flo
     number, seconds = problem.number, problem.seconds
     groups = 1 + max(problem.groups)
     own = [[stage for stage in range(stages) if problem.groups[stage] == group] for group in range(groups)]
-    whole = [sum(problem.sizes[stage] for stage in mine) for mine in own]
+    needed = [sum(problem.sizes[stage] for stage in mine) for mine in own]
     limits = [
         max(share * limit, min(limit, least)) * (1 + ROUNDING)
-        for limit, least in zip(problem.limits, whole, strict=True)
+        for limit, least in zip(problem.limits, needed, strict=True)
     ]
-    done = [[0, 0, 0] for _ in range(stages)]  # passes that have begun
+    done = [[0, 0, 0] for _ in range(stages)]  # passes that have started
     ends = [math.inf] * problem.count
     used, free = [0.0] * groups, [0.0] * groups
     orders: Orders = [[] for _ in range(groups)]

@@ -2,7 +2,7 @@
 
 `table` holds every rule that is a line of factor notation; an operator family that needs a local program (an offset, a
 mask, a count) has a file. Operators without a rule run replicated on every rank, and plans report them. `traits` says
-what else is asked of an operator's name.
+all other properties of an operator by its name.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ class _Attention:
         else:
             if self.numbers is None:
                 begin, every = (*settings.starts, 0, 0), like.new_empty(()).expand(*self.lead, *settings.shape[-2:])
-                drawn = settings.dropout, program_key, ordinal, settings.shape, begin, settings.rows
-                self.numbers = kept_block(every, *drawn)
+                block = settings.dropout, program_key, ordinal, settings.shape, begin, settings.rows
+                self.numbers = kept_block(every, *block)
             kept = self.numbers.narrow(-2, rows.start, rows.length).narrow(-1, keys.start, keys.length)
         return self.in_groups(kept.to(like.device)).to(self.wide) * self.left
 

@@ -157,9 +157,9 @@ def _placed(layout: Layout, mesh: Mesh) -> Placed:
 
 def proved(call: Call, mesh: Mesh, assignment: Mapping[str, tuple[str, ...]]) -> bool:
     """Whether the call under our rule equals one device on simulated ranks, in results and gradients."""
-    whole = {source.name: Layout.replicated(len(source.spec.shape)) for source in call.graph.sources}
-    inputs = {source.name: whole[source.name] for source in call.graph.sources if source.kind == "input"}
-    tensors = {name: layout for name, layout in whole.items() if name not in inputs}
+    replicated = {source.name: Layout.replicated(len(source.spec.shape)) for source in call.graph.sources}
+    inputs = {source.name: replicated[source.name] for source in call.graph.sources if source.kind == "input"}
+    tensors = {name: layout for name, layout in replicated.items() if name not in inputs}
     plan = Plan(mesh, {call.operator.name: OperatorPlan(assignment, "configured")}, inputs, tensors)
     return failure(Case(call.graph, call.values, plan, False, 0)) is None
 
@@ -195,8 +195,8 @@ def placements_of(call: Call, mesh: Mesh) -> list[Taken]:
 
 def paired(call: Call, mesh: Mesh, along_one: Sequence[Taken]) -> list[Taken]:
     """The placements along two axes that are any two (or one) of `along_one`; a random sample if these are too many."""
-    whole = tuple(("R",) for _ in call.operands)
-    pairs = list(itertools.product([whole, *along_one], repeat=2))[1:]
+    replicated = tuple(("R",) for _ in call.operands)
+    pairs = list(itertools.product([replicated, *along_one], repeat=2))[1:]
     every = [tuple((*a, *b) for a, b in zip(first, second, strict=True)) for first, second in pairs]
     every = [
         taken

@@ -33,7 +33,7 @@ from tests.strategies.threads import Trees
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BY_NAME = {one.name: one for one in (*ARCHITECTURES, *FURTHER)}
-WAYS: tuple[tuple[Mode, float, Precision], ...] = tuple(
+VARIANTS: tuple[tuple[Mode, float, Precision], ...] = tuple(
     (mode, dropout, precision)
     for precision in ("fp64", "fp32")
     for dropout in (DROPOUT, 0.0)
@@ -65,7 +65,7 @@ def test_there_are_32() -> None:
 )
 def test_one_way_each(turn: int) -> None:
     """Each architecture runs the next of the twelve plans; every fourth also runs its generated modules."""
-    architecture, (mode, dropout, precision) = ARCHITECTURES[turn], WAYS[turn % len(WAYS)]
+    architecture, (mode, dropout, precision) = ARCHITECTURES[turn], VARIANTS[turn % len(VARIANTS)]
     kinds = BOTH if turn % 4 == 0 else BOTH[:1]
     done = matrix_run(subject(architecture, dropout, precision), mode, dropout, kinds=kinds)
     if precision == "fp32" and not done.passed:

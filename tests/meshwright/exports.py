@@ -139,8 +139,8 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
         expected.backward()
         learnt = {name: one.grad for name, one in eager.named_parameters() if one.grad is not None}
         gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-        whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[operator]
-        ours = {"loss": float(loss.detach().full_tensor()), "gradients": whole}  # type: ignore[operator]
+        complete = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[operator]
+        ours = {"loss": float(loss.detach().full_tensor()), "gradients": complete}  # type: ignore[operator]
         theirs = {"loss": float(expected.detach()), "gradients": learnt}
         gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
         worst["loss"] = max(worst["loss"], gap)
@@ -149,8 +149,8 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
     assert torchs.get_total_counts() == len(sent.calls), (torchs.get_comm_counts(), sent.calls)  # none is missed
-    held = sum(one.to_local().nbytes for one in module.parameters() if isinstance(one, DTensor))
-    return worst | {"bytes": sum(call.bytes for call in sent.calls), "held": held}
+    stored = sum(one.to_local().nbytes for one in module.parameters() if isinstance(one, DTensor))
+    return worst | {"bytes": sum(call.bytes for call in sent.calls), "stored": stored}
 
 
 def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:

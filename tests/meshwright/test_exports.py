@@ -103,7 +103,7 @@ def test_fully_shard_is_zero_3_over_replicas(on_ranks: Callable[..., Any], tmp_p
     replicated, sharded = (on_ranks("exported", (file, model), module="exports") for file in files)
     assert max(sharded["loss"], sharded["gradient"]) < 1e-5, sharded
     assert [replicated["bytes"], sharded["bytes"]] == pytest.approx([predicted(plan) for plan in plans], abs=2)
-    assert sharded["held"] == replicated["held"] / 2
+    assert sharded["stored"] == replicated["stored"] / 2
 
 
 SEARCHED = {"mesh": {"dp": 2, "tp": 2}, "search": "dynamic_programming"}

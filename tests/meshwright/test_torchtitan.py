@@ -184,7 +184,7 @@ def test_torchtitan_itself_trains_the_configs_as_one_device(
     assert plan.expressible("torchtitan") == []
     file = plan.export("torchtitan", tmp_path / "configs.py")
     found = on_ranks("sharded", (file, model), module="titans")
-    assert found["held"] == plan.content["memory"]["parameters"]  # bytes of a rank
+    assert found["stored"] == plan.content["memory"]["parameters"]  # bytes of a rank
     assert max(found["loss"], found["gradient"]) < 1e-5, found
 
 

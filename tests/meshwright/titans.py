@@ -76,5 +76,5 @@ def sharded(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     theirs = {"loss": float(expected.detach()), "gradients": {n: p.grad for n, p in eager.named_parameters()}}
     gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
     states = (*module.parameters(), *module.buffers())
-    held = sum(one.to_local().nbytes for one in states if isinstance(one, DTensor))
-    return {"loss": gap, "gradient": max(found.values()), "held": held}
+    stored = sum(one.to_local().nbytes for one in states if isinstance(one, DTensor))
+    return {"loss": gap, "gradient": max(found.values()), "stored": stored}

@@ -35,7 +35,7 @@ class MeanAveragePrecision(mean_ap.MeanAveragePrecision):
             super().update(*given)
 
 
-def drawn(output: Tensor, target: Tensor) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+def boxes(output: Tensor, target: Tensor) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Scores [rows, classes] and classes [rows] as boxes: one true box a row, and a predicted one for each class whose
     score is positive, the wider the surer."""
     found, true = [], []

@@ -58,7 +58,7 @@ UNSET = {
     "num_key_value_heads": "num_attention_heads",
     "head_dim": 8,
 }
-"""Fields without which a class cannot be built, or its classifiers cannot tell padding, and their values."""
+"""Fields without which a class cannot be built, or its classifiers cannot recognise padding, and their values."""
 WIDTHS = "hidden_size hidden_sizes d_model n_embd embed_dim dim hidden_dim emb_dim encoder_hidden_dim".split()
 HEADS = re.compile(r"(.*_)?(heads?|n_head_kv)$")
 HEAD_SIZE = re.compile(r"(.*_)?head_dim$|d_kv$|kv_channels$|attention_(head_size|dim)$|mamba_headdim$|.*head_size$")
@@ -71,7 +71,7 @@ PICTURE = re.compile(r"(.*_)?(image|img|input_image|crop)_size$|train_size$")
 @dataclass(frozen=True)
 class Scale:
     """What is tried: most `layers`; whether heads become fewer rather than smaller, and keep an even size (rotary
-    embeddings); whether pictures are small, and whether lists with an entry for each layer are shortened or left to the
+    embeddings); whether pictures are small, and whether lists with an entry for each layer are truncated or left to the
     config to derive; whether widths are divided at all."""
 
     layers: int = 2

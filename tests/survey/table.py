@@ -26,7 +26,7 @@ search, and a random one, which also runs as generated modules in threads.
 * Of torchvision, detectors need compiled operators that wheels for another build of torch lack, and choose boxes by
   their values; they are left out, as are quantized models.
 """
-ALIKE = 60
+SIMILAR = 60
 """Causes with as many equal characters at their beginning are one, whatever the numbers in them."""
 PLAIN = str.maketrans({"|": "/", "<": "(", ">": ")", "[": "(", "]": ")"})
 STATUSES = ("exact", "refused", "differs", "crash", "late", "unbuilt")
@@ -55,10 +55,10 @@ def markdown(results: Sequence[Outcome], wanted: int) -> str:
         if some:
             causes: defaultdict[str, list[Outcome]] = defaultdict(list)
             for one in some:
-                causes[re.sub(r"\d+", "0", one.cause)[:ALIKE]].append(one)
+                causes[re.sub(r"\d+", "0", one.cause)[:SIMILAR]].append(one)
             parts.append(f"## {status} ({len(some)})\n")
-            for alike in sorted(causes.values(), key=lambda alike: (-len(alike), alike[0].name)):
-                cause = re.sub(r"[`*_]", r"\\\g<0>", alike[0].cause.translate(PLAIN))
-                parts.append(f"* {', '.join(sorted(one.name for one in alike))}: {cause}")
+            for similar in sorted(causes.values(), key=lambda similar: (-len(similar), similar[0].name)):
+                cause = re.sub(r"[`*_]", r"\\\g<0>", similar[0].cause.translate(PLAIN))
+                parts.append(f"* {', '.join(sorted(one.name for one in similar))}: {cause}")
             parts.append("")
     return "\n".join(parts).rstrip() + "\n"

@@ -1,4 +1,4 @@
-"""The survey tells exact architectures from others, keeps its time limit, and goes on where it was interrupted."""
+"""The survey separates exact architectures from others, keeps its time limit, and goes on where it was interrupted."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ def test_augmentation_follows_from_seed_epoch_and_row(cache):
     def images(chosen, seed=0, epoch=0):
         return global_batch(rows, None, chosen, seed, epoch)[0]
 
-    whole = images([3, 4, 5])
-    assert torch.equal(images([4])[0], whole[1])  # whatever was read before
-    assert not torch.equal(images([4], epoch=1)[0], whole[1]) and not torch.equal(images([4], seed=1)[0], whole[1])
+    batch = images([3, 4, 5])
+    assert torch.equal(images([4])[0], batch[1])  # whatever was read before
+    assert not torch.equal(images([4], epoch=1)[0], batch[1]) and not torch.equal(images([4], seed=1)[0], batch[1])
     plain = ImageFolder(size=8, cache=cache)
-    assert torch.equal(plain[4][0], plain[4][0]) and not torch.equal(plain[4][0], whole[1])
+    assert torch.equal(plain[4][0], plain[4][0]) and not torch.equal(plain[4][0], batch[1])
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ SLICED = (
 def test_128k_tokens_fit_on_8_devices_with_sliced_sequences_only(command, tmp_path, how):
     limit = f"+data.args.cache={tmp_path}"
     replicated = f"parallel.strategies={{{ATTENTION}: [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]}}"
-    whole = command("plan", *LONG, limit, replicated, "parallel.mode=semi_auto", "parallel.dataset_strategy=full_batch")
-    assert whole.code == 2 and "[MW501]" in whole.err, whole.err
+    gathered = command(
+        "plan", *LONG, limit, replicated, "parallel.mode=semi_auto", "parallel.dataset_strategy=full_batch"
+    )
+    assert gathered.code == 2 and "[MW501]" in gathered.err, gathered.err
     sliced = command("plan", *LONG, *SLICED, limit, f"parallel.context_parallel={how}")
     assert sliced.code == 0, sliced.err
 

@@ -202,12 +202,12 @@ def test_parameters_that_workers_keep_equal_one_device(start, optimizer, states)
     assert start(*KEEPING, DOUBLE, *optimizer, verb="verify").value < 1e-10
     run = start(*KEEPING, *optimizer, folder="counted")
     predicted = {key: run.plan["server"][key] for key in ("bytes_pulled", "bytes_pushed", "bytes_reduced")}
-    held, kept = (12 * 16 + 16) * 4, (16 * 4 + 4) * 4
+    served, kept = (12 * 16 + 16) * 4, (16 * 4 + 4) * 4
     assert predicted["bytes_reduced"] == 2 * kept
-    assert run.plan["memory"]["parameters"] == held + kept
+    assert run.plan["memory"]["parameters"] == served + kept
     assert run.plan["memory"]["optimizer"] == pytest.approx(states * kept, abs=16)
-    arrived = 2 * held
-    assert run.plan["server"]["memory"] == pytest.approx((held * (2 + states) + arrived) / 2, abs=16)
+    arrived = 2 * served
+    assert run.plan["server"]["memory"] == pytest.approx((served * (2 + states) + arrived) / 2, abs=16)
     assert all({key: one["server"][key] for key in predicted} == predicted for one in run.records)
 
 

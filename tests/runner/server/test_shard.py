@@ -98,8 +98,8 @@ def test_rows_of_a_table_are_those_of_the_entire_table(optimizer, cached):
     generator = torch.Generator().manual_seed(1)
     shards = partition({"t": 40, "w": 4}, {"t": 4}, 2)
     servers = [ServedShard(shard, [{"names": ["t", "w"]}], OPTIMIZERS[optimizer], torch.float64) for shard in shards]
-    whole = torch.nn.Parameter(torch.zeros(10, 4, dtype=torch.float64))
-    alone = OPTIMIZERS[optimizer]([whole])
+    complete = torch.nn.Parameter(torch.zeros(10, 4, dtype=torch.float64))
+    alone = OPTIMIZERS[optimizer]([complete])
     local = torch.nn.Parameter(torch.zeros(10, 4, dtype=torch.float64))
     table = PulledTable(Table("t", (0,), 10, 4, 7), local, [shard.tables[0].rows for shard in shards], cached)
     received, needed = 0, 0
@@ -112,11 +112,13 @@ def test_rows_of_a_table_are_those_of_the_entire_table(optimizer, cached):
             received += len(rows)
         needed += len(torch.unique(ids))
         table.begin()
-        assert torch.equal(torch.nn.functional.embedding(positions, local), torch.nn.functional.embedding(ids, whole))
+        assert torch.equal(
+            torch.nn.functional.embedding(positions, local), torch.nn.functional.embedding(ids, complete)
+        )
         weights = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
         (torch.nn.functional.embedding(positions, local) * weights).sum().backward()
         alone.zero_grad()
-        (torch.nn.functional.embedding(ids, whole, padding_idx=7) * weights).sum().backward()
+        (torch.nn.functional.embedding(ids, complete, padding_idx=7) * weights).sum().backward()
         alone.step()
         for number, server in enumerate(servers):
             dense = torch.zeros(shards[number].size, dtype=torch.float64)

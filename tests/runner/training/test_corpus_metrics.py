@@ -11,7 +11,7 @@ AUC = "{target: torchmetrics.AUROC, args: {task: multiclass, num_classes: 4}, na
 MAP = "{target: torchmetrics.retrieval.RetrievalMAP, inputs: networks.ranked, name: retrieved}"
 BOXES = "{target: networks.MeanPrecision, inputs: networks.boxes}"  # computes map, and a list that is no result
 METRICS = f"evaluate.metrics=[accuracy, {F1}, {AUC}, {MAP}, {BOXES}]"
-DETECTED = "evaluate.metrics=[{target: detection.MeanAveragePrecision, inputs: detection.drawn}]"  # of torchmetrics
+DETECTED = "evaluate.metrics=[{target: detection.MeanAveragePrecision, inputs: detection.boxes}]"  # of torchmetrics
 EVALUATED = (*SMALL, "train.precision=fp64", METRICS, "evaluate.batch_size=24")
 
 

@@ -75,18 +75,18 @@ def test_mlflow(tmp_path: Path) -> None:
 
 def contents(path: Path) -> Iterator[bytes]:
     """The records of a file of W&B: 7 bytes of header, then LevelDB's log format. What `wandb sync` reads."""
-    data, place, begun = path.read_bytes(), 7, b""
+    data, place, record = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
         left = 2**15 - place % 2**15
         if left < 7:
             place += left
             continue
         length, kind = struct.unpack("<HB", data[place + 4 : place + 7])  # after the checksum
-        begun += data[place + 7 : place + 7 + length]
+        record += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # complete, or the last part
-            yield begun
-            begun = b""
+            yield record
+            record = b""
 
 
 def test_wandb(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def repeated(monkeypatch) -> list[str]:
 def completely(monkeypatch, objective: Objective, batch: tuple[Tensor, ...], training: bool = True) -> Captured:
     """A capture that traces all layers."""
     with monkeypatch.context() as patched:
-        patched.setattr(repeated_modules, "FEWEST", 1000)
+        patched.setattr(repeated_modules, "LEAST_LAYERS", 1000)
         return capture(objective, batch, training=training)
 
 

@@ -637,15 +637,15 @@ class Attend(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
 
 
-def test_keys_that_are_configured_whole_are_gathered() -> None:
+def test_keys_that_are_configured_replicated_are_gathered() -> None:
     graph = capture(Objective(Attend(), None, ("0",), ()), (torch.randn(2, 2, 8, 4),), training=False).graph
-    queries, whole = (1, 1, 4, 1), (1, 1, 1, 1)
+    queries, replicated = (1, 1, 4, 1), (1, 1, 1, 1)
 
     def planned(*operands: Operand) -> Plan:
         return plan_of(graph, 4, strategies={"scaled_dot_product_attention": wanted(*operands)})
 
-    alone, together = planned(queries, whole, whole), planned(queries, queries, queries)
+    alone, together = planned(queries, replicated, replicated), planned(queries, queries, queries)
     assert alone.operators == together.operators
     assert counts(graph, alone, "scaled_dot_product_attention") == [queries] * 3
     with pytest.raises(StrategyError, match="is the same loop"):
-        planned(queries, (1, 1, 2, 1), whole)
+        planned(queries, (1, 1, 2, 1), replicated)

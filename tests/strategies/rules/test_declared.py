@@ -155,13 +155,13 @@ def test_what_can_be_declared() -> None:
 
 def test_a_call_that_fits_no_line_runs_replicated() -> None:
     """Dims with one letter have one size."""
-    subject = model(lambda net, h: Halved.apply(h))
-    (operator,) = (o for o in subject.graph.operators if o.label == "Halved")
+    subject = model(lambda net, h: HalfGradient.apply(h))
+    (operator,) = (o for o in subject.graph.operators if o.label == "HalfGradient")
     assert not rule_of(operator, subject.graph).known
 
 
 @sharding_rule("b s d -> b s d")
-class Halved(torch.autograd.Function):
+class HalfGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x[..., :4] * 1

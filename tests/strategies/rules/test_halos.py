@@ -101,7 +101,7 @@ KINDS |= {f"padding, {kind}": partial(padded, kind=kind) for kind in ("constant"
 KINDS |= {kind: partial(interpolated, kind=kind) for kind in ("linear", "upsample_nearest", "_upsample_nearest_exact")}
 
 
-def drawn(rng: random.Random, kind: str) -> tuple[Pool, OperatorGraph, dict[str, tuple[str, ...]]]:
+def random_case(rng: random.Random, kind: str) -> tuple[Pool, OperatorGraph, dict[str, tuple[str, ...]]]:
     """An operator over windows and a legal assignment that slices dims of its picture."""
     while True:
         count = rng.choice((1, 1, 2, 2, 3))
@@ -132,7 +132,7 @@ def drawn(rng: random.Random, kind: str) -> tuple[Pool, OperatorGraph, dict[str,
 
 def differences(kind: str, seed: int) -> list[str]:
     """Results and gradients that are not those of one device."""
-    pool, graph, assignment = drawn(random.Random(seed), kind)
+    pool, graph, assignment = random_case(random.Random(seed), kind)
     values = {source.name: pool.values[Ref(source.id)] for source in graph.sources}
     operators = {o.name: OperatorPlan({}, "configured", None) for o in graph.operators}
     operators[graph.operators[0].name] = OperatorPlan(assignment, "configured", None)
@@ -145,8 +145,8 @@ def differences(kind: str, seed: int) -> list[str]:
         wrong += [f"rank {rank}" for rank, got in enumerate(results) if not torch.allclose(got, want, 1e-11, 1e-11)]
     simulation.backward([result.sum() for result in found[0]])
     leaves = {s.name: values[s.name].clone().requires_grad_() for s in graph.sources if s.trainable}
-    whole = {s.id: leaves.get(s.name, values[s.name]) for s in graph.sources}
-    alone = Simulation(lower(graph, _alone(graph)), {s.name: whole[s.id].detach() for s in graph.sources})
+    tensors = {s.id: leaves.get(s.name, values[s.name]) for s in graph.sources}
+    alone = Simulation(lower(graph, _alone(graph)), {s.name: tensors[s.id].detach() for s in graph.sources})
     alone.backward([alone.run()[0][0].sum()])
     for name, gradient in alone.gradients().items():
         got = simulation.gradients()[name]

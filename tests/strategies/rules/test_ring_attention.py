@@ -91,7 +91,7 @@ def packed(rows: int, length: int, documents: int) -> Tensor:
     return (number[:, None, :, None] == number[:, None, None, :]).tril()
 
 
-def drawn(seed: int) -> tuple[Attend, Mesh, Assignment]:
+def random_case(seed: int) -> tuple[Attend, Mesh, Assignment]:
     """A random attention, and slices of its sequence over 2 to 8 ranks."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -122,7 +122,7 @@ def drawn(seed: int) -> tuple[Attend, Mesh, Assignment]:
 
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 400))])
 def test_equals_one_device(seed):
-    compare(*drawn(seed))
+    compare(*random_case(seed))
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True, "dropout_p": 0.3}, {"dropout_p": 0.3, "enable_gqa": True}])

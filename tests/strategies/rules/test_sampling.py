@@ -125,7 +125,7 @@ def test_fast_draws_per_slice(cases):
 
 
 ONES = torch.ones(12, 6, 12, **DOUBLE)
-ALIKE = [
+EQUIVALENT = [
     ("rand", lambda x: x * torch.rand(12, 6, 12, **DOUBLE), ONES),
     ("bernoulli", lambda x: x * torch.bernoulli(x / 2), ONES),
     ("alpha", lambda x: F.alpha_dropout(x, 0.5, training=True), ONES),
@@ -138,7 +138,7 @@ ALIKE = [
 @pytest.mark.parametrize("factor", ["d0", "d1", "d2"])
 def test_fast_slices_of_equal_data_differ(capture_cases, factor):
     """But the slices of a channel agree on whether the channel is dropped."""
-    cases = capture_cases(ALIKE)
+    cases = capture_cases(EQUIVALENT)
     results, _ = run(cases, {o.name: {factor: ("b",)} for o in drawing(cases)}, exact=False)
     for name, ranks in results.items():
         slices = ranks[0].chunk(3, int(factor[1]))
