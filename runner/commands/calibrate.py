@@ -152,7 +152,7 @@ def describe(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, float 
     if rank.rank > 0:
         return None
     config = Config.model_validate_json(payload["config"])
-    fitted = fit(measured.products, measured.copies, measured.calls)
+    fitted = fit(measured.products, measured.copies, measured.calls, measured.operators)
     assumed = cluster_of(config, measured.device, rank.world_size)
     text, missing = described(Path(config.calibrate.file).stem, measured, fitted, assumed)
     if missing and fitted.errors:
@@ -211,11 +211,25 @@ def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tu
         "  view: {:.3e}{}".format(*known("view", measured.view, assumed.view)),
         "  overlap: {:.2f}{}".format(*known("overlap", measured.overlap, assumed.overlap)),
         f"  algorithms: [{'ring, tree' if gpu else 'ring'}]",
+        *_operators(found),
         *([] if gpu else [f"  cores: {min(os.cpu_count() or world, world)}  # that these ranks share"]),
     ]
     if missing:
         lines.insert(2, f"# Not measured, for lack of time, and as in {assumed.name}: {', '.join(missing)}.")
     return "\n".join(lines) + "\n", tuple(missing)
+
+
+def _operators(found: Fit) -> list[str]:
+    if not found.operators:
+        return []
+    lines = ["  operators:  # beside flops and memory_bandwidth"]
+    for op, paces in found.operators.items():
+        lines.append(f"    {op}:")
+        for direction, one in zip(("forward", "backward"), paces, strict=True):
+            error = found.errors[f"{op} {direction}"]
+            known_as = f"  # fitted within {error.middle:.0%}, at worst {error.worst:.0%}"
+            lines.append(f"      {direction}: {{call: {one.call:.3e}, factor: {one.factor:.3f}}}{known_as}")
+    return lines
 
 
 def _link(link: Link) -> list[str]:

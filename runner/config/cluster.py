@@ -50,6 +50,18 @@ class Achieved(Section):
     links: float = setting(REQUIRED, "Fraction of peak link bandwidth", gt=0, le=1)
 
 
+class PaceForm(Section):
+    call: Time = setting(REQUIRED, "Time of a call, whatever it works on; at least launch", unit="seconds")
+    factor: Positive = setting(REQUIRED, "Times the seconds that its flops or bytes take at the rates of the machine")
+
+
+class OperatorForm(Section):
+    """An operator that is slower, or faster, than flops and memory bandwidth say."""
+
+    forward: PaceForm = setting(REQUIRED, "In forward")
+    backward: PaceForm = setting(REQUIRED, "In backward, for all gradients together")
+
+
 class Machine(Section):
     """Levels are outermost first; the product of their sizes is the number of devices."""
 
@@ -63,6 +75,9 @@ class Machine(Section):
     overlap: Share = setting(REQUIRED, "Fraction of communication that computation can hide")
     algorithms: tuple[Literal["ring", "tree", "hierarchical"], ...] = setting(
         REQUIRED, "Algorithms of collectives", min_length=1
+    )
+    operators: dict[str, OperatorForm] = setting(
+        {}, "Operators by their names in a graph, such as rms_norm, that take other times than flops and bytes say"
     )
     cores: Count | None = setting(
         None, "Cores that all its ranks share: with fewer ranks each is faster, with more slower; null: one device each"

@@ -21,8 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from strategies.core.graph import OperatorGraph, Ref, rewrite
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
-from strategies.cost.calibration_fit import SEND, Call, Copy, Product
+from strategies.cost.calibration_fit import SEND, Call, Copy, Product, Ran
+from strategies.cost.sample_operators import FORMS, VOCABULARY, sample
+from strategies.rules.registry import resolve
 from strategies.runtime.communicator import all_gather, reduce_scatter
 
 PRODUCTS = {"float32": (768, 64, 256, 512, 128), "float64": (384, 128), "bfloat16": (384, 128)}
@@ -67,6 +70,13 @@ BATCHES = 3
 VIEWS, CALLS = 16, 35
 """Of a layer, forward and backward together, as `strategies.cost.roofline` counts them."""
 HEADS = 4
+SAMPLED = (64, 1024, 256)
+"""Tokens of operators that are measured by name, first the ends, which separate seconds per call from those of the
+work."""
+MOST_COLD = 64
+"""Sets of operands that calls take in turn, at most."""
+LEAST_BACKWARD = 0.1
+"""Of forward's seconds: those of backward, in which a difference may drown, at least."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class Measured:
     products: tuple[Product, ...]
     copies: tuple[Copy, ...]
     calls: tuple[Call, ...]
+    operators: tuple[Ran, ...] = ()
 
 
 def measure(rank: int, world_size: int, device: torch.device, until: float) -> Measured:
@@ -123,6 +134,24 @@ class Timer:
         self.left, self.last = -late, self.left + late
         return float(seconds)
 
+    def worked(self, action: Callable[[], object], count: int) -> tuple[float, float]:
+        """Seconds of one of `count` calls in a row, and those of its CPU, the mean of all ranks."""
+        worked = 0.0
+
+        def run() -> None:
+            nonlocal worked
+            started = time.process_time()
+            for _ in range(count):
+                action()
+            worked = (time.process_time() - started) / count
+
+        seconds = self.time(run)
+        if self._alone:
+            return seconds, worked
+        total = torch.tensor(worked, dtype=torch.float64)
+        dist.all_reduce(total)
+        return seconds, float(total) / dist.get_world_size()
+
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.cuda.synchronize()
@@ -160,6 +189,7 @@ class Bench:
         self.products: list[Product] = []
         self.copies: list[Copy] = []
         self.calls: list[Call] = []
+        self.ran: list[Ran] = []
         self.launch: float | None = None
         self.view: float | None = None
         self.overlap: float | None = None if world_size > 1 else 0.0
@@ -181,7 +211,7 @@ class Bench:
             point.measure(share)
         return Measured(
             *(self.size, self.device.type, self._memory(), self.launch, self.view, self.overlap),
-            *(tuple(self.products), tuple(self.copies), tuple(self.calls)),
+            *(tuple(self.products), tuple(self.copies), tuple(self.calls), tuple(self.ran)),
         )
 
     def _needed_points(self) -> Iterator[Point]:
@@ -201,7 +231,10 @@ class Bench:
             yield Point("products beside all-reduces", self._overlap, lambda: 3 * BESIDE)
 
     def _further_points(self) -> Iterator[Point]:
-        """Points that make constants more accurate: other sizes, then other groups, alternating between kinds."""
+        """Points that make constants more accurate: operators by name, other sizes, then other groups, alternating
+        between kinds."""
+        for op in FORMS:
+            yield Point("operators by name", partial(self._operator, op), lambda: len(SAMPLED) * 2 * ENOUGH)
         for dtype, sides in self.sides.items():
             yield from self._of_products(dtype, sides[3:])
         yield from self._of_calls(SENT[2:], KINDS, self.sizes[:1])
@@ -227,6 +260,24 @@ class Bench:
         while len(batches) < BATCHES and self.timer.left > end and self.timer.fits(count * first):
             batches.append(self.timer.time(action, count))
         return min(batches, default=first)
+
+    def _worked(self, action: Callable[[], object], share: float) -> tuple[float, float] | None:
+        """As `_seconds`, of computation alone; and seconds of its CPU, the mean of the ranks, which neither their
+        number nor other programs change much. GPUs compute for nobody else."""
+        if not self.cpu:
+            seconds = self._seconds(action, share)
+            return None if seconds is None else (seconds, seconds)
+        end = self.timer.left - share
+        self.timer.time(action)
+        if not self.timer.fits():
+            return None
+        first = self.timer.worked(action, 1)
+        count = max(1, min(int(share / BATCHES / max(first[0], 1e-9)), 1000))
+        batches: list[tuple[float, float]] = []
+        while len(batches) < BATCHES and self.timer.left > end and self.timer.fits(count * first[0]):
+            batches.append(self.timer.worked(action, count))
+        seconds, worked = (min(some) for some in zip(*(batches or [first]), strict=True))
+        return seconds, worked
 
     def _added(self, action: Callable[[], object], share: float) -> float | None:
         """Seconds that a call adds to the computation before it, while all ranks run both: the median of the
@@ -274,14 +325,14 @@ class Bench:
 
     def _product(self, dtype: str, side: int, share: float) -> None:
         a, b = (torch.ones(side, side, dtype=getattr(torch, dtype), device=self.device) for _ in range(2))
-        if (seconds := self._seconds(lambda: a @ b, share)) is not None:
-            self.products.append(Product(dtype, 2.0 * side**3, seconds))
+        if (took := self._worked(lambda: a @ b, share)) is not None:
+            self.products.append(Product(dtype, 2.0 * side**3, *took))
 
     def _copy(self, size: int, share: float) -> None:
         elements = size // 4 * (1 if self.cpu else FACTOR)
         cold = cycle([torch.ones(elements, device=self.device) for _ in range(max(CACHED // (4 * elements), 1))])
-        if (seconds := self._seconds(lambda: torch.relu(next(cold)), share)) is not None:
-            self.copies.append(Copy(8 * elements, seconds))
+        if (took := self._worked(lambda: torch.relu(next(cold)), share)) is not None:
+            self.copies.append(Copy(8 * elements, *took))
 
     def _operators(self, share: float) -> None:
         """Seconds per view and per operator of small layers that computes, each the mean of forward and backward. A GPU
@@ -303,6 +354,43 @@ class Bench:
             layers = self._seconds(SampleLayers(self.device, LAYERS, WIDTH, TOKENS).step, share / 2)
             if layers is not None:
                 self.launch = max(layers - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
+
+    def _operator(self, op: str, share: float) -> None:
+        """Forward and backward of one operator; backward is what a step takes beside forward."""
+        for tokens in SAMPLED:
+            tokens *= 1 if self.cpu else FACTOR
+            graph = sample(op, tokens)
+            (operator,), size = graph.operators, sum(source.spec.elements for source in graph.sources) * 4
+            cold = cycle([self._call_of(graph) for _ in range(min(max(CACHED // size, 1), MOST_COLD))])
+
+            def step(cold: Iterator[tuple[Callable[[], Tensor], list[Tensor]]] = cold) -> None:
+                call, learning = next(cold)
+                y = call()
+                torch.autograd.grad(y, learning, torch.ones_like(y))
+
+            def ahead(cold: Iterator[tuple[Callable[[], Tensor], list[Tensor]]] = cold) -> None:
+                next(cold)[0]()
+
+            forward = self._worked(ahead, share / (2 * len(SAMPLED)))
+            both = self._worked(step, share / (2 * len(SAMPLED))) if forward is not None else None
+            if forward is None or both is None:
+                return
+            backward = max(both[1] - forward[1], LEAST_BACKWARD * forward[1])
+            self.ran.append(Ran(operator.op, tokens, forward[1], backward))
+
+    def _call_of(self, graph: OperatorGraph) -> tuple[Callable[[], Tensor], list[Tensor]]:
+        """The operator of a sample on tensors, and those of them that have gradients."""
+        values: dict[Ref, Tensor] = {}
+        for source in graph.sources:
+            shape = source.spec.shape
+            if source.trainable:
+                values[Ref(source.id)] = torch.ones(shape, device=self.device, requires_grad=True)
+            else:
+                values[Ref(source.id)] = torch.arange(shape[0], device=self.device) % VOCABULARY
+        (operator,) = graph.operators
+        args = rewrite(operator.args, lambda leaf: values[leaf] if isinstance(leaf, Ref) else leaf)
+        learning = [value for value in values.values() if value.requires_grad]
+        return partial(resolve(operator.target), *args, **dict(operator.kwargs)), learning
 
     def _overlap(self, share: float) -> None:
         """The share of an all-reduce of several gradient buckets that is hidden by matrix products of equal

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from runner.config.cluster import NODE, ClusterForm, LevelForm, Machine, Rate, from_file
+from runner.config.cluster import NODE, ClusterForm, LevelForm, Machine, PaceForm, Rate, from_file
 from runner.config.schema import Config
 from runner.errors import ConfigError, allowed
-from strategies.cost.cluster import Cluster, Level, Link, slowest
+from strategies.cost.cluster import Cluster, Level, Link, Pace, slowest
 
 DEFAULTS = {"cpu": "laptop_gloo", "cuda": "dgx_h100"}
 DESCRIBING = ("plan", "explain", "export")
@@ -119,6 +119,10 @@ def _at_speed(cluster: Cluster, speed: float) -> Cluster:
         memory_bandwidth=speed * cluster.memory_bandwidth,
         launch=cluster.launch / speed,
         view=cluster.view / speed,
+        operators={
+            op: (Pace(ahead.call / speed, ahead.factor), Pace(back.call / speed, back.factor))
+            for op, (ahead, back) in cluster.operators.items()
+        },
     )
 
 
@@ -159,6 +163,9 @@ def described(name: str, machine: Machine) -> Cluster:
     def level(title: str, form: LevelForm) -> Level:
         return Level(title, form.size, link(form), {kind: link(rate) for kind, rate in form.kinds.items()})
 
+    def pace(form: PaceForm) -> Pace:
+        return Pace(max(form.call, machine.launch), form.factor)
+
     return Cluster(
         name,
         tuple(level(title, form) for title, form in machine.levels.items()),
@@ -170,4 +177,5 @@ def described(name: str, machine: Machine) -> Cluster:
         machine.overlap,
         machine.algorithms,
         achieved.flops,
+        operators={op: (pace(form.forward), pace(form.backward)) for op, form in machine.operators.items()},
     )

@@ -211,7 +211,15 @@ def doubled(cluster: Cluster) -> dict[str, Cluster]:
     clusters = {
         "flops": replace(cluster, flops={dtype: 2 * rate for dtype, rate in cluster.flops.items()}),
         "memory bandwidth": replace(cluster, memory_bandwidth=2 * cluster.memory_bandwidth),
-        CALLS: replace(cluster, launch=cluster.launch / 2, view=cluster.view / 2),
+        CALLS: replace(
+            cluster,
+            launch=cluster.launch / 2,
+            view=cluster.view / 2,
+            operators={
+                op: (replace(ahead, call=ahead.call / 2), replace(back, call=back.call / 2))
+                for op, (ahead, back) in cluster.operators.items()
+            },
+        ),
     }
     for level in cluster.levels:
         if level.size > 1:

@@ -18,12 +18,11 @@ from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, step_seconds
-from strategies.cost.roofline import operator_work, result_dtype, shares
+from strategies.cost.roofline import forward_pace, operator_work, result_dtype, shares
 from strategies.cost.step import is_recomputed, step_cost
 from strategies.optimizer.buckets import BUCKET_BYTES
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
-from strategies.rules.traits import traits
 
 GRADIENTS = {
     0: (ALL_REDUCE,),
@@ -99,7 +98,7 @@ def operator_costs(
         flops = sharding.flops * math.prod(shares(sharding, assignment, plan.mesh).values())
         twice = plan.recompute is not None and is_recomputed(operator, plan.recompute)
         recomputed = work.forward if twice else 0.0
-        launch = cluster.view if traits(operator.op).view else cluster.launch
+        pace = forward_pace(operator, cluster)
         costs[operator.name] = OperatorCost(
             accumulate * work.forward,
             accumulate * (work.backward + recomputed),
@@ -109,8 +108,8 @@ def operator_costs(
             parameters,
             results,
             sharding.flops,
-            flops / cluster.peak(result_dtype(operator)) + cluster.launch >= 0.999 * work.forward > 0,
-            accumulate * (work.calls + (launch if twice else 0.0)),
+            pace.factor * flops / cluster.peak(result_dtype(operator)) + pace.call >= 0.999 * work.forward > 0,
+            accumulate * (work.calls + (pace.call if twice else 0.0)),
             communication.levels.get(operator.name, {}),
         )
     return costs

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_REDUCE
-from strategies.cost.cluster import Link
+from strategies.cost.cluster import Cluster, Link, Pace
+from strategies.cost.roofline import operator_work
+from strategies.cost.sample_operators import sample
+from strategies.rules import rule_of
 
+ALONE = Mesh((("alone", 1),))
 SEND = "send"
 T = TypeVar("T")
 Numbers = npt.NDArray[np.float64]
@@ -30,19 +35,22 @@ HIDDEN = 0.1
 
 @dataclass(frozen=True)
 class Product:
-    """A product of matrices of `dtype`, on every rank at once."""
+    """A product of matrices of `dtype`, on every rank at once; `worked` are seconds of a rank's CPU, which ranks share:
+    None where they were not measured."""
 
     dtype: str
     flops: float
     seconds: float
+    worked: float | None = None
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Reading and writing `bytes` in all, on every rank at once."""
+    """Reading and writing `bytes` in all, on every rank at once; `worked` as that of a product."""
 
     bytes: int
     seconds: float
+    worked: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,17 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Ran:
+    """A sample of an operator on `tokens`, on every rank at once: seconds of forward and of backward, of a rank's CPU
+    where products have such."""
+
+    op: str
+    tokens: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Error:
     """How far fitted times are from measured ones, relative to these."""
 
@@ -65,19 +84,20 @@ class Error:
 
 @dataclass(frozen=True)
 class Fit:
-    """`flops` by dtype, `memory_bandwidth` (None: not measured), `links` by kind of collective; `errors` by what was
-    fitted."""
+    """`flops` by dtype, `memory_bandwidth` (None: not measured), `links` by kind of collective, `operators` by name,
+    forward and backward; `errors` by what was fitted."""
 
     flops: Mapping[str, float]
     memory_bandwidth: float | None
     links: Mapping[str, Link]
     errors: Mapping[str, Error]
+    operators: Mapping[str, tuple[Pace, Pace]] = field(default_factory=dict)
 
 
-def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call]) -> Fit:
+def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call], ran: Iterable[Ran] = ()) -> Fit:
     """The constants of what was measured. Those of which nothing is known are left out: kinds of collectives that
     were measured with one number of bytes, whose seconds per byte and per call cannot be separated, too."""
-    errors: dict[str, Error] = {}
+    errors, products = dict[str, Error](), tuple(products)
     flops: dict[str, float] = {}
     links: dict[str, Link] = {}
     for dtype, multiplied in _grouped(products, lambda one: one.dtype).items():
@@ -93,7 +113,32 @@ def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Cal
             rows = [[1.0, rounds(kind, one.ranks), one.bytes] for one in group]
             (call, latency, per_byte), errors[kind] = law(rows, [one.seconds for one in group])
             links[kind] = Link(1 / per_byte, latency, call)
-    return Fit(flops, bandwidth, links, errors)
+    operators: dict[str, tuple[Pace, Pace]] = {}
+    multiplied = [one for one in products if one.dtype == "float32"]
+    if measured and multiplied:
+        worked = [one.seconds if one.worked is None else one.worked for one in multiplied]
+        (_, per_flop), _ = law([[1.0, one.flops] for one in multiplied], worked)
+        worked = [one.seconds if one.worked is None else one.worked for one in measured]
+        (_, per_byte), _ = law([[1.0, one.bytes] for one in measured], worked)
+        own, shared = Cluster("own CPU", (), {"float32": 1 / per_flop}, 0, 1 / per_byte, 0.0), 1 / flops["float32"]
+        for op, samples in _grouped(ran, lambda one: one.op).items():
+            paces, errors[f"{op} forward"], errors[f"{op} backward"] = _paces(samples, own)
+            ahead, back = (Pace(one.call * shared / per_flop, one.factor) for one in paces)
+            operators[op] = ahead, back
+    return Fit(flops, bandwidth, links, errors, operators)
+
+
+def _paces(ran: Sequence[Ran], machine: Cluster) -> tuple[tuple[Pace, Pace], Error, Error]:
+    """The paces of one operator: the seconds of its samples by those that the roofline of `machine` has without
+    calls."""
+    works = []
+    for one in ran:
+        graph = sample(one.op, one.tokens)
+        (operator,) = graph.operators
+        works.append(operator_work(rule_of(operator, graph), {}, operator, graph, ALONE, machine))
+    ahead, error_ahead = law([[1.0, work.forward] for work in works], [one.forward for one in ran])
+    back, error_back = law([[1.0, work.backward] for work in works], [one.backward for one in ran])
+    return (Pace(*ahead), Pace(*back)), error_ahead, error_back
 
 
 def _grouped(measured: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:

@@ -31,6 +31,15 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """One direction of an operator that is not as fast as the roofline: `call` seconds, whatever it works on, and
+    `factor` times the roofline's seconds for flops and bytes."""
+
+    call: float
+    factor: float
+
+
+@dataclass(frozen=True)
 class Level:
     """`size` units of the next level (devices, for the last one) joined by `link`; `kinds` are links of collectives
     that run at rates of their own, by the kind of step."""
@@ -54,6 +63,7 @@ class Cluster:
     is the share of adding gradients that can hide behind backward; `algorithms` are what the collectives choose among;
     `fraction` is the share that `flops` are of the data sheet's. Where devices differ, `each` describes that of every
     rank, and the numbers here are those of the slowest, for which all ranks of a step with equal slices wait.
+    `operators` are those that have paces of their own, forward and backward.
     """
 
     name: str
@@ -67,6 +77,7 @@ class Cluster:
     algorithms: tuple[str, ...] = (RING, TREE, HIERARCHICAL)
     fraction: float = 1.0
     each: tuple[Cluster, ...] = ()
+    operators: Mapping[str, tuple[Pace, Pace]] = field(default_factory=dict, hash=False)
 
     def of_group(self, group: int, ranks: int) -> Cluster:
         """The slowest devices of one of the groups of `ranks` consecutive ranks, such as those of a pipeline."""
@@ -138,7 +149,21 @@ def _combined(clusters: Sequence[Cluster], rate: Callable[..., Any], seconds: Ca
         launch=seconds(one.launch for one in different),
         view=seconds(one.view for one in different),
         overlap=rate(one.overlap for one in different),
+        operators=_paces(different, seconds),
     )
+
+
+def _paces(clusters: Sequence[Cluster], seconds: Callable[..., Any]) -> dict[str, tuple[Pace, Pace]]:
+    """The largest or smallest paces of several machines; one that does not know an operator is at the roofline."""
+    paces = {}
+    for op in sorted({op for one in clusters for op in one.operators}):
+        known = [one.operators.get(op, (Pace(one.launch, 1.0),) * 2) for one in clusters]
+        forward, backward = (
+            Pace(seconds(one.call for one in some), seconds(one.factor for one in some))
+            for some in zip(*known, strict=True)
+        )
+        paces[op] = forward, backward
+    return paces
 
 
 def one_level(devices: int) -> Cluster:

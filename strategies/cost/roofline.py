@@ -1,4 +1,5 @@
-"""Seconds of one operator on one rank: a roofline of flops and bytes, forward and backward, from its rule alone.
+"""Seconds of one operator on one rank: a roofline of flops and bytes, forward and backward, from its rule alone, or so
+many times the roofline where the machine's description knows the operator.
 
 Invariant: the cost is that of the rank's own slice, padding included, so a strategy that repeats work on every rank is
 not cheaper than the operator on one device.
@@ -14,7 +15,7 @@ from typing import Any
 from strategies.core.graph import Operator, OperatorGraph, TensorSpec
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.cost.cluster import Cluster
+from strategies.cost.cluster import Cluster, Pace
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Dims, Sharding
 from strategies.rules.traits import traits
@@ -71,18 +72,28 @@ def roofline(
     trained = [ref in graph.trained for ref in operator.operands]
     if traits(operator.op).view:
         return cluster.view, cluster.view * any(trained), cluster.view * (1 + any(trained))
+    ahead, paces = forward_pace(operator, cluster), cluster.operators.get(operator.op)
     flops: Any = math.prod(share.values(), start=sharding.flops)
     operands = _local_bytes(sharding.operands, graph.operand_specs(operator), share)
     results = sum(_local_bytes(sharding.results, operator.results, share))
     peak, bandwidth = cluster.peak(result_dtype(operator)), cluster.memory_bandwidth
-    forward = cluster.launch + larger(flops / peak, (sum(operands) + results) / bandwidth)
+    forward = ahead.call + ahead.factor * larger(flops / peak, (sum(operands) + results) / bandwidth)
     if not any(trained):
-        return forward, 0.0, cluster.launch
+        return forward, 0.0, ahead.call
     gradients = sum(size for size, learns in zip(operands, trained, strict=True) if learns)
     moved = results + gradients + (sum(operands) if traits(operator.op).rereads else 0.0)
     calls, ratio = backward_work(sharding, operator, trained)
-    backward = calls * cluster.launch + larger(ratio * flops / peak, moved / bandwidth)
-    return forward, backward, (1 + calls) * cluster.launch
+    back = Pace(calls * cluster.launch, 1.0) if paces is None else paces[1]
+    backward = back.call + back.factor * larger(ratio * flops / peak, moved / bandwidth)
+    return forward, backward, ahead.call + back.call
+
+
+def forward_pace(operator: Operator, cluster: Cluster) -> Pace:
+    """That of an operator's forward; a view's has no work."""
+    if traits(operator.op).view:
+        return Pace(cluster.view, 1.0)
+    paces = cluster.operators.get(operator.op)
+    return Pace(cluster.launch, 1.0) if paces is None else paces[0]
 
 
 def result_dtype(operator: Operator) -> str:

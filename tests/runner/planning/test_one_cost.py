@@ -13,6 +13,9 @@ from tests.runner.composing import compose_config
 LARGE, BY_HAND = "llama_8b", "hybrid_matmul"
 """Takes minutes; has no plan."""
 RECIPES = sorted({path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.yaml")} - {LARGE, BY_HAND})
+SLOW_NORMS = (
+    "cluster.machine.operators={layer_norm: {forward: {call: 1e-4, factor: 2}, backward: {call: 3e-4, factor: 9}}}"
+)
 QUICK = ("quickstart", "ffn_auto", "gpt", "gpt_pipeline", "moe", "zero")
 VARIANTS = [
     *(pytest.param(name, (), marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES),
@@ -22,6 +25,7 @@ VARIANTS = [
         "gpt", ("parallel.mode=auto", "parallel.search=dynamic_programming", "parallel.zero=3"), marks=pytest.mark.slow
     ),
     ("gpt", ("parallel.mode=auto", "parallel.search=dynamic_programming", "parallel.recompute=selective")),
+    ("gpt", ("parallel.mode=auto", "parallel.search=dynamic_programming", "cluster=laptop_gloo", f"++{SLOW_NORMS}")),
     pytest.param("moe", ("parallel.mode=auto", "parallel.search=dynamic_programming"), marks=pytest.mark.slow),
     pytest.param("vit", ("parallel.search=recursive_programming",), marks=pytest.mark.slow),
 ]

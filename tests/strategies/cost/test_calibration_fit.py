@@ -8,9 +8,12 @@ import pytest
 
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
-from strategies.cost.calibration_fit import SEND, Call, Copy, Product, fit, nonnegative
-from strategies.cost.cluster import RING, Cluster, Level, Link
+from strategies.cost.calibration_fit import ALONE, SEND, Call, Copy, Product, Ran, fit, nonnegative
+from strategies.cost.cluster import RING, Cluster, Level, Link, Pace
 from strategies.cost.collectives import collective_seconds
+from strategies.cost.roofline import operator_work
+from strategies.cost.sample_operators import FORMS, sample
+from strategies.rules import rule_of
 
 MESH = Mesh((("a", 2), ("b", 2), ("c", 2)))
 LINKS = {
@@ -46,6 +49,23 @@ def test_the_law_of_the_cost_model_is_found_again() -> None:
     assert found.flops["float32"] == pytest.approx(5e10)
     assert found.memory_bandwidth == pytest.approx(7e9)
     assert max(error.worst for error in found.errors.values()) < 1e-6
+
+
+@pytest.mark.parametrize("op", FORMS)
+def test_the_paces_of_an_operator_are_found_again(op: str) -> None:
+    """Seconds by the cost model itself, on a machine that has paces."""
+    paces = Pace(2e-4, 1.7), Pace(9e-4, 8.0)
+    machine = Cluster("m", (), {"float32": 5e10}, 1, 7e9, 1e-6, operators={op: paces})
+    ran = []
+    for tokens in (64, 256, 1024):
+        graph = sample(op, tokens)
+        (operator,) = graph.operators
+        work = operator_work(rule_of(operator, graph), {}, operator, graph, ALONE, machine)
+        assert work.calls == pytest.approx(1.1e-3)
+        ran.append(Ran(op, tokens, work.forward, work.backward))
+    (found,) = fit(PRODUCTS, COPIES, [], ran).operators.values()
+    for pace, one in zip(paces, found, strict=True):
+        assert (one.call, one.factor) == (pytest.approx(pace.call, rel=1e-3), pytest.approx(pace.factor, rel=1e-3))
 
 
 def test_noise_shows_as_error_and_hardly_in_the_constants() -> None:

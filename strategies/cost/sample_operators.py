@@ -1,0 +1,68 @@
+"""Operators that `run calibrate` measures by name, because kernels of one machine may be far from its roofline: fused
+attention, the backward of normalisations that are a dozen operators on CPUs, a cross-entropy that passes several times
+over its operand.
+
+A sample is one operator on some tokens, as a graph: what runs and what the roofline counts are the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
+
+WIDTH, HIDDEN, VOCABULARY, SEQUENCE, HEADS = 256, 1024, 1024, 128, 4
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call on `tokens`: shapes of its operands (of whole numbers where `indices` names their position), further
+    arguments, and the shape of its result."""
+
+    target: str
+    operands: Callable[[int], tuple[Shape, ...]]
+    result: Callable[[int], Shape]
+    args: tuple[object, ...] = ()
+    kwargs: tuple[tuple[str, object], ...] = ()
+    indices: int | None = None
+
+
+def _rows(width: int) -> Callable[[int], Shape]:
+    return lambda tokens: (tokens, width)
+
+
+def _heads(tokens: int) -> Shape:
+    return max(tokens // SEQUENCE, 1), HEADS, SEQUENCE, WIDTH // HEADS
+
+
+FORMS = {  # first those that differ most from the roofline
+    "scaled_dot_product_attention": Form(
+        "aten.scaled_dot_product_attention.default", lambda n: (_heads(n),) * 3, _heads, kwargs=(("is_causal", True),)
+    ),
+    "rms_norm": Form("aten.rms_norm.default", lambda n: ((n, WIDTH), (WIDTH,)), _rows(WIDTH)),
+    "layer_norm": Form("aten.layer_norm.default", lambda n: ((n, WIDTH), (WIDTH,), (WIDTH,)), _rows(WIDTH)),
+    "cross_entropy_loss": Form(
+        "aten.cross_entropy_loss.default", lambda n: ((n, VOCABULARY), (n,)), lambda n: (), indices=1
+    ),
+    "softmax": Form("aten.softmax.int", lambda n: ((n, HIDDEN),), _rows(HIDDEN), args=(-1,)),
+    "gelu": Form("aten.gelu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
+    "silu": Form("aten.silu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
+}
+NORMALISED = ("rms_norm", "layer_norm")
+
+
+def sample(op: str, tokens: int) -> OperatorGraph:
+    """The graph of one operator on `tokens`, in float32, whose operands of floating numbers have gradients."""
+    form, sources = FORMS[op], []
+    for position, shape in enumerate(form.operands(tokens)):
+        indices = position == form.indices
+        spec = TensorSpec(shape, "int64" if indices else "float32")
+        kind = "input" if indices else "parameter"
+        sources.append(Source(f"x{position}", kind, f"x{position}", spec, not indices))  # type: ignore[arg-type]
+    first, *others = (Ref(source.id) for source in sources)
+    args = (first, (WIDTH,), *others) if op in NORMALISED else (first, *others, *form.args)
+    results = (TensorSpec(form.result(tokens), "float32"),)
+    one = Operator(op, op, "", op, form.target, args, form.kwargs, results, False, "", ())
+    return OperatorGraph(tuple(sources), (one,), (Ref(op),), ())
