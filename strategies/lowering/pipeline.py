@@ -215,7 +215,8 @@ def in_stages(
     graph: OperatorGraph, stages: int, cuts: Cuts, virtual: int = 1, seconds: Sequence[Sequence[float]] = ()
 ) -> dict[str, int]:
     """The stage of every operator by id; there are `stages` times `virtual` of them. With `cuts` (module path ->
-    stage), the longest path that leads to an operator counts; operators that no path names go with what they use.
+    stage), the longest path that leads to an operator counts; operators that no path names go with what they use, or,
+    where that is nothing of the batch, with what uses them first.
     Stages are balanced by flops; where the devices of their ranks differ, by the `seconds` of every operator on those
     of each stage. Raises StrategyError for cuts that cannot be."""
     count = f"parallel.pipeline.stages = {stages}"
@@ -270,6 +271,7 @@ def _as_configured(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], c
                 "MW430", f"parallel.pipeline.cuts: {path} = {stage}, but {count} has the stages 0 to {stages - 1}."
             )
     found: dict[str, int] = {}
+    rootless: set[str] = set()  # what no path names and no batch entry leads to: in the first stage that uses it
     for operator in graph.operators:
         producers = [graph.by_id[ref.id] for ref in operator.operands]
         latest = max((one for one in producers if isinstance(one, Operator)), key=lambda o: found[o.id], default=None)
@@ -285,6 +287,16 @@ def _as_configured(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], c
                 f"give it stage {least} or later.",
             )
         found[operator.id] = wanted
+        if not paths and all(
+            node.id in rootless if isinstance(node, Operator) else node.kind != "input"
+            for node in (graph.by_id[ref.id] for ref in operator.operands)
+        ):
+            rootless.add(operator.id)
+    for operator in reversed(graph.operators):
+        if operator.id in rootless:
+            results = (Ref(operator.id, index) for index in range(len(operator.results)))
+            users = [found[user.id] for ref in results for user, _ in graph.users[ref]]
+            found[operator.id] = min(users, default=found[operator.id])
     for stage in sorted(set(range(stages)) - set(found.values())):
         raise StrategyError(
             "MW430",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.gpt import GPT
+from models.llama import Llama
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture, loss_in
 from strategies.core.errors import StrategyError
@@ -239,6 +240,16 @@ def refused(call: Callable[[], object]) -> str:
     with pytest.raises(StrategyError) as caught:
         call()
     return str(caught.value)
+
+
+def test_tables_are_made_where_they_are_used() -> None:
+    """Cuts that name the first layer of every stage send no slices of the tables of the layers behind it."""
+    torch.manual_seed(0)
+    net = Llama(16, 8, 8, 4, 2, 2, 16)
+    pipeline = Pipeline(net, NextTokenLoss(), tokens(4))
+    stages = pipeline.stages(DATA, 2, {"layers.2": 1}, LoweringOptions())
+    assert [len(stage.receives) for stage in stages] == [0, 1]
+    assert pipeline.difference(DATA, 2, {"layers.2": 1}) <= TOLERANCE
 
 
 def test_invalid_cuts_are_reported() -> None:
