@@ -110,6 +110,16 @@ def test_without_a_replica_the_newest_checkpoint_is_left(start):
     assert "step-00000004" in (again.folder / "restarts.jsonl").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+def test_rank_0_is_killed(start):
+    """Servers and workers end with it; the next attempt goes on from the newest checkpoint."""
+    fault = f"launch.faults=[{kill(0, 5, 'optimizer')}]"
+    calm = start(*SERVED, *ADAM, folder="calm")
+    again = start(*SERVED, *ADAM, fault, "checkpoint.every=2", "launch.max_restarts=1", folder="again")
+    assert stored(again) == stored(calm)
+    assert "step-00000004" in (again.folder / "restarts.jsonl").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("words", [("async",), pytest.param(("bounded", 1), marks=pytest.mark.slow)])
 def test_slices_update_on_arrival(start, words):
     consistency, *staleness = words
