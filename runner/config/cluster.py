@@ -99,6 +99,10 @@ class Group(Section):
     )
     speed: Positive = setting(1.0, "Factor of its rates, such as 0.5 for devices that compute at half speed")
 
+    def __str__(self) -> str:
+        parts = {"devices": self.devices, "like": self.like, "speed": None if self.speed == 1.0 else self.speed}
+        return f"{{{', '.join(f'{key}: {value}' for key, value in parts.items() if value is not None)}}}"
+
 
 class ClusterForm(Section):
     name: str = setting("auto", "cluster=NAME chooses a description; auto: laptop_gloo on CPU, a dgx_h100 node on GPUs")

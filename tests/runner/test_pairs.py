@@ -23,7 +23,7 @@ from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.planning.prepare import prepare
 
-SCHEDULES = ("1f1b", "interleaved", "zero bubble", "gpipe")
+SCHEDULES = ("1f1b", "interleaved", "zero bubble", "zbv", "gpipe")
 RECOMPUTE = ("recompute full", "recompute selective", "recompute auto", "sliced inputs")
 STAGE_3 = ("states on a disk", "parameters on the host", "parameters on a disk")
 ENGINES = ("ZeRO-3", "native", "DeepSpeed")
@@ -47,7 +47,7 @@ ENGINE = "parallel.zero.engine"
 REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = (
     (SCHEDULES, ("ZeRO-2", *ENGINES, *STAGE_3), (STAGES, STAGE)),
     (SCHEDULES, AS_IT_IS, (STAGES, MODE)),
-    (("zero bubble",), ("compile",), (COMPILE, "parallel.pipeline.schedule")),
+    (("zero bubble", "zbv"), ("compile",), (COMPILE, "parallel.pipeline.schedule")),
     (RECOMPUTE, ("compile",), (COMPILE, "parallel.recompute.operators")),
     (RECOMPUTE, AS_IT_IS, ("parallel.recompute.operators", MODE)),
     (("ZeRO-1", "ZeRO-2"), ("states on a disk",), (STAGE, "parallel.offload.optimizer")),
@@ -123,6 +123,11 @@ def refusal(call: Any, *args: Any) -> str | None:
     return None
 
 
+def test_groups_of_devices_are_shown_as_they_are_written(base):
+    paragraph = refusal(with_features, base, "uneven", "growing")
+    assert paragraph is not None and "[{devices: 3}, {devices: 1, speed: 0.5}]" in paragraph
+
+
 def test_the_list_of_clashes_is_one_of_pairs():
     assert set(CLASHES) <= set(PAIRS)
 
@@ -135,7 +140,9 @@ def test_two_features_go_together_or_name_each_other(base, first):
         if keys is not None and paragraph is not None:
             assert "\n" not in paragraph
             assert all(key in paragraph for key in keys), f"{pair}: {paragraph}"
-            assert any(way in paragraph for way in ("hoose", "se parallel", "drop", "=null")), f"{pair}: {paragraph}"
+            assert any(way in paragraph for way in ("hoose", "se parallel", "se launch", "drop", "=null")), (
+                f"{pair}: {paragraph}"
+            )
 
 
 @pytest.mark.slow
