@@ -111,6 +111,7 @@ def carry_out(training, ranks, given, refused=()):
         ("fp32", 2): training.task(steps=2),
         ("fp32", 1): training.task(steps=2, accumulate=1),
         ("fp64", 2): training.task(torch.float64, steps=2),
+        ("fp64", 1): training.task(torch.float64, steps=2, accumulate=1),
         ("bf16", 2): training.task(torch.bfloat16, steps=2),
         ("fp16", 2): training.task(torch.float16, steps=2),
     }
