@@ -1,7 +1,8 @@
-"""The code of the README and of docs/library.md runs as it stands, and the loop there trains as one device does."""
+"""The code of the README, of docs/library.md and of notebooks runs, and the loop there trains as one device does."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -33,6 +34,29 @@ def test_the_page_runs_like_a_notebook(tmp_path: Path, monkeypatch: pytest.Monke
     for cell in cells:
         exec(compile(cell, "docs/library.md", "exec"), names)
     assert {"plan.html", "plan.json"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("file", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
+def test_notebooks_print_what_they_show(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for numbers, which depend on the machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names: dict[str, object] = {"__name__": "notebook"}
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), file.name, "exec"), names)
+            shown = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert first_words(capsys.readouterr().out) == first_words(shown)
+    assert {"plan.html", "plan.json"} <= {written.name for written in tmp_path.iterdir()}
+
+
+def first_words(printed: str) -> list[str]:
+    """Of every line but those of the worst gradients, which rounding chooses."""
+    lines = [line.split() for line in printed.splitlines() if not re.match(r"    [\d.]+[\w.]*  ", line)]
+    return [re.sub(r"[\d.]+", "0", words[0]) for words in lines if words]
 
 
 @pytest.mark.essential
