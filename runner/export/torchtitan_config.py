@@ -32,7 +32,7 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 HEAD = '''\
 """{title}, as sharding configs of torchtitan, by Meshwright.
 
-    parallel_dims = ParallelDims(**PARALLEL_DIMS)
+    parallel_dims = ParallelDims(**PARALLEL_DIMS, spmd_backend="partial_dtensor")
     set_sharding_configs(model)  # a model of torchtitan's modules, built and not yet parallelized
     model.parallelize(parallel_dims)
 
