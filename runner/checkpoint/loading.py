@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from runner.checkpoint import rng_state
 from runner.checkpoint.content import Content, name_of
@@ -20,7 +21,7 @@ from runner.checkpoint.manifest import read_header
 from runner.checkpoint.reading import Checkpoint, read
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Source
-from strategies.optimizer.state import OptimizerScalars, States, StoredState
+from strategies.optimizer.state import OptimizerScalars, States, StoredState, is_of_element
 from strategies.runtime.shards import MODEL, OPTIMIZER
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
@@ -65,16 +66,21 @@ def load(path: Path, content: Content) -> Restored:
     checkpoint = read(path)
     parts = list(checkpoint.plain())
     check_model(checkpoint, content.sources, content.published)
+    scalars = {name: scalars for part in parts for name, scalars in part["scalars"].items()}
+    numbers = _numbers(checkpoint, scalars)
     state = OptimizerScalars(
         [group for part in parts for group in part["groups"]],
-        {name: scalars for part in parts for name, scalars in part["scalars"].items()},
+        {name: _without(numbers, name, states) for name, states in scalars.items()},
         next((part["loss_scale"] for part in parts if part["loss_scale"] is not None), None),
     )
     own = f"rank-{content.rank:05d}.pt"
     random = None if continuation.moved or own in checkpoint.lost else checkpoint.load(own)["random"]
-    content.updates.begin(_states(checkpoint), state)
+    content.updates.begin(_states(checkpoint, numbers), state)
     for batch in content.updates.pieces(write=True):
         checkpoint.fill({key: shards for key, shards in batch.items() if key in checkpoint.tensors})
+        for key in numbers.keys() & batch.keys():
+            for shard in batch[key]:
+                shard.view.copy_(numbers[key])
     checkpoint.fill({key: shards for key, shards in content.buffers().items() if key in checkpoint.tensors})
     content.updates.loaded()
     if content.scheduler is not None and parts[0]["scheduler"] is not None:
@@ -138,13 +144,31 @@ def check(path: Path, **identity: Any) -> Continuation:
     return compare(path, asdict(read_header(path)), **identity)
 
 
-def _states(checkpoint: Checkpoint) -> States:
+def _numbers(checkpoint: Checkpoint, scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """By key, the states of parameters of shape () which plans without ZeRO store as scalars: those that other
+    parameters have tensors of, or, where none has, all but counters."""
+    known = {key.split("/", 2)[1] for key in checkpoint.tensors if key.startswith(OPTIMIZER)}
+    single = {key.removeprefix(MODEL) for key, entry in checkpoint.tensors.items() if entry.shape == ()}
+    return {
+        f"{OPTIMIZER}{state}/{name}": value
+        for name in scalars.keys() & single
+        for state, value in scalars[name].items()
+        if is_of_element(state, value) and (state in known or not known)
+    }
+
+
+def _without(numbers: Mapping[str, Tensor], name: str, states: Mapping[str, Any]) -> dict[str, Any]:
+    return {state: value for state, value in states.items() if f"{OPTIMIZER}{state}/{name}" not in numbers}
+
+
+def _states(checkpoint: Checkpoint, numbers: Mapping[str, Tensor]) -> States:
+    dtypes = {key: getattr(torch, entry.dtype) for key, entry in checkpoint.tensors.items()}
+    stored = {key: (checkpoint.tensors[key].shape, dtype) for key, dtype in dtypes.items() if key.startswith(OPTIMIZER)}
+    stored |= {key: ((), value.dtype) for key, value in numbers.items()}
     states: dict[str, dict[str, StoredState]] = {}
-    for key, entry in checkpoint.tensors.items():
-        if key.startswith(OPTIMIZER):
-            state, name = key.split("/", 2)[1], name_of(key)
-            like = entry.dtype == checkpoint.tensors[MODEL + name].dtype
-            states.setdefault(state, {})[name] = StoredState(entry.shape, getattr(torch, entry.dtype), like)
+    for key, (shape, dtype) in stored.items():
+        state, name = key.split("/", 2)[1], name_of(key)
+        states.setdefault(state, {})[name] = StoredState(shape, dtype, dtype == dtypes[MODEL + name])
     return states
 
 

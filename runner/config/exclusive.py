@@ -303,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     # ZeRO
     Rule("parallel.zero.options", GIVEN, STAGE, any_of(0), "stage 0 runs without DeepSpeed, which the options are for",
          "choose stage 1, 2 or 3, or drop the options"),
-    Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGE, SHARDED, "DeepSpeed cuts its reductions by size",
+    Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGE, SHARDED, "ZeRO cuts its reductions by size",
          "choose mode size or auto, or parallel.zero.stage=0"),
     Rule(f"{OFFLOAD}.optimizer", any_of("host"), STAGE, any_of(0), "optimizer states are offloaded by ZeRO 1, 2 or 3",
          "choose such a parallel.zero.stage or parallel.offload.optimizer=none"),

@@ -24,7 +24,7 @@ from runner.server.shard import plain
 from runner.training.evaluate import Evaluator
 from runner.training.trainer import Trainer, TrainingJob, groups_of
 from strategies.optimizer.replicated import BucketedUpdates
-from strategies.optimizer.state import OptimizerScalars, States, is_scalar
+from strategies.optimizer.state import OptimizerScalars, States, is_of_element, is_scalar
 from strategies.optimizer.updates import Updates
 from strategies.runtime.shards import Shards
 
@@ -159,7 +159,8 @@ class ServedUpdates(BucketedUpdates):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     found[piece.name][key] = {"tensor": len(tensors)}
-                    scalar = is_scalar(value, parameter)
+                    of_element = not parameter.dim() and is_of_element(key, value)
+                    scalar = is_scalar(value, parameter) and not of_element
                     tensors.append((value if scalar else value.view(-1)[piece.start : piece.stop]).clone())
                 else:
                     found[piece.name][key] = {"value": value}

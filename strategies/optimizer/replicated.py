@@ -21,7 +21,16 @@ from strategies.core.program import Program
 from strategies.optimizer.buckets import Reduction, buckets
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.own_updates import OwnUpdates
-from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
+from strategies.optimizer.state import (
+    OptimizerScalars,
+    States,
+    check_shape,
+    groups_of,
+    is_of_element,
+    is_scalar,
+    placed,
+    set_groups,
+)
 from strategies.optimizer.updates import (
     DEFAULT_BUCKETS,
     BucketLimits,
@@ -161,7 +170,7 @@ class BucketedUpdates(OwnUpdates):
             holder = self._owned.get(name, self._parameters[name])
             found[MODEL + name] = [of_slice(shape, block, holder)]
             for state, value in self._optimizer.state.get(holder, {}).items():
-                if not is_scalar(value, holder):
+                if not is_scalar(value, holder) or (write and not shape and is_of_element(state, value)):
                     fits = value.shape == holder.shape
                     check_shape(self._optimizer, state, value, name, fits or holder.shape == shape)
                     found[f"{OPTIMIZER}{state}/{name}"] = [of_slice(shape, block, value) if fits else replicated(value)]

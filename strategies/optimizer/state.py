@@ -55,6 +55,11 @@ def is_scalar(value: Any, holder: Tensor) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0 or (value.numel() == 1 and value.shape != holder.shape)
 
 
+def is_of_element(state: str, value: Any) -> bool:
+    """Whether a state of a parameter of shape () may belong to its one element: whatever is no counter of steps."""
+    return isinstance(value, Tensor) and not value.dim() and state != "step"
+
+
 def groups_of(optimizer: Optimizer, members: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """`OptimizerScalars.groups` of an optimizer whose groups have the given members."""
     return [
@@ -87,5 +92,5 @@ def placed(key: str, value: Any, holder: Tensor) -> Any:
     where optimizers keep them, on the CPU."""
     if not isinstance(value, Tensor):
         return value
-    beside = value.dim() or (not holder.dim() and key != "step")
+    beside = value.dim() or (not holder.dim() and is_of_element(key, value))
     return value.to(holder.device if beside else value.device, copy=True)

@@ -201,10 +201,6 @@ class StageRunner:
     def _last(self, unit: RankStage) -> bool:
         return not unit.stage.sends
 
-    def _beside(self, units: Mapping[int, RankStage], number: int) -> RankStage | None:
-
-        return units.get(number)
-
     def _handed(self, values: Sequence[Tensor], unit: RankStage) -> list[Tensor]:
         """The results of a stage as the next one of this rank receives them."""
         pairs = zip(values, unit.received, strict=True)

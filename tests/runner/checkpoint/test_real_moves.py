@@ -170,6 +170,16 @@ PAIRS = {
         ("world_size=2", *HYBRID, "parallel.mesh={dp: 2, tp: 1}"),
         1e-5,
     ),
+    "parameters of shape () on servers": (
+        (*ALONE, "model.target=networks.Scalars"),
+        ("world_size=3", "parallel=parameter_server", "model.target=networks.Scalars"),
+        1e-5,
+    ),
+    "parameters of shape ()": (
+        (*ALONE, "model.target=networks.Scalars"),
+        ("world_size=2", "parallel=data_parallel", "parallel.zero.stage=1", "model.target=networks.Scalars"),
+        1e-5,
+    ),
     "parameters that ranks slice in two dims": (
         ("world_size=4", "parallel=semi_auto", "parallel.strategies.enter.matmul=[[1,2],[2,2]]"),
         ("world_size=3", "parallel=semi_auto", "parallel.strategies.enter.matmul=[[1,3],[3,1]]"),

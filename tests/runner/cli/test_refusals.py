@@ -133,7 +133,7 @@ BAD = [
     ((*PARALLEL, "+parallel.comm_fusion.allreduce.mode=auto"), "Did you mean 'all_reduce'?"),
     (
         (*PARALLEL, "parallel.zero.stage=1", "parallel.comm_fusion.all_reduce={mode: index, config: [1]}"),
-        "DeepSpeed cuts its reductions by size; choose mode size or auto, or parallel.zero.stage=0",
+        "ZeRO cuts its reductions by size; choose mode size or auto, or parallel.zero.stage=0",
     ),
     (
         (*SMALL, *MODES["stand_alone"], "parallel.comm_fusion.all_reduce={mode: size, config: 1}"),
