@@ -3,7 +3,8 @@
 A tensor that is computed from Python numbers and literals alone has the same values in every step: the operators behind
 it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends on the batch, on
 parameters or on buffers has no values here. Of such a one only the question of an `assert`, or of an `if` that does
-nothing but raise, is answered, by whatever goes on: the graph holds for every batch for which the model does not raise.
+nothing but raise what no `try` around it catches, is answered, by whatever goes on: the graph holds for every batch for
+which the model does not raise.
 Invariant: no answer decides what a later step would decide differently.
 """
 
@@ -38,6 +39,9 @@ QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
 }
 LARGEST = 2**24
 """Elements of a tensor that is computed for an answer."""
+EXPORT = torch.export.export.__code__.co_filename
+"""The file whose frames are around all that is traced."""
+TRIES: tuple[type[ast.Try], ...] = ast.Try, getattr(ast, "TryStar", ast.Try)
 OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
 """Operators that read no value of their first operand."""
 
@@ -111,25 +115,39 @@ def _memory(value: Any) -> object:
 
 
 def _goes_on() -> bool | None:
-    """The truth with which the statement that asks does not raise; None if it does more than to raise."""
+    """The truth with which the statement that asks does not raise; None if it does more than to raise, or if a forward
+    might go on after that."""
+    truth = None
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if not in_library(frame.f_code.co_filename) and frame.f_code.co_name != "__torch_function__":
-            return _checks(frame.f_code.co_filename).get(line)
-    return None
+        name = frame.f_code.co_filename
+        if name == EXPORT:
+            break
+        if in_library(name) or frame.f_code.co_name == "__torch_function__":
+            continue
+        checks, caught = _checks(name)
+        if truth is None:
+            truth = checks.get(line)
+        if truth is None or line in caught:
+            return None
+    return truth
 
 
 @lru_cache(maxsize=64)
-def _checks(filename: str) -> dict[int, bool]:
-    """The lines of the conditions in a source file that decide on nothing but to raise, and the truth that does not."""
+def _checks(filename: str) -> tuple[dict[int, bool], set[int]]:
+    """The lines of the conditions in a source file that decide on nothing but to raise, and the truth that does not;
+    and the lines that stand in a `try` with an `except`."""
     lines: dict[int, bool] = {}
+    caught: set[int] = set()
     for statement in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
+        if isinstance(statement, TRIES) and statement.handlers:
+            caught |= {*range(statement.lineno, statement.handlers[0].lineno)}
         raises = isinstance(statement, ast.If) and isinstance(statement.body[0], ast.Raise) and not statement.orelse
         if not raises and not isinstance(statement, ast.Assert):
             continue
         test: ast.expr = statement.test  # type: ignore[attr-defined]
         if (truth := _truth(test, not raises)) is not None:
             lines |= dict.fromkeys(range(test.lineno, (test.end_lineno or test.lineno) + 1), truth)
-    return lines
+    return lines, caught
 
 
 def _truth(test: ast.expr, wanted: bool) -> bool | None:

@@ -124,7 +124,8 @@ class _Rewriting:
             view, piece = self.parent[node], node.args[1]
         above = self.parent[view]
         base_tensor = self._base_of(view)
-        if op_of(view) == "detach" and base_tensor.op != "placeholder" and self._needs_gradient(self.read(base_tensor)):
+        parameter = self.kinds.get(base_tensor.name) == "parameter"  # whose writes are refused below
+        if op_of(view) == "detach" and not parameter and self._needs_gradient(self.read(base_tensor)):
             raise StrategyError("MW903", _unknown_to_gradient(writer, "through a detached tensor", "to a clone of it"))
         complete = _put_back(self.graph, writer, view, piece, self.read(above), value)
         self._write(above, complete, writer)

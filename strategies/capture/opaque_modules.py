@@ -1,9 +1,10 @@
 """Modules whose forward decides by values, such as a loop over the experts that the tokens of a batch choose, in a
 captured graph: one node for each call.
 
-A module can be one node where ranks that call it can do nothing but compute: it takes tensors and plain values, and on
-random numbers it draws none, writes into no tensor and sets no attribute. Invariant: the graph holds for all values,
-those that decide in the module included.
+A module can be one node where ranks that call it can do nothing but compute: it takes tensors and plain values, all
+its tensors are parameters and buffers, no module in it has hooks, and on random numbers it draws none, writes into no
+tensor, changes no attribute, and returns new tensors alone, since a number might be another one for other values.
+Invariant: the graph holds for all values, those that decide in the module included.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.capture.nodes import MODULE_CALL, beneath_tracing
+from strategies.capture.repeated_modules import TABLES
 from strategies.rules.module_calls import ModuleCall, Slot, called_module
 
 PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
@@ -77,14 +79,26 @@ class OpaqueModules:
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, without hooks."""
+    """A copy on the meta device, without hooks of its own, which are called around its forward. Raises NotOpaque where
+    modules in it have hooks, or attributes hold tensors or modules that are not registered."""
+    parts = list(module.modules())
+    hooked = any(one._forward_hooks or one._forward_pre_hooks for one in parts[1:])
+    if hooked or any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(_attributes(module))):
+        raise NotOpaque(type(module))
     tensors = [*module.parameters(), *module.buffers()]
     made: nn.Module = copy.deepcopy(module, {id(one): _on_meta(one) for one in tensors})
-    for one in made.modules():
-        for name, value in vars(one).items():
-            if name.endswith("_hooks") and value:
-                setattr(one, name, type(value)())
+    for name, value in vars(made).items():
+        if name.endswith("_hooks") and value:
+            setattr(made, name, type(value)())
     return made
+
+
+def _attributes(module: nn.Module) -> list[dict[str, Any]]:
+    """What a module and those in it have beside parameters, buffers, modules and hooks."""
+    return [
+        {name: value for name, value in vars(one).items() if name not in TABLES and not name.endswith("_hooks")}
+        for one in module.modules()
+    ]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -154,16 +168,21 @@ def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tens
         one.data = _random(one, generator)
     given = [_random(tensor, generator) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
+    operands = [*given, *module.parameters(), *module.buffers()]
     watched, before = _Watched(), _state(module, given)  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng([]), watched:
             returned = forward(module, *args, **kwargs)
     except Exception as error:  # whatever it raises on numbers that it did not expect
         raise NotOpaque(type(call.module)) from error
-    plain = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(returned))
-    if watched.draws or _state(module, given) != before or not plain:
+    plain = all(isinstance(leaf, (Tensor, type(None))) for leaf in tree_leaves(returned))
+    if watched.draws or _state(module, given) != before or not plain or _memory(returned) & _memory(operands):
         raise NotOpaque(type(call.module))
     return returned
+
+
+def _memory(nested: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)}
 
 
 def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -176,8 +195,8 @@ def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def _state(module: nn.Module, tensors: Sequence[Tensor]) -> object:
     """What a forward could change."""
-    attributes = [
-        (name, id(value)) for one in module.modules() for name, value in vars(one).items() if not name.startswith("_")
-    ]
-    held = [*module.parameters(), *module.buffers(), *tensors]
-    return attributes, [(id(one), one._version) for one in held]
+    try:
+        attributes = pickle.dumps(_attributes(module))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:  # as pickle says that it cannot
+        raise NotOpaque(type(module)) from error
+    return attributes, [(id(one), one._version) for one in (*module.parameters(), *module.buffers(), *tensors)]

@@ -51,13 +51,26 @@ class ModuleCall:
         args, kwargs = tree_map_only(Slot, lambda slot: operands[slot.index], self.given)
         own = dict(zip(self.names, operands[len(operands) - len(self.names) :], strict=True))
         casts = nullcontext() if self.autocast is None else torch.autocast(operands[0].device.type, self.autocast)
+        before = _changeable(operands)
         with casts:
             returned = functional_call(self.module, own, args, kwargs)
+        if _changeable(operands) != before:
+            raise RuntimeError(
+                f"{type(self.module).__name__}, which ranks call as one operator because it decides by values, drew "
+                "random numbers or wrote into a tensor, which it did not when it was captured"
+            )
         results = tuple(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
         made = tuple((tuple(result.shape), result.dtype) for result in results)
         if made != self.results:
             raise RuntimeError(f"{type(self.module).__name__} returned {made}, but the plan is made for {self.results}")
         return results
+
+
+def _changeable(operands: Sequence[Tensor]) -> object:
+    """What differs after a call that does more than to compute."""
+    device = operands[0].device
+    drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return drawn.numpy().tobytes(), [one._version for one in operands]
 
 
 class _Loaded(threading.local):

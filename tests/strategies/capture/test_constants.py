@@ -70,12 +70,30 @@ def branching_check(_: Net, h: Tensor) -> Tensor:
         return h.tanh()
 
 
+def caught_check(_: Net, h: Tensor) -> Tensor:
+    try:
+        if (h > 0).any():
+            raise ValueError
+    except ValueError:
+        return h.exp()
+    return h.tanh()
+
+
+def check_caught_above(_: Net, h: Tensor) -> Tensor:
+    try:
+        return checked(_, h)
+    except ValueError:
+        return h.exp()
+
+
 REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "batch": lambda _, h: h if (h > 0).any() else -h,
     "parameter": lambda net, h: h if net.dense.weight.max() > 0 else -h,
     "written": lambda _, h: h if written(h).any() else -h,
     "drawn": lambda _, h: h if torch.rand(3).max() > 0.5 else -h,
     "check with another branch": branching_check,
+    "check that is caught": caught_check,
+    "check that is caught above": check_caught_above,
 }
 
 

@@ -334,6 +334,13 @@ def detached_write(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def detached_buffer(net: Net, x: Tensor) -> Tensor:
+    """A buffer that has a gradient since it was written."""
+    net.mean.copy_(net.dense(x).mean(0))
+    net.mean.detach().mul_(2)
+    return x * net.mean
+
+
 def plain_attribute(net: Net, x: Tensor) -> Tensor:
     ATTRIBUTE.add_(1)
     return net.dense(x) + ATTRIBUTE
@@ -349,6 +356,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "constant": (plain_attribute, r"writes in place to a constant; register it as a buffer"),
     "parameter's data": (lambda net, x: net.dense(x) + net.dense.bias.data.sub_(1), "sub_ at .* to a parameter"),
     "detached": (detached_write, "writes in place, through a detached tensor, to a value that needs a gradient"),
+    "detached buffer": (
+        detached_buffer,
+        "writes in place, through a detached tensor, to a value that needs a gradient",
+    ),
     "its shape": (lambda net, x: net.dense(x) + net.old.unsqueeze_(0), "changes the shape of a tensor in place"),
     "under no_grad": (unseen_gradient, "writes in place, under no_grad, to a value that needs a gradient"),
     "several": (

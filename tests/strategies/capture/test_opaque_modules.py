@@ -114,18 +114,101 @@ class Counting(nn.Module):
 
 
 class Remembering(nn.Module):
+    """Has what it was given in an attribute, or in a list."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.every = name, list[Tensor]()
+
     def forward(self, h: Tensor) -> Tensor:
-        self.last = h
+        setattr(self, self.name, h) if self.name else self.every.append(h)
         return h
 
 
-@pytest.mark.parametrize("act", [noisy, Counting(), Remembering()], ids=["draws", "writes", "keeps"])
+class Scaling(nn.Module):
+    """By a tensor that is no buffer, which it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.scale += 1
+        return h * self.scale
+
+
+def hooked() -> nn.Module:
+    act = nn.Tanh()
+    act.register_forward_hook(lambda module, given, h: 10 * h)
+    return act
+
+
+MORE = {
+    "draws": noisy,
+    "writes": Counting(),
+    "remembers": Remembering("last"),
+    "remembers unseen": Remembering("_last"),
+    "appends": Remembering(""),
+    "plain tensor": Scaling(),
+    "hook": hooked(),
+}
+
+
+@pytest.mark.parametrize("act", MORE.values(), ids=MORE)
 def test_a_module_that_does_more_than_to_compute_is_refused(act: Any) -> None:
     objective = Objective(net(act), Squares(), ("0", "1"), ("1",))
     with pytest.raises(StrategyError, match=r"capture/test_opaque_modules.py:\d+: for expert in") as caught:
         capture(objective, (torch.randn(16, 4), torch.randn(16, 1)), training=True)
     assert caught.value.code == "MW901"
     assert type(objective.model[1].experts).forward is Experts.forward  # type: ignore[index, union-attr]
+
+
+class Deciding(Experts):
+    """Returns a number, by which the layer decides."""
+
+    def forward(self, x: Tensor, *, weighted: bool) -> tuple[Tensor, Any]:
+        h = super().forward(x, weighted=weighted)[0]
+        return h, bool((h > 100).any())
+
+
+class Showing(Experts):
+    """Returns a view of what it was given, which the layer writes."""
+
+    def forward(self, x: Tensor, *, weighted: bool) -> tuple[Tensor, None]:
+        x = x + 0 * super().forward(x, weighted=weighted)[0] if x.sum() < -1e9 else x
+        return x.view(-1, 4), None
+
+
+class Outer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dense(x).relu() + 1
+        h, large = self.experts(x, weighted=True)
+        return x + (h.exp() if large else h.mul_(2))
+
+
+@pytest.mark.parametrize("experts", [Deciding, Showing])
+def test_a_layer_that_decides_by_what_a_module_returns_is_the_operator(experts: Any, draw: Any) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 4), torch.randn(16, 1)
+    model = Model(nn.Sequential(nn.Linear(4, 4), Outer(experts(torch.tanh)), nn.Linear(4, 1)), Squares(), batch)
+    ops = [op.op for op in model.graph.operators]
+    assert ops.count("called_module") == 1 and "relu" not in ops
+    assert model.worst(draw, 1) < TOLERANCE
+
+
+class Rarely(nn.Module):
+    """Draws for values that no trial has."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return noisy(h) if h.abs().max() > 9 else h
+
+
+def test_random_numbers_that_no_trial_drew_end_the_step(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(net(Rarely()), Squares(), (torch.zeros(16, 4), torch.zeros(16, 1)))
+    program = lower(model.graph, model.random_plan(draw, 0), LoweringOptions())
+    with pytest.raises(RuntimeError, match=r"Experts.* drew random numbers"):
+        Simulation(program, model.values | {"0": torch.randn(16, 4, dtype=torch.float64) * 100}).run()
 
 
 def test_no_values_are_needed() -> None:
