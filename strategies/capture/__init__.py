@@ -1,9 +1,10 @@
 """Capture a torch module as an `OperatorGraph`: torch.export, then graph passes, one per file.
 
-`model` is the entry point; `tracing` runs the export and keeps what it would lose; `exported` reads the result after
-`regions` (no_grad, autocast), `numbers` (Python scalars from tensors), `functional` (writes become values) and `causal`
-(masks) have rewritten it; `autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph
-cannot hold; `nodes` has helpers for fx nodes that they share; `shapes` builds models without storage.
+`model` is the entry point; `tracing` runs the export and keeps what it would lose; `vmapped` and `strided` replace
+torch.vmap and as_strided by operators on dims; `exported` reads the result after `regions` (no_grad, autocast),
+`numbers` (Python scalars from tensors), `functional` (writes become values) and `causal` (masks) have rewritten it;
+`autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph cannot hold; `nodes` has
+helpers for fx nodes that they share; `shapes` builds models without storage.
 """
 
 from strategies.capture.model import Captured, LossFunction, Objective, capture, duplicate, loss_in, run_once

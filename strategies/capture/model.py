@@ -28,6 +28,7 @@ from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import fakes, in_library, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
+from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import check_dtypes, check_hooks, check_nodes, refusing_unseen
 from strategies.capture.vmapped import replace_vmap
@@ -200,6 +201,7 @@ def _captured(objective: Objective, batch: Sequence[Tensor], training: bool, opa
     around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)
     replace_vmap(exported.graph)
+    replace_strides(exported.graph)
     check_nodes(exported.graph, training)
     try:
         graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")

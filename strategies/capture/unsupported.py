@@ -74,11 +74,11 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
                 f"region such as no_grad{at(node)}, which is not captured; write it with operators on the global "
                 "batch.",
             )
-        if op_of(node) == "as_strided":
+        if op_of(node).startswith("as_strided"):
             raise StrategyError(
                 "MW906",
-                f"as_strided{at(node)} reads memory by strides, which other layouts of the same tensor do not have; "
-                "use unfold, or views and slices.",
+                f"{op_of(node)}{at(node)} reads memory by strides, which other layouts of the same tensor do not have, "
+                "and the result is no windows of its operand; use unfold, or views and slices.",
             )
         if not training or not isinstance(node.target, torch._ops.OpOverload):
             continue

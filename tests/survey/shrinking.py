@@ -29,6 +29,7 @@ BY_NAME: tuple[tuple[str, int], ...] = (
     (r"(max_)?(2d_)?(max_)?position_embeddings$|n_positions$|max_target_positions$", 512),
     (r"num_queries$|num_query_tokens$|num_object_queries$|num_latents$|.*n_latents$|num_denoising$", 16),
     (r"train_num_points$|num_negatives$", 16),
+    (r"attention_window$", 4),
 )
 """Names of fields and what their values are lowered to, if they are larger."""
 LAYERS = re.compile(

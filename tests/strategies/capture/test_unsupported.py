@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "packed": (packed, r"packs sequences at capture/test_unsupported.py:\d+"),
     "vmap": (lambda net, x: torch.vmap(F.dropout, randomness="same")(net.inner(x)), r"torch.vmap of a function that"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
-    "strides": (lambda net, x: net.inner(x).as_strided((4, 4), (2, 1)), r"as_strided at .* reads memory by strides"),
     "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
 }
 
