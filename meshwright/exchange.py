@@ -21,6 +21,7 @@ from runner.config.origins import Origins
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError
 from runner.export import autoparallel_placements
+from strategies.core.addressing import segments_match
 from strategies.core.graph import OperatorGraph, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -36,6 +37,7 @@ def from_tp_plan(
     batch: Batch,
     *,
     mesh: int | Mapping[str, int],
+    ep_plan: Mapping[str, Any] | str | None = None,
     loss: Loss | None = None,
     **options: Any,
 ) -> Plan:
@@ -47,6 +49,8 @@ def from_tp_plan(
         module, batch, loss: as for `meshwright.plan`.
         mesh: the number of ranks that share every module; or {axis: size} with the axis `tp` for them, whose other axes
             slice the batch.
+        ep_plan: of transformers, {glob of experts or their parameters: name of a style}, or `auto`; over the same axis,
+            so every rank has some of the experts, each complete. It replaces entries of `tp_plan` for the same modules.
         **options: `cluster`, `optimizer`, `seed`, `device`, `zero`, and further keys of the section `parallel`.
 
     Returns:
@@ -57,14 +61,9 @@ def from_tp_plan(
         ConfigError, StrategyError: a style without a layout here, an entry that matches nothing, or a mesh without the
             axis.
     """
-    if tp_plan == "auto":
-        tp_plan = dict(getattr(module, "tp_plan", None) or {})
-    if not isinstance(tp_plan, Mapping) or not tp_plan:
-        raise ConfigError(
-            "MW882",
-            "meshwright.from_tp_plan: there is no plan to read; give a dict such as "
-            '{"layers.*.attention.q_proj": "colwise"}, or "auto" with a model of transformers that has a tp_plan.',
-        )
+    by_expert = {} if ep_plan is None else _entries("ep_plan", ep_plan, module)
+    given = by_expert if tp_plan == {} and by_expert else _entries("tp_plan", tp_plan, module)
+    entries = module_styles.merged(given, by_expert)
     axes = {AXIS: mesh} if isinstance(mesh, int) else dict(mesh) if isinstance(mesh, Mapping) else {}
     if AXIS not in axes:
         raise ConfigError(
@@ -72,14 +71,34 @@ def from_tp_plan(
             f"meshwright.from_tp_plan: the mesh {mesh!r} has no axis {AXIS!r}, the one that styles slice modules over; "
             f"name it so.",
         )
-    given = tp_plan
 
     def layouts(graph: OperatorGraph) -> Declared:
         return module_styles.declared(
-            given, graph, Mesh(tuple(axes.items())), (AXIS,), [name for name, _ in module.named_modules()]
+            entries, graph, Mesh(tuple(axes.items())), (AXIS,), [name for name, _ in module.named_modules()]
         )
 
     return _declared(layouts, module, batch, axes, loss, options)
+
+
+def _entries(name: str, given: Mapping[str, Any] | str, module: nn.Module) -> Mapping[str, Any]:
+    """A plan by module; of `auto`, that of a model of transformers, whose family may have modules that it lacks.
+
+    Raises:
+        ConfigError: there is none, or it is empty.
+    """
+    found = given
+    if given == "auto":
+        names = [one for one, _ in (*module.named_modules(), *module.named_parameters())]
+        own = dict(getattr(module, name, None) or {})
+        found = {key: style for key, style in own.items() if any(segments_match(key, one) for one in names)}
+    if not isinstance(found, Mapping) or not found:
+        example = {"tp_plan": '{"layers.*.attention.q_proj": "colwise"}', "ep_plan": '{"layers.*.up": "grouped_gemm"}'}
+        raise ConfigError(
+            "MW882",
+            f"meshwright.from_tp_plan: there is no {name} to read; give a dict such as {example[name]}, or "
+            f'"auto" with a model of transformers that has one.',
+        )
+    return found
 
 
 def from_dtensor(

@@ -12,18 +12,19 @@ from typing import Any
 from runner.export.changes import Change, between, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
+from strategies.core.experts import experts
 from strategies.core.layout import Layout
 from strategies.core.steps import LOCAL
 from strategies.cost.collectives import step_seconds
 from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
-from strategies.planner.module_styles import WRITTEN, axes_of, declared, tp_plan_of
+from strategies.planner.module_styles import EXPERTS, WRITTEN, axes_of, declared, tp_plan_of
 
 
 def changes(prepared: Prepared) -> list[Change]:
     """What transformers lays out otherwise."""
-    return [*of_styles(prepared, WRITTEN), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
+    return [*of_styles(prepared, (*WRITTEN, *EXPERTS)), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
 
 
 def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
@@ -46,14 +47,17 @@ def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
 
 def of_rows(prepared: Prepared) -> Iterator[Change]:
     """Operators that read the rows of all ranks, such as a batch norm: a trainer of local tensors, which adds nothing
-    over the ranks of a batch but the loss and gradients, gives them those of one rank."""
+    over the ranks of a batch but the loss and gradients, gives them those of one rank. Experts sort rows, and restore
+    their order, so theirs may be of one rank."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     cluster, modules = cluster_of(prepared.config, prepared.device, prepared.world_size), {*axes_of(plan)}
+    routed = experts(graph)
+    rowwise = {operator.name for operator in graph.operators if operator.module in routed}
     found: dict[str, tuple[int, float]] = {}
     for part in lower(graph, plan).redistributions:
         steps = [step for step in part.forward if step.kind not in LOCAL and not modules.issuperset(step.axes)]
-        if steps and part.spec.elements > 1:  # the mean of a loss is one number
+        if steps and part.spec.elements > 1 and part.operator not in rowwise:  # the mean of a loss is one number
             bytes_, seconds = found.get(part.operator, (0, 0.0))
             sent_here = sum(step.busiest(plan.mesh) for step in steps) * part.spec.item_bytes
             seconds += sum(step_seconds(step, part.spec.item_bytes, plan.mesh, cluster) for step in steps)
@@ -76,5 +80,9 @@ def distributed_config(prepared: Prepared, title: str) -> str:
         "dp_replicate_size": 1 if fsdp else data,
     }
     if axes:
-        content["tp_plan"] = tp_plan_of(graph, plan, WRITTEN, axes)
+        styles = tp_plan_of(graph, plan, (*WRITTEN, *EXPERTS), axes)
+        content["tp_plan"] = {key: style for key, style in styles.items() if style not in EXPERTS}
+        by_expert = {key: style for key, style in styles.items() if style in EXPERTS}
+        if by_expert:  # all ranks that share a module have all of its rows, and add up what their experts make of them
+            content |= {"ep_size": content["tp_size"], "ep_implementation": "all_reduce", "ep_plan": by_expert}
     return json.dumps(content, indent=2) + "\n"

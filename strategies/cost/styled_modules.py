@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from strategies.core.experts import experts, parameter_of
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
@@ -164,7 +165,22 @@ class StyledModules(ModuleLayouts):
         """The factor along which a layer has its columns."""
         return self.shardings[operator.id].operands[weight][1 if operator.op == "embedding" else 0]
 
+    @cached_property
+    def _of_experts(self) -> frozenset[str]:
+        """The ids of parameters that a style slices by expert."""
+        found = experts(self.graph) if "grouped_gemm" in self.styles else {}
+        return frozenset(source.id for own in found.values() for source in own)
+
+    def _experts_of(self, operator: Operator) -> Iterator[str | None]:
+        """The factors of the experts whose parameters an operator takes."""
+        for ref, dims in zip(operator.operands, self.shardings[operator.id].operands, strict=True):
+            source = parameter_of(self.graph, ref)
+            if source is not None and source.id in self._of_experts:
+                yield dims[0]
+
     def _may_slice(self, operator: Operator, factor: str) -> bool:
+        if self._of_experts and factor in self._experts_of(operator):
+            return True
         sharding, weight = self.shardings[operator.id], self._weight(operator)
         own = None if weight is None else sharding.operands[weight]
         dim = own.index(factor) if own is not None and factor in own else None

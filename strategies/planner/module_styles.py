@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from strategies.core.addressing import segments_match
 from strategies.core.errors import StrategyError, closest
+from strategies.core.experts import experts
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, modules_around
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -69,6 +70,8 @@ STYLES = {
     "embedding_colwise": Style(1, None, None, None),
     "sequence_parallel": Style(received=1, returned=1),
     "moe_tp_experts": Style(received=None, returned=None),
+    "ep_dispatch_experts": Style(received=None, returned=None),
+    "grouped_gemm": Style(0, 0),
     "all_reduce": Style(returned=None),
     "replicate": Style(),
     "replicated_with_grad_allreduce": Style(),
@@ -77,18 +80,14 @@ STYLES = {
     "moe_identity_expert": Style(),
 }
 """By the names of transformers."""
-WITHOUT_LAYOUT = {
-    (
-        "packed_colwise",
-        "packed_rowwise",
-    ): ": it slices every weight that is packed in a tensor by itself, so a rank has a stripe of each",
-    ("ep_dispatch_experts", "grouped_gemm"): ": experts are sliced, and their tokens moved, by the module itself",
-}
-"""Other styles of transformers, and why they are none here."""
+PACKED = ("packed_colwise", "packed_rowwise")
+"""The other styles of transformers: they slice every weight that is packed in a tensor by itself."""
 AUTOTP = ("colwise", "colwise_gather_output", "replicate", "replicated_with_grad_allreduce", "rowwise")
 """Those for which AutoTP of DeepSpeed has a word."""
 WRITTEN = (*AUTOTP, "embedding_colwise", "embedding_rowwise", "rowwise_split_input")
-"""Those of which plans are written for transformers."""
+"""Those of a `tp_plan` for transformers."""
+EXPERTS = ("ep_dispatch_experts", "grouped_gemm")
+"""Those of an `ep_plan`: of a module of experts, and of its parameters."""
 
 
 def declared(
@@ -142,6 +141,17 @@ def declared(
     return Declared(mesh, inputs, tensors, received, returned)
 
 
+def merged(tp_plan: Mapping[str, Any], ep_plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Both plans as one: what has an entry in the second has none in the first, nor has anything in it.
+
+    Source: transformers.distributed.mixin.
+    """
+    others = {
+        key: style for key, style in tp_plan.items() if not any(f"{key}.".startswith(f"{one}.") for one in ep_plan)
+    }
+    return others | dict(ep_plan)
+
+
 def glob_of(name: str) -> str:
     """A name with a star for every number between dots."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
@@ -181,7 +191,12 @@ def style_of(given: Any, key: str, table: bool = False) -> Style:
     if isinstance(given, PrepareModuleOutput):
         return Style(returned=_dim(given.desired_output_layouts, key))
     shown = repr(given) if isinstance(given, str) else type(given).__name__
-    reason = next((reason for names, reason in WITHOUT_LAYOUT.items() if given in names), "")
+    reason = ""
+    if given in PACKED:
+        reason = (
+            ": it slices every weight that is packed in a tensor by itself, so a rank has a stripe of each; where it "
+            'is of experts, ep_plan="auto" slices these by expert instead'
+        )
     raise StrategyError(
         "MW880",
         f"tp_plan: {key!r} has the style {shown}, which has no layout here{reason}.{closest(str(given), STYLES)} Give "
@@ -209,8 +224,11 @@ def tp_plan_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: t
     for operator in graph.operators:
         if any(ref.id in parameters for ref in operator.operands):
             by_module[operator.module].append(operator)
+    sliced = {path: own for path, own in experts(graph).items() if axes and _by_expert(own, plan, axes)}
     for path, operators in by_module.items():
-        for key, style in _styles_of(path, operators, graph, plan, axes):
+        entries = [(source.name, "grouped_gemm") for source in sliced.get(path, ())]
+        entries += [(path, "ep_dispatch_experts")] if entries else _styles_of(path, operators, graph, plan, axes)
+        for key, style in entries:
             found[NUMBER.sub(r".*\1", key)][style] += 1
     styles = {key: counts.most_common(1)[0][0] for key, counts in found.items()}
     return {key: style if style in names else "replicate" for key, style in styles.items()}
@@ -220,6 +238,15 @@ def axes_of(plan: Plan) -> tuple[str, ...]:
     """The axes that slice parameters; without any, those that slice no rows of the batch."""
     used = {axis for layout in plan.tensors.values() for axis in layout.axes}
     return plan.mesh.sorted(used) or plan.mesh.others({axis for axes in plan.batch_axes for axis in axes})
+
+
+def _by_expert(parameters: Sequence[Source], plan: Plan, axes: tuple[str, ...]) -> bool:
+    """Whether every rank has the parameters of as many experts."""
+    return all(
+        plan.mesh.sorted(plan.tensors[source.name].dims[0]) == axes
+        and source.spec.shape[0] % plan.mesh.product(axes) == 0
+        for source in parameters
+    )
 
 
 def _styles_of(

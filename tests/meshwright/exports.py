@@ -179,6 +179,10 @@ def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:
     }
     gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
     assert any(isinstance(one, DTensor) for one in sliced.values())
+    by_expert = [one for name, one in sliced.items() if ".experts." in name] if "ep_plan" in content else []
+    for one in by_expert:
+        assert isinstance(one, DTensor)
+        assert len(one.to_local()) * content["ep_size"] * content["fsdp_size"] == len(one)
     return {"loss": gap, "gradient": max(found.values())}
 
 

@@ -158,6 +158,59 @@ def test_the_loader_of_transformers_trains_a_mixture_of_experts(
     assert max(worst.values()) < 1e-5, worst
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    },
+}
+"""Small models by family, besides `SMALL`."""
+
+
+def routed(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SMALL | EXPERTS[family])
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mesh", "zero"),
+    [
+        *((family, {"tp": 2}, 0) for family in EXPERTS),
+        ("mixtral", {"dp": 2, "tp": 2}, 0),
+        ("mixtral", {"dp": 2, "tp": 2}, 3),
+    ],
+)
+def test_the_loader_of_transformers_trains_experts_in_slices(
+    on_ranks: Callable[..., Any], tmp_path: Path, family: str, mesh: dict[str, int], zero: int
+) -> None:
+    model = routed(family)
+    plan = meshwright.from_tp_plan("auto", model, labelled(), mesh=mesh, ep_plan="auto", zero=zero)
+    assert plan.expressible("transformers") == []
+    file = plan.export("transformers", tmp_path / "distributed.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["ep_plan"] == model.ep_plan and content["ep_size"] == content["tp_size"] == 2
+    model.save_pretrained(tmp_path / "model")
+    ranks = 2 * mesh.get("dp", 1)
+    worst = on_ranks("transformed", (tmp_path / "model", file), world_size=ranks, module="exports")
+    assert max(worst.values()) < 1e-5, worst
+
+
 def families(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     """The plans of this name of all families in transformers, read from their source."""
     folder = Path(transformers.__file__).parent / "models"
@@ -181,6 +234,9 @@ def test_every_style_of_the_families_of_transformers_is_read_or_named() -> None:
         except StrategyError as error:
             assert error.code == "MW880" and repr(key) in str(error) and repr(style) in str(error)
             refused[style] += 1
+    by_expert = [plan for _, plan in families("base_model_ep_plan")]
+    styles = {module_styles.style_of(style, key) for plan in by_expert for key, style in plan.items()}
+    assert len(by_expert) > 60 and {module_styles.STYLES[name] for name in module_styles.EXPERTS} <= styles
     assert len(plans) > 100 and {*refused} == {"packed_colwise", "packed_rowwise"}
     assert sum(not {"packed_colwise", "packed_rowwise"} & {*plan.values()} for plan in plans) > 70
 
@@ -210,8 +266,8 @@ def test_the_plan_of_a_family_is_read_and_proven(family: str) -> None:
         ) as error:
             meshwright.from_tp_plan("auto", model, labelled(), mesh=2)
         assert error.value.code == "MW880"
-        return
-    plan = meshwright.from_tp_plan("auto", model, labelled(), mesh=2)
+    by_expert = "auto" if family == "mixtral" else None
+    plan = meshwright.from_tp_plan("auto", model, labelled(), mesh=2, ep_plan=by_expert)
     sliced = [name for name, one in plan.content["tensors"].items() if ["tp"] in one["dims"]]
     assert len(sliced) >= 8 and meshwright.verify(model, labelled(), plan).passed
 
@@ -265,6 +321,30 @@ def test_a_plan_that_cannot_be_read_is_refused(code: str, tp_plan: Any, mesh: An
     with pytest.raises(meshwright.CodedError) as error:
         meshwright.from_tp_plan(tp_plan, gpt(), tokens(), loss=next_token, mesh=mesh)
     assert error.value.code == code
+
+
+def test_a_plan_of_experts_is_that_of_a_model_that_has_one() -> None:
+    options: dict[str, Any] = {"loss": next_token, "mesh": 2, "ep_plan": "auto"}
+    with pytest.raises(meshwright.CodedError, match="there is no ep_plan") as error:
+        meshwright.from_tp_plan({"tokens": "embedding_rowwise"}, gpt(), tokens(), **options)
+    assert error.value.code == "MW882"
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_only_as_many_experts_per_rank_are_exported(tmp_path: Path, count: int) -> None:
+    sizes = SMALL | {"num_local_experts": count, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model("mixtral", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    by_expert = {"model.layers.*.mlp.experts": "ep_dispatch_experts", "model.layers.*.mlp.experts.*": "grouped_gemm"}
+    plan = meshwright.from_tp_plan({}, model, labelled(), mesh={"tp": 2}, ep_plan=by_expert)
+    changes = plan.expressible("transformers")
+    matrices = [f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    assert [change.name for change in changes if change.kind == "parameter"] == (matrices if count == 3 else [])
+    assert bool(changes) == (count == 3)
+    file = plan.export("transformers", tmp_path / "distributed.json", allow_changes=True)
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content.get("ep_plan") == (None if count == 3 else model.ep_plan)
+    assert ("model.layers.*.mlp.experts" in content["tp_plan"]) == (count == 3)
 
 
 def test_plans_of_two_steps_are_not_compared() -> None:

@@ -1,0 +1,36 @@
+"""Modules of experts: each row is multiplied by the matrices of the experts to which it was routed.
+
+Such a module has a matrix for every expert in one parameter, and a grouped product of its rows, sorted by expert. What
+it returns for a row follows from that row alone, since the order of before is restored.
+"""
+
+from __future__ import annotations
+
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source
+
+GROUPED = ("_grouped_mm", "transformers::grouped_mm_fallback")
+"""Products of rows with the matrices of their experts: (rows, matrices, ends of every expert's rows)."""
+RESHAPED = ("contiguous", "to", "transpose")
+"""What comes before, with the experts still in dim 0."""
+
+
+def experts(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
+    """By path of such a module, its parameters: all have the experts in dim 0."""
+    found = {}
+    for operator in graph.operators:
+        if operator.op not in GROUPED or operator.module in found:
+            continue
+        matrices, prefix = parameter_of(graph, operator.operands[1]), f"{operator.module}."
+        own = tuple(source for source in graph.of_kind("parameter") if source.name.startswith(prefix))
+        count = graph.specs[operator.operands[1]].shape[:1]
+        if matrices in own and all(source.spec.shape[:1] == count for source in own):
+            found[operator.module] = own
+    return found
+
+
+def parameter_of(graph: OperatorGraph, ref: Ref) -> Source | None:
+    """The parameter that a value is, or is made of by `RESHAPED`."""
+    node = graph.by_id[ref.id]
+    while isinstance(node, Operator) and node.op in RESHAPED:
+        node = graph.by_id[node.operands[0].id]
+    return node if isinstance(node, Source) and node.kind == "parameter" else None
