@@ -32,6 +32,7 @@ from runner.launch.startup import Starting
 from runner.launch.supervision import SupervisedRank, Supervision
 
 STOP = 1.0  # seconds between asking a rank to end and killing it
+ANSWER = 5.0  # seconds for the fork server to say how a rank has ended, on a machine that is busy
 RESCUE = 10.0  # seconds for the other ranks to save their state
 SHORT_LIFE, SHORT_LIVES = 1.0, 5  # seconds; so many lives of at most this length, one after the other, are the last
 
@@ -187,7 +188,7 @@ class _LocalRank(SupervisedRank):
             self.report = failure.from_exit(self.number, code, self.output())
 
     def ending(self) -> Failure:
-        self.join(time.monotonic() + STOP)  # the end of the connection is a little ahead of the exit code
+        self.join(time.monotonic() + ANSWER)  # the end of the connection is a little ahead of the exit code
         code = None if self._process is None else self._process.exitcode
         if code is None:
             return self.failed("ended before it was done, and the fork server, which knows how, does not answer")

@@ -90,8 +90,8 @@ BAD = [
     ([CUBE, "parallel.layouts.line.axes=[a,b]"], "must name each of the 1 axes"),
     ([CUBE, "parallel.layouts.cube.axes=[a,a,b]"], "must name each of the 3 axes"),
     (
-        ["+recipe=zero", "train.precision=fp64"],
-        "For fp64 use parallel.zero.stage=0 or 3",
+        ["+recipe=zero", "train.precision=fp64", "parallel.zero.engine=deepspeed"],
+        "choose train.precision=fp32, or parallel.zero.engine=auto",
     ),
     (["+recipe=zero", "parallel.zero.stage=4"], "must be at most 3"),
     (

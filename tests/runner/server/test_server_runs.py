@@ -224,7 +224,7 @@ def test_parameters_that_workers_keep_equal_one_device(start, optimizer, states)
 @pytest.mark.slow
 def test_workers_are_killed_that_keep_parameters(start):
     """While slices are computed, and while gradients are added up; each joins again with what the other one has."""
-    few = ("world_size=6", "data.batch_size=18", "train.steps=8", REPLICAS, PATIENCE)
+    few = ("world_size=7", "data.batch_size=20", "train.steps=8", REPLICAS, PATIENCE)  # one worker is always left
     calm = start(*KEEPING, DOUBLE, *ADAM, *few, folder="calm")
     kills = [kill(3, 2, "forward"), kill(4, 3, "optimizer"), kill(1, 4, "collective"), kill(5, 6, "data")]
     hit = start(*KEEPING, DOUBLE, *ADAM, *few, f"launch.faults=[{', '.join(kills)}]", folder="hit")
