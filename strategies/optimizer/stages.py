@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
+from strategies.optimizer.elementwise import check_slices
 from strategies.optimizer.loss_scale import scale_of
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.sharded import ShardedUpdates
@@ -72,6 +74,8 @@ def make_updates(
     shared: dict[str, Any] = {
         "clip": clip, "accumulate": accumulate, "evaluation": evaluation, "short": short, "peers": peers
     }  # fmt: skip
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    check_slices(optimizer_factory, groups, program, stage, device)
     given = module, program, communicator, optimizer_factory, groups
     scale = scale_of(loss_scale) if precision == "fp16" else None
     if stage == 0:

@@ -536,3 +536,17 @@ class Composed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
+
+
+class Lars(torch.optim.Optimizer):
+    """Steps in proportion to the norm of a parameter."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float = 0.1) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.norm() / (parameter.grad.norm() + 1e-9) * parameter.grad

@@ -10,6 +10,7 @@ import pytest
 from small import DOUBLE, MODES, SMALL
 
 from runner import checkpoint as checkpoints
+from strategies.core.errors import StrategyError
 
 KEYS = "data.args.keys=true"
 SHAPES = {
@@ -209,3 +210,13 @@ def test_from_a_recipe_of_the_user(command, folder):
     done = command("+recipe=mine", "hydra.run.dir=out")
     assert (done.code, done.err) == (0, "")
     assert len(Path("out/metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+
+
+LARS = (*SMALL, "world_size=2", "model.target=networks.Classifier", "optimizer.target=networks.Lars")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_optimizer_that_takes_norms_is_refused_where_parameters_are_cut_up(start, zero):
+    with pytest.raises(StrategyError, match=r"Lars does not update every element .* flattens and cuts up parameters"):
+        start(*LARS, "parallel=data_parallel", f"parallel.zero.stage={zero}")

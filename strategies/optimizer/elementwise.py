@@ -1,0 +1,71 @@
+"""Whether an optimizer updates every element by itself, so that slices of parameters train as complete ones do.
+
+Tried out on a small parameter and on its halves, each with an optimizer of its own: norms of parameters (LARS, LAMB) or
+of all gradients are others there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.errors import StrategyError
+from strategies.core.program import Program
+from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, parameters
+
+VALUES = torch.linspace(1.0, 2.0, 16).view(2, 8) * torch.tensor([[0.01], [10.0]])
+GRADIENTS = (torch.linspace(2.0, 1.0, 16).view(2, 8), torch.linspace(-1.0, 3.0, 16).view(2, 8))
+"""Of two steps."""
+
+
+def check_slices(factory: OptimizerFactory, groups: Groups, program: Program, stage: int, device: torch.device) -> None:
+    """Raises StrategyError if the optimizer updates slices of parameters otherwise than complete ones, and the plan or
+    the ZeRO stage slices some."""
+    sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
+    if program.mesh.size == 1 or not (stage or sliced):
+        return
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != "names"}
+        kind = _kind(factory, options, device)
+        if kind not in BY_SHAPE and not is_elementwise(factory, options, device, flat=stage > 0):
+            what = f"ZeRO stage {stage} flattens and cuts up parameters" if stage else f"this plan slices {sliced[0]}"
+            raise StrategyError(
+                "MW323",
+                f"Optimizer {kind} does not update every element by itself (tried out: halves of a parameter come out "
+                f"otherwise than the complete one, as with LARS and LAMB, which take its norm), but {what}: the "
+                "updates would differ from training on one device. Use an elementwise optimizer such as "
+                "torch.optim.AdamW, or data_parallel with parallel.zero.stage=0.",
+            )
+
+
+def is_elementwise(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, *, flat: bool) -> bool:
+    """Whether halves of a parameter, `flat` or not, are updated as the complete one."""
+    values, gradients = VALUES.to(device), [gradient.to(device) for gradient in GRADIENTS]
+    complete = _updated(factory, options, values, gradients)
+    halves = [
+        _updated(factory, options, *((row.view(-1), [one.view(-1) for one in own]) if flat else (row, own)))
+        for row, *own in zip(values.chunk(2), *(gradient.chunk(2) for gradient in gradients), strict=True)
+    ]
+    return torch.allclose(complete, torch.cat([half.view(1, -1) for half in halves]), rtol=1e-4, equal_nan=True)
+
+
+def _updated(
+    factory: OptimizerFactory, options: Mapping[str, Any], values: Tensor, gradients: Sequence[Tensor]
+) -> Tensor:
+    """What `values` are after a step with each of the gradients."""
+    parameter = nn.Parameter(values.clone())
+    optimizer = factory([{"params": [parameter], **options}])
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def _kind(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> str:
+    """The class of the optimizer. Raises StrategyError for one that no plan can use."""
+    optimizer = factory([{"params": [nn.Parameter(VALUES.to(device))], **options}])
+    check_kind(optimizer)
+    return type(optimizer).__name__

@@ -1,0 +1,43 @@
+"""Which optimizers update slices of parameters as complete ones: most of torch's do, those that take norms do not."""
+
+import pytest
+import torch
+
+from strategies.optimizer.elementwise import is_elementwise
+
+CPU = torch.device("cpu")
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Steps in proportion to the norm of a parameter (LARS), or of all gradients."""
+
+    def __init__(self, groups, of_gradients=False):
+        super().__init__(groups, {"lr": 0.1})
+        self.of_gradients = of_gradients
+
+    @torch.no_grad()
+    def step(self):
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        total = torch.stack([parameter.grad.norm() for parameter in everything]).norm()
+        for parameter in everything:
+            ratio = 1 / total if self.of_gradients else parameter.norm() / parameter.grad.norm()
+            parameter -= 0.1 * ratio * parameter.grad
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_those_of_torch_update_slices_as_complete_parameters(kind, flat):
+    assert is_elementwise(
+        getattr(torch.optim, kind), {"lr": 0.1, "weight_decay": 0.1} if kind != "Rprop" else {}, CPU, flat=flat
+    )
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("of_gradients", [True, False])
+def test_those_by_norms_do_not(of_gradients, flat):
+    assert not is_elementwise(lambda groups: ByNorm(groups, of_gradients), {}, CPU, flat=flat)
+
+
+def test_those_by_shape_do_not():
+    assert not is_elementwise(torch.optim.Adafactor, {"lr": 0.1}, CPU, flat=True)
