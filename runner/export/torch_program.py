@@ -114,9 +114,12 @@ def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterato
 
 
 def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
-    """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there."""
+    """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there; and modules that
+    are one operator, since DTensor has no operators whose shapes values decide."""
     cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
     for operator in graph.operators:
+        if operator.op == "called_module":
+            yield Change("operator", operator.name, "one operator", "operators of DTensor, which may lack them", 0, 0.0)
         for ref, layout in zip(operator.operands, operand_layouts(operator, graph, plan), strict=True):
             spec, dims = graph.specs[ref], list(layout.dims)
             for dim in GATHERED.get(operator.label, ()) if len(dims) > 1 else ():

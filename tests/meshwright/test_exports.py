@@ -193,3 +193,22 @@ def test_layers_that_differ_have_entries_of_their_own(tmp_path: Path) -> None:
     assert '"layers.0.feed_forward.up_proj.weight": (Replicate(), Shard(1))' in text
     assert '"layers.1.feed_forward.up_proj.weight": (Replicate(), Shard(0))' in text
     assert '"layers.*.attention.q_proj.weight"' in text
+
+
+class Chosen(nn.Module):
+    """Adds to the rows that are above zero, which values decide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        for row in (x.sum(-1) > 0).nonzero().flatten():
+            out[row] = 2 * x[row]
+        return out
+
+
+@pytest.mark.parametrize("target", ["torch", "torchtitan"])
+def test_modules_that_are_one_operator_are_listed(target: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Chosen(), nn.Linear(4, 2))
+    batch = torch.randn(8, 4), torch.randn(8, 2)
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=2, mode="data_parallel", plan_cache=None)
+    (change,) = (one for one in plan.expressible(target) if one.planned == "one operator")
+    assert (change.kind, change.name) == ("operator", "1")
