@@ -59,6 +59,8 @@ def ctc_loss(
     tensors = all(isinstance(length, Tensor) and length.dim() == 1 for length in lengths)
     if not tensors or log_probs.dim() != 3 or targets.dim() != 2 or reduction not in ("none", "mean", "sum"):
         return functional.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+    if torch.is_autocast_enabled(log_probs.device.type) and log_probs.dtype in (torch.bfloat16, torch.float16):
+        log_probs = log_probs.float()  # as torch's does, which autocast knows
     losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)[0]
     if reduction == "mean":
         losses = losses / target_lengths.clamp(min=1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import LossFunction
+from strategies.rules.ctc import ctc_loss
 from tests.strategies.simulated_model import TOLERANCE, Model
 
 
@@ -41,3 +42,11 @@ def test_trains_as_torch_does(reduction: str, zero_infinity: bool, draw: Any) ->
     (operator,) = (one for one in model.graph.operators if one.op == "meshwright::ctc")
     assert operator.lines
     assert model.worst(draw, 4) < TOLERANCE
+
+
+def test_autocast_computes_in_fp32() -> None:
+    torch.manual_seed(0)
+    given = torch.randint(1, 5, (8, 3)), torch.full((8,), 7), torch.full((8,), 3)
+    probabilities = torch.randn(7, 8, 5).log_softmax(-1).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ctc_loss(probabilities, *given), nn.functional.ctc_loss(probabilities, *given))
