@@ -114,8 +114,11 @@ def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
         start(f"train.steps={STEPS}", *where, "checkpoint.every=1", "launch.max_restarts=1", fault),
         set(),
     )
+    before = set()
     while process.poll() is None:
-        waiting |= {one for one in inside(tmp_path) if b"\0--wait\0" in words_of(one)}
+        now = {one for one in inside(tmp_path) if b"\0--wait\0" in words_of(one)}
+        waiting |= now & before  # what such a process starts has its words for a moment
+        before = now
         time.sleep(0.1)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
