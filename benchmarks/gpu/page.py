@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu.parts import COMMANDS, GOALS, PARTS, off
-from benchmarks.gpu.paths import NOT_HERE, PATHS
+from benchmarks.gpu.paths import NO_PART, NOT_HERE, PATHS
 
 Stored = Mapping[str, Any]
 """What a run wrote: `device`, `name`, `torch`, `date`, `seconds`, and `parts`, by name {rows, seconds}."""
@@ -137,4 +137,4 @@ def state(part: str, stored: Stored | None) -> str:
     return "run, failed" if failed else f"run {stored['date']}"
 
 
-assert {part for _, part in PATHS.values()} <= {*PARTS, NOT_HERE}
+assert {part for _, part in PATHS.values()} <= {*PARTS, NOT_HERE, NO_PART}

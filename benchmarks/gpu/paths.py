@@ -14,6 +14,8 @@ NAMES = {"cuda", "is_cuda", "pin_memory"}
 KINDS = ("cuda", "nccl")
 NOT_HERE = "needs two GPUs"
 """In place of a part: one device does not run it."""
+NO_PART = "none yet"
+"""In place of a part: no model of the benchmark comes there."""
 
 PATHS = {
     "meshwright/plans.py": ("A module on a GPU is refused", "library"),
@@ -52,6 +54,7 @@ PATHS = {
     "strategies/optimizer/zero/engine.py": ("DeepSpeed's accelerator is CUDA", "zero 1"),
     "strategies/optimizer/zero/swap_files.py": ("Buffers of files are pinned", "states on disk"),
     "strategies/rules/indexing.py": ("Indices out of range are left for the GPU to find", "train"),
+    "strategies/rules/module_calls.py": ("The state of the GPU's generator shows that a module draws", NO_PART),
     "strategies/rules/random.py": ("The generator of the GPU is forked", "train"),
     "strategies/rules/ring_attention.py": ("Blocks are computed by the kernels of a GPU", NOT_HERE),
     "strategies/runtime/activation_offload.py": ("Activations go to pinned memory on a stream", "activations on host"),
