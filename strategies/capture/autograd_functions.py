@@ -27,15 +27,13 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, PLAIN, beneath_tracing, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
 from strategies.rules.registry import function_class
 
 LIBRARY = "GeneratedBackwardFor_"
 """The name that autograd gives to the backward of a torch.library operator, which stays one node of the graph."""
-PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
-"""What a function may take beside tensors: ranks get it from a file."""
 TOLERANCE = 1e-8
 """Relative to the largest element of a gradient, in double precision."""
 ELEMENTS, LENGTH = 1 << 16, 6

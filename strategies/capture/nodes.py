@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
 STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 """Where source lines are not the user's (site-packages may be inside the standard library's folder)."""
+PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
+"""What a call may take beside tensors: values that are compared, and that ranks get from a file."""
 WHENCE = ("nn_module_stack", "stack_trace", "without_grad", "autocast")
 """What a new node inherits from the node that it serves."""
 

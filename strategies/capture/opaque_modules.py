@@ -23,12 +23,9 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from strategies.capture.nodes import MODULE_CALL, beneath_tracing
+from strategies.capture.nodes import MODULE_CALL, PLAIN, beneath_tracing
 from strategies.capture.repeated_modules import TABLES
 from strategies.rules.module_calls import ModuleCall, Slot, called_module
-
-PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
-"""What a forward may take beside tensors."""
 
 
 class NotOpaque(Exception):

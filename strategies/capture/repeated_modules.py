@@ -25,11 +25,10 @@ from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.capture.nodes import beneath_tracing, in_library
+from strategies.capture.nodes import PLAIN, beneath_tracing, in_library
 
 LEAST_LAYERS = 6
 """Layers of a list that is worth it."""
-PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
 TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that hold tensors and modules, which are compared by themselves."""
 NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")

@@ -94,13 +94,13 @@ def sharded_buckets(
     group_of = {name: number for number, names in enumerate(groups) for name in names if name in trainable}
     found = []
     for names in _neighbours(program, list(sources), size, limit):
-        alike: dict[tuple[tuple[str, ...], str, bool], list[str]] = {}
+        by_axes: dict[tuple[tuple[str, ...], str, bool], list[str]] = {}
         for name in names:
             axes = program.layouts[sources[name].id].replica_axes(program.mesh)
             axes = axes if program.mesh.product(axes) > 1 else ()
             apart = stage < 3 and name not in group_of
-            alike.setdefault((axes, sources[name].spec.dtype, apart), []).append(name)
-        for (axes, dtype, _), same in alike.items():
+            by_axes.setdefault((axes, sources[name].spec.dtype, apart), []).append(name)
+        for (axes, dtype, _), same in by_axes.items():
             ranks, position, members = program.mesh.product(axes), 0, []
             for name in sorted(same, key=lambda one: group_of.get(one, len(groups))):
                 members.append(Member(name, elements[name], position, group_of.get(name, FROZEN)))

@@ -35,8 +35,8 @@ class Peers:
         self._communicator, self.owners = communicator, owners
         self.number, self.count = communicator.stage, communicator.stages
         ahead = [pair for pair in pairwise(owners) if pair[0] != pair[1]]
-        ways = {(*pair, True): None for pair in ahead} | {(*pair[::-1], False): None for pair in ahead}
-        self._links = {way: self._link(*way[:2]) for way in sorted(ways)}
+        directed = {(*pair, True) for pair in ahead} | {(*pair[::-1], False) for pair in ahead}
+        self._links = {one: self._link(*one[:2]) for one in sorted(directed)}
         self._shared = self._holding([stages[number] for number in stages_of(self.number, owners)])
         self._groups = {groups: self._group(groups) for groups in sorted(set(self._holding(stages).values()))}
         self.copies = {name: len(groups) for name, groups in self._shared.items()}

@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
     "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
     "numpy": (lambda net, x: net.inner(x) * float(np.random.rand() > 0.5), r"draws numbers with numpy\.random"),
-    "Python": (lambda net, x: net.inner(x) if random.random() < 0.5 else x, r"draws numbers with random"),
+    "Python": (lambda net, x: net.inner(x) * (1 + (random.random() < 0.5)), r"draws numbers with random"),
 }
 
 
