@@ -20,6 +20,8 @@ from strategies.core.steps import LOCAL, ReshardingPath, Step
 
 KEY = Ref("random_key")
 """The program's random key: a python integer that flows in beside the batch."""
+DECIDING = "local.called_module"
+"""The target of modules that decide by values, and so may use an operand in one step and not in another."""
 
 
 @dataclass(frozen=True)
@@ -248,13 +250,24 @@ class Program:
     def trainable_names(self) -> tuple[str, ...]:
         """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so
         no optimizer touches them, whatever its weight decay (as in eager torch)."""
+        trainable = self._reached("aten.detach")
+        return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in trainable)
+
+    @cached_property
+    def optional_names(self) -> frozenset[str]:
+        """The trainable parameters that a step may leave without a gradient: all that uses them goes through modules
+        that decide by values, such as experts that no token chooses. Then no optimizer touches them, as in eager
+        torch."""
+        return self._reached("aten.detach") - self._reached("aten.detach", DECIDING)
+
+    def _reached(self, *without: str) -> frozenset[str]:
+        """The trainable parameters from which the outputs are made, but for what targets that begin so take."""
         reached = {ref.id for ref in self.outputs}
         for step in reversed(self.instructions):
-            if step.id in reached and not (isinstance(step, Compute) and step.target.startswith("aten.detach")):
+            if step.id in reached and not (isinstance(step, Compute) and step.target.startswith(without)):
                 reached.update(ref.id for ref in step.operands)
         parameters = (source for source in self.sources if source.kind == "parameter")
-        trainable = {source.name for source in parameters if source.trainable and source.id in reached}
-        return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in trainable)
+        return frozenset(source.name for source in parameters if source.trainable and source.id in reached)
 
     @cached_property
     def calls(self) -> Counter[str]:

@@ -247,11 +247,13 @@ def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> di
 
 
 def _zero_calls(program: Program, settings: OptimizerSettings) -> tuple[zero_traffic.Calls, ...]:
-    groups = settings.groups_for(program)
+    if not settings.stage:
+        return ()
+    groups, agreed = settings.groups_for(program), zero_traffic.agreement(program)
     if settings.native:
         names = [one["names"] for one in groups]
-        return sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage)
-    return zero_traffic.calls(program, settings.stage, settings.accumulate, groups)
+        return sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage) + agreed
+    return zero_traffic.calls(program, settings.stage, settings.accumulate, groups) + agreed
 
 
 def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:

@@ -26,7 +26,7 @@ class ShardedBytes:
         self.updated = [
             sum(one.count for one in ranges)
             for bucket in self.buckets
-            for group, ranges in bucket.of_groups(0)
+            for (group, _), ranges in bucket.of_units(0).items()
             if group != FROZEN
         ]
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from strategies.core.program import Program
 from strategies.optimizer.bytes_per_element import Need
 from strategies.optimizer.settings import OptimizerSettings
-from strategies.optimizer.updates import Groups, layout_of, local_elements, parameters, trainable_groups
+from strategies.optimizer.updates import (
+    Groups,
+    layout_of,
+    local_elements,
+    parameters,
+    trainable_groups,
+    updated_together,
+)
 from strategies.optimizer.zero.deepspeed_config import LARGEST_BUCKET, SMALLEST_ON_DISK, SWAP_BUFFERS, SWAPPED_TOGETHER
 from strategies.optimizer.zero.partition import elements_of_part
 
@@ -61,7 +68,9 @@ def flat_groups(program: Program, groups: Groups, stage: int) -> list[FlatGroup]
             by_axes.setdefault(axes, {})[name] = local_elements(program, sources[name])
         for axes, elements in by_axes.items():
             n = program.mesh.product(axes)
-            flat.append(FlatGroup(elements, n, elements_of_part(list(elements.values()), n, stage)))
+            for names in updated_together(program, list(elements)):
+                own = {name: elements[name] for name in names}
+                flat.append(FlatGroup(own, n, elements_of_part(list(own.values()), n, stage)))
     return flat
 
 

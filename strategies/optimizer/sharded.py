@@ -10,8 +10,8 @@ the sum over its replicas, divided by the number of ranks, is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,10 @@ from strategies.core.program import Program
 from strategies.core.steps import REDUCE_SCATTER
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.own_updates import OwnUpdates
-from strategies.optimizer.sharding import FROZEN, Member, ShardedBucket, gradient_dtype, sharded_buckets
+from strategies.optimizer.sharding import FROZEN, Member, ShardedBucket, Unit, gradient_dtype, sharded_buckets
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.optimizer.updates import Groups, OptimizerFactory, check_optimizer, parameters
+from strategies.optimizer.without_gradient import WithoutGradient
 from strategies.optimizer.zero.partition import Range
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
@@ -78,8 +79,10 @@ class _Sums:
         self.missing = {member.name for member in self.bucket.trained}
 
     def launch(self) -> None:
-        """Begin to add up what has arrived."""
+        """Begin to add up what has arrived; zeros where nothing has, but may have on other ranks."""
         self.pause()
+        if any(member.optional for member in self.bucket.members):
+            self._of(self.bucket.members[0])
         flat, self._flat = self._flat, None
         self._filled.clear()
         if flat is None:
@@ -113,6 +116,23 @@ class _Sums:
         if self.part is None:
             self.part = torch.zeros(self.bucket.part, dtype=self._dtype, device=self._device)
         return self.part
+
+
+@dataclass(frozen=True)
+class _Updated:
+    """What the optimizer updates as one tensor, `holder`: the `ranges` of a unit in this rank's part of a bucket, its
+    `number`, from `start` on."""
+
+    number: int
+    unit: Unit
+    ranges: Sequence[Range]
+    start: int
+    holder: nn.Parameter
+
+    @property
+    def group(self) -> int:
+        """Of the optimizer."""
+        return self.unit[0]
 
 
 class ShardedUpdates(OwnUpdates):
@@ -166,19 +186,21 @@ class ShardedUpdates(OwnUpdates):
             self._sums.append(_Sums(bucket, part, communicator, adding.get(bucket.axes)))
             wide = getattr(torch, gradient_dtype(bucket))
             self._masters.append(part if part.dtype == wide else part.to(wide))
-        self._holders: list[tuple[int, int, list[Range], nn.Parameter]] = []
+        self._updated: list[_Updated] = []
         for number, bucket in enumerate(buckets):
-            for of, ranges in bucket.of_groups(self._index[number]):
-                if of != FROZEN:
-                    start, stop = ranges[0].position, ranges[-1].position + ranges[-1].count
+            for unit, ranges in bucket.of_units(self._index[number]).items():
+                if unit[0] != FROZEN:
+                    start = ranges[0].position if ranges else 0
+                    stop = ranges[-1].position + ranges[-1].count if ranges else 0
                     holder = nn.Parameter(self._masters[number][start:stop])
-                    self._holders.append((number, of, ranges, holder))
+                    self._updated.append(_Updated(number, unit, ranges, start, holder))
         self._optimizer = optimizer_factory(
             [
-                {"params": [holder for _, own, _, holder in self._holders if own == number], **options}
+                {"params": [one.holder for one in self._updated if one.group == number], **options}
                 for number, (_, options) in enumerate(self._groups)
             ]
         )
+        self._without = WithoutGradient(program, communicator, self._masters[0].device)
         check_optimizer(self._optimizer, program, stage)
         self._gathering = Gathering(self._gathered)
         evaluation = self.evaluation
@@ -239,6 +261,7 @@ class ShardedUpdates(OwnUpdates):
 
     def _arrived(self, number: int, member: Member, parameter: nn.Parameter) -> None:
         """Buckets leave in one order, the reverse of forward, whatever the order in which they are complete."""
+        self._without.came(member.name)
         self._sums[number].arrived(member, parameter)
         while self._last and self._next >= 0 and not self._sums[self._next].missing:
             self._launch()
@@ -248,6 +271,7 @@ class ShardedUpdates(OwnUpdates):
         for sums in self._sums:
             for member in sums.bucket.trained:
                 if (parameter := self._parameters[member.name]).grad is not None:
+                    self._without.came(member.name)
                     sums.arrived(member, parameter)
 
     def _launch(self) -> None:
@@ -262,6 +286,8 @@ class ShardedUpdates(OwnUpdates):
     def reduce(self) -> None:
         if self._peers is not None:
             own = {name: self._at[name] for name in self._peers.copies}
+            for name in own:
+                self._without.came(name)
             self._peers.add_shared({name: self._sums[number].sum_of(member) for name, (number, member) in own.items()})
         if self._stage == 1 and any(sums.waits for sums in self._sums):
             self._last = True
@@ -272,7 +298,7 @@ class ShardedUpdates(OwnUpdates):
             torch._foreach_div_(parts, factor)
 
     def _present(self) -> list[Tensor]:
-        return [gradient for *_, holder in self._holders if (gradient := holder.grad) is not None]
+        return [gradient for one in self._updated if (gradient := one.holder.grad) is not None]
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         complete: tuple[int, Tensor] | None = None
@@ -289,11 +315,11 @@ class ShardedUpdates(OwnUpdates):
 
     def update(self, measure: bool = True) -> float | None:
         self._micro_batches, self._last = 0, self._stage > 1
-        for number, _, ranges, holder in self._holders:
-            part = self._sums[number].part
-            if part is not None:
-                start = ranges[0].position
-                holder.grad = part[start : start + holder.numel()]
+        without = self._without.agreed()
+        for one in self._updated:
+            part = self._sums[one.number].part
+            if part is not None and one.unit[1] not in without:
+                one.holder.grad = part[one.start : one.start + one.holder.numel()]
         return super().update(measure)
 
     def skip(self, micro_batches: int) -> None:
@@ -319,11 +345,11 @@ class ShardedUpdates(OwnUpdates):
     def _led(self) -> list[Tensor]:
         """`_present`, without what an earlier group of a pipeline counts."""
         return [
-            gradient[one.position - ranges[0].position :][: one.count]
-            for number, _, ranges, holder in self._holders
-            if (gradient := holder.grad) is not None
-            for one in ranges
-            if self._buckets[number].members[one.member].name not in self._follows
+            gradient[one.position - updated.start :][: one.count]
+            for updated in self._updated
+            if (gradient := updated.holder.grad) is not None
+            for one in updated.ranges
+            if self._buckets[updated.number].members[one.member].name not in self._follows
         ]
 
     def weight(self, name: str) -> Tensor:
@@ -342,13 +368,14 @@ class ShardedUpdates(OwnUpdates):
             for one in bucket.ranges(index):
                 if write or bucket.members[one.member].name not in self._follows:
                     self._add_piece(found, MODEL, bucket.members[one.member].name, one, self._masters[number])
-        for number, _, ranges, holder in self._holders:
+        for updated in self._updated:
+            holder = updated.holder
             for state, value in self._optimizer.state.get(holder, {}).items():
                 if not is_scalar(value, holder):
                     check_shape(self._optimizer, state, value, "the parameters", value.shape == holder.shape)
-                    for one in ranges:
-                        name = self._buckets[number].members[one.member].name
-                        moved = Range(one.member, one.first, one.position - ranges[0].position, one.count)
+                    for one in updated.ranges:
+                        name = self._buckets[updated.number].members[one.member].name
+                        moved = Range(one.member, one.first, one.position - updated.start, one.count)
                         if write or name not in self._follows:
                             self._add_piece(found, f"{OPTIMIZER}{state}/", name, moved, value)
         yield found
@@ -361,13 +388,13 @@ class ShardedUpdates(OwnUpdates):
 
     def plain(self) -> OptimizerScalars:
         plain = OptimizerScalars(groups_of(self._optimizer, self._members))
-        known: dict[tuple[int, int], dict[str, Any]] = {}
-        for number, group, _, holder in self._holders:
-            state = self._optimizer.state.get(holder, {})
-            known[number, group] = {key: value for key, value in state.items() if is_scalar(value, holder)}
+        known: dict[tuple[int, Unit], dict[str, Any]] = {}
+        for one in self._updated:
+            state = self._optimizer.state.get(one.holder, {})
+            known[one.number, one.unit] = {key: value for key, value in state.items() if is_scalar(value, one.holder)}
         for number, bucket in enumerate(self._buckets):
             for member in bucket.trained:
-                plain.scalars[member.name] = _scalars_of(number, member.group, known)
+                plain.scalars[member.name] = _scalars_of(number, member.unit, known)
         if self._scale is not None:
             plain.loss_scale = asdict(self._scale)
         return plain
@@ -376,8 +403,9 @@ class ShardedUpdates(OwnUpdates):
         set_groups(self._optimizer, self._members, plain)
         if self._scale is not None and self._scale.adapts and plain.loss_scale is not None:
             self._scale = LossScale(**plain.loss_scale | {"adapts": True})
-        for number, _, ranges, holder in self._holders:
-            names = [self._buckets[number].members[one.member].name for one in ranges]
+        for one in self._updated:
+            holder, members = one.holder, self._buckets[one.number].members
+            names = [members[part.member].name for part in one.ranges] or [one.unit[1]]
             known = next((plain.scalars[name] for name in names if plain.scalars.get(name)), {})
             found = {key: placed(key, value, holder) for key, value in known.items()}
             for key, entries in states.items():
@@ -414,11 +442,12 @@ class ShardedUpdates(OwnUpdates):
         self.forget()
 
 
-def _scalars_of(number: int, group: int, known: Mapping[tuple[int, int], dict[str, Any]]) -> dict[str, Any]:
-    """The scalars of a group in a bucket. A rank that has no part of it takes those of the group in other buckets: all
-    groups of a bucket have done the same steps, none where nothing ever came back."""
-    if (number, group) in known:
-        return known[number, group]
-    of_bucket = [scalars for (other, _), scalars in known.items() if other == number]
-    of_group = [scalars for (_, other), scalars in known.items() if other == group and scalars]
+def _scalars_of(number: int, unit: Unit, known: Mapping[tuple[int, Unit], dict[str, Any]]) -> dict[str, Any]:
+    """The scalars of a unit in a bucket. A rank that has no part of a group takes those of the group in other buckets:
+    all groups of a bucket have done the same steps, none where nothing ever came back. Optional parameters are by
+    themselves, on every rank."""
+    if (number, unit) in known:
+        return known[number, unit]
+    of_bucket = [scalars for (other, (_, name)), scalars in known.items() if other == number and not name]
+    of_group = [scalars for (_, other), scalars in known.items() if other == unit and scalars]
     return {} if of_bucket and not of_bucket[0] else next(iter([*of_group, *of_bucket]), {})

@@ -2,10 +2,10 @@
 
 A bucket holds parameters of one block of the model, as lists of modules number them (`layers.3`), or of a few small
 ones, in the order in which forward first uses them: one all-gather makes all of them complete. Within a bucket they
-are ordered by the optimizer's groups, so a rank's part of a group is one slice of memory. At stages 1 and 2, where
-parameters stay complete, frozen ones have buckets of their own, which nothing gathers after an update. Invariant:
-every element of a rank's slices of parameters is in the part of exactly one of its replicas, whatever the size of the
-buckets.
+are ordered by the optimizer's groups, so a rank's part of a group is one slice of memory. Parameters that a step may
+leave without a gradient are updated by themselves. At stages 1 and 2, where parameters stay complete, frozen ones have
+buckets of their own, which nothing gathers after an update. Invariant: every element of a rank's slices of parameters
+is in the part of exactly one of its replicas, whatever the size of the buckets.
 """
 
 from __future__ import annotations
@@ -31,16 +31,25 @@ ALIGNED = 16
 """Elements at whose multiples a parameter begins: kernels read aligned memory faster."""
 FROZEN = -1
 """The group of parameters that are not updated."""
+Unit = tuple[int, str]
+"""What is updated as one tensor of a bucket: all of a group but optional parameters, or one of these, by its name."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter in a bucket: `elements` of a rank's slice from `first` on; `group` of the optimizer, or FROZEN."""
+    """A parameter in a bucket: `elements` of a rank's slice from `first` on; `group` of the optimizer, or FROZEN;
+    `optional`: a step may leave it without a gradient."""
 
     name: str
     elements: int
     first: int
     group: int
+    optional: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        """What is updated together with it."""
+        return self.group, self.name if self.optional else ""
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,12 @@ class ShardedBucket:
             if first < last:
                 yield Range(number, first - member.first, first - start, last - first)
 
-    def of_groups(self, index: int) -> Iterator[tuple[int, list[Range]]]:
-        """The ranges of each of the optimizer's groups; their positions follow each other."""
-        for group, found in groupby(self.ranges(index), key=lambda one: self.members[one.member].group):
-            yield group, list(found)
+    def of_units(self, index: int) -> dict[Unit, list[Range]]:
+        """The ranges of everything that is updated together; their positions follow each other. A rank counts the steps
+        of an optional parameter even if it has no part of it."""
+        found = groupby(self.ranges(index), key=lambda one: self.members[one.member].unit)
+        nothing: dict[Unit, list[Range]] = {member.unit: [] for member in self.trained if member.optional}
+        return nothing | {unit: list(ranges) for unit, ranges in found}
 
 
 def sharded_buckets(
@@ -102,8 +113,9 @@ def sharded_buckets(
             by_axes.setdefault((axes, sources[name].spec.dtype, apart), []).append(name)
         for (axes, dtype, _), same in by_axes.items():
             ranks, position, members = program.mesh.product(axes), 0, []
-            for name in sorted(same, key=lambda one: group_of.get(one, len(groups))):
-                members.append(Member(name, elements[name], position, group_of.get(name, FROZEN)))
+            for name in sorted(same, key=lambda one: (group_of.get(one, len(groups)), one in program.optional_names)):
+                optional = name in program.optional_names
+                members.append(Member(name, elements[name], position, group_of.get(name, FROZEN), optional))
                 position += -(-elements[name] // ALIGNED) * ALIGNED
             part = -(-position // (ranks * ALIGNED)) * ALIGNED
             found.append(ShardedBucket(axes, ranks, dtype, tuple(members), part))

@@ -232,6 +232,13 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
     ]
 
 
+def updated_together(program: Program, names: Sequence[str]) -> list[list[str]]:
+    """The names of a group, cut into what one tensor of an optimizer may hold: parameters that a step may leave without
+    a gradient are by themselves."""
+    together = [name for name in names if name not in program.optional_names]
+    return [one for one in (together, *([name] for name in names if name in program.optional_names)) if one]
+
+
 def check_kind(optimizer: Optimizer) -> None:
     """Raises StrategyError for an optimizer that no plan can use."""
     if kind := _kind(optimizer, UNFIT):

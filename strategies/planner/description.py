@@ -183,6 +183,8 @@ def communication(program: Program, settings: OptimizerSettings, traced: Traced 
     else:
         groups = settings.groups_for(program)
         total.update(zero_traffic.predicted(program, settings.stage, settings.accumulate, groups))
+    for call in zero_traffic.agreement(program) if settings.stage else ():
+        total[call.kind] += call.bytes
     return dict(total)
 
 

@@ -33,6 +33,8 @@ def counted(rank: Any, payload: list[tuple[Any, Any]]) -> list[tuple[dict[str, i
                 predicted[call.kind] += call.bytes
         else:
             predicted.update(zero_traffic.predicted(setup.program, case.stage, case.accumulate, groups))
+        for call in zero_traffic.agreement(setup.program):
+            predicted[call.kind] += call.bytes
         found.append((sent, dict(predicted)))
     return found
 

@@ -86,6 +86,40 @@ class Layers(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    """Rows choose one of three by the sign of their first element: none chooses the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        chosen, out = (h[..., 0] > 0).long(), torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)
+            if len(rows[0]):
+                out[rows] = expert(h[rows])
+        return out
+
+
+class Choosing(nn.Module):
+    """Tokens below 8 choose one expert, others another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([Experts()])
+        self.head = nn.Linear(8, 16)
+        with torch.no_grad():
+            self.emb.weight[:, 0] = torch.tensor([9.0] * 8 + [-9.0] * 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for layer in self.layers:
+            h = h + layer(h).tanh()
+        return self.head(h).flatten(0, 1)
+
+
 @dataclass(frozen=True)
 class Task:
     """A captured net with its weights and the micro-batches of all steps (global tensors)."""
@@ -113,6 +147,7 @@ class Case:
     place: tuple[str, ...] = ()
     loss_scale: float | None = 64.0
     engine: str = "deepspeed"
+    chooses: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,16 +167,20 @@ class Result:
     copied: OffloadTraffic = field(default_factory=OffloadTraffic)
 
 
-def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2) -> tuple[Net, Task]:
+def task(
+    dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2, *, chooses: bool = False
+) -> tuple[nn.Module, Task]:
+    """`Net`, or `Choosing` with a second step whose tokens choose one expert alone."""
     torch.manual_seed(0)
-    net = Net().to(dtype)
+    net = (Choosing if chooses else Net)().to(dtype)
     draw = torch.Generator().manual_seed(1)
+    below = [8 if chooses and step == 1 else 16 for step in range(steps)]
     batches = [
         [
-            (torch.randint(0, 16, (8, 8), generator=draw), torch.randint(0, 16, (8, 8), generator=draw))
+            (torch.randint(0, tokens, (8, 8), generator=draw), torch.randint(0, 16, (8, 8), generator=draw))
             for _ in range(accumulate)
         ]
-        for _ in range(steps)
+        for tokens in below
     ]
     objective = Objective(net, Loss(), ("0", "1"), ("1",))
     captured = capture(objective, batches[0][0], training=True)

@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -93,6 +93,32 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         torch.compile = compiler
+
+
+@contextmanager
+def left_out(optimizer: Optimizer, flats: Sequence[Tensor]) -> Iterator[None]:
+    """Around a step of DeepSpeed: torch's optimizer, which it calls for one flat tensor after the other, sees no
+    gradient of `flats`."""
+    without, taken = {id(flat) for flat in flats}, list[tuple[Tensor, Tensor | None]]()
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for flat in group["params"]:
+                if id(flat) in without:
+                    taken.append((flat, flat.grad))
+                    flat.grad = None
+
+    def after(*_: Any) -> None:
+        for flat, gradient in taken:
+            flat.grad = gradient
+        taken.clear()
+
+    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)] if without else []
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def replica_groups(

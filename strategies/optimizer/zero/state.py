@@ -6,7 +6,7 @@ without communication; replicas never hold the same element. Flat tensors on a d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -79,6 +79,10 @@ class ZeroState:
         lists = self._zero.fp16_groups if self._stage == 3 else self._zero.round_robin_bit16_groups
         by_id = {id(parameter): name for name, parameter in self._found.items()}
         return [by_id[id(parameter)] for parameter in lists[index]]
+
+    def of_names(self, names: Container[str]) -> list[Tensor]:
+        """The flat tensors that hold nothing but these parameters."""
+        return [flat for index, flat in enumerate(self.masters()) if all(name in names for name in self.names(index))]
 
     def ranges(self, index: int) -> list[tuple[str, Range]]:
         """What a flat tensor holds. Raises StrategyError where DeepSpeed has cut in another way."""

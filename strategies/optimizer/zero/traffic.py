@@ -13,7 +13,7 @@ from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import all_reduce_elements
-from strategies.optimizer.updates import Groups, local_elements, parameters
+from strategies.optimizer.updates import Groups, local_elements, parameters, updated_together
 from strategies.optimizer.zero.partition import elements_of_part
 from strategies.runtime.module_tree import units
 
@@ -44,6 +44,7 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
         return ()
     trainable = set(program.trainable_names)
     given = [list(trainable)] if groups is None else [one["names"] for one in groups]
+    given = [names for group in given for names in updated_together(program, group)]
     by_replicas: dict[tuple[str, ...], list[Source]] = {}
     for source in parameters(program):
         axes = program.layouts[source.id].replica_axes(program.mesh)
@@ -86,6 +87,15 @@ def _gathered(program: Program, trainable: set[str]) -> list[tuple[str, ...]]:
         if not one.inward:
             kept |= set(one.parameters)
     return found
+
+
+def agreement(program: Program) -> tuple[Calls, ...]:
+    """What one rank calls per optimizer step, at any stage and of either engine, to agree on the parameters without a
+    gradient."""
+    mesh, count = program.mesh, len(program.optional_names)
+    if not count or mesh.size == 1:
+        return ()
+    return (Calls(ALL_REDUCE, mesh.sorted(mesh.names), all_reduce_elements([count], mesh.size) * REDUCED, 1),)
 
 
 def predicted(program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None) -> dict[str, int]:

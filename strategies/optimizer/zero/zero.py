@@ -22,7 +22,15 @@ from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.state import OptimizerScalars, States
-from strategies.optimizer.updates import Groups, OptimizerFactory, Precision, Updates, check_optimizer
+from strategies.optimizer.updates import (
+    Groups,
+    OptimizerFactory,
+    Precision,
+    Updates,
+    check_optimizer,
+    updated_together,
+)
+from strategies.optimizer.without_gradient import WithoutGradient
 from strategies.optimizer.zero.deepspeed_config import (
     SMALLEST_ON_DISK,
     check_parameters,
@@ -38,6 +46,7 @@ from strategies.optimizer.zero.engine import (
     deepspeed_for,
     initialize,
     known_options,
+    left_out,
     marker,
     replica_groups,
     swapping_to,
@@ -144,6 +153,10 @@ class ZeroUpdates(Updates):
             follows=self._follows,
             on_disk=on_disk,
         )
+        self._without = WithoutGradient(program, communicator, self._state.masters()[0].device)
+        for name in self._without.names:
+            arrived = partial(self._without.came, name)
+            self._parameters[name].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._stop_counting = count_on(backend(), communicator)
         if peers is not None:
             self._zero.scaled_global_norm = partial(self._norm_over_groups, peers)
@@ -161,11 +174,13 @@ class ZeroUpdates(Updates):
     def _by_replicas(
         self, members: list[str], options: dict[str, Any], names: dict[str, str]
     ) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """One torch group per replica group, with its members: DeepSpeed keeps one flat tensor for each."""
+        """One torch group per replica group and what is updated together, with its members: DeepSpeed keeps one flat
+        tensor for each."""
         for group in dict.fromkeys(names[name] for name in members):
-            mine = [name for name in members if names[name] == group]
-            found = [self._parameters[name] for name in mine]
-            yield mine, {**options, "params": found, **({"name": group, "moe": True} if group else {"name": "dense"})}
+            for mine in updated_together(self._program, [name for name in members if names[name] == group]):
+                found = [self._parameters[name] for name in mine]
+                kind = {"name": group, "moe": True} if group else {"name": "dense"}
+                yield mine, {**options, "params": found, **kind}
 
     def _begin_adagrad(self, optimizer: Optimizer) -> None:
         """Adagrad makes its states when it is made, for the parameters; make them for the flat tensors instead."""
@@ -245,6 +260,9 @@ class ZeroUpdates(Updates):
         """In a pipeline only; else DeepSpeed reduces during backward."""
         if self._peers is None:
             return
+        for name in self._without.names:
+            if name in self._peers.copies or name in self._sums or self._parameters[name].grad is not None:
+                self._without.came(name)
         sums = {name: self._sum(name) for name in self._trainable}
         self._peers.add_shared(sums)
         for name, total in sums.items():
@@ -267,7 +285,8 @@ class ZeroUpdates(Updates):
             yield name, found.detach().view(self._shapes[name]).float() / (1.0 if scale is None else scale.value)
 
     def update(self, measure: bool = True) -> float | None:
-        self._engine.step()
+        with left_out(self.optimizer, self._state.of_names(self._without.agreed())):
+            self._engine.step()
         if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded differently
             self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})
         self._waiting = 0

@@ -3,6 +3,7 @@ and so has what our own stages are for."""
 
 import copy
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -46,6 +47,11 @@ def conventions(training):
     found["native: one replica group, small overlapped buckets, stage 2"] = case(
         training.DATA_PARALLEL, 2, "adamw", options={"reduce_bucket_size": 100}, overlap=True, **own
     )
+    for stage, seed in ((1, 0), (3, training.DATA_PARALLEL)):
+        found[f"native: experts that no token chooses, stage {stage}"] = case(
+            seed, stage, "adamw", 0.3, "fp64", chooses=True, **own
+        )
+    found["experts that no token chooses, stage 2"] = case(training.DATA_PARALLEL, 2, "adamw", chooses=True)
     return found
 
 
@@ -81,6 +87,11 @@ def more_conventions(training):
             1, optimizer="adamw", **own
         )
         found[f"native: one micro-batch, fp64, stage {stage}"] = case(2, precision="fp64", accumulate=1, **own)
+        found[f"native: experts that no token chooses, slices, stage {stage + 1}"] = case(
+            0, optimizer="adamw", precision="fp64", chooses=True, **(own | {"stage": stage + 1})
+        )
+    for stage in (1, 3):
+        found[f"experts that no token chooses, slices, stage {stage}"] = case(0, stage, "adamw", 0.3, chooses=True)
     kept = {"param_persistence_threshold": 50, "stage3_prefetch_bucket_size": 1000, "stage3_max_reuse_distance": 1000}
     found["kept and prefetched parameters, stage 3"] = case(5, 3, options=kept)
     return found
@@ -107,23 +118,24 @@ def refusals(training):
 
 def carry_out(training, ranks, given, refused=()):
     """Every convention with the result of the ranks and of one device; and the error messages of rejected cases."""
-    tasks = {
-        ("fp32", 2): training.task(steps=2),
-        ("fp32", 1): training.task(steps=2, accumulate=1),
-        ("fp64", 2): training.task(torch.float64, steps=2),
-        ("fp64", 1): training.task(torch.float64, steps=2, accumulate=1),
-        ("bf16", 2): training.task(torch.bfloat16, steps=2),
-        ("fp16", 2): training.task(torch.float16, steps=2),
-    }
-    payload = [(tasks[case.precision, case.accumulate][1], case) for case in given.values()]
-    done = ranks("train", [*payload, *((tasks["fp32", 2][1], case) for case, _ in refused)])
+    dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+    @cache
+    def task_of(precision, accumulate, chooses):
+        return training.task(dtypes[precision], 3 if chooses else 2, accumulate, chooses=chooses)
+
+    def task(case):
+        return task_of(case.precision, case.accumulate, case.chooses)
+
+    payload = [(task(case)[1], case) for case in given.values()]
+    done = ranks("train", [*payload, *((task_of("fp32", 2, False)[1], case) for case, _ in refused)])
     results = {}
     for (what, case), result in zip(given.items(), done[: len(given)], strict=True):
         assert not isinstance(result, str), (what, result)
-        net, task = tasks[case.precision, case.accumulate]
+        net, of_case = task(case)
         # the ranks update fp32 masters, so the reference starts from the same rounded weights in fp32
         wide = torch.float64 if case.precision == "fp64" else torch.float32
-        expected = training.eager(copy.deepcopy(net).to(wide), case, task.batches, tuple(result.gradients))
+        expected = training.eager(copy.deepcopy(net).to(wide), case, of_case.batches, tuple(result.gradients))
         results[what] = (case, result, expected)
     return results, done[len(given) :]
 
