@@ -118,7 +118,7 @@ def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterat
     are one operator, since DTensor has no operators whose shapes values decide."""
     cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
     for operator in graph.operators:
-        if operator.op == "called_module":
+        if operator.op in ("called_module", "drawn_function"):
             yield Change("operator", operator.name, "one operator", "operators of DTensor, which may lack them", 0, 0.0)
         for ref, layout in zip(operator.operands, operand_layouts(operator, graph, plan), strict=True):
             spec, dims = graph.specs[ref], list(layout.dims)

@@ -2,8 +2,9 @@
 
 Invariant: the n-th random operator of a forward draws from (key, n), as the captured program does. Most are torch's own
 functions behind a seed. Where a slice could not repeat torch's numbers, both sides share a definition: dropout, leaky
-relu with random slopes, attention and recurrent networks with dropout inside. What the module recomputes in
-backward (torch.utils.checkpoint) draws what it drew in forward.
+relu with random slopes, attention and recurrent networks with dropout inside. A call of a function that draws with
+Python's or numpy's global generator is one random operator; so is every draw outside of such a function. What the
+module recomputes in backward (torch.utils.checkpoint) draws what it drew in forward.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import FunctionType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 from strategies.capture.nodes import replaced
 from strategies.core.graph import rewrite
 from strategies.rules.attention import attention_block
-from strategies.rules.random import dropout_block, in_row_major, rrelu_block, seeding
+from strategies.rules.drawing_calls import begin_at, drawing_call, noticing, restored
+from strategies.rules.random import dropout_block, in_row_major, mix, rrelu_block, seeding
 from strategies.rules.recurrent import BLOCK, NETWORKS, drops, recurrent_block
 from strategies.rules.registry import named
 from strategies.rules.traits import traits
@@ -85,6 +87,8 @@ class ExactRandom(TorchFunctionMode):
         super().__init__()
         self.key, self.ordinal, self.single = key, ordinal, single
         self.patched = ExitStack()
+        self.drawing: FrameType | None = None
+        """The drawing call in whose numbers the global generators of Python and numpy are."""
 
     def __enter__(self) -> ExactRandom:
         later, at_once = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
@@ -101,12 +105,21 @@ class ExactRandom(TorchFunctionMode):
         }
         for name, patch in patches.items():
             self.patched.enter_context(replaced(checkpoint, name, patch))
+        self.patched.enter_context(restored())
+        self.patched.enter_context(noticing(self._notice))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.patched.close()
+        self.drawing = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _notice(self, frame: FrameType, _: str) -> None:
+        call = drawing_call(frame)
+        if call is None or call is not self.drawing:
+            begin_at(mix(self.key, self._next()))
+        self.drawing = call
 
     def _repeated(self, function: Function, *, already_called: bool = True) -> Function:
         """A function that is recomputed, outside of this mode, with the numbers of its first call."""

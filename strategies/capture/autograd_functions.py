@@ -27,10 +27,10 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, PLAIN, beneath_tracing, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
-from strategies.rules.registry import function_class
+from strategies.rules.registry import PLAIN, function_class
 
 LIBRARY = "GeneratedBackwardFor_"
 """The name that autograd gives to the backward of a torch.library operator, which stays one node of the graph."""

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from strategies.capture.causal import shorten_masks
 from strategies.capture.functional import make_functional
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, MODULE_CALL, at, function_target, modules_of, op_of, source_of
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, OpaqueCall, at, function_target, modules_of, op_of, source_of
 from strategies.capture.numbers import resolve_numbers
 from strategies.capture.regions import flatten
 from strategies.core.errors import StrategyError
@@ -198,7 +198,7 @@ def _target(node: fx.Node) -> str:
         return f"{node.target}@{','.join(modules_of(node))}" if foreign else str(node.target)
     if node.target is AUTOGRAD_FUNCTION:
         return function_target(*node.args[:2])  # type: ignore[arg-type]
-    if node.target is MODULE_CALL or LOCAL_FUNCTIONS.get(op_of(node)) is node.target:
+    if isinstance(node.target, OpaqueCall) or LOCAL_FUNCTIONS.get(op_of(node)) is node.target:
         return f"local.{op_of(node)}"
     raise StrategyError(
         "MW906",

@@ -23,6 +23,7 @@ from torch.utils import _pytree
 
 from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
+from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import fakes, in_library, short
@@ -148,19 +149,25 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
     _check_calls(objective)
-    opaque = OpaqueModules(objective)
+    opaque, drawing = OpaqueModules(objective), DrawingFunctions()
     while True:
         try:
-            if (captured := _captured(objective, batch, training, opaque)) is not None:
+            if (captured := _captured(objective, batch, training, opaque, drawing)) is not None:
                 return captured
+        except DrawsIn as error:
+            drawing.chosen.add(error.name)
         except NotOpaque as error:
             opaque.refuse(error.owner)
         except StrategyError as error:
-            if not isinstance(error.__cause__, UNKNOWN) or not opaque.choose(_running(error.__cause__)):
+            if not isinstance(cause := error.__cause__, UNKNOWN) or not (
+                drawing.choose(cause) or opaque.choose(_running(cause))
+            ):
                 raise
 
 
-def _captured(objective: Objective, batch: Sequence[Tensor], training: bool, opaque: OpaqueModules) -> Captured | None:
+def _captured(
+    objective: Objective, batch: Sequence[Tensor], training: bool, opaque: OpaqueModules, drawing: DrawingFunctions
+) -> Captured | None:
     """The captured objective; None where another module must be one node."""
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
@@ -175,13 +182,14 @@ def _captured(objective: Objective, batch: Sequence[Tensor], training: bool, opa
             refusing_unseen(training),
             functions_as_operators(training),
             opaque.as_nodes(),
+            drawing.as_nodes(),
             warnings.catch_warnings(),
         ):
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
             try:
-                if opaque.chosen:  # whose attributes nobody reads while they are traced
+                if opaque.chosen or drawing.chosen:  # what they read is not seen while they are traced
                     raise NotRepeated
                 with repeated.traced_once():
                     exported = export()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +27,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
 STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 """Where source lines are not the user's (site-packages may be inside the standard library's folder)."""
-PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
-"""What a call may take beside tensors: values that are compared, and that ranks get from a file."""
 WHENCE = ("nn_module_stack", "stack_trace", "without_grad", "autocast")
 """What a new node inherits from the node that it serves."""
 
@@ -46,18 +45,19 @@ class _AutogradFunction(HigherOrderOperator):
 AUTOGRAD_FUNCTION = _AutogradFunction()
 
 
-class _ModuleCall(HigherOrderOperator):
-    """The target of a node that stands for the call of a module."""
+class OpaqueCall(HigherOrderOperator):
+    """The target of a node that stands for the call of a module or function: the local function `name`."""
 
-    def __init__(self) -> None:
-        super().__init__("called_module")  # type: ignore[no-untyped-call]
+    def __init__(self, name: str) -> None:
+        super().__init__(name)  # type: ignore[no-untyped-call]
 
     def __call__(self, call: str, *operands: Any) -> Any:
-        """The results of a `ModuleCall`."""
-        return resolve("local.called_module")(call, *operands)
+        """The results of the call, given as text."""
+        return resolve(f"local.{self.__name__}")(call, *operands)
 
 
-MODULE_CALL = _ModuleCall()
+MODULE_CALL, FUNCTION_CALL = OpaqueCall("called_module"), OpaqueCall("drawn_function")
+fx.node.has_side_effect(FUNCTION_CALL)  # like all that draws
 
 
 def function_target(name: str, autocast: str | None) -> str:
@@ -94,6 +94,14 @@ def in_library(filename: str) -> bool:
 def short(filename: str) -> str:
     """The last two parts of a path: enough to find a file, and the same on every machine."""
     return "/".join(re.split(r"[/\\]", filename)[-2:])
+
+
+def users_line() -> str:
+    """` at file:line` of the innermost frame of the user's, or nothing."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if not in_library(frame.f_code.co_filename):
+            return f" at {short(frame.f_code.co_filename)}:{line}"
+    return ""
 
 
 def source_of(node: fx.Node) -> str:

@@ -23,9 +23,10 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from strategies.capture.nodes import MODULE_CALL, PLAIN, beneath_tracing
+from strategies.capture.nodes import MODULE_CALL, beneath_tracing
 from strategies.capture.repeated_modules import TABLES
-from strategies.rules.module_calls import ModuleCall, Slot, called_module
+from strategies.rules.module_calls import ModuleCall, Slot, as_text, called_module
+from strategies.rules.registry import PLAIN
 
 
 class NotOpaque(Exception):
@@ -136,7 +137,7 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
         found, structure = tree_flatten(returned)
         results = tuple((tuple(one.shape), one.dtype) for one in found if isinstance(one, Tensor))
         try:
-            text = replace(call, results=results).text()
+            text = as_text(replace(call, results=results))
         except (AttributeError, TypeError, pickle.PicklingError) as error:  # as pickle says that it cannot
             raise NotOpaque(type(skeleton)) from error
     with beneath_tracing():

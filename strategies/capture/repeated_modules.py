@@ -25,7 +25,8 @@ from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.capture.nodes import PLAIN, beneath_tracing, in_library
+from strategies.capture.nodes import beneath_tracing, in_library
+from strategies.rules.registry import PLAIN
 
 LEAST_LAYERS = 6
 """Layers of a list that is worth it."""

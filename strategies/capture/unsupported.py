@@ -1,26 +1,21 @@
 """Reject, with its line, what a forward graph cannot express, before export misreads it.
 
 Hooks change or watch gradients from outside of the operators: export drops them silently, and the graph would train to
-other numbers. Numbers that Python or numpy draw would be the same in every step. Derivatives within a forward, packed
-sequences and sparse gradients end in torch errors that do not name the cause.
+other numbers. Derivatives within a forward, packed sequences and sparse gradients end in torch errors that do not name
+the cause.
 """
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
-from strategies.capture.nodes import at, in_library, op_of, replaced, short
+from strategies.capture.nodes import at, op_of, replaced, users_line
 from strategies.capture.vmapped import is_functional
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -37,10 +32,6 @@ DERIVATIVE = (
 PACKED = (
     "whose shape depends on the values of lengths, so it is not one graph. Give the network the padded sequences, and "
     "let the loss ignore the padding."
-)
-DRAWN = (
-    "outside of torch, which would be the same in every step. Draw them with torch (torch.rand), seed them within the "
-    "forward, or switch off what draws (SpecAugment of transformers: apply_spec_augment=False)."
 )
 
 PRODUCTS = frozenset({"addmm", "addmv", "baddbmm", "bmm", "linear", "matmul", "mm", "mv"})
@@ -68,29 +59,7 @@ def refusing_unseen(training: bool) -> Iterator[None]:
             stack.enter_context(_refused(Tensor, "register_hook", "registers a hook on a gradient", HOOK))
         stack.enter_context(_refused(torch.autograd, "_engine_run_backward", "computes a derivative", DERIVATIVE))
         stack.enter_context(_refused(rnn, "_packed_sequence_init", "packs sequences", PACKED))
-        stack.enter_context(_undrawn(random, "random", random.getstate))
-        stack.enter_context(_undrawn(np.random, "numpy.random", np.random.get_state))
         yield
-
-
-@contextmanager
-def _undrawn(module: Any, name: str, state: Callable[[], Any]) -> Iterator[None]:
-    """Raises StrategyError where numbers are drawn from the generator of `module` that the forward has not seeded."""
-    before, seed, seeded = pickle.dumps(state()), module.seed, False
-
-    def check() -> None:
-        if not seeded and pickle.dumps(state()) != before:
-            raise StrategyError("MW906", f"The model's forward draws numbers with {name}, {DRAWN}")
-
-    def seeding(*args: Any, **kwargs: Any) -> None:
-        nonlocal seeded
-        check()
-        seed(*args, **kwargs)
-        seeded = bool(args or kwargs)
-
-    with replaced(module, "seed", seeding):
-        yield
-    check()
 
 
 def check_nodes(graph: fx.Graph, training: bool) -> None:
@@ -146,14 +115,6 @@ def _refused(owner: Any, name: str, what: str, why: str) -> AbstractContextManag
     """Let the function `name` of `owner` raise meanwhile."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise StrategyError("MW906", f"The model's forward {what}{_users_line()}, {why}")
+        raise StrategyError("MW906", f"The model's forward {what}{users_line()}, {why}")
 
     return replaced(owner, name, refuse)
-
-
-def _users_line() -> str:
-    """` at file:line` of the innermost frame of the user's, or nothing."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if not in_library(frame.f_code.co_filename):
-            return f" at {short(frame.f_code.co_filename)}:{line}"
-    return ""

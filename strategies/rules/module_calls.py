@@ -24,10 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.rules.registry import local_function
 
+Results = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shapes and dtypes."""
+
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an operand belongs among the arguments of a forward."""
+    """Where an operand belongs among the arguments of a call."""
 
     index: int
 
@@ -42,19 +45,16 @@ class ModuleCall:
     given: Any
     autocast: torch.dtype | None = None
     """Of the torch.autocast around the call."""
-    results: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
-
-    def text(self) -> str:
-        return base64.b85encode(zlib.compress(pickle.dumps(self))).decode()
+    results: Results = ()
 
     def __call__(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = tree_map_only(Slot, lambda slot: operands[slot.index], self.given)
         own = dict(zip(self.names, operands[len(operands) - len(self.names) :], strict=True))
         casts = nullcontext() if self.autocast is None else torch.autocast(operands[0].device.type, self.autocast)
-        before = _changeable(operands)
+        before = changeable(operands, operands[0].device)
         with casts:
             returned = functional_call(self.module, own, args, kwargs)
-        if _changeable(operands) != before:
+        if changeable(operands, operands[0].device) != before:
             raise RuntimeError(
                 f"{type(self.module).__name__}, which ranks call as one operator because it decides by values, drew "
                 "random numbers or wrote into a tensor, which it did not when it was captured"
@@ -66,9 +66,8 @@ class ModuleCall:
         return results
 
 
-def _changeable(operands: Sequence[Tensor]) -> object:
+def changeable(operands: Sequence[Tensor], device: torch.device) -> object:
     """What differs after a call that does more than to compute."""
-    device = operands[0].device
     drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return drawn.numpy().tobytes(), [one._version for one in operands]
 
@@ -77,18 +76,28 @@ class _Loaded(threading.local):
     """The calls of a thread: a module holds its tensors while it is called."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, ModuleCall] = {}
+        self.calls: dict[str, Any] = {}
 
 
 _loaded = _Loaded()
 
 
+def as_text(call: Any) -> str:
+    """A call as an argument of an operator. Raises what pickle raises."""
+    return base64.b85encode(zlib.compress(pickle.dumps(call))).decode()
+
+
+def of_text(text: str) -> Any:
+    """The call in a text, the same for every time that this thread asks."""
+    if text not in _loaded.calls:
+        _loaded.calls[text] = pickle.loads(zlib.decompress(base64.b85decode(text)))
+    return _loaded.calls[text]
+
+
 @local_function
 def called_module(call: str, *operands: Tensor) -> tuple[Tensor, ...]:
     """The tensors that the module of a `ModuleCall`, given as text, returns."""
-    if call not in _loaded.calls:
-        _loaded.calls[call] = pickle.loads(zlib.decompress(base64.b85decode(call)))
-    known = _loaded.calls[call]
+    known: ModuleCall = of_text(call)
     if any(isinstance(one, FakeTensor) or one.is_meta for one in operands):
         return _without_values(known, operands)
     return known(operands)

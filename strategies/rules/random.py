@@ -142,10 +142,11 @@ def _placed(x: Tensor, shape: Sequence[int], starts: Sequence[int]) -> Tensor:
 
 
 def draws(operator: Operator) -> bool:
-    """Whether an operator reads torch's generators; attention does not where it drops nothing."""
-    if torch.Tag.nondeterministic_seeded not in getattr(resolve(operator.target), "tags", ()):
+    """Whether an operator draws random numbers; attention does not where it drops nothing."""
+    function = resolve(operator.target)
+    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
-    return arguments(operator).get("dropout_p") != 0
+    return not isinstance(function, torch._ops.OpOverload) or arguments(operator).get("dropout_p") != 0
 
 
 def draw_replicated(operator: Operator, local: Local) -> Ref:

@@ -23,6 +23,8 @@ Link = Callable[[Sequence[Sequence[Tensor]]], Landing]
 """Begins to send tensors of every rank at hand, by rank, and returns what waits for those that arrive."""
 Once = Callable[[Callable[[Sequence[Tensor]], list[Tensor]]], Callable[[Sequence[Tensor]], list[Tensor]]]
 """A function of tensors as one whose results a recomputed module may keep."""
+PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
+"""What a call may take beside tensors: values that are compared, and that ranks get from a file."""
 FUNCTION = "function"
 """How targets begin that are torch.autograd.Functions."""
 

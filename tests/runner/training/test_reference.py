@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,7 +74,38 @@ class Fresh(nn.Module):
         return x + fresh(x).detach() if self.taken else x
 
 
+def mask(shape: Sequence[int], probability: float, lengths: Tensor | None = None) -> np.ndarray:
+    """One place in some rows, by their length: the calls of numpy depend on values, as in SpecAugment."""
+    drawn = np.zeros(tuple(shape), dtype=bool)
+    for row, length in enumerate([shape[1]] * shape[0] if lengths is None else lengths.tolist()):
+        if np.random.rand() < probability and length:
+            drawn[row, np.random.choice(length)] = True
+    return drawn
+
+
+def shuffled(count: int, *, also: bool) -> dict[str, Tensor | None]:
+    return {"order": torch.tensor(random.sample(range(count), count)), "also": torch.tensor(mask((2, count), 0.5))}
+
+
+class Masked(nn.Module):
+    """Draws twice with numpy, once by the values of its input, and between with Python and with torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fill = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[mask(x.shape[:2], 0.7)] = self.fill
+        x = functional.dropout(x, 0.2)
+        drawn = shuffled(4, also=True)
+        x = x[..., drawn["order"]] * (1 + drawn["also"].to(x.dtype))
+        lengths = (x.detach() > 0).sum(-1).clamp(max=2).amin(-1)
+        return x.masked_fill(torch.from_numpy(mask(x.shape[:2], 0.7, lengths)).unsqueeze(-1), 0.5)
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "numpy and Python": Masked,
     "attention": lambda: Attention(0.0),
     "attention with dropout": lambda: Attention(0.4),
     "heads": lambda: Heads(0.4, weights=False),
@@ -132,7 +165,8 @@ def test_fp64_can_draw_the_numbers_of_fp32() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_computed_again_draws_the_same_numbers(reentrant: bool) -> None:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
+    unflat, flat = nn.Unflatten(1, (2, 4)), nn.Flatten()
+    layers = [nn.Sequential(nn.Linear(8, 8), unflat, Masked(), flat, nn.Dropout(0.5)) for _ in range(2)]
 
     def noisy(x: Tensor) -> Tensor:
         return checkpoint(layers[1], layers[0](x) * torch.rand(8), use_reentrant=reentrant)

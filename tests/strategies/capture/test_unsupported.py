@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,8 +59,6 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "vmap": (lambda net, x: torch.vmap(F.dropout, randomness="same")(net.inner(x)), r"torch.vmap of a function that"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
     "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
-    "numpy": (lambda net, x: net.inner(x) * float(np.random.rand() > 0.5), r"draws numbers with numpy\.random"),
-    "Python": (lambda net, x: net.inner(x) * (1 + (random.random() < 0.5)), r"draws numbers with random"),
 }
 
 
@@ -73,17 +69,6 @@ def test_refused(name: str) -> None:
     with pytest.raises(StrategyError, match=message):
         captured(Net(body))
     assert (Tensor.register_hook, torch.autograd._engine_run_backward, rnn._packed_sequence_init) == before
-
-
-def test_numbers_that_a_forward_seeds_are_constants() -> None:
-    """Random blocks of BigBird's attention are drawn from one seed in every step."""
-
-    def body(net: Net, x: Tensor) -> Tensor:
-        np.random.seed(3)
-        return net.inner(x) * torch.from_numpy(np.random.rand(4).astype("float32"))
-
-    seed = np.random.seed
-    assert captured(Net(body)).graph.operators and np.random.seed is seed
 
 
 def test_evaluation_has_no_gradients() -> None:
