@@ -152,8 +152,11 @@ def describe(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, float 
     if rank.rank > 0:
         return None
     config = Config.model_validate_json(payload["config"])
-    fitted = fit(measured.products, measured.copies, measured.calls, measured.operators)
     assumed = cluster_of(config, measured.device, rank.world_size)
+    fitted = fit(
+        *(measured.products, measured.copies, measured.calls, measured.operators),
+        *(assumed.launch if measured.launch is None else measured.launch, measured.view or 0.0),
+    )
     text, missing = described(Path(config.calibrate.file).stem, measured, fitted, assumed)
     if missing and fitted.errors:
         print(f"calibrate: no time to measure {', '.join(missing)}, which are as in {assumed.name}", flush=True)
@@ -164,6 +167,7 @@ def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tu
     """The content of the file, a cluster of one level with the fit's errors as comments; and which of its constants
     were not measured, and are those of the innermost level of `assumed`."""
     from runner.planning.calibration import KINDS, SIDES
+    from strategies.cost.sample_operators import LAYERS as MANY
 
     world, gpu, level = measured.world_size, measured.device == "cuda", assumed.levels[-1]
     comments = {
@@ -206,7 +210,8 @@ def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tu
     lines += [
         f"  memory: {measured.memory:.3e}",
         f"  memory_bandwidth: {bandwidth:.3e}{comment}",
-        "  achieved: {flops: 1.0, memory: 1.0, links: 1.0}  # measured, not peak",
+        f"  achieved: {{flops: {found.achieved:.3f}, memory: {found.achieved:.3f}, links: 1.0}}"
+        f"  # {MANY} by the sum of their operators{comments.get(MANY, '').replace('  #', ',')}",
         "  launch: {:.3e}{}".format(*known("launch", measured.launch, assumed.launch)),
         "  view: {:.3e}{}".format(*known("view", measured.view, assumed.view)),
         "  overlap: {:.2f}{}".format(*known("overlap", measured.overlap, assumed.overlap)),

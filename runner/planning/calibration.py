@@ -24,7 +24,8 @@ from torch.nn import functional
 from strategies.core.graph import OperatorGraph, Ref, rewrite
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 from strategies.cost.calibration_fit import SEND, Call, Copy, Product, Ran
-from strategies.cost.sample_operators import FORMS, VOCABULARY, sample
+from strategies.cost.sample_operators import FORMS, VOCABULARY, layers, sample
+from strategies.cost.sample_operators import LAYERS as MANY
 from strategies.rules.registry import resolve
 from strategies.runtime.communicator import all_gather, reduce_scatter
 
@@ -223,6 +224,8 @@ class Bench:
         for kind in KINDS[:3]:
             yield from self._of_calls(SENT[:2], [kind], self.sizes[:1])
         yield Point("small operators", self._operators, lambda: 2 * ENOUGH)
+        for tokens in SAMPLED[:0:-1]:
+            yield Point("layers", partial(self._layers, tokens), lambda: ENOUGH)
         for kind in KINDS[3:]:
             yield from self._of_calls(SENT[:2], [kind], self.sizes[:1])
         for dtype in others:
@@ -277,7 +280,15 @@ class Bench:
         while len(batches) < BATCHES and self.timer.left > end and self.timer.fits(count * first[0]):
             batches.append(self.timer.worked(action, count))
         seconds, worked = (min(some) for some in zip(*(batches or [first]), strict=True))
-        return seconds, worked
+        return worked * self._turns or seconds, worked
+
+    @cached_property
+    def _turns(self) -> float:
+        """How many ranks share a core, 0 where each has its own. Those that share one take turns: a step ends after so
+        many times the CPU seconds of a rank. A clock also counts when each begins, and all else that runs: 8 ranks on
+        2 cores read and write 1 MiB at 6 GB/s each by their CPU, and at 0.01 to 1 GB/s by the clock."""
+        cores = len(os.sched_getaffinity(0))
+        return self.size / cores if self.cpu and self.size > cores else 0.0
 
     def _added(self, action: Callable[[], object], share: float) -> float | None:
         """Seconds that a call adds to the computation before it, while all ranks run both: the median of the
@@ -291,21 +302,26 @@ class Bench:
 
         end = self.timer.left - share
         self.timer.time(both)
-        batches: list[float] = []
+        batches: list[tuple[float, float]] = []
         while len(batches) < BATCHES and (not batches or self.timer.left > end) and self.timer.fits():
-            batches.append(self.timer.time(action))
+            batches.append(self._timed(action, 1))
         if not batches:
             return None
-        alone = min(batches)
+        alone, took = min(priced for priced, _ in batches), min(seconds for _, seconds in batches)
         found: list[float] = []
-        if share >= self._needed(alone):
-            took = self._needed(alone) / MIN_DIFFERENCES
+        if share >= self._needed(took):
+            took = self._needed(took) / MIN_DIFFERENCES
             while self.timer.fits(took) and (len(found) < MIN_DIFFERENCES or self.timer.left > end):
                 before = self.timer.left
-                without = self.timer.time(compute, TOGETHER)
-                found.append(self.timer.time(both, TOGETHER) - without)
+                without, _ = self._timed(compute, TOGETHER)
+                found.append(self._timed(both, TOGETHER)[0] - without)
                 took = before - self.timer.left
         return max(median(found), ADDED * alone) if len(found) >= MIN_DIFFERENCES else alone
+
+    def _timed(self, action: Callable[[], object], count: int) -> tuple[float, float]:
+        """Seconds of one of `count` calls in a row as plans are priced with, and those that it takes to measure."""
+        seconds, worked = self.timer.worked(action, count)
+        return worked * self._turns or seconds, seconds
 
     @cached_property
     def _between(self) -> tuple[Callable[[], None], float]:
@@ -347,13 +363,13 @@ class Bench:
                     y = y.transpose(0, 1)
                 torch.autograd.backward(y, torch.ones_like(y))
 
-            chain = self._seconds(transpose, share / 2)
-            view = None if chain is None else chain / (2 * CHAIN)
+            chain = self._worked(transpose, share / 2)
+            view = None if chain is None else chain[0] / (2 * CHAIN)
         self.view = view
         if view is not None and self.timer.fits():
-            layers = self._seconds(SampleLayers(self.device, LAYERS, WIDTH, TOKENS).step, share / 2)
+            layers = self._worked(SampleLayers(self.device, LAYERS, WIDTH, TOKENS).step, share / 2)
             if layers is not None:
-                self.launch = max(layers - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
+                self.launch = max(layers[0] - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
 
     def _operator(self, op: str, share: float) -> None:
         """Forward and backward of one operator; backward is what a step takes beside forward."""
@@ -378,8 +394,20 @@ class Bench:
             backward = max(both[1] - forward[1], LEAST_BACKWARD * forward[1])
             self.ran.append(Ran(operator.op, tokens, forward[1], backward))
 
+    def _layers(self, tokens: int, share: float) -> None:
+        """Forward and backward of layers, each with parameters of its own."""
+        tokens *= 1 if self.cpu else FACTOR
+        call, learning = self._call_of(layers(tokens))
+
+        def step() -> None:
+            y = call()
+            torch.autograd.grad(y, learning, torch.ones_like(y))
+
+        if (took := self._worked(step, share)) is not None:
+            self.ran.append(Ran(MANY, tokens, took[0], 0.0))
+
     def _call_of(self, graph: OperatorGraph) -> tuple[Callable[[], Tensor], list[Tensor]]:
-        """The operator of a sample on tensors, and those of them that have gradients."""
+        """A sample on tensors, and those of them that have gradients."""
         values: dict[Ref, Tensor] = {}
         for source in graph.sources:
             shape = source.spec.shape
@@ -387,10 +415,17 @@ class Bench:
                 values[Ref(source.id)] = torch.ones(shape, device=self.device, requires_grad=True)
             else:
                 values[Ref(source.id)] = torch.arange(shape[0], device=self.device) % VOCABULARY
-        (operator,) = graph.operators
-        args = rewrite(operator.args, lambda leaf: values[leaf] if isinstance(leaf, Ref) else leaf)
-        learning = [value for value in values.values() if value.requires_grad]
-        return partial(resolve(operator.target), *args, **dict(operator.kwargs)), learning
+        calls = [(Ref(one.id), resolve(one.target), one.args, dict(one.kwargs)) for one in graph.operators]
+
+        def run() -> Tensor:
+            known = dict(values)
+            for ref, function, args, kwargs in calls:
+                known[ref] = function(
+                    *rewrite(args, lambda leaf: known[leaf] if isinstance(leaf, Ref) else leaf), **kwargs
+                )
+            return known[graph.outputs[0]]
+
+        return run, [value for value in values.values() if value.requires_grad]
 
     def _overlap(self, share: float) -> None:
         """The share of an all-reduce of several gradient buckets that is hidden by matrix products of equal
@@ -401,9 +436,10 @@ class Bench:
         a = torch.ones(side, side, device=self.device)
         flats = [torch.ones(BUCKET // 4 * (1 if self.cpu else FACTOR), device=self.device) for _ in range(BUCKETS)]
         sum_ = self._added(lambda: dist.all_reduce(flats[0]), share / 3)
-        once = self._seconds(lambda: a @ a, share / 3) if sum_ is not None and self.timer.fits() else None
-        if sum_ is None or once is None:
+        product = self._worked(lambda: a @ a, share / 3) if sum_ is not None and self.timer.fits() else None
+        if sum_ is None or product is None:
             return
+        once, _ = product
         repeats = max(1, round(sum_ / once))
         alone = repeats * once
 
@@ -419,9 +455,9 @@ class Bench:
 
         if not self.timer.fits(BUCKETS * (sum_ + alone)):
             return
-        together = self._seconds(both, share / 3)
+        together = self._worked(both, share / 3)
         if together is not None:
-            hidden = sum_ + alone - together / BUCKETS
+            hidden = sum_ + alone - together[0] / BUCKETS
             self.overlap = min(max(hidden / min(sum_, alone), 0.0), 1.0)
 
     def _collective(self, kind: str, ranks: int, size: int, share: float) -> None:

@@ -20,7 +20,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_REDUCE
 from strategies.cost.cluster import Cluster, Link, Pace
 from strategies.cost.roofline import operator_work
-from strategies.cost.sample_operators import sample
+from strategies.cost.sample_operators import LAYERS, layers, sample
 from strategies.rules import rule_of
 
 ALONE = Mesh((("alone", 1),))
@@ -66,7 +66,7 @@ class Call:
 @dataclass(frozen=True)
 class Ran:
     """A sample of an operator on `tokens`, on every rank at once: seconds of forward and of backward, of a rank's CPU
-    where products have such."""
+    where products have such; those of `sample_operators.LAYERS` as plans are priced."""
 
     op: str
     tokens: int
@@ -85,19 +85,29 @@ class Error:
 @dataclass(frozen=True)
 class Fit:
     """`flops` by dtype, `memory_bandwidth` (None: not measured), `links` by kind of collective, `operators` by name,
-    forward and backward; `errors` by what was fitted."""
+    forward and backward; `errors` by what was fitted; `achieved` is the share of `flops` and `memory_bandwidth` that
+    operators reach in a step, which takes longer than the sum of its operators alone."""
 
     flops: Mapping[str, float]
     memory_bandwidth: float | None
     links: Mapping[str, Link]
     errors: Mapping[str, Error]
     operators: Mapping[str, tuple[Pace, Pace]] = field(default_factory=dict)
+    achieved: float = 1.0
 
 
-def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call], ran: Iterable[Ran] = ()) -> Fit:
-    """The constants of what was measured. Those of which nothing is known are left out: kinds of collectives that
-    were measured with one number of bytes, whose seconds per byte and per call cannot be separated, too."""
-    errors, products = dict[str, Error](), tuple(products)
+def fit(
+    products: Iterable[Product],
+    copies: Iterable[Copy],
+    calls: Iterable[Call],
+    ran: Iterable[Ran] = (),
+    launch: float = 0.0,
+    view: float = 0.0,
+) -> Fit:
+    """The constants of what was measured; `launch` and `view` in seconds per operator. Those of which nothing is known
+    are left out: kinds of collectives that were measured with one number of bytes, whose seconds per byte and per call
+    cannot be separated, too."""
+    errors, products, ran = dict[str, Error](), tuple(products), tuple(ran)
     flops: dict[str, float] = {}
     links: dict[str, Link] = {}
     for dtype, multiplied in _grouped(products, lambda one: one.dtype).items():
@@ -121,11 +131,32 @@ def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Cal
         worked = [one.seconds if one.worked is None else one.worked for one in measured]
         (_, per_byte), _ = law([[1.0, one.bytes] for one in measured], worked)
         own, shared = Cluster("own CPU", (), {"float32": 1 / per_flop}, 0, 1 / per_byte, 0.0), 1 / flops["float32"]
-        for op, samples in _grouped(ran, lambda one: one.op).items():
+        for op, samples in _grouped((one for one in ran if one.op != LAYERS), lambda one: one.op).items():
             paces, errors[f"{op} forward"], errors[f"{op} backward"] = _paces(samples, own)
             ahead, back = (Pace(one.call * shared / per_flop, one.factor) for one in paces)
             operators[op] = ahead, back
-    return Fit(flops, bandwidth, links, errors, operators)
+    achieved = 1.0
+    if bandwidth is not None and "float32" in flops:
+        machine = Cluster("measured", (), flops, 0, bandwidth, launch, view, operators=operators)
+        achieved, errors[LAYERS] = _achieved([one for one in ran if one.op == LAYERS], machine)
+    return Fit(flops, bandwidth, links, errors, operators, achieved)
+
+
+def _achieved(ran: Sequence[Ran], machine: Cluster) -> tuple[float, Error]:
+    """The share of the rates of `machine` with which the sum of the operators of layers takes as long as the layers."""
+    rates, calls, seconds = [], [], []
+    for one in ran:
+        graph = layers(one.tokens)
+        works = [operator_work(rule_of(op, graph), {}, op, graph, ALONE, machine) for op in graph.operators]
+        launches = sum(work.calls for work in works)
+        rates.append(sum(work.forward + work.backward for work in works) - launches)
+        calls.append(launches)
+        seconds.append(one.forward + one.backward)
+    if not ran:
+        return 1.0, Error(0.0, 0.0)
+    share = sum(rates) / max(sum(seconds) - sum(calls), sum(rates))
+    times = np.array(calls) + np.array(rates) / share
+    return share, _error(times[:, None], np.array(seconds), np.ones(1))
 
 
 def _paces(ran: Sequence[Ran], machine: Cluster) -> tuple[tuple[Pace, Pace], Error, Error]:

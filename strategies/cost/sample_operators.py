@@ -2,7 +2,9 @@
 attention, the backward of normalisations that are a dozen operators on CPUs, a cross-entropy that passes several times
 over its operand.
 
-A sample is one operator on some tokens, as a graph: what runs and what the roofline counts are the same call.
+A sample is one operator on some tokens, as a graph: what runs and what the roofline counts are the same call. `layers`
+are many operators, each on what the one before it returned, as a step has them: what it takes beside the sum of its
+operators is what caches, allocation and autograd take.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ FORMS = {  # first those that differ most from the roofline
     "silu": Form("aten.silu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
 }
 NORMALISED = ("rms_norm", "layer_norm")
+LAYERS, DEPTH = "layers", 4
+"""The name of the sample of many operators, and how often it repeats them."""
 
 
 def sample(op: str, tokens: int) -> OperatorGraph:
@@ -66,3 +70,33 @@ def sample(op: str, tokens: int) -> OperatorGraph:
     results = (TensorSpec(form.result(tokens), "float32"),)
     one = Operator(op, op, "", op, form.target, args, form.kwargs, results, False, "", ())
     return OperatorGraph(tuple(sources), (one,), (Ref(op),), ())
+
+
+def layers(tokens: int) -> OperatorGraph:
+    """`DEPTH` feed-forward layers with a norm before and a residual around each, in float32, with gradients."""
+    narrow, wide = TensorSpec((tokens, WIDTH), "float32"), TensorSpec((tokens, HIDDEN), "float32")
+    sources, operators = [Source("x", "parameter", "x", narrow, True)], list[Operator]()
+
+    def parameter(*shape: int) -> Ref:
+        name = f"w{len(sources)}"
+        sources.append(Source(name, "parameter", name, TensorSpec(shape, "float32"), True))
+        return Ref(name)
+
+    def call(op: str, target: str, result: TensorSpec, *args: object) -> Ref:
+        name = f"{op}{len(operators)}"
+        operators.append(Operator(name, name, "", op, target, args, (), (result,), False, "", ()))
+        return Ref(name)
+
+    x = Ref("x")
+    for _ in range(DEPTH):
+        norm = call("layer_norm", "aten.layer_norm.default", narrow, x, (WIDTH,), parameter(WIDTH), parameter(WIDTH))
+        up = call("linear", "aten.linear.default", wide, norm, parameter(HIDDEN, WIDTH))
+        down = call(
+            "linear",
+            "aten.linear.default",
+            narrow,
+            call("gelu", "aten.gelu.default", wide, up),
+            parameter(WIDTH, HIDDEN),
+        )
+        x = call("add", "aten.add.Tensor", narrow, x, down)
+    return OperatorGraph(tuple(sources), tuple(operators), (x,), ())

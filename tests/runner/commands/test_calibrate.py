@@ -11,6 +11,7 @@ from itertools import chain
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from runner import launch
 from runner.commands import calibrate
@@ -21,6 +22,8 @@ from strategies.core.mesh import Mesh
 from strategies.cost.calibration_fit import Error, Fit, Product, fit
 from strategies.cost.cluster import Link
 from strategies.cost.roofline import operator_work
+from strategies.cost.sample_operators import LAYERS as MANY
+from strategies.cost.sample_operators import layers
 from strategies.rules import rule_of
 from tests.strategies.machines import cluster
 
@@ -75,7 +78,15 @@ class Clock(Timer):
 
 NEEDED = [
     *("products of float32", "memory", "all_reduce", "all_gather", "reduce_scatter", "small operators"),
-    *("all_to_all", "exchange", "send", "products of float64", "products of bfloat16", "products beside all-reduces"),
+    *(
+        "layers",
+        "all_to_all",
+        "exchange",
+        "send",
+        "products of float64",
+        "products of bfloat16",
+        "products beside all-reduces",
+    ),
 ]
 CONSTANTS = [
     *("flops.float32", "memory_bandwidth", "kinds.all_reduce", "kinds.all_gather", "kinds.reduce_scatter", "launch"),
@@ -122,6 +133,29 @@ def test_copies_read_what_is_in_no_cache(monkeypatch, size, operands):
     assert len(set(read)) == operands and len(set(read[:operands])) == operands
 
 
+@pytest.mark.parametrize(("cores", "seconds"), [(1, 0.02), (2, 0.01), (4, 0.01), (64, 0.01)])
+def test_ranks_that_share_cores_are_measured_by_their_cpu(monkeypatch, cores, seconds):
+    """4 ranks; a call takes 0.01 seconds by the clock, half of them on its CPU."""
+    monkeypatch.setattr(calibration.os, "sched_getaffinity", lambda _: set(range(cores)))
+    bench = Bench(0, 4, torch.device("cpu"), Clock(1000.0, lambda _: 0.01))
+    bench._product("float32", 8, 1.0)
+    bench._copy(2**20, 1.0)
+    assert (bench.products[0].seconds, bench.copies[0].seconds) == (pytest.approx(seconds), pytest.approx(seconds))
+
+
+def test_a_sample_of_layers_is_run_as_it_is_priced():
+    graph = layers(8)
+    run, learning = Bench(0, 1, torch.device("cpu"), Clock(1.0, lambda _: 0.01))._call_of(graph)
+    y = run()
+    assert tuple(y.shape) == graph.specs[graph.outputs[0]].shape and len(learning) == len(graph.sources)
+    assert all(gradient is not None for gradient in torch.autograd.grad(y, learning, torch.ones_like(y)))
+    x, *parameters = (one.detach() for one in learning)
+    for scale, shift, up, down in zip(*(parameters[start::4] for start in range(4)), strict=True):
+        normed = functional.layer_norm(x, x.shape[-1:], scale, shift)
+        x = x + functional.gelu(normed @ up.T) @ down.T
+    torch.testing.assert_close(y, x)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 2.0, 40.0])
 def test_what_does_not_fit_keeps_its_described_value(bench, seconds):
     measured, titles, clock = bench(seconds)
@@ -159,6 +193,16 @@ def test_the_file_says_what_was_fitted(tmp_path):
     assert (found.launch, found.view, found.devices) == (1e-5, 2e-6, 4)
     assert found.levels[0].of("all_gather") == Link(2e8, 1e-4, 1e-3)
     assert found.levels[0].of("send") == found.levels[0].link == cluster(8, 1).levels[-1].link
+
+
+def test_the_file_says_what_a_step_achieves(tmp_path):
+    fitted = Fit({"float32": 5e9}, 7e9, {}, {MANY: Error(0.01, 0.02)}, {}, 0.8)
+    measured = Measured(1, "cpu", 1e9, 1e-5, 2e-6, 0.0, (), (), ())
+    text, _ = calibrate.described("box", measured, fitted, cluster(8, 1))
+    assert "achieved: {flops: 0.800, memory: 0.800, links: 1.0}" in text and "fitted within 1%, at worst 2%" in text
+    (tmp_path / "box.yaml").write_text(text, encoding="utf-8")
+    found = clusters.from_description(tmp_path / "box.yaml")
+    assert (found.flops["float32"], found.memory_bandwidth) == (pytest.approx(4e9), pytest.approx(5.6e9))
 
 
 def test_operators_of_a_sample_layer_are_counted_as_they_are_priced():
