@@ -69,7 +69,7 @@ def lower(
         StrategyError: the mesh of `plan` has a share, and ranks with others would have to exchange their slices.
     """
     program = _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
-    check_share(program)
+    check_share(program, graph)
     return program
 
 
@@ -106,20 +106,24 @@ def unequal(what: str) -> StrategyError:
     )
 
 
-def check_share(program: Program) -> None:
+def check_share(program: Program, graph: OperatorGraph) -> None:
     """Raises StrategyError where ranks with different shares would communicate slices: only sums of tensors of one
     shape pass between them."""
     share = program.mesh.share
     if share is None:
         return
+
+    def refusal(name: str) -> StrategyError:
+        return unequal(graph.by_name[name].where if name in graph.by_name else name)
+
     for carried in program.redistributions:
         for step in (*carried.forward, *(carried.backward if carried.differentiable else ())):
             larger = step.before if step.kind == SLICE else step.after
             alone = step.kind == ALL_REDUCE or (step.kind in LOCAL and not larger.dims[step.dim])
             if share.axis in step.axes and not alone:
-                raise unequal(carried.operator)
+                raise refusal(carried.operator)
             if step.kind == EXCHANGE and share.axis in step.before.axes | step.after.axes:
-                raise unequal(carried.operator)
+                raise refusal(carried.operator)
 
 
 def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh) -> frozenset[str]:
@@ -239,16 +243,17 @@ class Emitter:
         return Ref(fresh)
 
     def slices(self, *factors: str) -> int:
-        mesh, axes = self.emission.mesh, self._axes(factors)
-        if mesh.share is not None and mesh.share.axis in axes:
+        if not self.equal(*factors):
             raise unequal(self.operator.where)
-        return mesh.product(axes)
+        return self.emission.mesh.product(self._axes(factors))
 
     def parts(self, *factors: str) -> float:
-        axes, mesh = self._axes(factors), self.emission.mesh
-        if mesh.share is None or mesh.share.axis not in axes:
-            return mesh.product(axes)
-        return float(mesh.parts(axes))
+        parts = self.emission.mesh.parts(self._axes(factors))
+        return int(parts) if self.equal(*factors) else float(parts)
+
+    def equal(self, *factors: str) -> bool:
+        share = self.emission.mesh.share
+        return share is None or share.axis not in self._axes(factors)
 
     def position(self, factors: str | Dims, stride: int | None = None) -> RankValue:
         return RankValue(self._axes((factors,) if isinstance(factors, str) else factors), stride)
@@ -272,16 +277,30 @@ class Emitter:
         return self._carried(value, f"{value.id}_sum", before, after, before, tuple(shape), dtype, differentiable)
 
     def gather_over(
-        self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None, dim: int | None = None
+        self,
+        value: Ref,
+        *factors: str,
+        shape: Sequence[int] = (),
+        dtype: str | None = None,
+        dim: int | None = None,
+        differentiable: bool | None = None,
     ) -> Ref:
         axes, name = self._axes(factors), f"{value.id}_gathered"
+        if dim is None and not self.equal(*factors):  # only sums pass between ranks with different slices
+            shape = (self.emission.mesh.product(axes), *shape)
+            empty = self.call("aten.new_zeros.default", value, shape)
+            value = self.call("aten.select_scatter.default", empty, value, 0, RankValue(axes))
+            spec = TensorSpec(shape, dtype or self.operator.results[0].dtype)
+            differentiable = spec.floating if differentiable is None else differentiable
+            return self.sum_over(value, *factors, shape=shape, differentiable=differentiable, dtype=dtype)
         if dim is None:
             value, shape, dim = self.call("aten.unsqueeze.default", value, 0), (1, *shape), 0
         dim %= len(shape)
         after = Layout.replicated(len(shape))
         before = Layout((*after.dims[:dim], axes, *after.dims[dim + 1 :]))
         complete = (*shape[:dim], shape[dim] * self.slices(*factors), *shape[dim + 1 :])
-        return self._carried(value, name, before, after, Layout(after.dims, frozenset(axes)), complete, dtype)
+        returned = Layout(after.dims, frozenset(axes))
+        return self._carried(value, name, before, after, returned, complete, dtype, differentiable)
 
     def windows_over(self, value: Ref, windows: Mapping[int, tuple[str, Sequence[tuple[int, int]]]]) -> Ref:
         complete, local = self.emission.graph.specs[self.operator.operands[0]].shape, self.operand_shape()

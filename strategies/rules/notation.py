@@ -11,8 +11,9 @@
 | `+n`      | an optional operand that is broadcast and added to the result, by one slice of the summed factors  |
 | `; !dim`  | the dims of `...` that the argument `dim` names (all, if it is None) stay replicated                |
 | `; +dim`  | they are summed over; `; /dim` takes means. Results lack these dims, or have size 1 in their place  |
+| `; ^dim`  | the same, but the local program reduces them, so that every slice has the complete result          |
 
-A number may stand for the name of the argument: `; !0`. A factor that no result carries is summed over.
+A number may stand for the name of the argument: `; !0`. Any other factor that no result carries is summed over.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Term:
 @dataclass(frozen=True)
 class Line:
     """A line of notation. `chosen` are arguments (or numbers) that name dims; `how` says what becomes of these: they
-    stay replicated (!), are summed over (+) or averaged (/)."""
+    stay replicated (!), are summed over (+), averaged (/) or reduced by the local program (^)."""
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
@@ -264,7 +265,7 @@ def notation(
         specs,
         operands,
         results,
-        sums=summed,
+        sums=() if line.how == "^" else summed,
         local=local,
         flops=2.0 * prod(known.values()) if product else flops,
         sizes=sizes,

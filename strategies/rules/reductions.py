@@ -1,15 +1,22 @@
 """Reductions that are no line of notation: quantiles, whose number stands in front of the result, and histograms;
-running sums, which can be sliced along their own dim too, given the totals of the slices before; and distances between
-the vectors of two tensors, whose own dim stays replicated.
+running sums, which can be sliced along their own dim too, given the totals of the slices before; extremes, which every
+rank finds among those of all slices; and distances between the vectors of two tensors, whose own dim stays replicated.
+
+An extreme of all (amax, max without dim) has the gradient of torch: it is divided evenly among all elements that are
+equal to it, on whatever ranks. Where its place is returned too (max with dim, argmax), it is the first one, which alone
+has the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec, wide
 from strategies.rules.notation import notation
 from strategies.rules.registry import arguments, dim_of, local_function, rule
 from strategies.rules.sharding import Local, Sharding, numbered, sharding
@@ -58,6 +65,132 @@ def _running_sum(operator: Operator, local: Local) -> Ref:
 
 # padding stands behind everything else, so that it reaches only padding
 line("d0 ... -> d0 ...", "cumsum", padded=True, local=_running_sum)
+
+
+def _extreme(x: Tensor, largest: bool, dims: tuple[int, ...]) -> Tensor:
+    return x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
+
+
+@local_function
+def slice_extreme(x: Tensor, largest: bool, dims: tuple[int, ...]) -> Tensor:
+    """Of one slice the largest (or smallest) elements over `dims`, and how many elements equal them: [2, ...] with size
+    1 in place of `dims`, without gradient. In float32, int64 or wider: numbers are counted."""
+    x = x.detach()
+    extreme = _extreme(x, largest, dims)
+    ties = (x == extreme).sum(tuple(dims), keepdim=True)
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.int64
+    return torch.stack((extreme.to(dtype), ties.to(dtype)))
+
+
+class _DividedAmongTies(torch.autograd.Function):
+    """`extreme`, whose gradient x gets where it equals it, divided by the number of `ties` of all slices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, extreme: Tensor, ties: Tensor) -> Tensor:
+        ctx.save_for_backward(x, extreme, ties)
+        return extreme.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, extreme, ties = ctx.saved_tensors
+        return (gradient / ties).to(x.dtype) * (x == extreme), None, None
+
+
+@local_function
+def extreme_of_slices(x: Tensor, slices: Tensor, largest: bool, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """The largest (or smallest) elements of all slices, of which x is one, from every slice's `slice_extreme` [slices,
+    2, ...]."""
+    extremes, ties = slices.unbind(1)
+    extreme = _extreme(extremes, largest, (0,))[0]
+    ties = ties.where(extremes == extreme, 0).sum(0)
+    result: Tensor = _DividedAmongTies.apply(x, extreme.to(x.dtype), ties)  # type: ignore[no-untyped-call]
+    return result if keepdim else result.squeeze(tuple(dims))
+
+
+@local_function
+def slice_first(
+    x: Tensor, largest: bool, dim: int | None, starts: Sequence[int], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Of one slice the largest (or smallest) elements over `dim` (None: over all), and the first place of each among
+    all `sizes`, of which the slice begins at `starts`: with size 1 in place of what was reduced."""
+    if dim is not None:
+        value, place = x.max(dim, keepdim=True) if largest else x.min(dim, keepdim=True)
+        return value, place + starts[dim]
+    value, index = x.reshape(-1).max(0) if largest else x.reshape(-1).min(0)
+    place = torch.zeros_like(index)
+    for one, start, size in zip(torch.unravel_index(index, x.shape), starts, sizes, strict=True):
+        place = place * size + one + start
+    shape = (1,) * x.dim()
+    return value.view(shape), place.view(shape)
+
+
+@local_function
+def first_of_slices(
+    value: Tensor, place: Tensor, values: Tensor, places: Tensor, largest: bool, dims: tuple[int, ...], keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    """The largest (or smallest) of the `values` [slices, ...] of all slices and the first of their `places`; the
+    gradient belongs to the slice whose own `value` it is."""
+    best = _extreme(values, largest, (0,))
+    attained = (values == best) | (values.isnan() & best.isnan())
+    first = places.where(attained, torch.iinfo(places.dtype).max).amin(0)
+    results = value.where(place == first, best[0]), first
+    return results if keepdim else (results[0].squeeze(tuple(dims)), first.squeeze(tuple(dims)))
+
+
+LARGEST = frozenset({"amax", "argmax", "max"})
+
+
+def _reduced(operator: Operator, rank: int) -> tuple[int, ...]:
+    """The dims that are reduced."""
+    dims = arguments(operator).get("dim")
+    each = [dims] if isinstance(dims, int) else dims or range(rank)
+    return tuple(sorted(dim % rank for dim in each)) if rank else ()
+
+
+def _among_slices(operator: Operator, local: Local) -> Ref:
+    shape = local.operand_shape()
+    dims = _reduced(operator, len(shape))
+    factors = [f"d{dim}" for dim in dims]
+    if local.parts(*factors) == 1:
+        return local.itself()
+    largest, spec = operator.op in LARGEST, operator.results[0]
+    own = local.call("local.slice_extreme", local.args[0], largest, dims)
+    left = tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+    dtype = wide(spec.dtype) if spec.floating else "int64"
+    slices = local.gather_over(own, *factors, shape=(2, *left), dtype=dtype, differentiable=False)
+    keepdim = bool(local.arguments.get("keepdim"))
+    return local.call("local.extreme_of_slices", local.args[0], slices, largest, dims, keepdim)
+
+
+def _with_place(dtype: str, operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
+    shape = local.operand_shape()
+    dims = _reduced(operator, len(shape))
+    factors = [f"d{dim}" for dim in dims]
+    if local.parts(*factors) == 1:
+        return local.itself()
+    largest, dim = operator.op in LARGEST, arguments(operator)["dim"]
+    starts = tuple(local.position(f"d{at}", size) if at in dims else 0 for at, size in enumerate(shape))
+    sizes = tuple(local.size(f"d{at}") if at in dims else size for at, size in enumerate(shape))
+    own = local.several(
+        "local.slice_first", local.args[0], largest, dim if dim is None else dim % len(shape), starts, sizes
+    )
+    value, place = Ref(own.id, 0), Ref(own.id, 1)
+    left = tuple(1 if at in dims else size for at, size in enumerate(shape))
+    values = local.gather_over(value, *factors, shape=left, dtype=dtype, differentiable=False)
+    places = local.gather_over(place, *factors, shape=left, dtype="int64", differentiable=False)
+    keepdim = bool(local.arguments["keepdim"])
+    first = local.several("local.first_of_slices", value, place, values, places, largest, dims, keepdim)
+    return tuple(Ref(first.id, at) for at in ((0, 1) if operator.multiple else (1,)))
+
+
+@rule("amax", "amin", "argmax", "argmin", "max", "min")
+def extreme(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """Of all elements, or over some dims; or of two operands, element by element."""
+    if len(specs) == 2:
+        return notation("..., ... -> ...", operator, specs)
+    placed = operator.multiple or operator.op.startswith("arg")
+    local = partial(_with_place, specs[0].dtype) if placed else _among_slices
+    return notation("... -> ...* ; ^dim", operator, specs, padded=True, local=local)
 
 
 def _distances(operator: Operator, local: Local) -> Ref:

@@ -30,13 +30,14 @@ class Local(Protocol):
     `Ref(ref.id, i)`). `position` stands for a number that differs from rank to rank: the index of the rank's slice of
     the factors, or with its length `stride` where it begins; `size` is a factor's global size. Random operators read
     `key` (the program's), `ordinal` (theirs) and `exact`. `parts` is how many slices like the rank's own the factors
-    have, `slices` the same where these are equal: it refuses slices of different sizes.
+    have, `slices` the same where these are `equal`: it refuses slices of different sizes.
 
     `sum_over` adds a value of local shape `shape` over the slices of factors; with `differentiable` the ranks'
     gradients of the sum are added in backward. `gather_over` stacks the slices' values on a new dim 0,
     [slices, *shape], or joins them along an existing `dim`; in backward each slice gets the sum of the ranks' gradients
-    of its own part. `windows_over` fetches, of the first operand's slice `value`, the `windows` of other slices: dim ->
-    (factor, the global (start, stop) that each slice of the factor gets); in backward, overlapping gradients are added.
+    of its own part, or nothing where it is not `differentiable`. `windows_over` fetches, of the first operand's slice
+    `value`, the `windows` of other slices: dim -> (factor, the global (start, stop) that each slice of the factor
+    gets); in backward, overlapping gradients are added.
     `dtype` is that of the value (the operator's, if none is given). Both are collectives in backward
     too, so every rank must use a differentiable result in a way that autograd sees (times zero, if need be). `ring`
     says whether keys and values shall not be gathered. `cooperate` calls a local function that communicates itself,
@@ -63,6 +64,7 @@ class Local(Protocol):
     def several(self, target: str, *args: Any, **kwargs: Any) -> Ref: ...
     def slices(self, *factors: str) -> int: ...
     def parts(self, *factors: str) -> float: ...
+    def equal(self, *factors: str) -> bool: ...
     def size(self, factor: str) -> int: ...
     def position(self, factors: str | Dims, stride: int | None = None) -> Any: ...
     def sum_over(
@@ -74,7 +76,13 @@ class Local(Protocol):
         dtype: str | None = None,
     ) -> Ref: ...
     def gather_over(
-        self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None, dim: int | None = None
+        self,
+        value: Ref,
+        *factors: str,
+        shape: Sequence[int] = (),
+        dtype: str | None = None,
+        dim: int | None = None,
+        differentiable: bool | None = None,
     ) -> Ref: ...
     def windows_over(self, value: Ref, windows: Mapping[int, tuple[str, Sequence[tuple[int, int]]]]) -> Ref: ...
     def channel(

@@ -86,8 +86,7 @@ PADDED = (
     (
         "... -> ...* ; !dim",
         """
-        _is_all_true _is_any_true all amax amin aminmax any argmax argmin kthvalue logsumexp max median min mode nanmean
-        nanmedian var var_mean
+        _is_all_true _is_any_true all aminmax any kthvalue logsumexp median mode nanmean nanmedian var var_mean
         """,
     ),
     # Windows and lookups
@@ -115,7 +114,6 @@ EVEN = (
         special_sinc special_xlog1py special_xlogy special_zeta sqrt tan threshold true_divide trunc xlogy
         """,
     ),
-    ("..., ... -> ...", "max min"),
     ("...* -> ...*", "broadcast_tensors"),
     ("d0 d1 ..., d1 -> d0 d1 ...", "prelu"),
     ("d0, !slope -> d0", "prelu"),

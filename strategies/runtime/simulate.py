@@ -106,7 +106,8 @@ def redistribute(
         return lambda flat: list(chain(*carry(paths, by_part(flat), mesh, by_rank)))
 
     if not instruction.differentiable:
-        return carry([part.forward for part in parts], tensors, mesh, by_rank)
+        values = [[tensor.detach() for tensor in some] for some in tensors]
+        return carry([part.forward for part in parts], values, mesh, by_rank)
     forward, backward = carrier([part.forward for part in parts]), carrier([part.backward for part in parts])
     scales = tuple(part.scale for part in parts for _ in range(mesh.size))
     return by_part(Redistribution.apply(forward, backward, scales, False, *chain(*tensors)))  # type: ignore[no-untyped-call]

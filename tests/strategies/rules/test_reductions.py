@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from strategies.core.mesh import Mesh
+from strategies.rules import rule_of
 
 torch.manual_seed(1)
 
@@ -18,6 +19,11 @@ def integers(*shape):
     return torch.randint(0, 3, shape)
 
 
+def tied(*shape):
+    """Several elements equal the largest one and the smallest one."""
+    return integers(*shape).double()
+
+
 def over(name, *dims, **options):
     """The reduction `name` with its arguments after the tensor."""
     return lambda a: getattr(torch, name)(a, *dims, **options)
@@ -26,7 +32,8 @@ def over(name, *dims, **options):
 AMINMAX = "NotImplemented" not in type(torch.aminmax(torch.ones(1, requires_grad=True)).min.grad_fn).__name__
 """Whether it has a derivative (since torch 2.12)."""
 EVERY = "sum mean amax amin prod max min median std var argmax argmin".split()
-COVERS = "histc nanquantile quantile"
+EXTREMES = "max min amax argmax argmin".split()
+COVERS = "amax amin argmax argmin histc max min nanquantile quantile"
 CASES = [
     *((name, over(name), x(6, 12)) for name in EVERY),
     *((f"{name} dim", over(name, 1), x(6, 12)) for name in "sum mean prod argmax argmin".split()),
@@ -79,6 +86,12 @@ CASES = [
     ("max other", torch.max, x(6, 12), x(12)),
     ("min other", torch.min, x(6, 1), x(12)),
     ("max of integers", torch.max, integers(6, 12)),
+    *((f"{name} of ties", over(name, (0, 2)), tied(6, 2, 12)) for name in ("amax", "amin")),
+    *((f"{name} of all ties", over(name), tied(6, 4)) for name in ("amax", "max", "min", "argmax", "argmin")),
+    *((f"{name} of ties kept", over(name, 1, keepdim=True), tied(6, 12)) for name in EXTREMES),
+    *((f"{name} of ties in front", over(name, 0), tied(12, 5)) for name in EXTREMES),
+    ("amax of infinities", lambda a: (a - math.inf).amax(1), x(6, 12)),
+    ("amin of integers", lambda a: a.amin(0), integers(6, 12)),
 ]
 
 
@@ -89,6 +102,15 @@ def test_reductions(cases, check):
 @pytest.mark.slow
 def test_reductions_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
+
+
+def test_extremes_are_those_of_all_slices(cases):
+    """No dim stays replicated because it is reduced."""
+    graph = cases.captured.graph
+    extremes = [one for one in graph.operators if one.op in EXTREMES and len(one.operands) == 1]
+    assert len(extremes) > 20
+    for operator in extremes:
+        assert None not in rule_of(operator, graph).operands[0], operator
 
 
 def test_every_rule_has_a_case(cases, uncovered):
