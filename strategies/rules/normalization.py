@@ -3,8 +3,9 @@ weight norm by the vectors that have a norm each.
 
 Batch norm is synchronized: the statistics of the global batch, as one device would compute them, for any sharding.
 Every rank computes mean and variance of its slice (two passes over the data), the slices' statistics are gathered, and
-each rank combines them: the mean of the means, and the mean of the variances plus the variance of the means. Slices
-have equal length, so unweighted means are exact. The all-gather is differentiable and the only communication.
+each rank combines them: the mean of the means, and the mean of the variances plus the variance of the means. Where
+slices have different lengths, each sends its share of the elements too, by which these means are weighted. The
+all-gather is differentiable and the only communication.
 """
 
 from __future__ import annotations
@@ -83,21 +84,28 @@ def instance_norm_training(input: Tensor, *settings: Any) -> tuple[Tensor, Tenso
 
 
 @local_function
-def slice_statistics(x: Tensor) -> Tensor:
-    """Variance (of the slice, not corrected) and mean of each channel of x [n, c, ...]: [2, c], float32 or wider."""
+def slice_statistics(x: Tensor, share: float | None = None) -> Tensor:
+    """Variance (of the slice, not corrected) and mean of each channel of x [n, c, ...], and the slice's share of all
+    elements, if it is given: [2 or 3, c], float32 or wider."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.stack(torch.var_mean(exact, _all_but_channels(x), correction=0))
+    variance, mean = torch.var_mean(exact, _all_but_channels(x), correction=0)
+    return torch.stack((variance, mean) if share is None else (variance, mean, torch.full_like(mean, share)))
+
+
+def _mean_of_slices(values: Tensor, shares: Sequence[Tensor]) -> Tensor:
+    """[slices, c] -> [c], weighted by shares [slices, c], if there are any."""
+    return (values * shares[0]).sum(0) if shares else values.mean(0)
 
 
 @local_function
 def normalised(
     x: Tensor, gathered: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [n, c, ...] normalised by the statistics `gathered` [slices, 2, c]; mean and variance [c] of the global batch,
-    without gradient."""
-    variances, means = gathered.unbind(1)
-    mean = means.mean(0)
-    variance = variances.mean(0) + (means - mean).square().mean(0)
+    """x [n, c, ...] normalised by the statistics `gathered` [slices, 2 or 3, c]; mean and variance [c] of the global
+    batch, without gradient."""
+    variances, means, *shares = gathered.unbind(1)
+    mean = _mean_of_slices(means, shares)
+    variance = _mean_of_slices(variances + (means - mean).square(), shares)
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * weight
@@ -133,13 +141,15 @@ def _dims(shape: Sequence[int]) -> tuple[Dims, tuple[str, ...]]:
 def _statistics(operator: Operator, local: Local, *, weight: Ref | None, bias: Ref | None, eps: float) -> Ref:
     """Several results: the normalised slice, mean and variance of the global batch."""
     shape = local.operand_shape(0)
-    own = local.call("local.slice_statistics", local.args[0])
-    gathered = local.gather_over(own, *_dims(shape)[1], shape=(2, shape[1]), dtype=wide(operator.results[0].dtype))
+    averaged, dtype = _dims(shape)[1], wide(operator.results[0].dtype)
+    share = () if local.equal(*averaged) else (1 / local.parts(*averaged),)
+    own = local.call("local.slice_statistics", local.args[0], *share)
+    gathered = local.gather_over(own, *averaged, shape=(2 + len(share), shape[1]), dtype=dtype)
     return local.several("local.normalised", local.args[0], gathered, weight, bias, eps)
 
 
 def _training(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
-    if local.slices(*_dims(local.operand_shape())[1]) == 1:
+    if local.parts(*_dims(local.operand_shape())[1]) == 1:
         return local.itself()
     _, weight, bias, running_mean, running_var, momentum, eps = local.args
     normed = _statistics(operator, local, weight=weight, bias=bias, eps=eps)
@@ -151,7 +161,7 @@ def _training(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
 
 
 def _without_history(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
-    if local.slices(*_dims(local.operand_shape())[1]) == 1:
+    if local.parts(*_dims(local.operand_shape())[1]) == 1:
         return local.itself()
     given = local.arguments
     return (_statistics(operator, local, weight=given["weight"], bias=given["bias"], eps=given["eps"]),)
@@ -184,12 +194,13 @@ def batch_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | No
 
 def _instances(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
     """The statistics of the samples are averaged, over the slices too."""
-    normed, slices = local.itself(), local.slices("n")
-    if slices == 1:
+    normed, parts = local.itself(), local.parts("n")
+    if parts == 1:
         return normed
     shape = local.result_shape(1)
-    means = [local.sum_over(Ref(normed.id, i), "n", shape=shape, dtype=operator.results[i].dtype) for i in (1, 2)]
-    return normed, *(local.call("aten.div.Tensor", mean, slices) for mean in means)
+    means = [local.call("aten.div.Tensor", Ref(normed.id, i), parts) for i in (1, 2)]
+    dtypes = [result.dtype for result in operator.results[1:]]
+    return normed, *(local.sum_over(m, "n", shape=shape, dtype=d) for m, d in zip(means, dtypes, strict=True))
 
 
 @rule("instance_norm_training")

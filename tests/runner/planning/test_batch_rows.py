@@ -17,6 +17,7 @@ from runner.planning.batch_rows import divided
 
 THREE = ("parallel=data_parallel", "world_size=3", "data.batch_size=12")
 DEVICES = ("cluster.machine.levels.gpu.size=3", "cluster.machine.launch=0")
+NORM = "+model.args.norm=true"
 SLOWER = "cluster.groups=[{devices: 2}, {devices: 1, speed: 0.5}]"
 
 
@@ -42,6 +43,8 @@ def test_the_slowest_rank_is_as_fast_as_it_can_be(lines: tuple[tuple[float, floa
     "words",
     [
         pytest.param(("parallel.batch_rows=[5, 5, 2]",), marks=pytest.mark.slow),
+        pytest.param(("parallel.batch_rows=[5, 6, 1]", NORM), marks=pytest.mark.slow),
+        pytest.param((SLOWER, NORM, "train.accumulate=2", "data.batch_size=24"), marks=pytest.mark.slow),
         pytest.param((SLOWER, "train.accumulate=2", "data.batch_size=24", "train.clip=0.5"), marks=pytest.mark.slow),
         pytest.param(("parallel.batch_rows=[1, 10, 1]", "optimizer.target=torch.optim.AdamW"), marks=pytest.mark.slow),
     ],

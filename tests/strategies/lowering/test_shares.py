@@ -51,6 +51,27 @@ class Counted(nn.Module):
         return counted + y.abs().mean() + (y * torch.ones(len(y), 1)).sum() / len(y) + y.pow(4).mean(0).sum()
 
 
+class Normed(nn.Module):
+    """Norms by statistics of all rows, with and without a history; and the extremes of all rows, some of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(3, 4, 2, bias=False), nn.Linear(4, 6, bias=False)
+        self.norms = nn.ModuleList((nn.BatchNorm1d(4), nn.BatchNorm1d(6, track_running_stats=False)))
+        self.samples = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norms[0](self.first(self.samples(x).square())))  # many zeros
+        y = y + y.amin(0) + y.amax((0, 2), keepdim=True)
+        z = self.norms[1](self.second(y.square().sum(2)))
+        return (z.square() * z.max(0).values).mean() + z.max() + (z.argmin(0) * z.mean(0)).sum()
+
+
+class Sorted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort(0).values
+
+
 class FlattenedCrossEntropy(nn.CrossEntropyLoss):
     def forward(self, scores: Tensor, target: Tensor) -> Tensor:
         return super().forward(scores, target.flatten())
@@ -79,6 +100,7 @@ MODELS = {
     "probabilities": lambda: Model(
         nn.Linear(4, 3), nn.CrossEntropyLoss(), (_numbers(12, 4), _numbers(12, 3).softmax(1))
     ),
+    "norms of rows": lambda: Model(Normed(), None, (_numbers(12, 3, 5),)),
     "elements": lambda: Model(nn.Linear(4, 3), nn.HuberLoss(), (_numbers(12, 4), _numbers(12, 3))),
 }
 
@@ -96,6 +118,7 @@ def _difference(model: Model, rows: Sequence[int], request: Request, sharded: bo
     for name, found in simulation.gradients().items():
         truth = model.gradients[name]
         gaps.append(((found / scale - truth).abs().max() / truth.abs().max().clamp_min(1e-3)).item())
+    gaps += [(found - model.buffers[name]).abs().max().item() for name, found in simulation.buffers().items()]
     return max(gaps)
 
 
@@ -123,13 +146,13 @@ def test_slices_of_rows_go_with_sliced_weights() -> None:
 
 
 def test_a_model_that_mixes_rows_is_refused() -> None:
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    net = nn.Sequential(nn.Linear(4, 3), Sorted())
     model = Model(net, nn.MSELoss(), (_numbers(12, 4), _numbers(12, 3)))
     plan = replace(make_plan(model.graph, Request("data_parallel", 3)), batch_rows=ROWS)
     with pytest.raises(StrategyError) as refused:
         lower(model.graph, plan.of_rank(0))
     assert refused.value.code == "MW414"
-    assert "batch_norm" in str(refused.value)
+    assert "sort" in str(refused.value)
 
 
 def test_a_share_is_part_of_every_dim_that_its_axis_slices() -> None:
