@@ -165,7 +165,10 @@ class Plan:
 
         Returns:
             A torch optimizer. `step` first adds up gradients over the ranks that hold the same parameter; at ZeRO
-            stages 1 to 3 DeepSpeed does both.
+            stages 1 to 3 each rank updates its part of them.
+
+        Raises:
+            ConfigError: there is no module yet, or `factory` makes no optimizer with these options.
         """
         if self._sharded is None:
             raise ConfigError(

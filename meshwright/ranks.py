@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from runner.build.targets import describe
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
 from runner.planning import lowering
@@ -30,7 +31,7 @@ from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.stages import make_updates
-from strategies.optimizer.updates import OptimizerFactory, Updates, axes_needed
+from strategies.optimizer.updates import Updates, axes_needed
 from strategies.rules.random import mix
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.dtensors import as_dtensor, global_tensor, placements
@@ -130,7 +131,7 @@ class ShardedModule(nn.Module):
     @property
     def by_deepspeed(self) -> bool:
         """Whether DeepSpeed reduces the gradients."""
-        return self.zero in (1, 2) or (self.zero == 3 and self.prepared.config.zero_engine == "deepspeed")
+        return self.zero > 0 and self.prepared.config.zero_engine == "deepspeed"
 
     def begin(self) -> None:
         """The gradients have been used or forgotten; a new step begins."""
@@ -140,7 +141,7 @@ class ShardedModule(nn.Module):
         """This rank's slices of the entries of a batch, on its device; entries that are slices already are left.
 
         Raises:
-            ConfigError: other entries than those of the plan, or shapes that are neither global nor local.
+            ConfigError: other entries or dtypes than those of the plan, or shapes that are neither global nor local.
         """
         names = self.prepared.names
         values = dict(zip(names, entries, strict=False)) | named
@@ -154,6 +155,12 @@ class ShardedModule(nn.Module):
         for name in names:
             value, source = values[name], inputs[name]
             layout, shape, own = program.layouts[source.id], source.spec.shape, tuple(value.shape)
+            if str(value.dtype) != f"torch.{source.spec.dtype}":
+                raise ConfigError(
+                    "MW463",
+                    f"Entry {name} of the batch is {value.dtype}, but the plan is for torch.{source.spec.dtype}; give "
+                    "such a batch, or plan for this one.",
+                )
             block = tuple(stop - start for start, stop in layout.block(shape, program.mesh, rank))
             if own == shape:
                 value = cut(value, layout, program.mesh, rank)
@@ -191,7 +198,18 @@ class ShardedModule(nn.Module):
         if not callable(factory):
             raise ConfigError("MW204", f"plan.optimizer: {factory!r} makes no optimizer; give a class of torch.optim.")
         config, program = self.prepared.config, self.execution.program
-        made: OptimizerFactory = lambda groups: factory(groups, **options)  # noqa: E731
+
+        def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            try:
+                return factory(groups, **options)
+            except Exception as error:
+                name = getattr(factory, "__name__", type(factory).__name__)
+                given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
+                raise ConfigError(
+                    "MW304", f"plan.optimizer: {name} cannot be made with {given}: {describe(error)}."
+                ) from error
+
+        made([{"params": [nn.Parameter(torch.zeros(1, 1))]}])  # before anything is changed
         self._updates = make_updates(
             self.zero,
             self.execution.module,
