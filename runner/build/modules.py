@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from strategies.core.addressing import means_module
 from strategies.core.errors import StrategyError, closest
 from strategies.runtime.offload import Offload
 
+M = TypeVar("M", bound=nn.Module)
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -71,7 +73,18 @@ def build_model(config: Config) -> nn.Module:
     named = dict(model.named_parameters())
     for name in optimizers.frozen(list(named), config.optimizer):
         named[name].requires_grad_(False)
-    return model.to(DTYPES[config.train.precision])
+    return in_precision(model, DTYPES[config.train.precision])
+
+
+def in_precision(module: M, dtype: torch.dtype) -> M:
+    """`module` with parameters and buffers of floating point in `dtype`, and complex ones in the complex dtype of that
+    precision, at least complex64. (`Module.to` would drop their imaginary parts.)"""
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def converted(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype if tensor.is_floating_point() else wide if tensor.is_complex() else tensor.dtype)
+
+    return module._apply(converted)
 
 
 def build_loss(config: Config) -> nn.Module | None:
@@ -83,7 +96,7 @@ def build_loss(config: Config) -> nn.Module | None:
         return LossFunction(function, targets.nested(config.loss.args, "loss.args"))
     loss = targets.call(function, config.loss.args, config.loss.target, "loss")
     module = loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
-    return module.to(DTYPES[config.train.precision])
+    return in_precision(module, DTYPES[config.train.precision])
 
 
 def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def differences(
                 "MW326",
                 f"verify: {name} has shape {tuple(own.shape)} sharded, {tuple(expected.shape)} in the reference.",
             )
-        gaps = (own.double() - expected.double()).masked_fill(own == expected, 0.0)
+        gaps = (_wide(own) - _wide(expected)).masked_fill(own == expected, 0.0)
         gap, size = _largest(gaps), _largest(expected)
         variance = truth.get(f"{name.removesuffix('running_mean')}running_var")
         if name.endswith("running_mean") and variance is not None:
@@ -128,7 +128,14 @@ def of_step(
 
 def _largest(tensor: Any) -> float:
     """max |tensor|; 0 for an empty one."""
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _wide(tensor: Any) -> Any:
+    """A tensor in fp64; a complex one keeps its imaginary part."""
+    import torch
+
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
 def _finite(value: float) -> float:

@@ -35,8 +35,9 @@ NESTED = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep a state dict beside other things."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64", "C128": "complex128",
 }  # fmt: skip
+"""What safetensors calls torch's dtypes; C128 is ours, which the library of that name does not read."""
 SIZES = {name: getattr(torch, name).itemsize for name in DTYPES.values()}
 """Bytes of an element, by torch's name of the dtype."""
 READING = (OSError, RuntimeError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, EOFError)
@@ -118,7 +119,7 @@ def _mapped(file: str, offset: int, block: Block, name: str, cut: tuple[slice, .
     shape = [stop - start for start, stop in block]
     mapped = np.memmap(file, np.uint8, mode="r", offset=offset, shape=(math.prod(shape) * dtype.itemsize,))
     # numpy does not know every dtype of torch; numbers of the same width carry the bits
-    numbers = mapped.view(f"<u{dtype.itemsize}").reshape(shape)
+    numbers = mapped.view("<c16" if dtype == torch.complex128 else f"<u{dtype.itemsize}").reshape(shape)
     return torch.from_numpy(np.array(numbers[cut], order="C")).view(dtype)
 
 
