@@ -23,6 +23,7 @@ from torch.utils import _pytree
 
 from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
+from strategies.capture.changing_attributes import ChangingAttributes
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
@@ -175,10 +176,12 @@ def _captured(
         check_hooks(objective)
     hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
     repeated, assigned = RepeatedModules(objective), AssignedBuffers(objective)
+    changing = ChangingAttributes(objective, duplicate)
     try:
         with (
             traceable(objective),
             assigned.written(),
+            changing.watched(),
             refusing_unseen(training),
             functions_as_operators(training),
             opaque.as_nodes(),
@@ -218,7 +221,9 @@ def _captured(
             return None
         raise
     check_dtypes(graph)
-    return Captured(unmerged(_needed(graph)), tensors)
+    graph = unmerged(_needed(graph))
+    changing.check(graph, tensors, batch, training)
+    return Captured(graph, tensors)
 
 
 def _running(error: BaseException) -> list[nn.Module]:

@@ -173,7 +173,7 @@ def _called(path: str, some: _List, forward: Callable[[], Any], given: Any, trac
         return tree_unflatten(track_tensor_tree(results, note, constant=None, tracer=tracer), known.structure)
     state, read = _state(layer, tensors), dict[int, set[str]]()
     _note(tracer, "begin", path, tensors)
-    with _reading(read):
+    with reading(read):
         returned = forward()
     results, structure = tree_flatten(returned)
     if _state(layer, tensors) != state or not all(isinstance(one, Tensor) for one in results):
@@ -250,7 +250,7 @@ def _state(layer: nn.Module, tensors: Sequence[Tensor]) -> object:
 
 
 @contextmanager
-def _reading(read: dict[int, set[str]]) -> Iterator[None]:
+def reading(read: dict[int, set[str]]) -> Iterator[None]:
     """Note which attributes of modules are read, by the id of the table of attributes."""
 
     def get(module: Any, name: str) -> Any:
