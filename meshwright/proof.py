@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, RunFailed
 from runner.planning import lowering
 from runner.report.comparison import MAGNIFIED, ROUNDING, TOLERANCE, Comparison, differences, of_step
+from runner.training.callbacks.nan_watch import first_not_finite
 from runner.training.eager import Eager
 from strategies.capture import duplicate
 from strategies.core.layout import Layout
@@ -43,7 +45,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
 
     Raises:
         ConfigError: module or batch are not those of the plan.
-        RunFailed: a difference beyond the tolerance.
+        RunFailed: a difference beyond the tolerance, or numbers of one device that are not finite.
     """
     require_plan(plan, "meshwright.verify")
     planned = plan.planned("verify")
@@ -66,9 +68,21 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
         truth = _on_one_device(exact, doubled, key, ours)
         comparison = replace(comparison, rounding=of_step(theirs, truth, limit, rounding)[1])
+    if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
+        found = first_not_finite(lambda: eager(*tensors, key=key).backward())
+        where = "" if found is None else f": the first {found[2]} is made in {found[1]} at {found[0]}"
+        raise RunFailed(
+            "MW719", f"meshwright.verify: on one device {wrong} is not finite{where}; nothing is to compare."
+        )
     if not comparison.passed:
         raise RunFailed("MW731", f"meshwright.verify: the plan differs from one device beyond {limit:g}.\n{comparison}")
     return comparison
+
+
+def _not_finite(record: Record) -> str | None:
+    """The loss or the first gradient of a record that is not finite."""
+    wrong = [f"the gradient of {name}" for name, one in record["gradients"].items() if not bool(one.isfinite().all())]
+    return next(iter([*([] if math.isfinite(record["loss"]) else ["the loss"]), *wrong]), None)
 
 
 def check_shapes(planned: Planned, tensors: Sequence[Tensor], what: str) -> None:

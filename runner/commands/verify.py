@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from runner import launch
 from runner.cli.run_folders import without_trace
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
+from runner.launch.failure import NOT_FINITE
 from runner.launch.temporary_folder import offload_folder
 from runner.report.comparison import (
     LOSS,
@@ -81,11 +83,14 @@ def run(config: Config, run_dir: Path) -> float | None:
         start = partial(launch.run_ranks, device=prepared.device, timeout=section.timeout, threads=section.threads)
         entry = "runner.server.roles:train" if elastic else ENTRY
         job = TrainingJob(prepared, folder, None, ours, offload=offload)
-        start(entry, job, world_size=ranks, run_dir=run_dir, elastic=elastic)
-        print(f"verify: {config.verify.steps} steps on {ranks} ranks done; now the same on one process", flush=True)
+        wrong = _not_finite(lambda: start(entry, job, world_size=ranks, run_dir=run_dir, elastic=elastic))
+        done = f"{config.verify.steps} steps on {ranks} ranks done" if wrong is None else "a number is not finite"
+        print(f"verify: {done}; now the same on one process", flush=True)
         reference = prepare(_reference(prepared.config), None)
         (run_dir / "reference").mkdir(exist_ok=True)
-        start(ENTRY, TrainingJob(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
+        alone = partial(start, ENTRY, TrainingJob(reference, folder, None, theirs, ours), world_size=1)
+        also = _not_finite(lambda: alone(run_dir=run_dir / "reference"))
+        _check_finite(wrong, also)
         precision = config.train.precision
         tolerance = config.verify.tolerance or TOLERANCE[precision]
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision])
@@ -110,6 +115,28 @@ def run(config: Config, run_dir: Path) -> float | None:
             + _about_rounding(comparison, precision),
         )
     return comparison.worst
+
+
+def _not_finite(run: Callable[[], Any]) -> RunFailed | None:
+    """The failure of a run in which a loss or gradient is not finite; None where all are."""
+    try:
+        run()
+    except RunFailed as error:
+        if error.code != NOT_FINITE:
+            raise
+        return error
+    return None
+
+
+def _check_finite(sharded: RunFailed | None, alone: RunFailed | None) -> None:
+    """Raises RunFailed where numbers of the sharded run or of one process are not finite, and says which."""
+    if alone is not None:
+        beside = "" if sharded is not None else " The sharded run has finite numbers."
+        raise RunFailed(
+            alone.code, f"verify: not finite on one process, so there is nothing to compare. {alone}{beside}"
+        )
+    if sharded is not None:
+        raise RunFailed("MW731", f"verify: not finite in the sharded run alone; on one process all is. {sharded}")
 
 
 def _about_rounding(comparison: Comparison, precision: str) -> str:

@@ -73,8 +73,12 @@ class _Current(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         table, key = self._tables[name]
-        tensor = table[key]
-        assert tensor is not None, f"buffer {name} was replaced by None"
+        if (tensor := table[key]) is None:
+            raise ConfigError(
+                "MW908",
+                f"forward has replaced the buffer {name} by None; a checkpoint stores the tensors that the model has "
+                "before training, so write into the buffer, or set it aside in an attribute that is no buffer.",
+            )
         return tensor
 
     def __iter__(self) -> Iterator[str]:

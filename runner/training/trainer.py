@@ -41,6 +41,7 @@ from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
 from runner.run_folder.lineage import Lineage
 from runner.training.agreement import agree, agree_on_code, agree_on_data, agree_on_program, gather
+from runner.training.callbacks.nan_watch import NanWatch
 from runner.training.checkpointing import Keeper
 from runner.training.evaluate import Evaluator
 from runner.training.execution import Axes, Execution, execution, gather_axes
@@ -197,8 +198,9 @@ class Trainer:
             operators={} if graph is None else {operator.name: operator.where for operator in graph.operators},
             repeat=lambda: self._micro_batches(self.hooks.state.step, again=True),
         )
+        watched = {"nan_watch": NanWatch()} if self.job.record is not None and not self.config.parallel.elastic else {}
         training = self.config.job.name in ("train", "launch")
-        return Hooks(callbacks(self.config) if training else {}, state)
+        return Hooks(callbacks(self.config) if training else watched, state)
 
     def _moved(self) -> dict[str, OffloadTraffic]:
         """The offload traffic since the start, by kind."""
@@ -260,11 +262,11 @@ class Trainer:
                     self.updates.reduce()
                 if self.config.train.compile and step == first:  # every graph of training has been compiled
                     self._agree_on_order()
+                hooks.call("before_update")
                 if self.job.record is not None:
                     self._record(step, loss)
                 if self.job.follow is not None:
                     self._follow(step)
-                hooks.call("before_update")
                 self.faults.at("optimizer")
                 self.keeper.before_update()
                 measure = hooks.measures_norm or step % self.config.train.log_every == 0
@@ -613,7 +615,10 @@ class Trainer:
     def _follow(self, step: int) -> None:
         """Pass the optimizer the gradients of the compared run, so that rounding does not compound."""
         assert self.job.follow is not None
-        given = torch.load(self.job.follow / f"step-{step}.pt", weights_only=True)["gradients"]
+        record = self.job.follow / f"step-{step}.pt"
+        if not record.exists():  # the compared run has ended with a loss or gradient that is not finite
+            return
+        given = torch.load(record, weights_only=True)["gradients"]
         for name, own in self.updates.gradients():
             if name in given and given[name].shape == own.shape:
                 own.copy_(given[name])

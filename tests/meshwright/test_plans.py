@@ -181,6 +181,24 @@ def test_verify_finds_a_wrong_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed.value.code == "MW731" and "0.bias" in str(failed.value)
 
 
+class Root(nn.Module):
+    """The root of 0, whose gradient is infinite."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 4).double(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * 0).sqrt() * self.scale
+
+
+@pytest.mark.parametrize(("scale", "what"), [(1.0, "the gradient of layer.weight"), (float("inf"), "the loss")])
+def test_verify_says_what_is_not_finite_on_one_device(scale: float, what: str) -> None:
+    module = Root(scale)
+    text = refused("MW719", lambda: meshwright.verify(module, points(), planned(module, mesh=2)))
+    assert what in text and "test_plans.py" in text, text
+
+
 def refused(code: str, call: Callable[[], Any]) -> str:
     with pytest.raises(meshwright.CodedError) as error:
         call()
@@ -231,6 +249,7 @@ def test_one_rank_needs_no_process_group() -> None:
     plan, module = planned(mesh=1), network()
     sharded = plan.apply(module)
     refused("MW204", lambda: plan.optimizer("torch.optim.SGD", lr=0.1))  # type: ignore[arg-type]
+    assert "lrr=0.1" in refused("MW304", lambda: plan.optimizer(torch.optim.SGD, lrr=0.1))
     optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
     x, y = points()
     loss = sharded(x, y)
@@ -246,7 +265,25 @@ def test_one_rank_needs_no_process_group() -> None:
     sharded.train()
     refused("MW463", lambda: sharded(x))
     refused("MW463", lambda: sharded(x[:3], y))
+    assert "float32" in refused("MW463", lambda: sharded(x.float(), y))
     refused("MW464", lambda: plan.optimizer(torch.optim.SGD))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_trains_under_zero(stage: int) -> None:
+    module = network()
+    plan = planned(mesh=1, zero=stage)
+    sharded = plan.apply(module)
+    optimizer, expected = plan.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        sharded(*points()).backward()
+        nn.MSELoss()(module(points()[0]), points()[1]).backward()
+        for name, gradient in optimizer.gradients().items():
+            torch.testing.assert_close(gradient, module.get_parameter(name).grad)
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(dict(sharded.state_dict()), dict(module.state_dict()))
 
 
 def test_a_rank_is_like_the_module() -> None:

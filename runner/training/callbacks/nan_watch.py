@@ -67,12 +67,9 @@ class NanWatch(Callback):
 
     def _named(self, state: TrainingState, what: str) -> NotFinite:
         """The error, with what computing the step again finds (collective)."""
-        forward = _Forward()
-        backward = _Backward(forward)
         eager = torch.compiler.set_stance("force_eager") if state.config.train.compile else nullcontext()
-        with eager, backward, forward:
-            state.repeat()
-        found = forward.found or backward.found
+        with eager:
+            found = first_not_finite(state.repeat)
         order = {name: number for number, name in enumerate(state.operators)}
         mine: list[Any] | None = None
         if found is not None:
@@ -90,6 +87,16 @@ class NanWatch(Callback):
         )
         error.operator = state.operators.get(name, name)
         return error
+
+
+def first_not_finite(step: Callable[[], Any]) -> tuple[str, str, str] | None:
+    """What the forward and backward of `step` make first that is not finite: the operator or the line of code,
+    `forward` or `backward`, and `nan` or `inf`; None if nothing is."""
+    forward = _Forward()
+    backward = _Backward(forward)
+    with backward, forward:
+        step()
+    return forward.found or backward.found
 
 
 def _bad(results: Any, given: Any) -> str | None:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import MODES, SMALL
 from torch import Tensor
 
 from runner.commands.verify import ROUNDING, TOLERANCE, compare
+from runner.errors import RunFailed
 
 
 def recorded(folder: Path, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> Path:
@@ -48,3 +50,25 @@ def test_other_weights_are_compared_relative_to_their_size(tmp_path: Path) -> No
     )
     comparison = compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"])
     assert comparison.differences["weight", "mean"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_imaginary_parts_are_compared(tmp_path: Path) -> None:
+    found, truth = (
+        recorded(tmp_path / name, {"weight": torch.full((2,), value)}, {"weight": torch.full((2,), value)})
+        for name, value in (("ours", 1.0 + 2.0j), ("theirs", 1.0 + 1.0j))
+    )
+    comparison = compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"])
+    assert (
+        comparison.differences["weight", "weight"]
+        == comparison.differences["grad", "weight"]
+        == pytest.approx(0.5**0.5)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "operator"), [("Logarithm", "log"), ("Root", "sqrt")])
+def test_numbers_that_are_not_finite_on_one_process_either(start, model: str, operator: str) -> None:
+    words = (*SMALL, *MODES["data_parallel"], "world_size=2", f"model.target=hooked.{model}")
+    with pytest.raises(RunFailed, match="not finite on one process") as found:
+        start(*words, verb="verify")
+    assert found.value.code == "MW719" and "hooked.py" in str(found.value)
