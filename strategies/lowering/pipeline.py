@@ -229,30 +229,44 @@ def in_stages(
 
 
 def as_trained(graph: OperatorGraph, stages: Sequence[Stage]) -> dict[str, int]:
-    """The stage of every operator of an evaluation graph by id: that of its namesake in training or else, like all that
-    stands behind it, the first one that has what it uses. Raises StrategyError for a parameter or buffer that is only
-    elsewhere."""
+    """The stage of every operator of an evaluation graph by id: that of its namesake in training or else the first one
+    that has what it uses, but none behind a stage in which its results are used. Raises StrategyError for a parameter
+    or buffer that is only elsewhere."""
     named = {operator.name: stage.number for stage in stages for operator in stage.graph.operators}
     stages_by_parameter: dict[str, set[int]] = {}
     for stage in stages:
         for source in stage.graph.of_kind("parameter", "buffer"):
             stages_by_parameter.setdefault(source.name, set()).add(stage.number)
+
+    def owned(operator: Operator) -> list[Source]:
+        nodes = (graph.by_id[ref.id] for ref in operator.operands)
+        return [node for node in nodes if isinstance(node, Source) and node.name in stages_by_parameter]
+
+    every = range(len(stages))
+    allowed = {
+        operator.id: set(every).intersection(*(stages_by_parameter[source.name] for source in owned(operator)))
+        for operator in graph.operators
+    }
+    latest: dict[str, int] = {}
+    for operator in reversed(graph.operators):
+        results = (Ref(operator.id, index) for index in range(len(operator.results)))
+        used = min((latest[user.id] for ref in results for user, _ in graph.users[ref]), default=len(stages) - 1)
+        latest[operator.id] = max((number for number in allowed[operator.id] if number <= used), default=used)
     found: dict[str, int] = {}
     for operator in graph.operators:
-        nodes = [graph.by_id[ref.id] for ref in operator.operands]
-        least = max((found[node.id] for node in nodes if isinstance(node, Operator)), default=0)
-        owned = [source for source in nodes if isinstance(source, Source) and source.name in stages_by_parameter]
-        allowed = set(range(len(stages))).intersection(*(stages_by_parameter[source.name] for source in owned))
+        producers = (graph.by_id[ref.id] for ref in operator.operands)
+        least = max((found[node.id] for node in producers if isinstance(node, Operator)), default=0)
         wanted = named.get(operator.name, named.get(f"{operator.module}.{operator.label}", least))
-        later = sorted(number for number in allowed if number >= least)
-        if not later:
+        possible = [number for number in sorted(allowed[operator.id]) if least <= number <= latest[operator.id]]
+        if not possible:
             raise StrategyError(
                 "MW430",
-                f"parallel.pipeline.cuts: in evaluation {operator.where} uses {', '.join(s.name for s in owned)} "
-                f"behind a result of stage {least}, but in training no such stage holds it; cut the model elsewhere, "
-                "or leave evaluation out (evaluate.metric=null and every=null).",
+                f"parallel.pipeline.cuts: in evaluation {operator.where} uses "
+                f"{', '.join(source.name for source in owned(operator))} behind a result of stage {least}, but in "
+                "training no such stage holds it; cut the model elsewhere, or leave evaluation out "
+                "(evaluate.metric=null and every=null).",
             )
-        found[operator.id] = wanted if wanted in later else later[0]
+        found[operator.id] = min(possible, key=lambda number: (abs(number - wanted), number))
     return found
 
 

@@ -19,7 +19,7 @@ from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions
 from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering.lowering import lower, random_ordinals
-from strategies.lowering.pipeline import Cuts, Stage, cut, in_stages
+from strategies.lowering.pipeline import Cuts, Stage, as_trained, cut, in_stages
 from strategies.lowering.pipeline_schedule import make_schedule, owners_of
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
@@ -294,3 +294,26 @@ def test_stages_are_as_long_as_their_devices_are_fast(speeds: tuple[int, ...], l
     placed = in_stages(graph, 2, "auto", seconds=[[one / speed for one in flops] for speed in speeds])
     split = {o.module.split(".")[1]: placed[o.id] for o in graph.operators if o.module.startswith("layers.")}
     assert list(split.values()) == layers
+
+
+class Doubled(nn.Module):
+    """Evaluates with an operator more, whose name is that of another one in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if not self.training:
+            x = x * 2
+        return self.third(self.second(x)) * 3
+
+
+def test_an_operator_of_evaluation_alone_is_before_what_uses_it() -> None:
+    net = Doubled()
+    pipeline = Pipeline(net, nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))])
+    stages = pipeline.stages(ALONE, 2, {"first": 0, "second": 0, "third": 1}, LoweringOptions())
+    evaluated = capture(Objective(net, None, ("0",), ()), (torch.randn(4, 4).double(),), training=False).graph
+    found = as_trained(evaluated, stages)
+    assert [found[operator.id] for operator in evaluated.operators] == [0, 0, 0, 1, 1]
