@@ -69,8 +69,8 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         truth = _on_one_device(exact, doubled, key, ours)
         comparison = replace(comparison, rounding=of_step(theirs, truth, limit, rounding)[1])
     if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
-        found = first_not_finite(lambda: eager(*tensors, key=key).backward())
-        where = "" if found is None else f": the first {found[2]} is made in {found[1]} at {found[0]}"
+        first = first_not_finite(lambda: eager(*tensors, key=key).backward())
+        where = "" if first is None else f": the first {first[2]} is made in {first[1]} at {first[0]}"
         raise RunFailed(
             "MW719", f"meshwright.verify: on one device {wrong} is not finite{where}; nothing is to compare."
         )

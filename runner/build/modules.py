@@ -84,7 +84,8 @@ def in_precision(module: M, dtype: torch.dtype) -> M:
     def converted(tensor: Tensor) -> Tensor:
         return tensor.to(dtype if tensor.is_floating_point() else wide if tensor.is_complex() else tensor.dtype)
 
-    return module._apply(converted)
+    module._apply(converted)  # type: ignore[no-untyped-call]
+    return module
 
 
 def build_loss(config: Config) -> nn.Module | None:

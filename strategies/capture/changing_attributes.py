@@ -122,4 +122,4 @@ def _tensors(root: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
