@@ -1,12 +1,14 @@
 """Host memory for copies of a rank's shards, and the process that writes it into files.
 
 On Linux the memory is shared with that process (see `file_writer`); it is made anew where the shards have other shapes.
-Elsewhere, files are written by the process that trains. For shards on a GPU the memory is pinned.
+Elsewhere, and in containers whose seccomp profile refuses such memory, files are written by the process that trains.
+For shards on a GPU the memory is pinned.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -67,7 +69,7 @@ class SharedBuffers:
                 places[key].append((end, size))
                 end += size + -size % ALIGNED
         self.bytes = sum(size for several in places.values() for _, size in several)
-        self._file = os.memfd_create("checkpoint") if hasattr(os, "memfd_create") and end else None
+        self._file = _memory_file() if end else None
         if self._file is not None:
             os.truncate(self._file, end)
             self._memory = torch.frombuffer(mmap.mmap(self._file, end), dtype=torch.uint8)
@@ -103,6 +105,18 @@ class SharedBuffers:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _memory_file() -> int | None:
+    """A file in memory; None where the system has none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        return os.memfd_create("checkpoint")
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            raise
+        return None
 
 
 def _release(file: int | None, pinned: Tensor | None) -> None:

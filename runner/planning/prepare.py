@@ -6,6 +6,7 @@ Errors in the user's model, loss, data, optimizer or strategies are detected her
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -59,6 +60,7 @@ from strategies.lowering.pipeline_schedule import Owners, Schedule, as_text, own
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.updates import check_elementwise, check_kind
 from strategies.planner.planner import follow
+from strategies.rules.registry import RULES
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.search.algorithms import with_cost
@@ -266,6 +268,7 @@ def prepare(
         if several or (evaluating is not None and not config.parallel.elastic):
             prepared = replace(prepared, counted=counted(graph, captured.tensors))
         on_host(graph, config.parallel.place)
+        check_described(config, graph)
         lowering.check_ranks(config, world_size)
         lowering.rows_per_split(config)
         accept(graph, frozenset(step.model.state_dict()))
@@ -283,6 +286,20 @@ def prepare(
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return prepared
+
+
+def check_described(config: Config, graph: OperatorGraph) -> None:
+    """Raises ConfigError where the cluster describes an operator of torch that does not exist; of other libraries only
+    those that the model uses are known."""
+    known = RULES.keys() | {operator.op for operator in graph.operators}
+    for name in () if config.cluster.machine is None else config.cluster.machine.operators:
+        if name not in known and "::" not in name and not hasattr(torch.ops.aten, name):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                "MW204",
+                f"cluster.machine.operators.{name}: torch has no operator of that name, so it would change no cost. "
+                f"Did you mean {near[0]!r}?",
+            )
 
 
 def _companions(module: nn.Module) -> Companions:

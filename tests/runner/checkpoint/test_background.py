@@ -1,5 +1,6 @@
 """Asynchronous saves store the same data as blocking ones, and a failed save ends the run."""
 
+import errno
 import hashlib
 import os
 import threading
@@ -101,6 +102,16 @@ def test_another_process_writes_the_copies(tmp_path):
     again = buffers._writer._process
     buffers.close()
     assert again.poll() == 0
+
+
+def test_a_system_that_refuses_shared_memory_has_its_own(monkeypatch):
+    def refused(_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    buffers = SharedBuffers({"model/a": [((2, 3), torch.float32)]}, False)
+    buffers.tensors["model/a"][0].fill_(1.0)
+    assert buffers.opener() is None
 
 
 def test_no_file_of_a_dead_trainer_gets_its_name(tmp_path):

@@ -11,6 +11,8 @@ from runner.config.origins import Origins
 from runner.errors import ConfigError
 from runner.planning import clusters
 from runner.planning.clusters import device_of
+from runner.planning.prepare import check_described
+from strategies.core.graph import OperatorGraph
 
 MINIMAL = ("model.target=a.B", "data.target=a.C", "train.steps=1", "parallel=data_parallel")
 CONF = Path(config.__file__).parents[2] / "conf" / "cluster"
@@ -47,6 +49,19 @@ def test_shipped_clusters_are_complete(name):
     found = compose(f"cluster={name}").cluster
     assert found.name == name
     assert (found.machine is None) == (name == "auto")
+
+
+@pytest.mark.parametrize(("name", "near"), [("rms_norm", ""), ("tanh", ""), ("rms_nrom", "'rms_norm'")])
+def test_operators_are_described_by_names_that_exist(name, near):
+    pace = "{call: 0.0, factor: 2.0}"
+    described = f"{{{name}: {{forward: {pace}, backward: {pace}}}}}"
+    found = compose("cluster=laptop_gloo", f"+cluster.machine.operators={described}")
+    if not near:
+        check_described(found, OperatorGraph((), (), (), ()))
+        return
+    with pytest.raises(ConfigError, match=near) as refused:
+        check_described(found, OperatorGraph((), (), (), ()))
+    assert refused.value.code == "MW204"
 
 
 def test_nodes_scale_a_cluster():
