@@ -43,8 +43,12 @@ def run(config: Config, run_dir: Path) -> float | None:
 
 def without_training(config: Config) -> Config:
     """`config` for prediction: there are no gradients and no optimizer, so ZeRO, offload, recompute and the memory
-    limit of training have their defaults. The slices of the weights are those of the plan."""
-    defaults = Parallel()
+    limit of training have their defaults. The slices of the weights are those of the plan. Where servers train, every
+    worker predicts a slice of the rows, as a rank of data parallelism."""
+    defaults, server = Parallel(), config.parallel.server
+    if config.parallel.elastic:
+        workers = server.workers if config.world_size is None else server.working(config.world_size)
+        config = config.model_copy(update={"parallel": Parallel(mode="data_parallel"), "world_size": workers})
     parallel = config.parallel.model_copy(update={name: getattr(defaults, name) for name in TRAINING_ONLY})
     train = config.train.model_copy(update={"resume": None, "compile": False, "measure_memory": False})
     return config.model_copy(update={"parallel": parallel, "train": train})

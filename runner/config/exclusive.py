@@ -252,8 +252,6 @@ RULES: tuple[Rule, ...] = (
         *((f"{FUSION}.{name}.mode", any_of("size", "index"), "nothing is reduced between workers",
            f"use {FUSION}.{name}.mode=auto") for name in ("all_reduce", "all_gather", "reduce_scatter")),
         (COMPILE, ON, ON_WORKERS, "choose train.compile=false"),
-        ("train.precision", any_of("bf16", "fp16"), "servers hold what workers compute with",
-         "choose train.precision=bf16_autocast, fp32 or fp64"),
         ("train.measure_memory", ON, "only ranks of one program are measured", "use train.measure_memory=false"),
         ("train.callbacks", GIVEN, "workers are ahead of the step that a callback sees", "drop them"),
         ("data.drop_last", OFF, "a short batch has no equal slices", "use data.drop_last=true"),
@@ -264,8 +262,7 @@ RULES: tuple[Rule, ...] = (
         *((f"launch.{name}", GIVEN, "ranks that are killed are replaced", "drop it")
           for name in ("min_ranks", "max_ranks", "standby")),
         ("launch.rescue", ON, "the state is on the servers, not on rank 0", "use launch.rescue=false"),
-        ("job.name", any_of("predict", "calibrate"), "it is a way to train",
-         "use parallel=data_parallel, which reads the same checkpoints"))),
+        ("job.name", any_of("calibrate"), "it is a way to train", "use parallel=data_parallel"))),
     *(Rule(f"parallel.server.{name}", kind, MODE, none_of(SERVER), "there are no servers",
            "choose parallel=parameter_server, or drop it") for name, kind in (
                ("workers", GIVEN), ("servers", ABOVE_1), ("consistency", none_of("sync")), ("replicas", ABOVE_0),
@@ -273,6 +270,9 @@ RULES: tuple[Rule, ...] = (
     Rule("parallel.server.parameters", GIVEN, "parallel.server.consistency", none_of("sync"),
          "the gradients of parameters that workers keep are added up once per step of all workers",
          "choose consistency=sync, or parameters=null"),
+    Rule("train.precision", any_of("fp16"), "parallel.server.consistency", none_of("sync"),
+         "a step that overflows is skipped, which takes a step of all workers",
+         "choose consistency=sync, or train.precision=bf16"),
     Rule("parallel.server.staleness", GIVEN, "parallel.server.consistency", none_of("bounded"),
          "only bounded workers have a bound", "choose consistency=bounded, or staleness=null"),
     Rule("parallel.server.staleness", UNSET, "parallel.server.consistency", any_of("bounded"),

@@ -51,7 +51,7 @@ from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_by_module, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
-from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.settings import MASTER, OptimizerSettings
 from strategies.planner.description import cost_of_stages, stage_times
 from strategies.planner.step_certificate import StepEvaluation, StepSavings
 from strategies.rules import rule_of
@@ -418,18 +418,20 @@ def servers_of(config: Config, graph: OperatorGraph, plan: Plan) -> Servers:
     """The servers of mode parameter_server. Of a table each id of a slice may name another row."""
     section, of_slice = config.parallel.server, sliced(config, graph, plan)
     item = next(one.spec.item_bytes for one in graph.of_kind("parameter") if one.name in of_slice.elements)
-    dense = sum(count for name, count in of_slice.elements.items() if name not in of_slice.widths) * item
-    pull = push = summed = dense
+    wide = max(item, MASTER)
+    dense = sum(count for name, count in of_slice.elements.items() if name not in of_slice.widths)
+    pull, push, summed = dense * item, dense * wide, dense * wide
     for table in of_slice.tables:
         shapes = [of_slice.entries[entry].spec.shape for entry in table.entries]
         named = config.train.accumulate * sum(map(math.prod, shapes))
         rows, of_all = min(named // of_slice.slices, table.rows), min(named, table.rows)
         pull += rows * (table.width * item + ID * (section.cache_rows > 0))
-        push += rows * (table.width * item + ID * (2 + (section.cache_rows > 0)))
-        summed += of_all * (table.width * item + ID)
+        push += rows * (table.width * wide + ID * (2 + (section.cache_rows > 0)))
+        summed += of_all * (table.width * wide + ID)
     sync = section.consistency == "sync"
-    served, kept = (sum(one.values()) * item for one in (of_slice.elements, of_slice.kept))
-    return Servers(section.servers, of_slice.slices, section.replicas, pull, push, summed, sync, served, kept)
+    served, kept = (sum(one.values()) * wide for one in (of_slice.elements, of_slice.kept))
+    halves = item < wide
+    return Servers(section.servers, of_slice.slices, section.replicas, pull, push, summed, sync, served, kept, halves)
 
 
 def step_price(

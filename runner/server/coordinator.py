@@ -23,6 +23,7 @@ from runner.server.partition import Shard, kept_by_workers, partition
 from runner.server.shard import plain
 from runner.training.evaluate import Evaluator
 from runner.training.trainer import Trainer, TrainingJob, groups_of
+from strategies.optimizer.loss_scale import scale_of
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.state import OptimizerScalars, States, is_of_element, is_scalar
 from strategies.optimizer.updates import Updates
@@ -75,10 +76,11 @@ class ServedUpdates(BucketedUpdates):
             if not missing:
                 break
             self.fleet.compute_again([(step, number) for number in missing])
-        self._square = sum(answer["square"] for answer in answers)
+        square = sum(answer["square"] for answer in answers)
         if self._kept.pieces:
-            square, self.bytes_reduced = self.fleet.reduce(step, self._slices)
-            self._square += square
+            kept, self.bytes_reduced = self.fleet.reduce(step, self._slices)
+            square += kept
+        self._norm_before = math.sqrt(square) / self._multiplied
 
     def _read(self, op: str) -> Iterator[tuple[Shard, State]]:
         """What servers and workers answer, by shard."""
@@ -90,7 +92,7 @@ class ServedUpdates(BucketedUpdates):
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for shard, (_, total) in self._read("gradient"):
             for piece, part in zip(shard.pieces, total, strict=True):
-                self._gradient(piece.name).view(-1)[piece.start : piece.stop] = part
+                self._gradient(piece.name).view(-1)[piece.start : piece.stop] = part / self._multiplied
         yield from super().gradients()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -98,15 +100,28 @@ class ServedUpdates(BucketedUpdates):
         step, self.step_number = self.step_number, self.step_number + 1
         if not self._sync:
             return None
-        norm, scale = math.sqrt(self._square), 1.0
-        if self._clip is not None:
-            scale = self._clip / (norm + 1e-6)
-            scale = 1.0 if scale >= 1.0 else scale
+        norm, scale = self._norm_before, self._factor(self._norm_before)
         self.fleet.send_to_holders("apply", step=step, scale=scale, options=self.options)
         if self._kept.pieces:
             self._kept_state = None
             self.fleet.update_kept(step=step, scale=scale, options=self.options)
         return norm
+
+    def _factor(self, norm: float) -> float | None:
+        """What the prepared gradients are multiplied by; None where they overflow in fp16, so that the step is left
+        out."""
+        factor = 1 / self._multiplied
+        if self._scale is not None:
+            self._scale.note(finite=math.isfinite(norm))
+            if not math.isfinite(norm):
+                return None
+        clip = 1.0 if self._clip is None else self._clip / (norm + 1e-6)
+        return factor if clip >= 1.0 else factor * clip
+
+    @property
+    def _multiplied(self) -> float:
+        """What the loss of the step at hand was multiplied by."""
+        return 1.0 if self._scale is None else self._scale.value
 
     def weight(self, name: str) -> Tensor:
         self.mirror()
@@ -142,6 +157,7 @@ class ServedUpdates(BucketedUpdates):
                     else:
                         mirror.setdefault(key, torch.zeros_like(parameter, dtype=value.dtype))
                         mirror[key].view(-1)[piece.start : piece.stop] = value
+        self.loaded()
 
     def serve(self, done: int) -> None:
         """Give the servers what the mirror has, after step `done`."""
@@ -218,6 +234,7 @@ class Coordinator(Trainer):
             kept=kept_by_workers(self._sliced.kept),
             slices=self._slices,
             sync=self._sync,
+            scale=scale_of(config.train.loss_scale) if config.train.precision == "fp16" else None,
         )
 
     def _content(self) -> Content:
@@ -250,7 +267,9 @@ class Coordinator(Trainer):
             self._options = self.updates.options
             self.fleet.send_to_holders("configure", options=self._options)
         clip = None if self._sync else self.config.train.clip
-        self.fleet.hand_out(fresh, {"ahead": self.keeper.ahead, "sync": self._sync, "clip": clip})
+        scale = self.updates.loss_scale
+        given = {"ahead": self.keeper.ahead, "sync": self._sync, "clip": clip}
+        self.fleet.hand_out(fresh, given | {"loss_scale": None if scale is None else scale.value})
         units = [(step, number) for number in range(self._slices)]
         self.fleet.wait_for(units)
         self._reports = [self.fleet.results.pop(unit) for unit in units]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.server.flat_parameters import wide
 from runner.server.gradients import Gradient, Rows, added
 from runner.server.partition import Shard
 from strategies.optimizer.updates import Groups, OptimizerFactory
@@ -25,7 +26,7 @@ class ServedShard:
         shard: what it holds.
         groups: parameter groups by name, as for `strategies.optimizer.updates.Updates`.
         factory: makes the optimizer, which does to rows that no batch has used what it does to zero gradients.
-        dtype: of the parameters.
+        dtype: with which workers compute. The shard has masters in fp32 or wider.
 
     Attributes:
         values: all dense pieces, one after the other; [elements].
@@ -34,7 +35,7 @@ class ServedShard:
     """
 
     def __init__(self, shard: Shard, groups: Groups, factory: OptimizerFactory, dtype: torch.dtype) -> None:
-        self._shard = shard
+        self._shard, self._sent, dtype = shard, dtype, wide(dtype)
         self.values = torch.zeros(shard.size, dtype=dtype)
         parts = torch.split(self.values, [piece.size for piece in shard.dense])
         self._parameters = {piece.name: nn.Parameter(part) for piece, part in zip(shard.dense, parts, strict=True)}
@@ -69,13 +70,13 @@ class ServedShard:
         Returns:
             The dense values; per table the positions of the rows that are sent (none [0] where all are), and the rows.
         """
-        results = [self.values.clone()]
+        results = [self.values.to(self._sent, copy=True)]
         for table, changed, ids, versions in zip(self._tables, self._changed, wanted[::2], wanted[1::2], strict=True):
             positions = torch.empty(0, dtype=torch.int64)
             if len(versions):
                 positions = (changed[ids] > versions).nonzero().view(-1)
                 ids = ids[positions]
-            results += [positions, table.detach()[ids]]
+            results += [positions, table.detach()[ids].to(self._sent)]
         return results
 
     def push(self, step: int, number: int, gradient: Gradient) -> None:
@@ -93,13 +94,17 @@ class ServedShard:
         self._pushed.clear()
         return []
 
-    def apply(self, step: int, scale: float, options: Sequence[Mapping[str, Any]]) -> None:
-        """Update with `scale` times the prepared gradient of `step`, with these options of the parameter groups."""
+    def apply(self, step: int, scale: float | None, options: Sequence[Mapping[str, Any]]) -> None:
+        """Update with `scale` times the prepared gradient of `step`, with these options of the parameter groups; with
+        no scale the step leaves everything as it is."""
         if step != self.version + 1:
             return
         assert self.total is not None
         self.configure(options)
-        self._update(self.total.times(scale))
+        if scale is None:
+            self.version += 1
+        else:
+            self._update(self.total.times(scale))
         self.total = None
 
     def arrive(self, unit: int, floor: int, gradient: Gradient) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.planning.slices import Table
+from runner.server.flat_parameters import wide
 from runner.server.gradients import Rows
 
 
@@ -79,6 +80,7 @@ class PulledTable:
         """All rows are there: the module computes with them from now on."""
         self._parameter.data = self._values
         self._parameter.grad = torch.zeros_like(self._values)
+        self._total = self._parameter.grad.to(wide(self._values.dtype))
         if self._limit:
             others = (~torch.isin(self._cached, self._ids)).nonzero().view(-1)
             room = max(self._limit - len(self._ids), 0)
@@ -89,13 +91,19 @@ class PulledTable:
             self._versions = torch.cat([self._versions[kept], self._new_versions])[order]
             self._cached = ids[order]
 
+    def collect(self) -> None:
+        """Add the gradient of the micro-batch that has just run backward."""
+        assert self._parameter.grad is not None
+        if self._total is not self._parameter.grad:
+            self._total += self._parameter.grad
+            self._parameter.grad.zero_()
+
     @property
     def gradients(self) -> Tensor:
-        """The gradient of the rows, as backward has left it."""
-        assert self._parameter.grad is not None
+        """The gradient of the rows, of all micro-batches, in fp32 or wider."""
         if self._table.padding is not None:
-            self._parameter.grad[self._ids == self._table.padding] = 0
-        return self._parameter.grad
+            self._total[self._ids == self._table.padding] = 0
+        return self._total
 
     def gradient(self, shard: int) -> Rows:
         """The gradient for a server, whose rows count from its first."""

@@ -1,8 +1,8 @@
 """A worker: computes the gradient of one slice of a batch after the other, with parameters from the servers.
 
 A slice is what one rank of a data-parallel plan computes, so the sum of all slices is the gradient of one device. Any
-worker can compute any slice. All parameters are views of one flat tensor, and so are their gradients: what a server
-holds is a part of each, which is received and sent without another copy.
+worker can compute any slice. In half precision workers compute with weights of 16 bits that follow from the masters of
+servers, and push gradients in fp32.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from runner.launch.orders import RankContext
 from runner.planning.datasets import datasets, order_of
 from runner.planning.prepare import WEIGHTS
 from runner.planning.slices import sliced
+from runner.server.flat_parameters import FlatParameters
 from runner.server.gradients import Gradient
 from runner.server.inbox import Inbox
 from runner.server.links import BROKEN, Address, Link, connect
@@ -60,17 +61,16 @@ class Worker:
         shards = partition(self._sliced.elements, self._sliced.widths, section.servers)
         sizes = {name: size for name, size in self._sliced.elements.items() if name not in self._sliced.widths}
         dtype = self._tensors[next(iter(self._sliced.elements))].dtype
-        self._values, self._gradients = (torch.zeros(sum(sizes.values()), dtype=dtype) for _ in range(2))
-        self._show(sizes, self._values, self._gradients)
+        self._dense = FlatParameters(self._tensors, sizes, dtype)
         assert job.prepared.graph is not None
         groups, factory = groups_of(job.prepared.graph.sources, self._config), optimizer_factory(self._config.optimizer)
         self._kept = ServedShard(kept_by_workers(self._sliced.kept), groups, factory, dtype)
-        self._kept_gradient = torch.zeros_like(self._kept.values)
-        self._show(self._sliced.kept, self._kept.values, self._kept_gradient)
+        self._own = FlatParameters(self._tensors, self._sliced.kept, dtype, self._kept.values)
+        """What the program computes with of what workers keep; `_kept` updates it."""
         self._kept_slices: dict[int, Tensor] = {}
         """The gradient of what workers keep, by slice of this step."""
         parts = [shard.size for shard in shards]
-        self._pulled, self._pushed = torch.split(self._values, parts), torch.split(self._gradients, parts)
+        self._pulled, self._pushed = torch.split(self._dense.values, parts), torch.split(self._dense.gradients, parts)
         bounds = [[piece.rows for piece in shard.tables] for shard in shards]
         self._tables = [
             PulledTable(table, self._tensors[table.name], [own[number] for own in bounds], section.cache_rows)
@@ -89,15 +89,6 @@ class Worker:
                 for position, shape in enumerate(job.prepared.shapes)
             ]
         )
-
-    def _show(self, sizes: Mapping[str, int], values: Tensor, gradients: Tensor) -> None:
-        """Let parameters and their gradients be views of these flat tensors."""
-        for name, value, gradient in zip(
-            sizes, *(torch.split(flat, [*sizes.values()]) for flat in (values, gradients)), strict=True
-        ):
-            parameter = self._tensors[name]
-            parameter.data = value.view(parameter.shape)
-            parameter.grad = gradient.view(parameter.shape)
 
     def _build(self, number: int) -> tuple[torch.nn.Module, LocalBatches, Faults]:
         """What computes slice `number`."""
@@ -129,10 +120,12 @@ class Worker:
                 self._coordinator.send("done", **self._unit(order))
             elif order["op"] == "load":
                 self._kept.load(order, tensors)
+                self._own.values.copy_(self._kept.values)
             elif order["op"] == "reduce":
                 self._reduce(order)
             elif order["op"] == "apply":
                 self._kept.apply(order["step"], order["scale"], order["options"])
+                self._own.values.copy_(self._kept.values)
                 self._kept_slices.clear()
             elif order["op"] == "state":
                 fields, found = self._kept.state()
@@ -156,7 +149,7 @@ class Worker:
 
     def _reduce(self, order: Mapping[str, Any]) -> None:
         """Add up the gradients of what workers keep, of all slices of a step."""
-        total = torch.zeros_like(self._kept_gradient)
+        total = torch.zeros_like(self._own.gradients)
         for number in order["slices"]:
             total += self._kept_slices[number]
         try:
@@ -195,8 +188,8 @@ class Worker:
         sent, received = ([getattr(link, way) for link in self._servers] for way in ("sent", "received"))
         micro_batches, shares = self._load(batches, faults, step - 1 + order["ahead"])
         self._pull()
-        loss = self._gradient(module, micro_batches, shares, step)
-        self._kept_slices[number] = self._kept_gradient.clone()
+        loss = self._gradient(module, micro_batches, shares, step, order["loss_scale"])
+        self._kept_slices[number] = self._own.gradients.clone()
         self._clip(order["clip"])
         faults.at("collective")
         answers = []
@@ -261,17 +254,28 @@ class Worker:
             table.begin()
 
     def _gradient(
-        self, module: torch.nn.Module, micro_batches: list[list[Tensor]], shares: list[float], step: int
+        self,
+        module: torch.nn.Module,
+        micro_batches: list[list[Tensor]],
+        shares: list[float],
+        step: int,
+        scale: float | None,
     ) -> float:
-        """Forward and backward of the slice in all micro-batches. Returns its part of the loss."""
-        self._gradients.zero_()
-        self._kept_gradient.zero_()
+        """Forward and backward of the slice in all micro-batches, of a loss times `scale`, if it is given. Returns its
+        part of the loss."""
+        for flat in (self._dense, self._own):
+            flat.begin()
         total = 0.0
         for micro, entries in enumerate(micro_batches):
             recorder.at(FORWARD)
             key = (mix(self._config.train.seed, step, micro),) if self._program.random else ()
             loss = module(*entries, *key)
-            (loss if len(shares) == 1 else loss * shares[micro]).backward()
+            scaled = loss if scale is None else loss.float() * scale  # fp16 has no larger numbers
+            (scaled if len(shares) == 1 else scaled * shares[micro]).backward()
+            for flat in (self._dense, self._own):
+                flat.collect()
+            for table in self._tables:
+                table.collect()
             if shares[micro]:  # of nothing the mean is not a number
                 total += float(loss.detach().double()) * shares[micro]
         return total
@@ -280,7 +284,7 @@ class Worker:
         """Scale the gradient of a slice that updates alone: `limit` is for the gradient of its mean loss."""
         if limit is None:
             return
-        parts = [self._gradients, *(table.gradients for table in self._tables)]
+        parts = [self._dense.gradients, *(table.gradients for table in self._tables)]
         norm = math.sqrt(sum(float(part.double().square().sum()) for part in parts)) * self._slices
         if not (scale := limit / (norm + 1e-6)) >= 1.0:
             for part in parts:

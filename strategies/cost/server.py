@@ -22,8 +22,9 @@ class Servers:
         pull, push: bytes that one worker receives and sends in a step, at most.
         summed: bytes of the gradient of all slices, at most.
         sync: whether a step is one update.
-        served: bytes of the parameters on servers.
-        kept: bytes of the parameters that workers keep, and of their gradients.
+        served: bytes of the parameters on servers, in fp32 or wider.
+        kept: bytes of the parameters that workers keep, and of their gradients, in fp32 or wider.
+        halves: whether workers compute with 16 bits.
     """
 
     servers: int
@@ -35,6 +36,7 @@ class Servers:
     sync: bool
     served: int
     kept: int = 0
+    halves: bool = False
 
     @property
     def reduced(self) -> int:

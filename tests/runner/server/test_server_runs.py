@@ -99,6 +99,14 @@ def test_a_run_goes_on_from_a_checkpoint_and_in_another_mode(start):
 
 
 @pytest.mark.slow
+def test_prediction_needs_no_servers(start):
+    words = (*SERVED, DOUBLE, "evaluate.metric=accuracy", "evaluate.args={seed: 1}")
+    run = start(*words, "evaluate.every=6", "checkpoint.every=6", folder="run")
+    found = start(*words, f"predict.checkpoint={run.folder}", verb="predict", folder="found")
+    assert found.value == pytest.approx(run.evaluations[6]["loss"], rel=1e-12)
+
+
+@pytest.mark.slow
 def test_without_a_replica_the_newest_checkpoint_is_left(start):
     fault = f"launch.faults=[{kill(1, 5, 'collective')}]"
     with pytest.raises(RunFailed) as caught:
@@ -185,6 +193,7 @@ def test_a_fault_that_never_happens_on_a_rank_is_refused(start, rank, phase):
         (("parallel.server.consistency=bounded",), "MW205"),
         (("data.batch_size=15",), "MW205"),
         (("launch=torchrun",), "MW205"),
+        (("train.precision=fp16", "parallel.server.consistency=async"), "MW205"),
         (("optimizer={target: torch.optim.Adafactor, args: {lr: 0.1}}",), "MW323"),
         (("parallel=data_parallel", "world_size=4"), "MW205"),
         (("+model.args.norm=true",), "MW413"),
@@ -251,6 +260,40 @@ def test_parameters_that_workers_keep_need_whole_steps(consistency):
     staleness = ("parallel.server.staleness=1",) if consistency == "bounded" else ()
     with pytest.raises(ConfigError, match=r"parallel\.server\.parameters"):
         compose_config(*KEEPING, f"parallel.server.consistency={consistency}", *staleness)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("base", [SERVED, TABLE, KEEPING], ids=["dense", "rows", "kept"])
+def test_half_precision(start, base, precision):
+    """Workers pull half the bytes, and the masters are on the servers."""
+    words = (*(word for word in base if word != DOUBLE), f"train.precision={precision}", "train.accumulate=2")
+    assert start(*words, *ADAM, verb="verify").verdict["passed"]
+    run = start(*words, *ADAM, folder="counted")
+    assert run.losses[-1] < run.losses[0]
+    if base is not TABLE:
+        predicted = {key: run.plan["server"][key] for key in ("bytes_pulled", "bytes_pushed")}
+        assert 2 * predicted["bytes_pulled"] == predicted["bytes_pushed"]
+        assert all({key: one["server"][key] for key in predicted} == predicted for one in run.records)
+
+
+@pytest.mark.slow
+def test_a_step_that_overflows_is_left_out_by_all(start):
+    """The steps are those of data parallelism with the same slices, and killed processes change no bit."""
+    words = ("train.precision=fp16", "loss.args.reduction=sum", *ADAM)
+    kills = f"launch.faults=[{kill(3, 2, 'forward')}, {kill(1, 3, 'collective')}]"
+    calm, hit = start(*SERVED, *words, folder="calm"), start(*SERVED, *words, REPLICAS, PATIENCE, kills, folder="hit")
+    ranks = start(*SMALL, "parallel=data_parallel", "world_size=2", *words, "train.log_every=1", folder="ranks")
+    skipped = [one["skipped_steps"] for one in calm.records]
+    assert skipped == [one["skipped_steps"] for one in ranks.records] and 0 < skipped[-1] < 6
+    assert stored(hit) == stored(calm)
+
+
+@pytest.mark.slow
+def test_half_precision_of_slices_that_update_on_arrival(start):
+    words = ("train.precision=bf16", "parallel.server.consistency=async", "train.steps=60")
+    run = start(*SERVED, *words)
+    assert run.losses == pytest.approx(start(*SERVED, "train.steps=60", folder="sync").losses, rel=0.1)
 
 
 def test_a_glob_that_matches_no_parameter(start):

@@ -61,6 +61,18 @@ def test_a_step_is_the_sum_of_its_slices_whatever_arrives_and_in_which_order():
     assert torch.equal(values[0], parameter.detach())
 
 
+def test_workers_of_16_bits_get_what_follows_from_masters():
+    shard = ServedShard(PIECES, GROUPS, lambda groups: torch.optim.SGD(groups, lr=2**-10), torch.bfloat16)
+    shard.values.fill_(1.0)
+    for step in range(1, 4):
+        shard.push(step, 0, Gradient(torch.ones(5)))
+        shard.prepare(step, 1)
+        shard.apply(step, None if step == 2 else 1.0, [{}])
+    assert shard.version == 3 and shard.values.tolist() == [1 - 2 * 2**-10] * 5
+    (pulled,) = shard.pull([])
+    assert pulled.dtype == torch.bfloat16 and torch.equal(pulled, shard.values.bfloat16())
+
+
 def test_an_update_on_arrival_counts_once():
     shard = made(lambda groups: torch.optim.SGD(groups, lr=1.0))
     assert [shard.arrive(unit, 0, ONES) for unit in (4, 3, 4)] == [True, True, False]
