@@ -21,10 +21,12 @@ from runner.config.origins import Origins
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError
 from runner.export import autoparallel_placements
+from strategies.capture.packed_weights import packed, sections_of
 from strategies.core.addressing import segments_match
-from strategies.core.graph import OperatorGraph, Source
+from strategies.core.graph import OperatorGraph, Packed, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan as OperatorPlans
 from strategies.planner import module_styles
 from strategies.planner.declared_layouts import Declared, declared_plan
 
@@ -153,7 +155,9 @@ def from_dtensor(
             source.name: Layout(((slicing,) + ((),) * len(source.spec.shape))[: len(source.spec.shape)])
             for source in graph.of_kind("input")
         }
-        return Declared(grid, inputs, found)
+        marks = sections_of(graph)
+        striped = {name for name, one in tensors.items() if name in marks and _striped(one, marks[name])}
+        return Declared(grid, inputs, found, packed=frozenset(striped))
 
     return _declared(layouts, module, batch, axes, loss, options)
 
@@ -233,6 +237,13 @@ def _layout(tensor: DTensor, without: Sequence[str] = ()) -> Layout:
     return Layout(tuple(dims))
 
 
+def _striped(tensor: DTensor, packed: Packed) -> bool:
+    """Whether a DTensor is sliced section by section: alone on its dim, with as many parts as sections."""
+    placed = [one for one in tensor.placements if isinstance(one, Shard | _StridedShard) and one.dim == packed.dim]
+    factors = [one.split_factor for one in placed if isinstance(one, _StridedShard)]
+    return len(placed) == 1 and factors == [len(packed.sizes)] and len({*packed.sizes}) == 1
+
+
 def _declared(
     layouts: Callable[[OperatorGraph], Declared],
     module: nn.Module,
@@ -246,7 +257,14 @@ def _declared(
     given = {name: options.get(name, value) for name, value in known.items()}
     parallel = {name: value for name, value in options.items() if name not in known}
     config = config_of(module, tensors, loss, axes, parallel=parallel, **given)
-    return planned(config, module, names, tensors, loss, lambda graph: declared_plan(graph, layouts(graph)))
+
+    def plan_of(graph: OperatorGraph) -> tuple[OperatorGraph, OperatorPlans]:
+        found = layouts(graph)
+        whole = {name for name, layout in found.tensors.items() if layout.axes and name not in found.packed}
+        sliced = packed(graph, {name: one for name, one in sections_of(graph).items() if name not in whole})
+        return sliced, declared_plan(sliced, found)
+
+    return planned(config, module, names, tensors, loss, plan_of)
 
 
 @dataclass(frozen=True)

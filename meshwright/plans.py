@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from runner.build.modules import DTYPES, target_names
+from runner.build.modules import DTYPES, sections_of, target_names
 from runner.config.load import load as load_config
 from runner.config.load import validated
 from runner.config.origins import Origins
@@ -405,7 +405,7 @@ def planned(
     names: Sequence[str],
     tensors: Sequence[Tensor],
     loss: Loss | None,
-    plan_of: Callable[[OperatorGraph], OperatorPlans] | None = None,
+    plan_of: Callable[[OperatorGraph], tuple[OperatorGraph, OperatorPlans]] | None = None,
 ) -> Plan:
     """The plan of a step: that of `plan_of` for its graph, or the one that the config asks for."""
     mode, stages = config.parallel.mode, config.parallel.pipeline.stages
@@ -421,7 +421,7 @@ def planned(
     if shapes_alone:
         planned_module, function = duplicate(module), copy.deepcopy(function)
     targets = target_names(config, planned_module, names)
-    objective = Objective(planned_module, function, names, targets)
+    objective = Objective(planned_module, function, names, targets, sections=sections_of(config))
     if shapes_alone:
         given = pretend(objective, given)
     prepared, captured = prepare_given(config, objective, given, _log.info, plan_of)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from runner.build import huggingface, optimizers, targets
 from runner.config.schema import Config
 from runner.errors import ConfigError
+from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, LossFunction, Objective, capture, run_once
 from strategies.capture.shapes import pretend, shapes_only
 from strategies.core.addressing import means_module
 from strategies.core.errors import StrategyError, closest
+from strategies.core.graph import Packed
+from strategies.planner.plan_file import packed_in
 from strategies.runtime.offload import Offload
 
 M = TypeVar("M", bound=nn.Module)
@@ -129,7 +133,17 @@ def objective(config: Config, names: Sequence[str]) -> Objective:
     """The user's model and loss as one module, eager and untouched."""
     model = build_model(config)
     targeted = target_names(config, model, names)
-    return Objective(model, build_loss(config), names, targeted, AUTOCAST.get(config.train.precision))
+    autocast = AUTOCAST.get(config.train.precision)
+    return Objective(model, build_loss(config), names, targeted, autocast, sections=sections_of(config))
+
+
+def sections_of(config: Config) -> dict[str, Packed] | None:
+    """The fused weights that are sliced section by section: those of a given plan, and none where a target has no such
+    layout; else None, which stands for all."""
+    if config.parallel.plan is not None:
+        with suppress(ConfigError, StrategyError):  # raised where the plan is read
+            return packed_in(read_content(Path(config.parallel.plan)), config.parallel.plan)
+    return None if config.parallel.for_target in (None, "transformers") else {}
 
 
 def captured_from_shapes(

@@ -82,9 +82,9 @@ class Content:
         """This rank's slices of the buffers."""
         mesh, rank, layouts = self.program.mesh, self.communicator.rank, self.program.layouts
         return {
-            MODEL + one.name: [
-                of_slice(one.spec.shape, layouts[one.id].block(one.spec.shape, mesh, rank), self.tensors[one.name])
-            ]
+            MODEL + one.name: of_slice(
+                one.spec.shape, layouts[one.id].blocks(one.spec.shape, mesh, rank), self.tensors[one.name]
+            )
             for one in self.sources
             if one.kind == "buffer"
         }

@@ -160,7 +160,7 @@ def _shards(shape: Sequence[int], flat: Iterable[Tensor], like: Tensor) -> list[
     """A parameter whose elements are those of `flat`, one after the other; without any it has the dtype of `like`."""
     shards, at = [], 0
     for part in flat:
-        shards += of_range(shape, full(shape), shape, at, part)
+        shards += of_range(shape, [(full(shape), full(shape))], shape, at, part)
         at += part.numel()
     if at != math.prod(shape):
         raise IndexError(f"{at} elements for a parameter of shape {list(shape)}")

@@ -23,6 +23,7 @@ from strategies.cost.collectives import path_seconds
 from strategies.planner.boundaries import boundaries
 from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
+from strategies.rules.packed import taken_apart
 from strategies.runtime.dtensors import GATHERED, placements
 
 SKELETON = Path(__file__).with_name("plain_torch.py")
@@ -124,6 +125,11 @@ def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterat
             spec, dims = graph.specs[ref], list(layout.dims)
             for dim in GATHERED.get(operator.label, ()) if len(dims) > 1 else ():
                 dims[dim] = ()
+            if (
+                spec.packed is not None
+                and taken_apart(operator, graph.operand_specs(operator), spec.packed) is not None
+            ):
+                dims[spec.packed.dim] = ()  # DTensor knows no sections
             kept = Layout(tuple(dims))
             if placements(kept, spec.shape, mesh) is None:
                 kept = Layout.replicated(len(dims))

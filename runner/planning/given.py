@@ -5,6 +5,7 @@ config names. Everything else of the plan is still said by a config.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ def prepare_given(
     step: Objective,
     tensors: Sequence[Tensor],
     say: Callable[[str], None],
-    plan_of: Callable[[OperatorGraph], Plan] | None = None,
+    plan_of: Callable[[OperatorGraph], tuple[OperatorGraph, Plan]] | None = None,
 ) -> tuple[Prepared, Captured]:
     """Capture and plan a step.
 
@@ -35,7 +36,7 @@ def prepare_given(
         step: model and loss.
         tensors: a global batch.
         say: prints notices for the user.
-        plan_of: the plan of a graph, instead of a search.
+        plan_of: the plan of a graph, instead of a search, and the graph with the weights packed that it packs.
 
     Returns:
         The preparation, with a config in which nothing is open, and what was captured of `step`.
@@ -51,7 +52,8 @@ def prepare_given(
     lowering.rows_per_split(config)
     if plan_of is not None:
         request = request_of(config, lowering.planned_ranks(config, world_size))
-        plan = with_recompute(plan_of(captured.graph), captured.graph, request)
+        graph, plan = plan_of(captured.graph)
+        captured, plan = replace(captured, graph=graph), with_recompute(plan, graph, request)
     elif config.parallel.open or config.parallel.memory_limit is not None:
         given = {config.data.batch_size: (step, captured, list(tensors))}
         plan = JointDecision(config, say, given).plan()

@@ -279,8 +279,7 @@ def training_step(
     if count == 1:
         return graph, plan
     rows, split = config.data.batch_size // config.parts, rows_per_split(config)
-    part = capture(
-        objective, [one[:split] if one.dim() and len(one) == rows else one for one in tensors], training=True
-    )
+    short = [one[:split] if one.dim() and len(one) == rows else one for one in tensors]
+    part = capture(objective, short, training=True, like=graph)
     made = split_batch(graph, part.graph, plan, count, split, exact=config.train.random == "exact")
     return made.graph, made.plan

@@ -279,8 +279,8 @@ def prepare(
         if prepared.short is not None:
             batch = global_batch(training, collate, last, config.train.seed, 0)
             batch_tensors = cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
-            prepared = replace(prepared, short=_short(config, step, batch_tensors, plan, stages, order, say))
-        evaluations, evaluation_tensors = _evaluations(config, step, plan, stages, trials)
+            prepared = replace(prepared, short=_short(config, step, batch_tensors, graph, plan, stages, order, say))
+        evaluations, evaluation_tensors = _evaluations(config, step, graph, plan, stages, trials)
         values = evaluation_tensors | dict(captured.tensors)
         prepared = replace(prepared, evaluations=evaluations)
     if folder is not None:
@@ -399,16 +399,20 @@ def _short(
     config: Config,
     step: Objective,
     tensors: Sequence[Tensor],
+    trained: OperatorGraph,
     plan: Plan,
     stages: Sequence[Stage],
     order: Order,
     say: Callable[[str], None],
 ) -> Short:
-    """The training graph of a short micro-batch of `tensors`, whose operators and tensors are sliced as in `plan`
-    wherever so few rows can be. Raises ConfigError for a model that cannot train on them."""
+    """The training graph of a short micro-batch of `tensors`, whose operators and tensors are sliced as in `plan`,
+    that of the graph `trained`, wherever so few rows can be.
+
+    Raises ConfigError for a model that cannot train on them.
+    """
     rows = len(tensors[0])
     try:
-        graph = capture(step, tensors, training=True).graph
+        graph = capture(step, tensors, training=True, like=trained).graph
         own = replace(follow(plan, graph), recompute=plan.recompute)
         own_stages = lowering.stages_as(config, stages, graph, own)
     except (ConfigError, StrategyError) as error:
@@ -507,7 +511,12 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
 
 
 def _evaluations(
-    config: Config, step: Objective, plan: Plan, stages: Sequence[Stage], trials: Sequence[Trial]
+    config: Config,
+    step: Objective,
+    trained: OperatorGraph,
+    plan: Plan,
+    stages: Sequence[Stage],
+    trials: Sequence[Trial],
 ) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
     """Evaluation graphs by rows, and the tensors in them. A short last batch has a separate graph: padding it would
     change the results of models that mix rows."""
@@ -515,7 +524,7 @@ def _evaluations(
     evaluations: dict[int, Evaluation] = {}
     for size, entries, structure in trials:
         model = Objective(step.model, None, [*entries], (), step.autocast)
-        seen = capture(model, [*entries.values()], training=False)
+        seen = capture(model, [*entries.values()], training=False, like=trained)
         own = follow(plan, seen.graph)
         own_stages = lowering.evaluation_stages(config, stages, seen.graph, own)
         evaluations[size] = Evaluation(seen.graph, own, structure, own_stages)

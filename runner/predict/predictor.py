@@ -74,8 +74,8 @@ def fill(checkpoint: Checkpoint, execution: Execution) -> None:
         for source in program.sources:
             key, shape = f"model/{source.name}", source.spec.shape
             if source.kind in KINDS and key in checkpoint.tensors:
-                block = program.layouts[source.id].block(shape, program.mesh, execution.communicator.rank)
-                expected[key] = [of_slice(shape, block, execution.tensors[source.name])]
+                blocks = program.layouts[source.id].blocks(shape, program.mesh, execution.communicator.rank)
+                expected[key] = of_slice(shape, blocks, execution.tensors[source.name])
     checkpoint.fill(expected)
 
 

@@ -16,7 +16,7 @@ from runner.report.units import shown_bytes, shown_seconds, text_table
 from strategies.core.addressing import addresses, matches
 from strategies.core.errors import closest
 from strategies.core.graph import Operator, OperatorGraph, TensorSpec
-from strategies.core.layout import Layout
+from strategies.core.layout import Layout, stored
 from strategies.core.plan import Plan
 from strategies.core.steps import LOCAL
 from strategies.planner.alternatives import Alternative, Neighbourhood
@@ -203,7 +203,10 @@ def _table(prepared: Prepared, tensor: _Tensor) -> str:
     partial = " ".join(mesh.sorted(tensor.layout.partial)) or "-"
     rows = [("rank", *(f"dim {dim}" for dim in range(len(shape))), "partial over")]
     for rank in range(mesh.size):
-        block = tensor.layout.block(shape, prepared.plan.of_rank(rank).mesh, rank)
-        rows.append((str(first + rank), *(f"{start}:{stop}" for start, stop in block), partial))
+        own = prepared.plan.of_rank(rank).mesh
+        blocks = stored(tensor.layout, tensor.spec, own).blocks(shape, own, rank)
+        ranges = [dict.fromkeys(block[dim] for block, _ in blocks) for dim in range(len(shape))]
+        shown = (" ".join(f"{start}:{stop}" for start, stop in each) for each in ranges)
+        rows.append((str(first + rank), *shown, partial))
     title = f"{tensor.name} {list(shape)} {tensor.spec.dtype}, {tensor.kind}{stage}"
     return "\n".join([title, *(f"  {line}" for line in text_table(rows).split("\n"))])

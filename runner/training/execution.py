@@ -42,6 +42,7 @@ from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.module_tree import MODULE, OPERATORS, build
 from strategies.runtime.peers import Peers
 from strategies.runtime.pipeline_stage import RankStage, StageRunner
+from strategies.runtime.transfer import in_order
 
 Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Any]
 Axes = Callable[[Program], Iterable[Sequence[str]]]
@@ -81,7 +82,8 @@ class Execution:
 
     def full_tensor(self, source: Source, shard: Tensor) -> Tensor:
         """All-gather the full tensor of a source from the ranks' shards (collective)."""
-        return self.communicator.carried(_to_replicated(source, self.program), shard)
+        gathered = self.communicator.carried(_to_replicated(source, self.program), shard)
+        return in_order(gathered, self.program.layouts[source.id], self.program.mesh)
 
 
 def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
@@ -341,5 +343,5 @@ def gather_axes(program: Program, sources: Iterable[Source] | None = None) -> li
 
 
 def _to_replicated(source: Source, program: Program) -> ReshardingPath:
-    shape = source.spec.shape
-    return resharding_path(program.layouts[source.id], Layout.replicated(len(shape)), shape, program.mesh)
+    shape, layout = source.spec.shape, Layout(program.layouts[source.id].dims)
+    return resharding_path(layout, Layout.replicated(len(shape)), shape, program.mesh)

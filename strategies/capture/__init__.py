@@ -3,6 +3,7 @@
 `model` is the entry point; `tracing` runs the export and keeps what it would lose; `vmapped` and `strided` replace
 torch.vmap and as_strided by operators on dims; `exported` reads the result after `regions` (no_grad, autocast),
 `numbers` (Python scalars from tensors), `functional` (writes become values) and `causal` (masks) have rewritten it;
+`packed_weights` marks the dims of fused weights;
 `autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph cannot hold; `nodes` has
 helpers for fx nodes that they share; `shapes` builds models without storage.
 """

@@ -29,13 +29,14 @@ from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import fakes, in_library, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
+from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import check_dtypes, check_hooks, check_nodes, refusing_unseen
 from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
-from strategies.core.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph, Packed
 from strategies.rules.random import draws
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,7 +56,8 @@ class Objective(nn.Module):
     """The model and its loss as one module: flat batch tensors in, the loss (training) or the outputs (evaluation) out.
 
     With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by
-    name. With `autocast` both run under torch.autocast of that dtype, on the device of the batch.
+    name. With `autocast` both run under torch.autocast of that dtype, on the device of the batch. `sections` says
+    which fused weights are sliced section by section, None: all.
     """
 
     def __init__(
@@ -65,8 +67,11 @@ class Objective(nn.Module):
         names: Sequence[str],
         targets: Sequence[str],
         autocast: torch.dtype | None = None,
+        *,
+        sections: Mapping[str, Packed] | None = None,
     ) -> None:
         super().__init__()
+        self.sections = sections
         self.model, self.loss, self.autocast = model, loss, autocast
         self.names, self.targets = tuple(names), frozenset(targets)
 
@@ -111,7 +116,7 @@ def _check_call(who: str, called: Any, args: tuple[str, ...], keywords: Mapping[
     except (TypeError, ValueError):  # of a builtin, which says nothing before it is called
         return
     try:
-        bound = signature.bind(*args, **keywords).arguments
+        signature.bind(*args, **keywords)
     except TypeError as error:
         taken = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
         raise StrategyError(
@@ -119,13 +124,6 @@ def _check_call(who: str, called: Any, args: tuple[str, ...], keywords: Mapping[
             f"{who} takes ({taken}), but is called with {what}: {error}. What forward takes by name is the model's, "
             "the rest of a sample the loss's; without a loss all of it is the model's.",
         ) from error
-    for name, given in bound.items():
-        if name in args[1:] and given in args[1:] and given != name:
-            raise StrategyError(
-                "MW901",
-                f"{who} would get {given} of a sample as its {name}: it is called with {what}, in this order. Give the "
-                "entries of a sample in the order in which it takes them, or name its parameters otherwise.",
-            )
 
 
 def _listed(names: Sequence[str], title: str) -> str:
@@ -145,13 +143,16 @@ class LossFunction(nn.Module):
         return result
 
 
-def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) -> Captured:
+def capture(
+    objective: Objective, batch: Sequence[Tensor], *, training: bool, like: OperatorGraph | None = None
+) -> Captured:
     """Capture the operator graph of an objective.
 
     Args:
         objective: model and loss.
         batch: batch entries with their global shapes.
         training: the only output is the scalar loss; otherwise the outputs are all tensors that the module returns.
+        like: another graph of the same model, whose slices of parameters this one takes.
 
     Raises:
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
@@ -161,7 +162,8 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     while True:
         try:
             if (captured := _captured(objective, batch, training, opaque, drawing)) is not None:
-                return captured
+                given = objective.sections if like is None else sections_of(like)
+                return replace(captured, graph=packed(captured.graph, given))
         except DrawsIn as error:
             drawing.chosen.add(error.name)
         except NotOpaque as error:

@@ -28,6 +28,18 @@ def experts(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
     return found
 
 
+def matrices_of(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
+    """By path of a module whose parameters are all matrices by expert, without biases: its parameters."""
+    found: dict[str, list[Source]] = {}
+    for source in graph.of_kind("parameter"):
+        found.setdefault(source.name.rpartition(".")[0], []).append(source)
+    return {
+        path: tuple(own)
+        for path, own in found.items()
+        if len(own) > 1 and {len(one.spec.shape) for one in own} == {3} and len({one.spec.shape[0] for one in own}) == 1
+    }
+
+
 def parameter_of(graph: OperatorGraph, ref: Ref) -> Source | None:
     """The parameter that a value is, or is made of by `RESHAPED`."""
     node = graph.by_id[ref.id]

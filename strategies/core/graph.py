@@ -34,11 +34,21 @@ def wide(dtype: str) -> str:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Several tensors in one, one behind the other along `dim`, of `sizes` there: the sections of a fused weight."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TensorSpec:
-    """Global shape and dtype (torch's name without the prefix) of a tensor."""
+    """Global shape and dtype (torch's name without the prefix) of a tensor. A slice along the dim in which a tensor is
+    `packed` is a stripe of every section, if every section divides into equal ones."""
 
     shape: tuple[int, ...]
     dtype: str
+    packed: Packed | None = None
 
     @property
     def floating(self) -> bool:

@@ -3,17 +3,20 @@
 Invariant: an axis occurs at most once in a layout. Every rank's slice is one rectangular block of the tensor, and all
 slices have the same local shape: where a dim does not divide, slices are as long as the first one, and what the last
 one holds beyond the end of the dim is padding (zeros, or whatever operators made of zeros; gradients there are zero).
-On a mesh with a `Share` slices along its axis have different lengths, without padding.
+On a mesh with a `Share` slices along its axis have different lengths, without padding. A slice of a packed tensor is
+several blocks: a stripe of each of its sections, one behind the other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from strategies.core.errors import StrategyError
+from strategies.core.graph import Packed, TensorSpec
 from strategies.core.mesh import Mesh
 
 Block = tuple[tuple[int, int], ...]
@@ -86,6 +89,11 @@ class Layout:
             for start, size, length in zip(starts, local, shape, strict=True)
         )
 
+    def blocks(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[tuple[Block, Block], ...]:
+        """The parts of the tensor that `rank` holds, without padding, each with its place in the rank's slice."""
+        block = self.block(shape, mesh, rank)
+        return ((block, tuple((0, stop - start) for start, stop in block)),)
+
     def replica_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes along which ranks hold the same slice (or the same partial sum's terms)."""
         return mesh.others(self.axes)
@@ -119,6 +127,35 @@ class Windows(Layout):
                 for windows, dim, own in zip(self.windows, self.dims, equal, strict=True)
             ]
         )
+
+
+@dataclass(frozen=True)
+class Stripes(Layout):
+    """Slices of a packed tensor along the dim in which it is packed."""
+
+    packed: Packed = field(kw_only=True)
+
+    def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
+        raise TypeError(f"A slice of a tensor that is {self.packed} is several blocks.")
+
+    def blocks(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[tuple[Block, Block], ...]:
+        dim, found, end = self.packed.dim, [], 0
+        for offset, size in zip(accumulate(self.packed.sizes, initial=0), self.packed.sizes, strict=False):
+            section = (*shape[:dim], size, *shape[dim + 1 :])
+            ((block, place),) = Layout(self.dims).blocks(section, mesh, rank)
+            (first, last), (_, length) = block[dim], place[dim]
+            block = (*block[:dim], (offset + first, offset + last), *block[dim + 1 :])
+            found.append((block, (*place[:dim], (end, end + length), *place[dim + 1 :])))
+            end += length
+        return tuple(found)
+
+
+def stored(layout: Layout, spec: TensorSpec, mesh: Mesh) -> Layout:
+    """The layout of a tensor by the blocks that its slices are: stripes where they divide every section."""
+    if spec.packed is None or (count := mesh.product(layout.dims[spec.packed.dim])) == 1:
+        return layout
+    striped = all(size % count == 0 for size in spec.packed.sizes)
+    return Stripes(layout.dims, layout.partial, packed=spec.packed) if striped else layout
 
 
 def recoverable(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.core.experts import experts, parameter_of
+from strategies.core.experts import experts, matrices_of, parameter_of
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
@@ -23,6 +23,17 @@ from strategies.rules.sharding import Assignment, Sharding
 
 FORBIDDEN = 1e4
 """Seconds of what no plan does; more than any step takes, and little enough to be added to seconds."""
+
+
+def halves(source: Source, dim: int) -> bool:
+    """Whether a parameter holds two sections of one size along `dim`: what packed styles slice."""
+    packed = source.spec.packed
+    return packed is not None and packed.dim == dim and len(packed.sizes) == 2 and len({*packed.sizes}) == 1
+
+
+def packable(operator: Operator, weight: Source) -> bool:
+    """Whether packed_colwise slices a linear layer: it takes a bias for one section."""
+    return halves(weight, 0) and len(operator.operands) == 2
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,9 @@ class StyledModules(ModuleLayouts):
         columns = sliced[:, own[0]] == self.shardings[operator.id].factors.index(factor)
         if operator.op == "embedding":
             return ~columns, columns
-        return ~none, columns if "colwise_gather_output" in self.styles else none
+        return ~columns if self._gathers(operator) else ~none, (
+            columns if "colwise_gather_output" in self.styles else none
+        )
 
     def use(self, user: Operator, position: int) -> bool:
         """Whether an operator may take slices of the last dim of a replicated value."""
@@ -137,14 +150,14 @@ class StyledModules(ModuleLayouts):
         for operator in self.graph.operators:
             taken = {factor for factor, used in chosen[operator.id].items() if self.axes & {*used}}
             legal = taken <= {*self.options[operator.id]}
+            if operator.module in self._routed and self._within(operator.module, handed):
+                continue
             for position, (ref, layout) in enumerate(zip(operator.operands, wanted[operator.id], strict=True)):
                 maker, have = self.graph.by_id[ref.id], self.place(handed(ref))
                 last = len(layout.dims) - 1
                 if isinstance(maker, Operator) and have == last and self._weight(maker) is not None:
                     uses = {self.place(wanted[user.id][at]) for user, at in self.graph.users[ref]}
-                    gathers = maker.op == "embedding" or (
-                        "colwise_gather_output" in self.styles and uses == {REPLICATED}
-                    )
+                    gathers = self._gathers(maker) or ("colwise_gather_output" in self.styles and uses == {REPLICATED})
                     have = REPLICATED if gathers else have
                 places = [have], [self.place(layout)]
                 legal = legal and not _forbidden(*places, len(layout.dims), self.use(operator, position)).any()
@@ -160,6 +173,25 @@ class StyledModules(ModuleLayouts):
             if isinstance(source, Source) and source.kind == "parameter" and len(source.spec.shape) == 2:
                 return position if f"{operator.module}.weight" in (source.name, *source.aliases) else None
         return None
+
+    def _gathers(self, operator: Operator) -> bool:
+        """Whether the styles hand on slices of columns gathered alone: of a table, and of a layer whose weight is
+        packed otherwise than packed_colwise slices it."""
+        position = self._weight(operator)
+        weight = None if position is None else self.graph.by_id[operator.operands[position].id]
+        if operator.op == "embedding" or not isinstance(weight, Source):
+            return operator.op == "embedding"
+        packed = weight.spec.packed is not None and weight.spec.packed.dim == 0
+        return packed and not ("packed_colwise" in self.styles and packable(operator, weight))
+
+    @cached_property
+    def _routed(self) -> dict[str, tuple[Source, ...]]:
+        """The modules of experts that the trainer may run on a slice of every expert."""
+        return matrices_of(self.graph) if "moe_tp_experts" in self.styles else {}
+
+    def _within(self, path: str, handed: Callable[[Ref], Layout]) -> bool:
+        """Whether every rank has a slice of every expert of a module."""
+        return all(self.place(handed(Ref(source.id))) > 0 for source in self._routed[path])
 
     def _columns(self, operator: Operator, weight: int) -> str | None:
         """The factor along which a layer has its columns."""

@@ -34,9 +34,8 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Compute, RankValue, Redistribute
 from strategies.lowering.lowering import local_instructions
-from strategies.rules import rule_of
+from strategies.rules import rule_of, sharding_of
 from strategies.rules.random import draws
-from strategies.rules.registry import RULES
 from strategies.rules.traits import traits
 
 LARGEST = 0.25
@@ -313,9 +312,9 @@ class _Splitting:
             args=args,
             results=(spec,) * (self.count if op == "unbind" else 1),
             multiple=op == "unbind",
+            lines=(),
         )
-        sharding = RULES[op](made, [self.specs[ref] for ref in operands])
-        assert sharding is not None
+        sharding = sharding_of(made, [self.specs[ref] for ref in operands])
         assignment: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for factor, axes in zip(sharding.operands[0], self.layouts[operands[0]].dims, strict=True):

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, refs, rewrite, wide
-from strategies.core.layout import Layout, Windows
+from strategies.core.graph import Operator, OperatorGraph, Packed, Ref, Source, TensorSpec, refs, rewrite, wide
+from strategies.core.layout import Layout, Stripes, Windows, stored
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import (
@@ -43,6 +43,7 @@ from strategies.rules.sharding import Assignment, Dims, Sharding
 from strategies.rules.traits import traits
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+Pair = tuple[Layout, Layout]
 
 
 def lower(
@@ -140,6 +141,22 @@ def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh
                 break
             left.add(axis)
     return frozenset(left)
+
+
+def unpacked(shape: Sequence[int], packed: Packed, sizes: Sequence[int]) -> tuple[int, ...]:
+    """A shape with `sizes` in place of the dim in which the tensor is packed."""
+    return (*shape[: packed.dim], *sizes, *shape[packed.dim + 1 :])
+
+
+def _complete(layout: Layout, dim: int) -> Layout:
+    """The layout with one dim replicated."""
+    return Layout((*layout.dims[:dim], (), *layout.dims[dim + 1 :]), layout.partial)
+
+
+def _apart(layout: Layout, packed: Packed) -> Layout:
+    """The layout of a tensor whose sections, all of one size, have a dim of their own."""
+    dims = layout.dims
+    return Layout((*dims[: packed.dim], (), *dims[packed.dim :]), layout.partial)
 
 
 @dataclass
@@ -433,7 +450,7 @@ class _Lowering(Emission):
         return Program(
             self.mesh,
             self.graph.sources,
-            {source.id: self.layouts[Ref(source.id)] for source in self.graph.sources},
+            {source.id: stored(self.layouts[Ref(source.id)], source.spec, self.mesh) for source in self.graph.sources},
             tuple(self.instructions),
             outputs,
             self.reductions,
@@ -492,9 +509,9 @@ class _Lowering(Emission):
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
                 gradient = self.gradient[ref] and operator.id in self.graph.returning
-                back = resharding_path(after.reduced, natural[index].reduced, spec.shape, self.mesh) if gradient else ()
+                back = (after.reduced, natural[index].reduced) if gradient else None
                 name = f"{operator.id}_out"
-                self.local[ref] = self._redistribute(ref, after, back, name, gradient, operator.name, operator.path)
+                self.local[ref] = self._redistribute(ref, after, back, name, operator.name, operator.path)
                 self.layouts[ref] = after
                 self.added_wide.discard(ref)
 
@@ -517,41 +534,84 @@ class _Lowering(Emission):
             if gradient and parameter:
                 left = left_axes(have, returned, spec.shape, self.mesh)
                 back, scale = Layout(have.dims, left), self._scale(source.name, left)
-            backward = resharding_path(returned, back, spec.shape, self.mesh) if gradient else ()
             self.slices[key] = self._redistribute(
-                ref, wanted, backward, f"{ref.id}_for_{operator.id}", gradient, operator.name, operator.path, position,
-                scale,
+                ref, wanted, (returned, back) if gradient else None, f"{ref.id}_for_{operator.id}", operator.name,
+                operator.path, position, scale,
             )  # fmt: skip
         return self.slices[key]
 
     def _handed_on(self, ref: Ref, wanted: Layout, name: str, gradient: bool) -> Ref:
         """The slice of a value that leaves the program, in the layout `wanted`."""
-        spec, have = self.graph.specs[ref], self.layouts[ref]
-        back = resharding_path(wanted, have.reduced, spec.shape, self.mesh) if gradient else ()
-        return self._redistribute(ref, wanted, back, name, gradient, self.graph.by_id[ref.id].name, ())
+        back = (wanted, self.layouts[ref].reduced) if gradient else None
+        return self._redistribute(ref, wanted, back, name, self.graph.by_id[ref.id].name, ())
 
     def _redistribute(
         self,
         ref: Ref,
         wanted: Layout,
-        backward: ReshardingPath,
+        back: tuple[Layout, Layout] | None,
         name: str,
-        gradient: bool,
         operator: str,
         path: tuple[str, ...],
         position: int = -1,
         scale: float = 1.0,
     ) -> Ref:
-        """The slice of `ref` in the layout `wanted`; what ranks add up in fp32 is rounded after it."""
-        spec = self.graph.specs[ref]
-        forward = resharding_path(self.layouts[ref], wanted, spec.shape, self.mesh)
-        if not forward and not backward and scale == 1.0:
-            return self.local[ref]
-        id, sent = self.fresh(name), replace(spec, dtype=wide(spec.dtype)) if ref in self.added_wide else spec
-        self.instructions.append(
-            Redistribute(id, self.local[ref], forward, backward, scale, gradient, sent, operator, position, path)
-        )
-        return self._cast(Ref(id), spec.dtype, operator, path) if ref in self.added_wide else Ref(id)
+        """The slice of `ref` in the layout `wanted`; what ranks add up in fp32 is rounded after it. `back` are the
+        layouts between which its gradient is carried, None without one."""
+        spec, have = self.graph.specs[ref], self.layouts[ref]
+        sent, scales = replace(spec, dtype=wide(spec.dtype)) if ref in self.added_wide else spec, [scale]
+
+        def carried(value: Ref, spec: TensorSpec, before: Layout, after: Layout, back: Pair | None) -> Ref:
+            forward = resharding_path(before, after, spec.shape, self.mesh)
+            backward = () if back is None else resharding_path(*back, spec.shape, self.mesh)
+            if not forward and not backward and scales[-1] == 1.0:
+                return value
+            id = self.fresh(name)
+            self.instructions.append(
+                Redistribute(id, value, forward, backward, scales[-1], back is not None, spec, operator, position, path)
+            )
+            return Ref(id)
+
+        def computed(target: str, *args: Any, multiple: bool = False) -> Ref:
+            id = self.fresh(f"{name}_{target.split('.')[1]}")
+            self.instructions.append(Compute(id, target, args, (), operator, path, multiple))
+            return Ref(id)
+
+        def section_by_section(value: Ref, packed: Packed, before: Layout, after: Layout, back: Pair | None) -> Ref:
+            shapes = [unpacked(spec.shape, packed, (size,)) for size in packed.sizes]
+            if len(set(shapes)) > 1:
+                sizes = [before.local_shape(shape, self.mesh)[packed.dim] for shape in shapes]
+                parts = computed("aten.split_with_sizes.default", value, sizes, packed.dim, multiple=True)
+                sections = [replace(sent, shape=shape, packed=None) for shape in shapes]
+                pieces = [carried(Ref(parts.id, i), one, before, after, back) for i, one in enumerate(sections)]
+                return computed("aten.cat.default", pieces, packed.dim)
+            apart = replace(sent, shape=unpacked(spec.shape, packed, (len(shapes), packed.sizes[0])), packed=None)
+            first, last = _apart(before, packed), _apart(after, packed)
+            returned = None if back is None else (_apart(back[0], packed), _apart(back[1], packed))
+            value = computed("aten.reshape.default", value, first.local_shape(apart.shape, self.mesh))
+            value = carried(value, apart, first, last, returned)
+            return computed("aten.reshape.default", value, after.local_shape(spec.shape, self.mesh))
+
+        def hop(value: Ref, before: Layout, after: Layout, back: Pair | None) -> Ref:
+            striped = any(isinstance(stored(one, spec, self.mesh), Stripes) for one in (before, after))
+            if spec.packed is not None and striped:
+                return section_by_section(value, spec.packed, before, after, back)
+            return carried(value, sent, before, after, back)
+
+        value, packed = self.local[ref], spec.packed
+        if packed is None or have.dims[packed.dim] == wanted.dims[packed.dim]:  # the same order before and after
+            value = carried(value, sent, have, wanted, back)
+        elif len({type(stored(one, spec, self.mesh)) for one in (have, wanted) if one.dims[packed.dim]}) == 1:
+            value = hop(value, have, wanted, back)
+        else:  # from stripes to one block, or back
+            between = _complete(have, packed.dim)
+            middle = None if back is None else Layout(between.dims, back[1].partial)
+            value = hop(value, have, between, None if back is None or middle is None else (middle, back[1]))
+            scales.append(1.0)
+            value = hop(value, between, wanted, None if back is None or middle is None else (back[0], middle))
+        if ref in self.added_wide and value != self.local[ref]:
+            return self._cast(value, spec.dtype, operator, path)
+        return value
 
     def _reductions(self) -> dict[str, tuple[str, ...]]:
         """Per trainable parameter: the union over its uses of the axes that are left (all replica axes for a

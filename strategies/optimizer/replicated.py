@@ -166,14 +166,15 @@ class BucketedUpdates(OwnUpdates):
             shape, name = source.spec.shape, source.name
             if not write and name in self._follows:
                 continue
-            block = self._program.layouts[source.id].block(shape, mesh, self._communicator.rank)
+            blocks = self._program.layouts[source.id].blocks(shape, mesh, self._communicator.rank)
             holder = self._owned.get(name, self._parameters[name])
-            found[MODEL + name] = [of_slice(shape, block, holder)]
+            found[MODEL + name] = of_slice(shape, blocks, holder)
             for state, value in self._optimizer.state.get(holder, {}).items():
                 if not is_scalar(value, holder) or (write and not shape and is_of_element(state, value)):
                     fits = value.shape == holder.shape
                     check_shape(self._optimizer, state, value, name, fits or holder.shape == shape)
-                    found[f"{OPTIMIZER}{state}/{name}"] = [of_slice(shape, block, value) if fits else replicated(value)]
+                    own = of_slice(shape, blocks, value) if fits else [replicated(value)]
+                    found[f"{OPTIMIZER}{state}/{name}"] = own
         yield found
 
     def plain(self) -> OptimizerScalars:

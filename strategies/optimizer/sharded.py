@@ -383,8 +383,8 @@ class ShardedUpdates(OwnUpdates):
     def _add_piece(self, found: dict[str, list[Shard]], kind: str, name: str, one: Range, flat: Tensor) -> None:
         source, mesh = self._sources[name], self._program.mesh
         shape, layout = source.spec.shape, self._program.layouts[source.id]
-        block = layout.block(shape, mesh, self._communicator.rank)
-        found[kind + name] = of_range(shape, block, layout.local_shape(shape, mesh), one.first, one.of(flat))
+        blocks = layout.blocks(shape, mesh, self._communicator.rank)
+        found[kind + name] = of_range(shape, blocks, layout.local_shape(shape, mesh), one.first, one.of(flat))
 
     def plain(self) -> OptimizerScalars:
         plain = OptimizerScalars(groups_of(self._optimizer, self._members))

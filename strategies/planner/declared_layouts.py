@@ -36,6 +36,7 @@ class Declared:
         tensors: layouts of parameters by full name; the others are replicated.
         received: how a module (by path) takes the first value that it gets from outside.
         returned: how it hands on the last value that others use.
+        packed: the parameters of which a rank has a stripe of each section.
     """
 
     mesh: Mesh
@@ -43,6 +44,7 @@ class Declared:
     tensors: Mapping[str, Layout]
     received: Mapping[str, Placed] = field(default_factory=dict)
     returned: Mapping[str, Placed] = field(default_factory=dict)
+    packed: frozenset[str] = frozenset()
 
 
 def declared_plan(graph: OperatorGraph, declared: Declared) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.graph import Operator, OperatorGraph, Packed
 from strategies.core.plan import Plan
 from strategies.core.program import Program, Redistribute
 from strategies.core.steps import ALL_REDUCE, ReshardingPath
@@ -63,6 +63,7 @@ def describe(
                 "trainable": source.trainable,
                 "aliases": list(source.aliases),
             }
+            | packed_entry(source.spec.packed)
             for source in graph.of_kind("parameter")
         },
         "cost": step_cost(*(in_step or (graph, plan)), program, cluster, settings).to_json(),
@@ -72,6 +73,11 @@ def describe(
         "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, settings),
         "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
     }
+
+
+def packed_entry(packed: Packed | None) -> dict[str, Any]:
+    """What the entry of a parameter says of its sections, if it has any."""
+    return {} if packed is None else {"packed": {"dim": packed.dim, "sizes": list(packed.sizes)}}
 
 
 def recompute_entry(plan: Plan, program: Program, traced: Traced, settings: OptimizerSettings) -> dict[str, Any]:

@@ -25,11 +25,12 @@ from torch.distributed.tensor.parallel import (
 
 from strategies.core.addressing import segments_match
 from strategies.core.errors import StrategyError, closest
-from strategies.core.experts import experts
+from strategies.core.experts import experts, matrices_of
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, modules_around
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
+from strategies.cost.styled_modules import halves, packable
 from strategies.planner.declared_layouts import Declared, operand_layouts
 from strategies.rules import rule_of
 
@@ -49,12 +50,14 @@ class Style:
         weight: of every parameter but the bias.
         bias: of the bias.
         received, returned: of the module's input and result.
+        packed: whether a rank has a stripe of each section of a weight.
     """
 
     weight: Dim = None
     bias: Dim = None
     received: Dim | Kept = "kept"
     returned: Dim | Kept = "kept"
+    packed: bool = False
 
 
 COLWISE, ROWWISE = Style(-2, -1, None, -1), Style(-1, None, -1, None)
@@ -69,6 +72,8 @@ STYLES = {
     "embedding_rowwise": Style(0, None, None, None),
     "embedding_colwise": Style(1, None, None, None),
     "sequence_parallel": Style(received=1, returned=1),
+    "packed_colwise": replace(COLWISE, packed=True),
+    "packed_rowwise": Style(-1, None, packed=True),
     "moe_tp_experts": Style(received=None, returned=None),
     "ep_dispatch_experts": Style(received=None, returned=None),
     "grouped_gemm": Style(0, 0),
@@ -80,12 +85,12 @@ STYLES = {
     "moe_identity_expert": Style(),
 }
 """By the names of transformers."""
-PACKED = ("packed_colwise", "packed_rowwise")
-"""The other styles of transformers: they slice every weight that is packed in a tensor by itself."""
 AUTOTP = ("colwise", "colwise_gather_output", "replicate", "replicated_with_grad_allreduce", "rowwise")
 """Those for which AutoTP of DeepSpeed has a word."""
-WRITTEN = (*AUTOTP, "embedding_colwise", "embedding_rowwise", "rowwise_split_input")
+WRITTEN = (*AUTOTP, "embedding_colwise", "embedding_rowwise", "packed_colwise", "rowwise_split_input")
 """Those of a `tp_plan` for transformers."""
+WITHIN = ("moe_tp_experts", "packed_rowwise")
+"""Further ones for experts of which every rank has a slice."""
 EXPERTS = ("ep_dispatch_experts", "grouped_gemm")
 """Those of an `ep_plan`: of a module of experts, and of its parameters."""
 
@@ -115,6 +120,7 @@ def declared(
     modules |= {name.rpartition(".")[0] for name in parameters} | {*names}
     tables = {operator.module for operator in graph.operators if operator.op == "embedding"}
     tensors: dict[str, Layout] = {}
+    packed: set[str] = set()
     received, returned = {}, {}
     for key, given in tp_plan.items():
         matched = [name for name in (*sorted(modules), *parameters) if segments_match(key, name)]
@@ -129,6 +135,9 @@ def declared(
                 source = parameters[full]
                 if source.name not in tensors or full == name:  # its own entry comes before that of its module
                     tensors[source.name] = _sliced(len(source.spec.shape), dim, axes)
+                    if style.packed and dim is not None:
+                        _check_packed(key, source, dim)
+                        packed.add(source.name)
             if name in modules and style.received != "kept":
                 received[name] = dict.fromkeys(axes, style.received)
             if name in modules and style.returned != "kept":
@@ -138,7 +147,7 @@ def declared(
         source.name: Layout(((rows,) + ((),) * len(source.spec.shape))[: len(source.spec.shape)])
         for source in graph.of_kind("input")
     }
-    return Declared(mesh, inputs, tensors, received, returned)
+    return Declared(mesh, inputs, tensors, received, returned, frozenset(packed))
 
 
 def merged(tp_plan: Mapping[str, Any], ep_plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,6 +172,18 @@ def _sliced(rank: int, dim: Dim, axes: Sequence[str]) -> Layout:
         return Layout.replicated(rank)
     sliced = max(0, rank + dim) if dim < 0 else dim
     return Layout(tuple(tuple(axes) if place == sliced else () for place in range(rank)))
+
+
+def _check_packed(key: str, source: Source, dim: int) -> None:
+    """Raises StrategyError where the model does not take a tensor apart along the dim that a style says is packed."""
+    shape, packed = source.spec.shape, source.spec.packed
+    if packed is None or packed.dim != dim % len(shape):
+        raise StrategyError(
+            "MW880",
+            f"tp_plan: {key!r} has a style of packed weights, but the model does not take {source.name} "
+            f"{list(shape)} apart into sections along dim {dim % len(shape)}. Use colwise or rowwise for a weight of "
+            "one section, or leave the entry out: the module is replicated then.",
+        )
 
 
 def style_of(given: Any, key: str, table: bool = False) -> Style:
@@ -191,15 +212,9 @@ def style_of(given: Any, key: str, table: bool = False) -> Style:
     if isinstance(given, PrepareModuleOutput):
         return Style(returned=_dim(given.desired_output_layouts, key))
     shown = repr(given) if isinstance(given, str) else type(given).__name__
-    reason = ""
-    if given in PACKED:
-        reason = (
-            ": it slices every weight that is packed in a tensor by itself, so a rank has a stripe of each; where it "
-            'is of experts, ep_plan="auto" slices these by expert instead'
-        )
     raise StrategyError(
         "MW880",
-        f"tp_plan: {key!r} has the style {shown}, which has no layout here{reason}.{closest(str(given), STYLES)} Give "
+        f"tp_plan: {key!r} has the style {shown}, which has no layout here.{closest(str(given), STYLES)} Give "
         "a style of torch.distributed.tensor.parallel, or leave out this entry and those of the module around it, "
         "which is replicated then.",
     )
@@ -224,10 +239,15 @@ def tp_plan_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: t
     for operator in graph.operators:
         if any(ref.id in parameters for ref in operator.operands):
             by_module[operator.module].append(operator)
-    sliced = {path: own for path, own in experts(graph).items() if axes and _by_expert(own, plan, axes)}
+    routed, matrices = (experts(graph), matrices_of(graph)) if axes else ({}, {})
     for path, operators in by_module.items():
-        entries = [(source.name, "grouped_gemm") for source in sliced.get(path, ())]
-        entries += [(path, "ep_dispatch_experts")] if entries else _styles_of(path, operators, graph, plan, axes)
+        own = routed.get(path, ())
+        if own and _by_expert(own, plan, axes):
+            entries = [(path, "ep_dispatch_experts"), *((source.name, "grouped_gemm") for source in own)]
+        elif "moe_tp_experts" in names and (within := _within_experts(matrices.get(path, ()), plan, axes)):
+            entries = [(path, "moe_tp_experts"), *within]
+        else:
+            entries = [*_styles_of(path, operators, graph, plan, axes)]
         for key, style in entries:
             found[NUMBER.sub(r".*\1", key)][style] += 1
     styles = {key: counts.most_common(1)[0][0] for key, counts in found.items()}
@@ -249,6 +269,22 @@ def _by_expert(parameters: Sequence[Source], plan: Plan, axes: tuple[str, ...]) 
     )
 
 
+def _within_experts(parameters: Sequence[Source], plan: Plan, axes: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The styles of the matrices of experts of which every rank has a slice; none where there is no such style."""
+    found = []
+    for source in parameters:
+        dims = [dim for dim, used in enumerate(plan.tensors[source.name].dims) if plan.mesh.sorted(used) == axes]
+        if dims not in ([1], [2]):
+            return []
+        style = ("colwise", "rowwise")[dims[0] - 1]
+        if source.spec.packed is not None:
+            if not halves(source, dims[0]):
+                return []
+            style = f"packed_{style}"
+        found.append((source.name, style))
+    return found
+
+
 def _styles_of(
     path: str, operators: Sequence[Operator], graph: OperatorGraph, plan: Plan, axes: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
@@ -263,7 +299,7 @@ def _styles_of(
             layout, shape = plan.tensors[source.name], source.spec.shape
             sliced = [dim for dim, used in enumerate(layout.dims) if axes and plan.mesh.sorted(used) == axes]
             if sliced and len(shape) == 2 and operator.op in ("linear", "embedding"):
-                yield path, _style_of(operator, sliced[0], graph, plan, axes)
+                yield path, _style_of(operator, source, sliced[0], graph, plan, axes)
                 return
             partial = partial or bool(gradient.partial & {*axes})
             if len(shape) > 1 and operator.op not in ("linear", "embedding"):
@@ -271,7 +307,9 @@ def _styles_of(
     yield path, "replicated_with_grad_allreduce" if partial else "replicate"
 
 
-def _style_of(operator: Operator, dim: int, graph: OperatorGraph, plan: Plan, axes: tuple[str, ...]) -> str:
+def _style_of(
+    operator: Operator, weight: Source, dim: int, graph: OperatorGraph, plan: Plan, axes: tuple[str, ...]
+) -> str:
     """The style of a product or table whose weight is sliced along `dim`."""
     if operator.op == "embedding":
         return ("embedding_rowwise", "embedding_colwise")[dim]
@@ -279,6 +317,8 @@ def _style_of(operator: Operator, dim: int, graph: OperatorGraph, plan: Plan, ax
         users = graph.users[Ref(operator.id)]
         taken = (operand_layouts(user, graph, plan)[position] for user, position in users)
         sliced = any(plan.mesh.sorted(layout.dims[-1]) == axes for layout in taken if layout.dims)
+        if weight.spec.packed is not None:
+            return "packed_colwise" if sliced and packable(operator, weight) else "colwise_gather_output"
         return "colwise" if sliced else "colwise_gather_output"
     producer = graph.by_id[operator.operands[0].id]
     if not isinstance(producer, Operator):

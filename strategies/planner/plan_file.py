@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph, Packed
 from strategies.core.layout import Layout
 from strategies.core.plan import Origin, Plan
 from strategies.rules import rule_of
@@ -80,8 +80,14 @@ class _Operator(_Form):
     shapes: list[list[int]]
 
 
+class _Packed(_Form):
+    dim: Count
+    sizes: list[Size]
+
+
 class _Parameter(_Form):
     shape: list[int]
+    packed: _Packed | None = None
 
 
 class _Plan(_Form):
@@ -108,6 +114,13 @@ def check_form(content: Any, name: str) -> None:
         raise StrategyError("MW420", f"{name} is not a plan.json ({problem}).") from None
 
 
+def packed_in(content: Any, name: str) -> dict[str, Packed]:
+    """The parameters that the content of a plan.json slices section by section. Raises StrategyError as `read_plan`."""
+    check_form(content, name)
+    found = {key: entry.get("packed") for key, entry in content["parameters"].items()}
+    return {key: Packed(one["dim"], tuple(one["sizes"])) for key, one in found.items() if one is not None}
+
+
 def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan:
     """The plan of `graph` on a mesh of `ranks` in the content of a plan.json that is known to the user as `name`.
 
@@ -119,6 +132,7 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
         plan = Plan.from_json(content)
         problem = {entry["name"]: (entry["op"], entry["shapes"]) for entry in content["operators"]}
         parameters = {key: tuple(entry["shape"]) for key, entry in content["parameters"].items()}
+        packed = packed_in(content, name)
     except (StrategyError, ValueError) as error:
         raise StrategyError("MW420", f"{name} is not a plan.json ({str(error).rstrip('.')}).") from None
     if plan.mesh.size != ranks:
@@ -128,7 +142,7 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
             f"{name} is for a mesh of {plan.mesh.size} ranks ({mesh}), but this one has {ranks}; set world_size (and "
             "parallel.pipeline.stages) as in the run that made the plan, or plan anew.",
         )
-    for difference in _differences(plan, problem, parameters, graph):
+    for difference in _differences(plan, problem, parameters, packed, graph):
         raise StrategyError("MW421", f"{name}{difference}")
     return plan
 
@@ -137,6 +151,7 @@ def _differences(
     plan: Plan,
     problem: Mapping[str, tuple[str, list[list[int]]]],
     parameters: Mapping[str, tuple[int, ...]],
+    packed: Mapping[str, Packed],
     graph: OperatorGraph,
 ) -> Iterator[str]:
     """What makes a plan unfit for a graph, as sentences that follow the file's name."""
@@ -148,6 +163,8 @@ def _differences(
             yield f" does not say how {source.kind} {source.name} {shape} is laid out, {other}"
         if source.kind == "parameter" and parameters.get(source.name) != shape:
             yield f": parameter {source.name} is {parameters.get(source.name)} there and {shape} here, {other}"
+        if source.kind == "parameter" and packed.get(source.name) != source.spec.packed:
+            yield f": parameter {source.name} holds sections {packed.get(source.name)} there, {other}"
     for operator in graph.operators:
         assignment, sharding = plan.operators[operator.name].assignment, rule_of(operator, graph)
         axes = [axis for used in assignment.values() for axis in used]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import pkgutil
 import weakref
+from collections.abc import Sequence
 from importlib import import_module
 
-from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.graph import Operator, OperatorGraph, TensorSpec
 from strategies.rules.declared import rule_of_lines
+from strategies.rules.packed import in_sections
 from strategies.rules.random import draw_replicated, draws
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, replicated
@@ -29,7 +31,7 @@ def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     """The sharding of `operator`; without factors if no rule knows it, or its rule does not cover this form of call."""
     known = _of_graph(graph)
     if id(operator) not in known:
-        known[id(operator)] = operator, _rule_of(operator, graph)
+        known[id(operator)] = operator, sharding_of(operator, graph.operand_specs(operator))
     return known[id(operator)][1]
 
 
@@ -46,8 +48,9 @@ def _of_graph(graph: OperatorGraph) -> dict[int, tuple[Operator, Sharding]]:
     return _known[id(graph)]
 
 
-def _rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
-    specs = graph.operand_specs(operator)
+def sharding_of(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """As `rule_of`, of an operator in no graph with operands of these shapes."""
     rule = rule_of_lines(operator.lines) if operator.lines else RULES.get(operator.op)
-    sharding = rule(operator, specs) if rule else None
-    return sharding or replicated(operator, specs, draw_replicated if draws(operator) else None)
+    found = rule(operator, specs) if rule else None
+    found = found or replicated(operator, specs, draw_replicated if draws(operator) else None)
+    return in_sections(operator, specs, found) if any(one.packed for one in (*specs, *operator.results)) else found

@@ -53,7 +53,7 @@ def matched(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, di
     return tuple(left), tuple(right), sizes, alone
 
 
-def _reshape(operator: Operator, local: Local) -> Ref:
+def reshaped(operator: Operator, local: Local) -> Ref:
     """Slices may not be contiguous, so every view becomes a reshape to the local shape."""
     return local.call("aten.reshape.default", local.args[0], local.result_shape())
 
@@ -65,7 +65,7 @@ def reshape(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
         return None  # a reinterpretation of bits, or nothing to slice
     left, right, sizes, alone = matched(specs[0].shape, result.shape)
     operands = [left, *[right] * (len(specs) - 1)]  # the second one has the wanted shape
-    return sharding(operator, specs, operands, [right], local=_reshape, sizes=sizes, padded=alone)
+    return sharding(operator, specs, operands, [right], local=reshaped, sizes=sizes, padded=alone)
 
 
 @rule("to", "type_as")

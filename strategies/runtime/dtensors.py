@@ -1,7 +1,8 @@
 """Layouts as placements of torch's DTensor.
 
 DTensor slices a tensor once per mesh axis, from the first axis to the last, and keeps no padding. A layout whose dims
-are sliced by axes in another order, or a dim that several axes slice into unequal parts, is no DTensor.
+are sliced by axes in another order, or a dim that several axes slice into unequal parts, is no DTensor; nor is one
+whose slices are stripes of the sections of a packed tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from strategies.core.layout import Layout, indices
+from strategies.core.layout import Layout, Stripes, indices
 from strategies.core.mesh import Mesh
 
 GATHERED = {
@@ -28,6 +29,8 @@ GATHERED = {
 
 def placements(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[Placement, ...] | None:
     """The placement on every axis of the mesh, outermost first; None where no DTensor has this layout."""
+    if isinstance(layout, Stripes):
+        return None
     found: dict[str, Placement] = {axis: Partial() for axis in layout.partial}
     for dim, (size, axes) in enumerate(zip(shape, layout.dims, strict=True)):
         slicing = tuple(axis for axis in axes if mesh.sizes[axis] > 1)

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from strategies.core.layout import indices
 from strategies.core.program import Program
 from strategies.runtime.tensor_files import Part, Reader, StoredTensor
-from strategies.runtime.transfer import cut, filled
+from strategies.runtime.transfer import cut
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None) -> None:
@@ -46,8 +47,10 @@ def read_slices(
         layout, mesh = program.layouts[source.id], program.mesh
         if source.name in stored:
             one = stored[source.name]
-            piece = reader.block(one, layout.block(one.shape, mesh, rank)).to(getattr(torch, source.spec.dtype))
-            piece = filled(piece, layout.local_shape(one.shape, mesh)).to(device)
+            piece = torch.zeros(layout.local_shape(one.shape, mesh), dtype=getattr(torch, source.spec.dtype))
+            for block, place in layout.blocks(one.shape, mesh, rank):
+                reader.fill(one, block, piece[indices(place)])
+            piece = piece.to(device)
         else:
             piece = cut(tensors[source.name], layout, mesh, rank).to(device)
         found[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece

@@ -29,6 +29,8 @@ class Shard:
     lasting: bool = True
 
 
+Blocks = Sequence[tuple[Block, Block]]
+"""The blocks of a tensor that a rank's slice is, each with its place in the slice (`Layout.blocks`)."""
 Shards = Mapping[str, Sequence[Shard]]
 """By key: `model/NAME` (the weights on which the optimizer works) or `optimizer/STATE/NAME`."""
 
@@ -60,23 +62,22 @@ def replicated(tensor: Tensor) -> Shard:
     return Shard(tuple(tensor.shape), full(tensor.shape), tensor.detach())
 
 
-def of_slice(shape: Sequence[int], block: Block, local: Tensor) -> Shard:
-    """A rank's slice `block` of a tensor of `shape`; `local` may be longer by padding."""
-    return Shard(tuple(shape), block, local.detach()[indices(block, block)])
+def of_slice(shape: Sequence[int], blocks: Blocks, local: Tensor) -> list[Shard]:
+    """A rank's slice of a tensor of `shape`; `local` may be longer by padding."""
+    return [Shard(tuple(shape), block, local.detach()[indices(place)]) for block, place in blocks]
 
 
-def of_range(shape: Sequence[int], block: Block, local_shape: Sequence[int], first: int, flat: Tensor) -> list[Shard]:
-    """The elements from `first` on of a slice `block`, which has `local_shape` with padding and is counted row by row:
-    `flat`, in a 1-D tensor."""
-    found, sizes = [], [stop - start for start, stop in block]
+def of_range(shape: Sequence[int], blocks: Blocks, local_shape: Sequence[int], first: int, flat: Tensor) -> list[Shard]:
+    """The elements from `first` on of a slice, which has `local_shape` with padding and is counted row by row: `flat`,
+    in a 1-D tensor."""
+    found, places = [], [place for _, place in blocks]
     for box, at in boxes(local_shape, first, first + flat.numel()):
         lengths = [stop - start for start, stop in box]
-        inside = [max(min(stop, size) - start, 0) for (start, stop), size in zip(box, sizes, strict=True)]
-        if all(inside):
-            view = flat.detach()[at : at + math.prod(lengths)].view(lengths)[tuple(slice(size) for size in inside)]
-            corner = [base + start for (base, _), (start, _) in zip(block, box, strict=True)]
-            part = tuple((start, start + size) for start, size in zip(corner, inside, strict=True))
-            found.append(Shard(tuple(shape), part, view, shared=False))
+        held = flat.detach()[at : at + math.prod(lengths)].view(lengths)
+        for number, inside, own in overlaps(box, places):
+            block = blocks[number][0]
+            part = tuple((base + start, base + stop) for (base, _), (start, stop) in zip(block, inside, strict=True))
+            found.append(Shard(tuple(shape), part, held[indices(own)], shared=False))
     return found
 
 

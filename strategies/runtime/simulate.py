@@ -8,6 +8,7 @@ parity there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -38,8 +39,8 @@ def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mes
     silent = [axis for axis in layout.replica_axes(mesh) if axis not in layout.partial]
     for rank, piece in enumerate(slices):
         if mesh.index(rank, silent) == 0:
-            block = layout.block(shape, mesh, rank)
-            result[indices(block)] += piece[indices(block, block)]
+            for block, place in layout.blocks(shape, mesh, rank):
+                result[indices(block)] += piece[indices(place)]
     return result
 
 
@@ -224,6 +225,6 @@ class Simulation:
             layout = self.program.layouts[source.id]
             pieces = self.slices[Ref(source.id)]
             grads = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces]
-            partial = Layout(layout.dims, frozenset(self.program.reductions[source.name]))
+            partial = replace(layout, partial=frozenset(self.program.reductions[source.name]))
             found[source.name] = assemble(grads, partial, source.spec.shape, self.mesh)
         return found

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Layout, Windows, indices
+from strategies.core.layout import Layout, Stripes, Windows, indices
 from strategies.core.mesh import Mesh
 from strategies.core.steps import (
     ALL_GATHER,
@@ -36,9 +36,22 @@ Unpack = Callable[[Tensor], list[Tensor]]
 
 def cut(tensor: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
     """The slice of a global tensor on `rank`: a copy of shape `layout.local_shape`, zeros in the padding."""
-    piece = tensor[indices(layout.block(tensor.shape, mesh, rank))]
+    pieces = [tensor[indices(block)] for block, _ in layout.blocks(tensor.shape, mesh, rank)]
     wanted = layout.local_shape(tensor.shape, mesh)
+    if isinstance(layout, Stripes):
+        return torch.cat(pieces, layout.packed.dim)
+    (piece,) = pieces
     return piece.clone() if tuple(piece.shape) == wanted else filled(piece, wanted)
+
+
+def in_order(gathered: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """A tensor of `layout` whose slices have been gathered one behind the other: each section from its stripes."""
+    if not isinstance(layout, Stripes):
+        return gathered
+    dim, count = layout.packed.dim, mesh.product(layout.dims[layout.packed.dim])
+    sizes = [size // count for size in layout.packed.sizes]
+    slices = [torch.split(one, sizes, dim) for one in gathered.chunk(count, dim)]
+    return torch.cat([stripe for section in zip(*slices, strict=True) for stripe in section], dim)
 
 
 def filled(piece: Tensor, shape: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, gpt, next_token, tokens
+from loops import Loop, fused, gpt, next_token, tokens
 
 import meshwright
 
@@ -23,6 +23,13 @@ CASES = {
     "named mesh": Loop({"mesh": {"dp": 2, "tp": 2}, "strategies": MEGATRON}, grid=(2, 2), local=True),
     "accumulated": Loop({"mesh": 4, "mode": "data_parallel"}, backwards=2, clip=0.1),
 }
+SECTIONS = {
+    "qkv.matmul": [[2, 1, 1], [1, 2]],
+    "o_proj.matmul": [[2, 1, 2], [2, 1]],
+    "gate_up.matmul": [[2, 1, 1], [1, 2]],
+    "down.matmul": [[2, 1, 2], [2, 1]],
+}
+"""Megatron's slices of fused weights."""
 ZERO = {stage: Loop({"mesh": {"dp": 2, "tp": 2}, "zero": stage}, dtype=torch.float32) for stage in (1, 2, 3)}
 
 
@@ -37,6 +44,22 @@ def test_a_loop_trains_as_one_device(on_ranks: Callable[..., Any], name: str) ->
 def test_a_loop_under_zero_trains_as_one_device(on_ranks: Callable[..., Any], stage: int) -> None:
     worst = on_ranks("compared", ZERO[stage])
     assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fused_weights_are_trained_in_stripes(on_ranks: Callable[..., Any], stage: int) -> None:
+    mesh = {"dp": 2, "tp": 2}
+    options = {"mesh": mesh, "strategies": SECTIONS, "zero": stage}
+    plan = meshwright.plan(fused(), tokens(), loss=next_token, plan_cache=None, **options)
+    taken = {
+        one["name"]: one["redistributions"] for one in plan.content["operators"] if one["op"] in ("split", "chunk")
+    }
+    assert list(taken.values()) == [[], []]  # sections are taken apart without an exchange
+    local = {name: entry["local_shape"] for name, entry in plan.content["parameters"].items() if "packed" in entry}
+    assert local == {"qkv.weight": [24, 16], "qkv.bias": [24], "gate_up.weight": [32, 16], "gate_up.bias": [32]}
+    worst = on_ranks("compared", Loop(options, model="fused", dtype=torch.float64))
+    assert max(worst.values()) < 1e-10, worst
 
 
 @pytest.mark.slow

@@ -325,7 +325,7 @@ class Setup:
         self.plan = plan_of(task.graph, case.seed, mesh)
         program = lower(task.graph, self.plan, LoweringOptions(sharded_optimizer=case.stage > 0, partial_loss=True))
         self.program = place_on_host(program, on_host(task.graph, case.place))
-        layouts = {**self.plan.inputs, **self.plan.tensors}
+        layouts = {source.name: program.layouts[source.id] for source in program.sources}
         evaluation_plan = plan_of(task.evaluation, case.seed, mesh)
         evaluation_plan = replace(evaluation_plan, tensors={**evaluation_plan.tensors, **self.plan.tensors})
         self.evaluation = lower(task.evaluation, evaluation_plan)

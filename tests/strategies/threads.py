@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Condition
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
 from strategies.runtime.communicator import Communicator
@@ -129,6 +129,6 @@ class Trees:
             if source.trainable and source.kind != "input":
                 leaves = [slices[source.name] for slices in self.slices]
                 gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in leaves]
-                left = Layout(self.program.layouts[source.id].dims, frozenset(self.program.reductions[source.name]))
+                left = replace(self.program.layouts[source.id], partial=frozenset(self.program.reductions[source.name]))
                 found[source.name] = assemble(gradients, left, source.spec.shape, self.mesh)
         return found

@@ -96,8 +96,8 @@ class Histograms(Callback):
         for name, gradient in state.gradients():
             if self._first(state, name):
                 layout = layout_of(state.program, name)
-                block = layout.block(shapes[name], mesh, state.rank % mesh.size)
-                yield name, of_slice(shapes[name], block, gradient).view  # without padding
+                blocks = layout.blocks(shapes[name], mesh, state.rank % mesh.size)
+                yield from ((name, one.view) for one in of_slice(shapes[name], blocks, gradient))  # without padding
 
     def _record(self, state: TrainingState, kind: str, own: Iterator[tuple[str, Tensor]]) -> None:
         """Count on all ranks, add up on rank 0, and write (collective)."""

@@ -20,7 +20,7 @@ from strategies.core.program import Program
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.optimizer.updates import parameters
 from strategies.optimizer.zero.partition import Range, parts
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_range, of_slice
+from strategies.runtime.shards import MODEL, OPTIMIZER, Blocks, Shard, Shards, of_range, of_slice
 
 
 class ZeroState:
@@ -121,15 +121,15 @@ class ZeroState:
     def _frozen(self, name: str, write: bool) -> Iterator[Shards]:
         """A parameter that does not learn, and so is in no flat tensor."""
         parameter: Any = self._found[name]
-        shape, block, local = self._place(name)
+        shape, blocks, local = self._place(name)
         if self._stage < 3:
-            yield {MODEL + name: [of_slice(shape, block, parameter.view(local))]}
+            yield {MODEL + name: of_slice(shape, blocks, parameter.view(local))}
             return
         part = parameter.ds_tensor
         first = parameter.ds_zero_partition_rank * part.ds_numel
         count = max(min(part.ds_numel, parameter.ds_numel - first), 0)
         with _located(parameter, write):
-            made = of_range(shape, block, local, first, part.data.view(-1)[:count])
+            made = of_range(shape, blocks, local, first, part.data.view(-1)[:count])
             yield {MODEL + name: [replace(one, lasting=part.final_location != "nvme") for one in made]}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -194,11 +194,11 @@ class ZeroState:
         info = self._zero.optimizer_swapper.swap_params_info[flat.ds_id]
         info.tensors, info.has_state_tensors = info.tensors[:1], False
 
-    def _place(self, name: str) -> tuple[tuple[int, ...], Any, tuple[int, ...]]:
-        """The global shape, this rank's block, and the shape of its slice with padding."""
+    def _place(self, name: str) -> tuple[tuple[int, ...], Blocks, tuple[int, ...]]:
+        """The global shape, this rank's blocks, and the shape of its slice with padding."""
         source, mesh = self._sources[name], self._program.mesh
         shape, layout = source.spec.shape, self._program.layouts[source.id]
-        return shape, layout.block(shape, mesh, self._rank), layout.local_shape(shape, mesh)
+        return shape, layout.blocks(shape, mesh, self._rank), layout.local_shape(shape, mesh)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch import nn
 
 from runner import checkpoint as checkpoints
 from runner.checkpoint import saving
-from strategies.core.graph import Ref, Source, TensorSpec
+from strategies.core import layout as layouts_of_slices
+from strategies.core.graph import Packed, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
@@ -35,6 +36,12 @@ SHAPES = {
     "scalar": (),
     "empty": (0, 3),
     "statistics": (11,),
+}
+PACKED = {
+    "matrix": Packed(0, (6, 6)),
+    "cube": Packed(1, (2, 4)),
+    "tied": Packed(0, (4, 2, 2)),
+    "frozen": Packed(1, (2, 2)),
 }
 FROZEN, BUFFER, TIED, ODD = {"frozen"}, {"statistics"}, {"tied"}, {"scalar", "empty"}
 MESHES = [
@@ -89,14 +96,17 @@ def random_layout(shape, mesh, draw):
 def program_of(names, layouts, mesh, dtype):
     sources = tuple(
         Source(
-            name, "buffer" if name in BUFFER else "parameter", name, TensorSpec(SHAPES[name], dtype), name not in FROZEN
+            *(name, "buffer" if name in BUFFER else "parameter", name),
+            TensorSpec(SHAPES[name], dtype, PACKED.get(name)),
+            name not in FROZEN,
         )
         for name in names
     )
+    stripes = {one.name: layouts_of_slices.stored(layouts[one.name], one.spec, mesh) for one in sources}
     learns = [name for name in names if name not in FROZEN | BUFFER]
     outputs = tuple(Ref(name) for name in learns)
     order, reductions = tuple(names), dict.fromkeys(learns, ())
-    return Program(mesh, sources, {name: layouts[name] for name in names}, (), outputs, reductions, order, False)
+    return Program(mesh, sources, stripes, (), outputs, reductions, order, False)
 
 
 class Root(nn.Module):
@@ -290,9 +300,8 @@ def check(simulated, kind, values, restored, stored):
     mesh, rank = simulated.program.mesh, simulated.communicator.rank
     for name, parameter in simulated.module.named_parameters():
         tensor, layout = values[MODEL + name], simulated.program.layouts[name]
-        block = layout.block(tensor.shape, mesh, rank)
-        inside = tuple(slice(stop - start) for start, stop in block)
-        assert torch.equal(parameter.detach()[inside], block_of(tensor, block).to(parameter.dtype)), name
+        for block, place in layout.blocks(tensor.shape, mesh, rank):
+            assert torch.equal(block_of(parameter.detach(), place), block_of(tensor, block).to(parameter.dtype)), name
     return True
 
 

@@ -6,8 +6,12 @@ import random
 import pytest
 import torch
 
+from strategies.core.graph import Packed, TensorSpec
+from strategies.core.layout import Layout, stored
+from strategies.core.mesh import Mesh
 from strategies.optimizer.zero.partition import part_of_flat, ranges_of_each, ranges_of_flat
 from strategies.runtime.shards import boxes, of_range
+from strategies.runtime.transfer import cut, in_order
 
 
 def test_blocks_of_a_range_are_its_elements_in_order():
@@ -35,13 +39,34 @@ def test_no_piece_reaches_into_padding():
     flat = local.reshape(-1)
     seen = torch.zeros(9, 5)
     for first, last in ((0, 5), (5, 10), (10, 12)):
-        for piece in of_range((9, 5), ((6, 9), (3, 5)), (4, 3), first, flat[first:last]):
+        for piece in of_range((9, 5), [(((6, 9), (3, 5)), ((0, 3), (0, 2)))], (4, 3), first, flat[first:last]):
             inside = tuple(slice(*bounds) for bounds in piece.block)
             assert torch.equal(piece.view, tensor[inside])
             seen[inside] += 1
             piece.view.fill_(0.0)  # a view: this reaches the slice
     assert seen[6:9, 3:5].eq(1).all() and seen.sum() == 6
     assert local.eq(-1).sum() == 6 and local.eq(0).sum() == 6
+
+
+def test_stripes_of_packed_sections_are_blocks_of_the_tensor():
+    """Sections of 4, 2 and 2 rows on two ranks: every range of a rank's slice is blocks, which reach all rows."""
+    tensor, mesh = torch.arange(24.0).view(8, 3), Mesh((("a", 2),))
+    layout = stored(Layout((("a",), ())), TensorSpec((8, 3), "float32", Packed(0, (4, 2, 2))), mesh)
+    seen = torch.zeros(8, 3)
+    for rank, rows in enumerate(([0, 1, 4, 6], [2, 3, 5, 7])):
+        local = cut(tensor, layout, mesh, rank)
+        assert torch.equal(local, tensor[rows])
+        for first, last in ((0, 4), (4, 5), (5, 12)):
+            flat = local.reshape(-1)[first:last]
+            for piece in of_range((8, 3), layout.blocks((8, 3), mesh, rank), (4, 3), first, flat):
+                inside = tuple(slice(*bounds) for bounds in piece.block)
+                assert torch.equal(piece.view, tensor[inside])
+                seen[inside] += 1
+    assert seen.eq(1).all()
+    gathered = torch.cat([cut(tensor, layout, mesh, rank) for rank in range(2)])
+    assert torch.equal(in_order(gathered, layout, mesh), tensor)
+    with pytest.raises(TypeError):
+        layout.block((8, 3), mesh, 0)
 
 
 @pytest.mark.parametrize("ranges_of", [ranges_of_flat, ranges_of_each])
