@@ -33,13 +33,14 @@ def batches(model: Any, config: Any) -> Iterator[Batch]:
         known["decoder_attention_mask"] = lambda: torch.ones(BATCH, LENGTH, dtype=torch.long)
         base.append("decoder_attention_mask")
     base = [key for key in dict.fromkeys(base) if key in parameters]
+    boxes = ["bbox"] if "bbox" in parameters else []
     words, pictures = ([key] if key in parameters else [] for key in ("input_ids", "pixel_values"))
     labels = _labels(type(model).__name__, known["input_ids"])
     labels = {key: make for key, make in labels.items() if key in parameters}
     decoder = ["decoder_input_ids"] if "decoder_input_ids" in parameters else []
     seen: set[tuple[str, ...]] = set()
     for more, labelled in (
-        ([], True),
+        (boxes, True),
         (decoder, False),
         (words + pictures, True),
         ([], False),

@@ -119,7 +119,7 @@ def train(model: nn.Module, batch: Batch) -> None:
 
 
 class Trained(nn.Module):
-    """A model with its own loss, or else the mean of the squares of what it returns first."""
+    """A model with its own loss, or else a mean of the squares of what it returns first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -130,11 +130,13 @@ class Trained(nn.Module):
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss that a model returns, or of the floating-point tensors that it returns first."""
+    """The loss that a model returns, or a mean of squares of the floating-point tensor that it returns first, weighted
+    along the last dim, as that of normalised vectors has no gradients."""
     if isinstance(output, Mapping) and isinstance(loss := output.get("loss"), Tensor):
         return loss.mean()
     values = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point():
-            return value.square().mean()
+            rising = torch.linspace(0.5, 1.5, value.shape[-1] if value.dim() else 1, dtype=value.dtype)
+            return (value.square() * rising).mean()
     raise TypeError(f"{type(output).__name__} holds no tensor to train")

@@ -19,7 +19,7 @@ _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-u
 
 
 class Squares(nn.Module):
-    """A model that returns tensors, with the mean of the squares of their elements as its loss."""
+    """A model that returns tensors, with a mean of the squares of their elements as its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -165,6 +165,8 @@ def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int]) ->
     for name, value in values.items():
         if _is_config(value):
             given[name] = _rebuilt(value, divisor, scale, special)
+            if name == "backbone_config" and hasattr(value, "out_indices"):
+                _give(given[name], len(values.get("neck_hidden_sizes") or values.get("pool_scales") or ()))
             continue
         derived = value == usual.get(name) and (
             declared[name] is None or isinstance(declared[name], str) > isinstance(value, str)
@@ -178,6 +180,12 @@ def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int]) ->
         if small != declared[name] and (not derived or name == "rope_parameters"):
             given[name] = small
     return type(config)(**given)
+
+
+def _give(backbone: Any, count: int) -> None:
+    """Let a backbone return its last `count` stages, where a neck takes so many; a default one returns its last."""
+    if len(backbone.out_indices) < count:
+        backbone.out_indices = list(range(len(backbone.stage_names)))[-count:]
 
 
 def _spread(indices: list[int], layers: int) -> list[int]:

@@ -94,6 +94,12 @@ def test_a_survey_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "1 of 1 exact; 1 that eager torch does not train" in capsys.readouterr().out
 
 
+def test_normalised_vectors_have_a_loss_with_gradients() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    huggingface.loss_of((torch.nn.functional.normalize(x),)).backward()
+    assert x.grad is not None and x.grad.abs().max() > 1e-3
+
+
 def test_a_class_of_transformers() -> None:
     assert len(huggingface.names()) > 600 and len(huggingface.names(every=True)) > 1400
     name = "DistilBertForSequenceClassification"
