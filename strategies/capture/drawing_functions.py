@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.overrides import TorchFunctionMode
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from strategies.capture.nodes import FUNCTION_CALL, beneath_tracing, replaced, users_line
 from strategies.core.errors import StrategyError
-from strategies.rules.drawing_calls import called_name, drawing_call, fits, noticing
+from strategies.rules.drawing_calls import INSTANCES, called_name, drawing_call, fits, noticing
 from strategies.rules.function_calls import FunctionCall, drawn_function, tensors_in
 from strategies.rules.module_calls import Slot, as_text
 from strategies.rules.registry import function_class
@@ -41,6 +41,7 @@ DRAWN = (
     "gradients and returns arrays or tensors of fixed shapes."
 )
 STATES: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": np.random.get_state}
+GENERATORS = np.random.Generator, np.random.RandomState, random.Random
 CONVERSIONS = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 INDEXED = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
@@ -54,10 +55,11 @@ class DrawsIn(BaseException):
 
 
 class DrawingFunctions:
-    """The functions that are to be one node, by name."""
+    """The functions that are to be one node, by name, in the forward of `root`."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self.chosen, self.suspected = set[str](), set[str]()
+        self.generators = list(_generators(root))
 
     def choose(self, error: BaseException) -> bool:
         """Choose the function whose call asks for values, which raised an error, if a trial shows that it draws."""
@@ -75,13 +77,18 @@ class DrawingFunctions:
         """Around an export. Raises DrawsIn within for a function that must be one node, StrategyError for numbers that
         cannot be drawn so."""
         before = {name: pickle.dumps(state()) for name, state in STATES.items()}
+        own = list(map(pickle.dumps, self.generators))
         with ExitStack() as stack:
             for name in self.chosen:
                 stack.enter_context(_recording(name, name in self.suspected))
             stack.enter_context(replaced(torch, "from_numpy", _of_arrays(torch.from_numpy)))
+            stack.enter_context(replaced(np.random, "default_rng", _seeded(np.random.default_rng)))
             stack.enter_context(_Conversions())
             seeded = stack.enter_context(noticing(self._notice))
             yield
+        for generator, dumped in zip(self.generators, own, strict=True):
+            if pickle.dumps(generator) != dumped:
+                raise _own(type(generator).__name__)
         for name, state in STATES.items():
             if name not in seeded and pickle.dumps(state()) != before[name]:  # by a function held under another name
                 raise StrategyError("MW906", f"The model's forward draws numbers with {name}, {DRAWN}")
@@ -94,6 +101,26 @@ class DrawingFunctions:
         if name is None or name in self.chosen:
             raise StrategyError("MW906", f"The model's forward draws numbers with {generator}{users_line()}, {DRAWN}")
         raise DrawsIn(name)
+
+
+def _generators(root: nn.Module) -> Iterator[Any]:
+    """Generators of Python and numpy that modules hold, or that are global in the files of their classes."""
+    files = {sys.modules.get(type(module).__module__) for module in root.modules()} - {None}
+    values = (value for owner in (*root.modules(), *files) for value in list(vars(owner).values()))
+    return (value for value in values if isinstance(value, GENERATORS) and value not in INSTANCES.values())
+
+
+def _seeded(default_rng: Callable[..., Any]) -> Callable[..., Any]:
+    def call(seed: Any = None) -> Any:
+        if seed is None and _tracer() is not None:
+            raise _own("Generator")
+        return default_rng(seed)
+
+    return call
+
+
+def _own(kind: str) -> StrategyError:
+    return StrategyError("MW906", f"The model's forward draws numbers from a {kind} of its own, {DRAWN}")
 
 
 def _tracer() -> Any:

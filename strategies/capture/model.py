@@ -158,7 +158,7 @@ def capture(
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
     _check_calls(objective)
-    opaque, drawing = OpaqueModules(objective), DrawingFunctions()
+    opaque, drawing = OpaqueModules(objective), DrawingFunctions(objective)
     while True:
         try:
             if (captured := _captured(objective, batch, training, opaque, drawing)) is not None:

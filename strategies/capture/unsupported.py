@@ -78,6 +78,12 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
                 f"{op_of(node)}{at(node)} reads memory by strides, which other layouts of the same tensor do not have, "
                 "and the result is no windows of its operand; use unfold, or views and slices.",
             )
+        if node.kwargs.get("generator") is not None:
+            raise StrategyError(
+                "MW906",
+                f"{op_of(node)}{at(node)} draws numbers from a torch.Generator of its own, whose state no graph has; "
+                "leave it out: numbers of the global one depend on train.seed and the step alone.",
+            )
         if not training or not isinstance(node.target, torch._ops.OpOverload):
             continue
         if named(str(node.target), node.args, dict(node.kwargs)).get("sparse"):

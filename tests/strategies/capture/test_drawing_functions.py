@@ -31,6 +31,7 @@ class Net(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.inner, self.body = nn.Linear(4, 4), body
+        self.generator, self.of_torch = random.Random(0), torch.Generator()
 
     @staticmethod
     def noise(size: int) -> np.ndarray:
@@ -86,6 +87,9 @@ def test_captured(name: str) -> None:
     assert states == (random.getstate(), np.random.get_state()[2])
 
 
+GENERATOR = np.random.default_rng(0)
+
+
 def number(size: int) -> float:
     return float(np.random.rand(size).sum())
 
@@ -117,6 +121,16 @@ REFUSED: dict[str, tuple[Body, str]] = {
         r"draws numbers with random at capture/test_drawing_functions.py:\d+, outside of torch",
     ),
     "under another name": (lambda net, x: net.inner(x) * float(rand() > 2), "draws numbers with numpy.random, outside"),
+    "of a file": (
+        lambda net, x: net.inner(x) * float(GENERATOR.random() > 2),
+        "from a Generator of its own, outside of torch",
+    ),
+    "of a module": (lambda net, x: net.inner(x) * net.generator.random(), "from a Random of its own"),
+    "without a seed": (lambda net, x: net.inner(x) * np.random.default_rng().random(), "from a Generator of its own"),
+    "of torch": (
+        lambda net, x: net.inner(x) + torch.rand(4, generator=net.of_torch),
+        r"rand at capture/test_drawing_functions.py:\d+ draws numbers from a torch.Generator of its own",
+    ),
     "a number": (lambda net, x: net.inner(x) * number(3), r"::number, .* returns a float, beside"),
     "torch": (lambda net, x: net.inner(x) * torch.tensor(with_torch(4)), "also draws with torch, or writes"),
     "another source": (lambda net, x: net.inner(x) * torch.tensor(from_elsewhere(4)), "returns other numbers where"),
