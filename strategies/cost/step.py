@@ -16,7 +16,7 @@ from strategies.core.graph import ITEM_BYTES, Operator, OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Program
-from strategies.core.steps import ALL_GATHER, ALL_REDUCE
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.backward_halves import weight_seconds
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
@@ -68,7 +68,7 @@ class StepCost:
         weights: The part of the redistributions that carries parameters.
         gradients: Gradient reduction at stage 0.
         exposed: The part of `gradients` that backward does not hide.
-        zero: ZeRO's collectives.
+        zero: ZeRO's collectives, without what backward hides of our own reduce-scatters.
         optimizer: The optimizer's update.
     """
 
@@ -199,7 +199,7 @@ def step_cost(
         weights,
         gradients,
         exposed,
-        _zero(program, cluster, settings),
+        _zero(program, cluster, settings, backward),
         optimizer_seconds(program, cluster, settings),
     )
 
@@ -208,7 +208,8 @@ def lower_bound_with_zero(cost: StepCost, program: Program, cluster: Cluster, se
     """A lower bound of `cost`, of a `program` without ZeRO, at the stage of `settings`: ZeRO may take over what carries
     parameters, and brings its own collectives and update. What stage 3 gathers depends on its own program."""
     kept = {kind: seconds - cost.weights.get(kind, 0.0) for kind, seconds in cost.redistributions.items()}
-    zero, optimizer = _zero(program, cluster, settings), optimizer_seconds(program, cluster, settings)
+    backward, optimizer = cost.backward / settings.accumulate, optimizer_seconds(program, cluster, settings)
+    zero = _zero(program, cluster, settings, backward)
     if settings.stage == 3:
         zero.pop(ALL_GATHER, None)
     return replace(cost, redistributions=kept, weights={}, gradients=0.0, exposed=0.0, zero=zero, optimizer=optimizer)
@@ -227,23 +228,31 @@ def _gradients(
         if len(one.names) > 1:  # joined to one tensor
             seconds += 2 * one.elements * item_bytes / cluster.memory_bandwidth
         times.append(seconds)
+    return sum(times), _exposed(times, backward, cluster) if overlap else sum(times)
+
+
+def _exposed(times: Sequence[float], backward: float, cluster: Cluster) -> float:
+    """How much of the reductions of gradients `backward` does not hide."""
     total = sum(times)
-    if not times or not overlap:
-        return total, total
-    return total, max(total - min(cluster.overlap * total, backward), times[-1])
+    return max(total - min(cluster.overlap * total, backward), times[-1]) if times else 0.0
 
 
-def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> dict[str, float]:
-    """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for."""
-    by_kind: dict[str, float] = {}
+def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings, backward: float) -> dict[str, float]:
+    """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for.
+    `backward` of one micro-batch hides reduce-scatters of our own: at stage 1 the last one alone."""
+    by_kind: dict[str, list[float]] = {}
     for call in _zero_calls(program, settings):
         seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, program.mesh, cluster)
         if call.kind == ALL_GATHER and settings.stage == 3:
             seconds += WORK[settings.engine].gather * cluster.view
-        by_kind[call.kind] = by_kind.get(call.kind, 0.0) + call.count * seconds
+        by_kind.setdefault(call.kind, []).append(call.count * seconds)
+    exposed = {kind: sum(times) for kind, times in by_kind.items()}
+    if settings.native and settings.overlap and REDUCE_SCATTER in by_kind:
+        hiding = settings.accumulate if settings.stage > 1 else 1
+        exposed[REDUCE_SCATTER] = _exposed(by_kind[REDUCE_SCATTER][::-1], hiding * backward, cluster)
     if settings.stage and program.mesh.size > 1:
-        by_kind[ALL_REDUCE] = by_kind.get(ALL_REDUCE, 0.0) + norm_seconds(program.mesh, cluster)
-    return by_kind
+        exposed[ALL_REDUCE] = exposed.get(ALL_REDUCE, 0.0) + norm_seconds(program.mesh, cluster)
+    return exposed
 
 
 def _zero_calls(program: Program, settings: OptimizerSettings) -> tuple[zero_traffic.Calls, ...]:

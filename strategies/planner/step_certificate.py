@@ -137,7 +137,7 @@ def backward_slack(problem: Problem, cluster: Cluster, solution: Solution) -> fl
     """Seconds of a step by which backward is longer than the share of gradient reductions that it may hide; 0 where
     nothing is hidden."""
     graph, chosen = problem.graph, solution.assignments
-    if not problem.overlaps or problem.stage:
+    if not problem.hiding:
         return 0.0
     parameters = [Ref(source.id) for source in graph.of_kind("parameter")]
 
@@ -150,7 +150,8 @@ def backward_slack(problem: Problem, cluster: Cluster, solution: Solution) -> fl
         for one in graph.operators
         if one.id in graph.returning
     )
-    return backward - problem.micro_batches * (seconds(replace(problem, overlaps=False)) - seconds(problem))
+    hidden = seconds(replace(problem, overlaps=False)) - seconds(problem)
+    return problem.hiding * backward - problem.micro_batches * hidden
 
 
 def cheapest_step(
@@ -197,7 +198,7 @@ def _isolated(
     made = _relaxed(problem, cluster, savings, mixture, isolation.resharded, isolation.free)
     # copies may hide behind other calls
     fast = replace(cluster, launch=1e-12, memory_bandwidth=1e30)
-    return _Relaxed(made, fast, -(1 - mixture) * isolation.backward)
+    return _Relaxed(made, fast, -(1 - mixture) * problem.hiding * isolation.backward)
 
 
 def _discounted(problem: Problem, cluster: Cluster, savings: StepSavings, mixture: float) -> _Relaxed:
@@ -222,8 +223,8 @@ def _relaxed(
     resharded: frozenset[Ref] | None,
     free: frozenset[str],
 ) -> Problem:
-    hidden = cluster.overlap * mixture if problem.overlaps else 0.0
-    beside = (1 - mixture) / problem.micro_batches if problem.overlaps and problem.stage == 0 else 0.0
+    hidden = cluster.overlap * mixture if problem.hiding else 0.0
+    beside = (1 - mixture) * problem.hiding / problem.micro_batches
     relaxation = Relaxation(cluster, resharded, free, 1 - beside, 1 - hidden, savings.bucket)
     moved = problem.optimizer_bytes if savings.optimizer_bytes is None else savings.optimizer_bytes
     return replace(problem, relaxation=relaxation, optimizer_bytes=moved)

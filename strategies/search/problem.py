@@ -114,6 +114,13 @@ class Problem:
         """Whether resharding a value has a cost."""
         return self.relaxation is None or self.relaxation.resharded is None or ref in self.relaxation.resharded
 
+    @property
+    def hiding(self) -> int:
+        """The micro-batches of a step whose backward hides gradient reductions."""
+        if not self.overlaps or (self.stage and self.engine != "native"):
+            return 0
+        return self.micro_batches if self.stage > 1 else 1
+
     @cached_property
     def stored(self) -> frozenset[Ref]:
         """The results that stay for backward."""
@@ -250,7 +257,7 @@ class NodeCost:
         They are those of reducing its gradient, as part of a bucket, over the axes over which `layout` is partial, as
         far as backward does not hide it, and of the optimizer's own work, as `strategies.cost.step.optimizer_seconds`
         counts it. ZeRO copies every gradient of a micro-batch; stage 2 reduces it too, and stage 3 gathers the
-        parameter.
+        parameter. Backward hides what our own ZeRO reduces as it does at stage 0.
         """
         problem, mesh, relaxation = self.problem, self.problem.mesh, self.problem.relaxation
         cluster = self.cluster if relaxation is None else relaxation.cluster
@@ -273,17 +280,16 @@ class NodeCost:
             sent = call * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
             return collective_seconds(kind, sent, axes, mesh, cluster) * elements * item_bytes / call
 
+        exposed = 1 - cluster.overlap * bool(problem.hiding) if relaxation is None else relaxation.reduction
         if problem.stage == 0:
-            hidden = cluster.overlap if problem.overlaps else 0.0
-            exposed = 1 - hidden if relaxation is None else relaxation.reduction
             return work + exposed * seconds(ALL_REDUCE, width) / problem.micro_batches
         if problem.stage == 3:
             kept = usual_limit(self.gradient_bytes, 3) / self.gradient_bytes if native else 0.0  # our own last bucket
             gathers = 2 - min(kept, 1.0) if relaxation is None else 1  # what stays until backward is not gathered again
-            return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + seconds(REDUCE_SCATTER, width)
+            return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + exposed * seconds(REDUCE_SCATTER, width)
         added = seconds(REDUCE_SCATTER, width) if native else seconds(ALL_REDUCE, MASTER)
         reduced = added / (problem.micro_batches if problem.stage == 1 else 1)
-        return work + reduced + seconds(ALL_GATHER, spec.item_bytes) / problem.micro_batches
+        return work + exposed * reduced + seconds(ALL_GATHER, spec.item_bytes) / problem.micro_batches
 
     def communicates(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""

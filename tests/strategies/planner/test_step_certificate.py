@@ -110,7 +110,14 @@ def check(made: Problem, machine: Cluster, updating: OptimizerSettings, scalar: 
 @pytest.mark.parametrize("share", MACHINES)
 @pytest.mark.parametrize(
     "updating",
-    [OptimizerSettings(overlap=True), OptimizerSettings(1, accumulate=2), OptimizerSettings(3), NATIVE],
+    [
+        OptimizerSettings(overlap=True),
+        OptimizerSettings(1, accumulate=2),
+        OptimizerSettings(3),
+        NATIVE,
+        replace(NATIVE, overlap=True),
+        replace(NATIVE, stage=1, overlap=True),
+    ],
     ids=str,
 )
 def test_no_plan_of_a_small_graph_is_below_a_bound(share: float, updating: OptimizerSettings) -> None:
