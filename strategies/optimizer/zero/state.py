@@ -80,6 +80,11 @@ class ZeroState:
         by_id = {id(parameter): name for name, parameter in self._found.items()}
         return [by_id[id(parameter)] for parameter in lists[index]]
 
+    def forget_gradient(self, name: str) -> None:
+        """At stage 3 a step that has no gradient of a parameter finds, and adds to, what was left by one before."""
+        parts = self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        parts[self._found[name].ds_id].zero_()  # type: ignore[attr-defined]
+
     def of_names(self, names: Container[str]) -> list[Tensor]:
         """The flat tensors that hold nothing but these parameters."""
         return [flat for index, flat in enumerate(self.masters()) if all(name in names for name in self.names(index))]

@@ -287,6 +287,8 @@ class ZeroUpdates(Updates):
     def update(self, measure: bool = True) -> float | None:
         with left_out(self.optimizer, self._state.of_names(self._without.agreed())):
             self._engine.step()
+        for name in self._without.names if self._stage == 3 else ():
+            self._state.forget_gradient(name)
         if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded differently
             self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})
         self._waiting = 0
