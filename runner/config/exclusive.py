@@ -37,6 +37,11 @@ NUMBER = Kind("a number", lambda value: isinstance(value, int))
 ABOVE_0 = Kind("above 0", lambda value: value > 0)
 SOME = Kind("a number above 0", lambda value: isinstance(value, int) and value > 0)
 ABOVE_1 = Kind("above 1", lambda value: value is not None and value > 1)
+NATIVE_OPTIONS = ("reduce_bucket_size", "stage3_model_persistence_threshold")
+OTHER_OPTIONS = Kind(
+    f"with others than {' and '.join(f'`{name}`' for name in NATIVE_OPTIONS)}",
+    lambda value: any(name not in NATIVE_OPTIONS for name in value or ()),
+)
 ROWS = Kind("a .jsonl file", lambda value: isinstance(value, str) and value.endswith(".jsonl"))
 
 
@@ -97,7 +102,7 @@ BY_SPEED = ((MODE, any_of("data_parallel")), (STAGES, UNSET))
 """Where ranks have as many rows as their devices are fast; elsewhere slices are equal."""
 EVALUATION = ("metric", "metrics", "every", "args", "batch_size")
 DEEPSPEED_ONLY = (
-    ("parallel.zero.options", GIVEN, "the options are DeepSpeed's", "drop them"),
+    ("parallel.zero.options", OTHER_OPTIONS, "the options are DeepSpeed's", "drop them"),
     (f"{OFFLOAD}.optimizer", none_of("none"), "it keeps states on the device", f"{OFFLOAD}.optimizer=none"),
     (f"{OFFLOAD}.parameters", none_of("none"), "it keeps them on the device", f"{OFFLOAD}.parameters=none"),
     (ACTIVATIONS, none_of("none"), "both decide what autograd saves", f"{ACTIVATIONS}=none"),
@@ -303,6 +308,8 @@ RULES: tuple[Rule, ...] = (
     # ZeRO
     Rule("parallel.zero.options", GIVEN, STAGE, any_of(0), "stage 0 runs without DeepSpeed, which the options are for",
          "choose stage 1, 2 or 3, or drop the options"),
+    Rule(f"parallel.zero.options.{NATIVE_OPTIONS[1]}", GIVEN, STAGE, any_of(1, 2), "parameters stay complete there",
+         "choose stage 3, or drop it"),
     Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGE, SHARDED, "ZeRO cuts its reductions by size",
          "choose mode size or auto, or parallel.zero.stage=0"),
     Rule(f"{OFFLOAD}.optimizer", any_of("host"), STAGE, any_of(0), "optimizer states are offloaded by ZeRO 1, 2 or 3",

@@ -290,7 +290,12 @@ class Zero(Section):
         "native: our own gathers and reduce-scatters, in any precision; deepspeed; auto: native where nothing else in "
         "the config needs DeepSpeed",
     )
-    options: Arguments = setting({}, "Options passed to DeepSpeed's zero_optimization")
+    options: Arguments = setting(
+        {},
+        "Options of DeepSpeed's zero_optimization; native knows reduce_bucket_size and "
+        "stage3_model_persistence_threshold, the elements that stay complete at stage 3 (left out: as many as "
+        "parallel.memory_limit allows, none without a limit)",
+    )
 
     @property
     def known(self) -> int:

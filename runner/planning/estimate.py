@@ -24,7 +24,7 @@ from runner.planning.memory_limit import MODES, Mode, RecomputedLayers, pareto_f
 from runner.planning.served_memory import of_server, of_worker
 from runner.planning.slices import sliced
 from runner.planning.sources import wanted_recompute
-from strategies.core.graph import OperatorGraph, Ref
+from strategies.core.graph import ITEM_BYTES, OperatorGraph, Ref
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import LoweringOptions, Program
@@ -51,7 +51,8 @@ from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_by_module, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
-from strategies.optimizer.settings import MASTER, OptimizerSettings
+from strategies.optimizer.settings import BUCKET, MASTER, OptimizerSettings, own_sizes
+from strategies.optimizer.sharding import sharded_buckets, staying
 from strategies.planner.description import cost_of_stages, stage_times
 from strategies.planner.step_certificate import StepEvaluation, StepSavings
 from strategies.rules import rule_of
@@ -66,6 +67,8 @@ def settings_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerS
     """The optimizer step that follows backward, for the estimate of time and memory."""
     sources = graph.of_kind("parameter")
     names, trainable = [source.name for source in sources], [source.name for source in sources if source.trainable]
+    options, native = lowering.deepspeed_options(config), config.zero_engine == "native"
+    bucket, complete = own_sizes(options) if native else (options.get(BUCKET), 0)
     return OptimizerSettings(
         config.parallel.zero.known,
         optimizers.optimizer_factory(config.optimizer),
@@ -73,10 +76,11 @@ def settings_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerS
         config.parts,
         lowering.bucket_cut(config),
         lowering.overlaps_backward(config) and config.parallel.pipeline.known is None,
-        lowering.deepspeed_options(config).get("reduce_bucket_size"),
+        bucket,
         offload_of(config, None),
         device,
         config.zero_engine,
+        complete,
     )
 
 
@@ -179,6 +183,28 @@ class Estimate:
     kinds: Sequence[KindEstimate] = ()
     """The kinds of ranks with different slices of the batch, where there are any: `parts` is then that of the slowest,
     and `cluster` describes its devices."""
+
+    def with_settings(self, settings: OptimizerSettings) -> Estimate:
+        """The estimate of the same programs without a pipeline, with another optimizer step."""
+        parts = [
+            replace(one, cost=step_cost(one.graph, one.plan, one.program, one.cluster, settings, one.works))
+            for one in self.parts
+        ]
+        return replace(self, parts=parts, settings=settings, traced={})
+
+    @property
+    def completing(self) -> list[tuple[int, int]]:
+        """The elements that may stay complete at our own stage 3 one bucket after the other, as far as that saves
+        gathers, with the bytes that a rank then keeps beside its parts."""
+        program, settings = self.parts[0].program, self.settings
+        buckets = sharded_buckets(program, [group["names"] for group in settings.groups_for(program)], settings.limit)
+        steps, size = [], 0
+        for number, elements in staying(buckets):
+            bucket = buckets[number]
+            size += (bucket.elements - bucket.part) * ITEM_BYTES[bucket.dtype]
+            if bucket is not buckets[-1] or settings.accumulate > 1:
+                steps.append((elements, size))
+        return steps
 
     @property
     def groups(self) -> int:

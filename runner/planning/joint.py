@@ -45,7 +45,7 @@ from strategies.lowering.device_placement import on_host
 from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.parts import over
 from strategies.memory.repeated_blocks import Traces
-from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.settings import COMPLETE, OptimizerSettings
 from strategies.optimizer.updates import OptimizerFactory
 from strategies.planner.plan_file import check_form
 from strategies.planner.planner import Planning, SlicedModules, planning_of
@@ -63,6 +63,8 @@ BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5)
 """Of the limit: budgets of a search where no plan that was measured before keeps it."""
 WORTH = 0.005
 """Of the seconds: what another plan must gain."""
+FILLED = 3
+"""Traces of steps with more complete parameters, at most."""
 EVERY = 5.0
 """Seconds between lines of progress."""
 
@@ -87,7 +89,17 @@ def prepare_decided(
         config, plan = _decided(config, say, accept)
         if parallel.open:
             config = with_choice(config, choice_of(plan.search["decided"]), plan.recompute)
-    return prepare(config, folder, say, plan, accept)
+    search = plan.search if plan is not None else {} if parallel.plan is None else _search_in(parallel.plan)
+    return prepare(with_complete(config, search.get("complete", 0)), folder, say, plan, accept)
+
+
+def with_complete(config: Config, elements: int) -> Config:
+    """The config with the elements that stay complete at our own stage 3 as an option, unless it is given."""
+    zero = config.parallel.zero
+    if not elements or zero.known != 3 or config.zero_engine != "native" or COMPLETE in zero.options:
+        return config
+    section = zero.model_copy(update={"options": {**zero.options, COMPLETE: elements}})
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": section})})
 
 
 def _decided(config: Config, say: Callable[[str], None], accept: Accept) -> tuple[Config, Plan]:
@@ -287,15 +299,46 @@ class JointDecision:
         with gc_paused():
             decision = self._decide()
         seconds = round(time.perf_counter() - self.capturing - started, 4)
+        decision, complete = self._with_complete(decision)
         plan, cost = decision.priced.plan, decision.priced.seconds
         search: dict[str, Any] = {**plan.search}
-        if search["cost"] is None or not math.isclose(search["cost"], cost, rel_tol=1e-12):
+        if complete:
+            search = {**with_cost(search, cost, self.bounds[decision.choice].seconds), "complete": complete}
+        elif search["cost"] is None or not math.isclose(search["cost"], cost, rel_tol=1e-12):
             search = with_cost(search, cost, None if self.only else self.bounds[decision.choice].seconds)
         if self.config.parallel.open:
             search |= {"seconds": seconds, "decided": decision.to_json()}
             if decision.priced.modules is not None and plan.recompute is not None:
                 search["decided"]["recompute"] = _modes(plan.recompute, self.searched(decision.choice).graph)
         return replace(plan, search=search)
+
+    def _with_complete(self, decision: Decision) -> tuple[Decision, int]:
+        """The decision, and how many elements stay complete at our own stage 3: as many as the memory that is left
+        holds. A rank needs at most what it needed and what is added to its parts, and mostly less: what is complete is
+        not gathered where it needs most. So a few steps with more are traced."""
+        choice, priced, parallel = decision.choice, decision.priced, self.config.parallel
+        found, size = self.estimate(choice, priced.plan), priced.bytes
+        if choice.zero != 3 or COMPLETE in parallel.zero.options or not found.settings.native or found.kinds:
+            return decision, 0
+        assert size is not None
+        limit, steps = self.limits(choice)[0], found.completing
+        low = sum(size + more <= limit for _, more in steps)
+        fits, high = found, len(steps)
+        if low:
+            fits = found.with_settings(replace(found.settings, complete=steps[low - 1][0]))
+        for _ in range(FILLED):
+            if low == high:
+                break
+            middle = (low + high + 1) // 2
+            more = found.with_settings(replace(found.settings, complete=steps[middle - 1][0]))
+            if more.peak <= limit:
+                low, fits = middle, more
+            else:
+                high = middle - 1
+        if not low:
+            return decision, 0
+        priced = replace(priced, seconds=fits.seconds, bytes=fits.peak)
+        return replace(decision, priced=priced), fits.settings.complete
 
     def _decide(self) -> Decision:
         """Raises StrategyError; where only recompute could be chosen, with the parts of the plan that needs least."""

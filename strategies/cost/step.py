@@ -261,7 +261,8 @@ def _zero_calls(program: Program, settings: OptimizerSettings) -> tuple[zero_tra
     groups, agreed = settings.groups_for(program), zero_traffic.agreement(program)
     if settings.native:
         names = [one["names"] for one in groups]
-        return sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage) + agreed
+        own = sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage, settings.complete)
+        return own + agreed
     return zero_traffic.calls(program, settings.stage, settings.accumulate, groups) + agreed
 
 

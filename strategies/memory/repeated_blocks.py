@@ -257,7 +257,8 @@ class _Repetition:
 
 def trace_repeated(program: Program, settings: OptimizerSettings, slack: float = SLACK) -> Traced:
     """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak."""
-    if settings.offload.activations != "none" or repeated_blocks(replace(program, updates=())) is None:
+    uneven = settings.offload.activations != "none" or settings.complete  # some layers are complete, others not
+    if uneven or repeated_blocks(replace(program, updates=())) is None:
         return trace(program, settings)
     known = KnownBytes(program, settings)
     if known.joined and settings.overlap and not slack:
@@ -268,14 +269,15 @@ def trace_repeated(program: Program, settings: OptimizerSettings, slack: float =
 
 @dataclass(frozen=True)
 class Traces:
-    """Results of `trace_repeated` by program, one for programs with the same signature. ZeRO's stage, overlap and
-    whether there are several micro-batches may differ from call to call; all other settings may not."""
+    """Results of `trace_repeated` by program, one for programs with the same signature. ZeRO's stage, overlap, what
+    stays complete and whether there are several micro-batches may differ from call to call; all other settings may
+    not."""
 
     done: dict[Hashable, Traced] = field(default_factory=dict)
 
     def of(self, program: Program, settings: OptimizerSettings) -> Traced:
         """The trace of a program."""
-        own = settings.stage, settings.engine, settings.overlap, settings.accumulate > 1
+        own = settings.stage, settings.engine, settings.overlap, settings.complete, settings.accumulate > 1
         key = own, program_signature(program, settings.groups_for(program))
         if key not in self.done:
             self.done[key] = trace_repeated(program, settings)

@@ -22,7 +22,8 @@ class ShardedBytes:
         self.stage, self.accumulate = settings.stage, settings.accumulate
         self.limit = settings.limit or bucket_limit(program, self.stage)
         """Bytes of a bucket at most."""
-        self.buckets, self.need = sharded_buckets(program, groups, self.limit, self.stage), need
+        self.buckets = sharded_buckets(program, groups, self.limit, self.stage, settings.complete)
+        self.need = need
         self.updated = [
             sum(one.count for one in ranges)
             for bucket in self.buckets
@@ -34,7 +35,7 @@ class ShardedBytes:
     def persistent(self) -> PersistentBytes:
         """Bytes between steps."""
         weights = sum(
-            (bucket.part if self.stage == 3 else bucket.elements) * ITEM_BYTES[bucket.dtype] for bucket in self.buckets
+            (bucket.elements if bucket.stay else bucket.part) * ITEM_BYTES[bucket.dtype] for bucket in self.buckets
         )
         masters = sum(
             bucket.part * ITEM_BYTES[wide]

@@ -303,7 +303,7 @@ class Trace:
             return ShardedUpdates(
                 self.module, program, self.exchanging, settings.factory, settings.groups_for(program),
                 stage=settings.stage, accumulate=settings.accumulate, limit=self.limit or settings.limit,
-                overlap=settings.overlap,
+                complete=settings.complete, overlap=settings.overlap,
             )  # fmt: skip
         if settings.stage:
             zero = self._zero()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Engine, Groups, OptimizerFactory
 from strategies.runtime.offload import NO_OFFLOAD, Offload
 
 MASTER = 4
 """Bytes of an element of a master."""
+BUCKET, COMPLETE = "reduce_bucket_size", "stage3_model_persistence_threshold"
+"""Options of ZeRO that our own engine has too: elements of a bucket, and of what stays complete at stage 3, at most."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class OptimizerSettings:
     """`stage` is the ZeRO stage, `factory` and `groups` make the optimizer (groups None: one of all that learns),
     `accumulate` are the micro-batches of a step. Stage 0 cuts gradients into buckets as `cut` says and adds them during
     backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number). `engine` is
-    that of the stages from 1 on."""
+    that of the stages from 1 on, `complete` how many elements stay complete at stage 3."""
 
     stage: int = 0
     factory: OptimizerFactory = torch.optim.SGD
@@ -31,6 +36,7 @@ class OptimizerSettings:
     offload: Offload = NO_OFFLOAD
     device: str = "cpu"
     engine: Engine = "deepspeed"
+    complete: int = 0
 
     @property
     def limit(self) -> int | None:
@@ -45,3 +51,15 @@ class OptimizerSettings:
     def groups_for(self, program: Program) -> Groups:
         """The groups of the optimizer, for this program."""
         return [{"names": list(program.trainable_names)}] if self.groups is None else self.groups
+
+
+def own_sizes(options: Mapping[str, Any]) -> tuple[int | None, int]:
+    """The elements of a bucket of our own engine (None: the usual number), and how many stay complete at stage 3.
+    Raises StrategyError for what is no such number."""
+    for name, least in ((BUCKET, 1), (COMPLETE, 0)):
+        value = options.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise StrategyError(
+                "MW452", f"parallel.zero.options.{name} = {value!r} must be a number of elements, {least} or more."
+            )
+    return options.get(BUCKET), options.get(COMPLETE, 0)

@@ -4,8 +4,8 @@ A rank owns one part of every bucket (`sharding`). When backward has completed t
 reduce-scatter leaves this rank's part of their sum, while backward still computes others; at stage 1 only that of the
 last micro-batch. The optimizer works on the parts, on masters in fp32 where weights have less than 32 bits. At stages 1
 and 2 parameters stay complete, and are gathered after an update; at stage 3 forward and backward gather a bucket where
-it is used (`runtime.gathering`). Lowering with `sharded_optimizer` multiplies what flows into each parameter so that
-the sum over its replicas, divided by the number of ranks, is the gradient.
+it is used (`runtime.gathering`), unless it stays complete as well. Lowering with `sharded_optimizer` multiplies what
+flows into each parameter so that the sum over its replicas, divided by the number of ranks, is the gradient.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ShardedUpdates(OwnUpdates):
         optimizer_factory: makes a torch optimizer from torch's parameter groups; it updates slices of flat tensors.
         stage: 1 to 3; in a pipeline 1.
         scale: the loss scale in fp16.
-        limit: bytes of a bucket; see `sharded_buckets`.
+        limit, complete: see `sharded_buckets`.
         overlap: take gradients as they come, and add them up during backward; stage 3 always does.
     """
 
@@ -157,6 +157,7 @@ class ShardedUpdates(OwnUpdates):
         stage: int = 3,
         scale: LossScale | None = None,
         limit: int | None = None,
+        complete: int = 0,
         overlap: bool = True,
         **shared: Any,
     ) -> None:
@@ -165,7 +166,7 @@ class ShardedUpdates(OwnUpdates):
         self._members = [names for names, _ in self._groups]
         self._sources = {source.name: source for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        buckets = sharded_buckets(program, self._members, limit, stage)
+        buckets = sharded_buckets(program, self._members, limit, stage, complete)
         axes = dict.fromkeys(bucket.axes for bucket in buckets if bucket.axes)
         own = communicator.own_group if self._overlaps else communicator.group
         gathering, adding = {names: own(names) for names in axes}, {names: own(names) for names in axes}
@@ -174,15 +175,15 @@ class ShardedUpdates(OwnUpdates):
         self._at: dict[str, tuple[int, Member]] = {}
         for number, (bucket, index) in enumerate(zip(buckets, self._index, strict=True)):
             self._at.update({member.name: (number, member) for member in bucket.members})
-            complete = self._complete(bucket) if stage < 3 and bucket.ranks > 1 else None
-            if complete is None:
+            flat = self._complete(bucket) if bucket.stay else None
+            if flat is None:
                 part = self._part_of(bucket, index)
             else:
-                part = complete[index * bucket.part : (index + 1) * bucket.part]
+                part = flat[index * bucket.part : (index + 1) * bucket.part]
             place = recorder.place(f"the parameters {', '.join(member.name for member in bucket.members)}")
             placed_ = [(self._parameters[member.name], member.first) for member in bucket.members]
             group = gathering.get(bucket.axes)
-            self._gathered.append(GatheredParameters(placed_, part, bucket.ranks, communicator, group, place, complete))
+            self._gathered.append(GatheredParameters(placed_, part, bucket.ranks, communicator, group, place, flat))
             self._sums.append(_Sums(bucket, part, communicator, adding.get(bucket.axes)))
             wide = getattr(torch, gradient_dtype(bucket))
             self._masters.append(part if part.dtype == wide else part.to(wide))
@@ -353,10 +354,10 @@ class ShardedUpdates(OwnUpdates):
         ]
 
     def weight(self, name: str) -> Tensor:
-        if self._stage < 3:
-            return self._parameters[name].detach()
         number, _ = self._at[name]
         gathered = self._gathered[number]
+        if not gathered.gathers:
+            return self._parameters[name].detach()
         gathered.gather()
         value = self._parameters[name].detach().clone()
         gathered.release()

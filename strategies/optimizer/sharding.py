@@ -4,14 +4,15 @@ A bucket holds parameters of one block of the model, as lists of modules number 
 ones, in the order in which forward first uses them: one all-gather makes all of them complete. Within a bucket they
 are ordered by the optimizer's groups, so a rank's part of a group is one slice of memory. Parameters that a step may
 leave without a gradient are updated by themselves. At stages 1 and 2, where parameters stay complete, frozen ones have
-buckets of their own, which nothing gathers after an update. Invariant: every element of a rank's slices of parameters
-is in the part of exactly one of its replicas, whatever the size of the buckets.
+buckets of their own, which nothing gathers after an update; at stage 3 as many buckets stay complete as are wanted, the
+small ones first. Invariant: every element of a rank's slices of parameters is in the part of exactly one of its
+replicas, whatever the size of the buckets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from strategies.core.graph import ITEM_BYTES
@@ -54,13 +55,15 @@ class Member:
 
 @dataclass(frozen=True)
 class ShardedBucket:
-    """Parameters that the ranks along `axes` hold in equal parts; `part` is the number of elements of each."""
+    """Parameters that the ranks along `axes` hold in equal parts; `part` is the number of elements of each. Those that
+    `stay` are complete between their uses, and gathered after an update."""
 
     axes: tuple[str, ...]
     ranks: int
     dtype: str
     members: tuple[Member, ...]
     part: int
+    stay: bool = False
 
     @property
     def elements(self) -> int:
@@ -87,7 +90,7 @@ class ShardedBucket:
 
 
 def sharded_buckets(
-    program: Program, groups: Sequence[Sequence[str]], limit: int | None = None, stage: int = 3
+    program: Program, groups: Sequence[Sequence[str]], limit: int | None = None, stage: int = 3, complete: int = 0
 ) -> tuple[ShardedBucket, ...]:
     """The buckets of a program in the order in which forward first needs them.
 
@@ -96,6 +99,7 @@ def sharded_buckets(
         groups: the names in each of the optimizer's groups.
         limit: bytes of a bucket, at most, unless it is one parameter; None: see `usual_limit`.
         stage: of ZeRO, 1 to 3.
+        complete: elements in the buckets that stay complete at stage 3, at most; see `staying`.
     """
     sources = {source.name: source for source in parameters(program)}
     elements = {name: local_elements(program, source) for name, source in sources.items()}
@@ -118,8 +122,20 @@ def sharded_buckets(
                 members.append(Member(name, elements[name], position, group_of.get(name, FROZEN), optional))
                 position += -(-elements[name] // ALIGNED) * ALIGNED
             part = -(-position // (ranks * ALIGNED)) * ALIGNED
-            found.append(ShardedBucket(axes, ranks, dtype, tuple(members), part))
+            found.append(ShardedBucket(axes, ranks, dtype, tuple(members), part, stage < 3 and ranks > 1))
+    for number, elements_so_far in staying(found) if stage == 3 else ():
+        found[number] = replace(found[number], stay=elements_so_far <= complete)
     return tuple(found)
+
+
+def staying(buckets: Sequence[ShardedBucket]) -> Iterator[tuple[int, int]]:
+    """The buckets that are gathered, in the order in which they may stay complete, with the elements of all up to each:
+    small ones first, and at last the one with which backward begins, which is gathered but once for a micro-batch."""
+    last, total = len(buckets) - 1, 0
+    gathered = [number for number, bucket in enumerate(buckets) if bucket.ranks > 1]
+    for number in sorted(gathered, key=lambda one: (one == last, buckets[one].elements)):
+        total += buckets[number].elements
+        yield number, total
 
 
 def bucket_limit(program: Program, stage: int) -> int:
@@ -135,26 +151,37 @@ def usual_limit(size: int, stage: int) -> int:
 
 
 def calls(
-    program: Program, groups: Sequence[Sequence[str]], accumulate: int = 1, limit: int | None = None, stage: int = 3
+    program: Program,
+    groups: Sequence[Sequence[str]],
+    accumulate: int = 1,
+    limit: int | None = None,
+    stage: int = 3,
+    complete: int = 0,
 ) -> tuple[Calls, ...]:
     """What one rank calls per optimizer step, at most; see `sharded_buckets`. Stage 3 gathers for every micro-batch,
-    forward and backward, but for the last bucket, which stays for backward; stages 1 and 2 gather what was updated."""
-    found, buckets = [], sharded_buckets(program, groups, limit, stage)
+    forward and backward, but for the last bucket, which stays for backward; what stays complete is gathered where it
+    was updated."""
+    found, buckets = [], sharded_buckets(program, groups, limit, stage, complete)
     for number, bucket in enumerate(buckets):
         if bucket.ranks == 1:
             continue
         sent = (bucket.ranks - 1) * bucket.part
-        if stage == 3:
+        if not bucket.stay:
             gathers = accumulate * (1 if number == len(buckets) - 1 else 2)
-        else:
-            gathers = 1 if bucket.trained else 0
-        if gathers:
             found.append(Calls(ALL_GATHER, bucket.axes, gathers * sent * ITEM_BYTES[bucket.dtype], gathers))
         if bucket.trained:
             times = accumulate if stage > 1 else 1
             size = times * sent * ITEM_BYTES[gradient_dtype(bucket)]
             found.append(Calls(REDUCE_SCATTER, bucket.axes, size, times))
-    return tuple(found)
+    return (*found, *after_update(buckets))
+
+
+def after_update(buckets: Sequence[ShardedBucket]) -> Iterator[Calls]:
+    """What one rank calls per optimizer step to complete what stays complete."""
+    for bucket in buckets:
+        if bucket.stay and bucket.trained:
+            sent = (bucket.ranks - 1) * bucket.part
+            yield Calls(ALL_GATHER, bucket.axes, sent * ITEM_BYTES[bucket.dtype], 1)
 
 
 def gradient_dtype(bucket: ShardedBucket) -> str:

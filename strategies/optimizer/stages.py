@@ -13,6 +13,7 @@ from strategies.core.program import Program
 from strategies.optimizer.elementwise import check_slices
 from strategies.optimizer.loss_scale import scale_of
 from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.settings import BUCKET, COMPLETE, MASTER, own_sizes
 from strategies.optimizer.sharded import ShardedUpdates
 from strategies.optimizer.updates import (
     DEFAULT_BUCKETS,
@@ -23,7 +24,6 @@ from strategies.optimizer.updates import (
     Precision,
     Updates,
 )
-from strategies.optimizer.zero.traffic import REDUCED
 from strategies.optimizer.zero.zero import ZeroUpdates
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.offload import NO_OFFLOAD, Offload
@@ -61,7 +61,7 @@ def make_updates(
         optimizer_factory: makes a torch optimizer from torch's parameter groups.
         groups, clip, accumulate, evaluation, short, peers: see `Updates`.
         precision: dtype of the parameters in the program.
-        zero_options: options of DeepSpeed's ZeRO config; the native engine knows reduce_bucket_size only.
+        zero_options: options of DeepSpeed's ZeRO config; the native engine knows those of `own_sizes`.
         cut: limits of gradient buckets, at stage 0.
         overlap: reduce gradients during backward, without DeepSpeed.
         offload: what DeepSpeed keeps on the host or on a disk.
@@ -87,8 +87,12 @@ def make_updates(
             "way; use parallel.zero.stage=1 or 0.",
         )
     if engine == "native":
-        limit = _native_limit(zero_options or {}, offload)
-        return ShardedUpdates(*given, stage=stage, scale=scale, limit=limit, overlap=overlap, **shared)
+        _check_native(zero_options or {}, offload)
+        bucket, complete = own_sizes(zero_options or {})
+        limit = None if bucket is None else MASTER * bucket
+        return ShardedUpdates(
+            *given, stage=stage, scale=scale, limit=limit, complete=complete, overlap=overlap, **shared
+        )
     return ZeroUpdates(
         *given,
         stage=stage,
@@ -100,10 +104,9 @@ def make_updates(
     )
 
 
-def _native_limit(options: Mapping[str, Any], offload: Offload) -> int | None:
-    """Bytes of a bucket of the native engine, or None for the usual number. Raises StrategyError for what it lacks."""
-    known = {"reduce_bucket_size"}
-    lacking = [f"parallel.zero.options.{name}" for name in options if name not in known]
+def _check_native(options: Mapping[str, Any], offload: Offload) -> None:
+    """Raises StrategyError for what the native engine lacks."""
+    lacking = [f"parallel.zero.options.{name}" for name in options if name not in (BUCKET, COMPLETE)]
     lacking += [
         f"parallel.offload of {name}" for name in ("optimizer", "parameters") if getattr(offload, name) != "none"
     ]
@@ -113,4 +116,3 @@ def _native_limit(options: Mapping[str, Any], offload: Offload) -> int | None:
             f"parallel.zero.engine = 'native' has no {' and no '.join(lacking)}, which DeepSpeed does; use "
             "parallel.zero.engine=deepspeed, or drop it.",
         )
-    return None if "reduce_bucket_size" not in options else REDUCED * int(options["reduce_bucket_size"])

@@ -131,10 +131,11 @@ def operator_entry(
 
 
 def _zero(settings: OptimizerSettings) -> dict[str, Any] | None:
-    """Stage and engine of ZeRO."""
+    """Stage and engine of ZeRO; of our own stage 3 how many elements may stay complete."""
     if not settings.stage:
         return None
-    return {"stage": settings.stage, "engine": "native" if settings.native else "deepspeed"}
+    zero: dict[str, Any] = {"stage": settings.stage, "engine": "native" if settings.native else "deepspeed"}
+    return zero | ({"complete": settings.complete} if settings.native and settings.stage == 3 else {})
 
 
 def model_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
@@ -180,11 +181,14 @@ def communication(program: Program, settings: OptimizerSettings, traced: Traced 
         total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)
     if settings.stage == 0:
         total.update(predicted(program, measure=False))
-    elif settings.native and settings.stage == 3 and traced is not None:
-        total.update({kind: settings.accumulate * count for kind, count in traced.zero.items()})
     elif settings.native:
-        names = [one["names"] for one in settings.groups_for(program)]
-        for call in sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage):
+        names, own = [one["names"] for one in settings.groups_for(program)], (settings.limit, settings.stage)
+        if settings.stage == 3 and traced is not None:
+            total.update({kind: settings.accumulate * count for kind, count in traced.zero.items()})
+            found = sharding.after_update(sharding.sharded_buckets(program, names, *own, settings.complete))
+        else:
+            found = iter(sharding.calls(program, names, settings.accumulate, *own, settings.complete))
+        for call in found:
             total[call.kind] += call.bytes
     else:
         groups = settings.groups_for(program)

@@ -7,7 +7,9 @@ from collections import Counter
 from typing import Any
 
 from strategies.core.program import Program
+from strategies.memory.trace import trace
 from strategies.optimizer import sharding
+from strategies.optimizer.settings import OptimizerSettings, own_sizes
 from strategies.optimizer.zero import traffic as zero_traffic
 
 training: Any = importlib.import_module("sharded_training")
@@ -28,15 +30,31 @@ def counted(rank: Any, payload: list[tuple[Any, Any]]) -> list[tuple[dict[str, i
         groups = training.groups_of(setup.program)
         predicted = redistributed(setup.program, rank.rank, case.accumulate)
         if case.engine == "native":
-            names = [one["names"] for one in groups]
-            for call in sharding.calls(setup.program, names, case.accumulate, stage=case.stage):
-                predicted[call.kind] += call.bytes
+            predicted.update(native(setup.program, case, groups))
         else:
             predicted.update(zero_traffic.predicted(setup.program, case.stage, case.accumulate, groups))
         for call in zero_traffic.agreement(setup.program):
             predicted[call.kind] += call.bytes
         found.append((sent, dict(predicted)))
     return found
+
+
+def native(program: Program, case: Any, groups: list[dict[str, Any]]) -> Counter[str]:
+    """Bytes that our own engine sends for gradients and weights; those of a micro-batch of stage 3 are traced."""
+    bucket, complete = own_sizes(case.options)
+    settings = OptimizerSettings(
+        case.stage, groups=groups, accumulate=case.accumulate, bucket=bucket, engine="native", complete=complete
+    )
+    total: Counter[str] = Counter()
+    names = [one["names"] for one in groups]
+    buckets = sharding.sharded_buckets(program, names, settings.limit, case.stage, complete)
+    found = sharding.calls(program, names, case.accumulate, settings.limit, case.stage, complete)
+    if case.stage == 3:
+        total.update({kind: case.accumulate * count for kind, count in trace(program, settings).zero.items()})
+        found = tuple(sharding.after_update(buckets))
+    for call in found:
+        total[call.kind] += call.bytes
+    return total
 
 
 def redistributed(program: Program, rank: int, parts: int) -> Counter[str]:

@@ -11,7 +11,7 @@ from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
 from runner.planning.estimate import Programs
-from runner.planning.joint import JointDecision
+from runner.planning.joint import JointDecision, with_complete
 from strategies.core.errors import StrategyError, TooLarge
 from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
@@ -48,6 +48,31 @@ def stacked():
 
 def with_limit(limit: int) -> JointDecision:
     return JointDecision(compose_config(*DATA, "parallel.plan_cache=null", f"parallel.memory_limit={limit}"), print)
+
+
+@pytest.mark.slow
+def test_memory_that_is_left_at_stage_3_holds_complete_parameters():
+    """As many buckets as the limit allows, the more the fewer seconds; an option decides otherwise."""
+    buckets = "parallel.zero={stage: 3, options: {reduce_bucket_size: 20000}}"
+    words = (*GPT, buckets, "world_size=2", "parallel.plan_cache=null")
+    choice, found = Choice(1, 3, 1, "none"), []
+    first = JointDecision(compose_config(*words), print)
+    alone, captures = first.fastest(choice), first.captures
+    for more in (0, alone.completing[1][1], 10**9):
+        limit = alone.peak + more
+        config = compose_config(*words, f"parallel.memory_limit={limit}")
+        plan = JointDecision(config, print, captures).plan()
+        complete = plan.search.get("complete", 0)
+        one = JointDecision(with_complete(config, complete), print, captures).fastest(choice)
+        assert one.settings.complete == complete and one.peak <= limit
+        assert plan.search["cost"] == pytest.approx(one.seconds)
+        found.append((complete, one.seconds))
+    assert found[0][0] < alone.completing[1][0] <= found[1][0] < found[2][0]
+    assert found[2][0] == alone.completing[-1][0]
+    assert found[0][1] > found[1][1] > found[2][1]
+    given = buckets.replace("20000", "20000, stage3_model_persistence_threshold: 7")
+    config = compose_config(*words, given, "parallel.memory_limit=1GB")
+    assert JointDecision(config, print, captures).fastest(choice).settings.complete == 7
 
 
 @pytest.mark.slow

@@ -39,6 +39,10 @@ def conventions(training):
         training.DATA_PARALLEL, optimizer="adamw", options={"reduce_bucket_size": 100}, **NATIVE
     )
     found["native: fp16 with a loss scale"] = case(4, precision="fp16", clip=0.3, **NATIVE)
+    some = {"reduce_bucket_size": 50, "stage3_model_persistence_threshold": 200}
+    found["native: some parameters stay complete, fp64"] = case(
+        0, optimizer="adamw", precision="fp64", clip=0.3, options=some, **NATIVE
+    )
     own = {"engine": "native"}
     found["native: a replica group for every parameter, fp64, stage 1"] = case(0, 1, precision="fp64", clip=0.3, **own)
     found["native: bf16 with fp32 masters, overlapped, stage 1"] = case(
@@ -78,6 +82,11 @@ def more_conventions(training):
     found["native: Adagrad has states when it is made"] = case(3, optimizer="adagrad", clip=0.3, **NATIVE)
     found["native: bf16 with fp32 masters"] = case(4, precision="bf16", clip=0.3, **NATIVE)
     found["native: one micro-batch"] = case(2, accumulate=1, **NATIVE)
+    for seed, elements in ((training.DATA_PARALLEL, 300), (4, 10**9)):
+        some = {"reduce_bucket_size": 50, "stage3_model_persistence_threshold": elements}
+        found[f"native: {elements} elements stay complete, bf16"] = case(
+            seed, optimizer="adamw", precision="bf16", clip=0.3, options=some, **NATIVE
+        )
     for stage in (1, 2):
         own = {"stage": stage, "clip": 0.3, "engine": "native", "overlap": stage == 1}
         found[f"native: nothing to gather, stage {stage}"] = case(training.FULLY_SLICED, **own)

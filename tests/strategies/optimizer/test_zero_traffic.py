@@ -24,6 +24,9 @@ def cases(training):
     cases = [(task, training.Case(seed, stage)) for seed in SEEDS for stage in (1, 2, 3)]
     cases += [(task, training.Case(seed, stage, engine="native")) for seed in SEEDS for stage in (1, 2)]
     _, choosing = training.task(steps=2, chooses=True)
+    some = {"reduce_bucket_size": 50, "stage3_model_persistence_threshold": 200}
+    for options in ({}, some, some | {"stage3_model_persistence_threshold": 10**9}):
+        cases += [(task, training.Case(-1, 3, engine="native", options=options))]
     # DeepSpeed sends nothing for parameters without a gradient
     return cases + [(choosing, training.Case(seed, stage, engine="native")) for seed in (-1, 0) for stage in (1, 2)]
 
