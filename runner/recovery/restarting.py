@@ -78,7 +78,7 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
                         rank = None if failed.hosts else failed.rank
                         config, ready = resized(config, left, failed.hosts, run_dir, folder, rank)
                         lost.add(failed.hosts)
-                        who = _searched(ready)
+                        who = _searched(ready, lost.ranks)
                     except ConfigError as refused:
                         print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
                 ready = replace(ready, resume=newest)
@@ -96,7 +96,7 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
             more = range(lost.without(returned), ready.world_size, -1)
             try:
                 config, ready = resized(lost.complete, more, lost.hosts, run_dir, folder)
-                who = _searched(ready)
+                who = _searched(ready, lost.ranks)
             except ConfigError as refused:
                 print(f"no larger run can be prepared. {refused}", flush=True)
                 lost.tries += 1  # or every checkpoint would end in another attempt
@@ -197,8 +197,10 @@ def _newest(config: Config, run_dir: Path) -> str | None:
     return newest
 
 
-def _searched(ready: Ready) -> str:
-    return f"With {ready.world_size} rank{'s' if ready.world_size > 1 else ''}, and a plan searched anew, it"
+def _searched(ready: Ready, complete: int) -> str:
+    """Who goes on: a run of `complete` ranks has its own plan, one of fewer another."""
+    plan = "the plan that it began with" if ready.world_size == complete else "a plan searched anew"
+    return f"With {ready.world_size} rank{'s' if ready.world_size > 1 else ''}, and {plan}, it"
 
 
 def _going_on(ready: Ready, who: str, seconds: float) -> str:

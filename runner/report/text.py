@@ -120,6 +120,8 @@ def mesh_line(search: Content) -> str | None:
     if search.get("mesh") is None:
         return None
     best, second = search["mesh"], search["runner_up"]
+    if search["meshes"] + search["left_out"] == 1:
+        return f"mesh: {_sizes(best)}, the only factorisation of the ranks"
     line = f"mesh: {_sizes(best)}, the best of {search['meshes'] + search['left_out']} factorisations of the ranks"
     if search["left_out"]:
         line += f" ({search['left_out']} pruned by bounds)"

@@ -161,8 +161,8 @@ def own_address(connection: Connection) -> str:
 class Acceptor:
     """Takes calls at `listener` until it is closed. `arrived` yields the ranks that have called since."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, silence: float) -> None:
-        self.listener = listener
+    def __init__(self, listener: socket.socket, secret: bytes, silence: float, ranks: int = 0) -> None:
+        self.listener, self._absent = listener, ranks
         self._secret, self._silence = secret, silence
         self._arrived: queue.SimpleQueue[tuple[Hello, Connection]] = queue.SimpleQueue()
         self._consoles: list[threading.Thread] = []
@@ -188,15 +188,16 @@ class Acceptor:
         threading.Thread(target=self._answer, args=(plain, patience), daemon=True).start()
 
     def arrived(self) -> Iterator[tuple[Hello, Connection]]:
-        """Ranks that have called, with their lines. As soon as rank 0 has, all of them receive the address of
-        its store."""
+        """Ranks that have called, with their lines. As soon as all have, they receive the address of rank 0's store,
+        where each waits for the others: until then one that imports slowly is late for nobody."""
         while not self._arrived.empty():
             hello, connection = self._arrived.get()
             if hello.store is not None:
                 self._store = hello.store
             self._waiting.append(connection)
+            self._absent -= 1
             yield hello, connection
-        if self._store is not None:
+        if self._store is not None and self._absent <= 0:
             for connection in self._waiting:
                 with suppress(OSError):  # the reader of the connection detects that it is broken
                     messages.send(connection, self._store)

@@ -111,7 +111,7 @@ def start(
     with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
         with (folder / PAYLOAD_FILE).open("wb") as file:
             pickle.dump(content, file, protocol=pickle.HIGHEST_PROTOCOL)
-        acceptor = Acceptor(listener, new_secret(folder), silence_of(launch.timeout))
+        acceptor = Acceptor(listener, new_secret(folder), silence_of(launch.timeout), ready.world_size)
         seats = seats_of(launch) if launch.launcher == "rank_table" else ()
         task = Task(group, address, listener.getsockname()[1], launch.launcher, seats)
         task.write(folder)

@@ -83,8 +83,9 @@ class HostProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it can run another attempt."""
-        return self.poll() is not None and self.process.poll() is None and not self.cut_off
+        """Whether it can run another attempt: it has done the last one, or still imports and has not begun it."""
+        free = self.attempt is not None or self.poll() is not None
+        return free and self.process.poll() is None and not self.cut_off
 
     def begin(self, attempt: Path) -> None:
         """Start the ranks of the attempt in that folder, now or as soon as the process has called."""

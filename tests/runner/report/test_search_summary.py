@@ -14,8 +14,10 @@ def test_the_mesh_and_its_runner_up():
         "mesh: 2 x 4, the best of 4 factorisations of the ranks (1 pruned by bounds); "
         "the runner-up 8 takes 2.5 s per step, 25 % more"
     )
-    alone = mesh_line({"mesh": {"mesh": [], "seconds": 0.0}, "runner_up": None, "meshes": 1, "left_out": 0})
-    assert alone is not None and alone.startswith("mesh: 1, the best of 1") and "no runner-up" in alone
+    one = {"mesh": {"mesh": [3], "seconds": 0.5}, "runner_up": None, "left_out": 0}
+    assert mesh_line(one | {"meshes": 1}) == "mesh: 3, the only factorisation of the ranks"
+    two = mesh_line(one | {"meshes": 2})
+    assert two is not None and two.startswith("mesh: 3, the best of 2") and "no runner-up" in two
     assert mesh_line({"cost": 1.0}) is None
 
 

@@ -74,6 +74,22 @@ def test_ranks_receive_the_address_of_the_store(acceptor: Acceptor) -> None:
     assert received_by_first == received_by_second == [["10.0.0.1", 77]]
 
 
+def test_the_store_waits_until_all_have_called() -> None:
+    """Its timeout is launch.timeout, and a process that is started anew imports first."""
+    with network.listener(network.LOOPBACK) as listener:
+        acceptor = Acceptor(listener, SECRET, 5.0, ranks=2)
+        first, received_by_first = calling(acceptor, Hello(0, "a", "10.0.0.1", store=("10.0.0.1", 77)))
+        assert [hello.rank for hello, _ in answering(acceptor)] == [0]
+        first.join(0.2)
+        assert received_by_first == []
+        second, received_by_second = calling(acceptor, Hello(1, "b", "10.0.0.2"))
+        assert [hello.rank for hello, _ in answering(acceptor)] == [1]
+        first.join(3)
+        second.join(3)
+        assert received_by_first == received_by_second == [["10.0.0.1", 77]]
+        acceptor.close()
+
+
 def test_strangers_are_not_heard(acceptor: Acceptor) -> None:
     thread, received = calling(acceptor, Hello(0, "a", "a", store=("a", 1)), secret=b"another")
     assert answering(acceptor, 1.0) == []
