@@ -31,9 +31,10 @@ def halves(source: Source, dim: int) -> bool:
     return packed is not None and packed.dim == dim and len(packed.sizes) == 2 and len({*packed.sizes}) == 1
 
 
-def packable(operator: Operator, weight: Source) -> bool:
-    """Whether packed_colwise slices a linear layer: it takes a bias for one section."""
-    return halves(weight, 0) and len(operator.operands) == 2
+def packable(operator: Operator, weight: Source, copies: bool) -> bool:
+    """Whether packed_colwise slices a linear layer: it takes a bias for one section, and where there are copies of a
+    module, whose FSDP slices rows again, it loads the sections of a matrix in another order (transformers 5.23)."""
+    return halves(weight, 0) and len(operator.operands) == 2 and not copies
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class StyledModules(ModuleLayouts):
         if operator.op == "embedding" or not isinstance(weight, Source):
             return operator.op == "embedding"
         packed = weight.spec.packed is not None and weight.spec.packed.dim == 0
-        return packed and not ("packed_colwise" in self.styles and packable(operator, weight))
+        return packed and not ("packed_colwise" in self.styles and packable(operator, weight, any(self.rows.values())))
 
     @cached_property
     def _routed(self) -> dict[str, tuple[Source, ...]]:

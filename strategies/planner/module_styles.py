@@ -318,7 +318,8 @@ def _style_of(
         taken = (operand_layouts(user, graph, plan)[position] for user, position in users)
         sliced = any(plan.mesh.sorted(layout.dims[-1]) == axes for layout in taken if layout.dims)
         if weight.spec.packed is not None:
-            return "packed_colwise" if sliced and packable(operator, weight) else "colwise_gather_output"
+            copies = plan.mesh.product(axes) < plan.mesh.size
+            return "packed_colwise" if sliced and packable(operator, weight, copies) else "colwise_gather_output"
         return "colwise" if sliced else "colwise_gather_output"
     producer = graph.by_id[operator.operands[0].id]
     if not isinstance(producer, Operator):

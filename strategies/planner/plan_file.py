@@ -164,7 +164,8 @@ def _differences(
         if source.kind == "parameter" and parameters.get(source.name) != shape:
             yield f": parameter {source.name} is {parameters.get(source.name)} there and {shape} here, {other}"
         if source.kind == "parameter" and packed.get(source.name) != source.spec.packed:
-            yield f": parameter {source.name} holds sections {packed.get(source.name)} there, {other}"
+            there, here = (_sections(one) for one in (packed.get(source.name), source.spec.packed))
+            yield f": parameter {source.name} is sliced {there} there and {here} here, {other}"
     for operator in graph.operators:
         assignment, sharding = plan.operators[operator.name].assignment, rule_of(operator, graph)
         axes = [axis for used in assignment.values() for axis in used]
@@ -215,6 +216,10 @@ def _layout_differences(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
             yield f": the layout of {where} has the axis {unknown[0]!r}, which its mesh lacks."
         if len(layout.dims) != dims or (layout.partial and not may_be_partial):
             yield f": the layout of {where} is {layout}, which does not fit it; plan anew."
+
+
+def _sections(packed: Packed | None) -> str:
+    return "as one" if packed is None else f"in sections of {list(packed.sizes)} along dim {packed.dim}"
 
 
 def _text(shapes: list[list[int]]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import LENGTH, ROWS, TOKENS, gpt, tokens
+from loops import LENGTH, ROWS, TOKENS, fused, gpt, tokens
 from meshwright.models.llama import Llama
 from meshwright.models.moe import MoE
 from meshwright.models.vit import ViT
@@ -50,6 +50,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return Bert(), batches
     if model == "moe":
         return Experts(), batches
+    if model == "fused":
+        return fused(torch.float32), batches
     if model == "vit":
         shape = (ROWS, 3, 8, 8)
         return ViT(8, 4, 16, 2, 4, TOKENS), [(torch.randn(shape), torch.arange(ROWS)) for _ in range(2)]

@@ -53,6 +53,13 @@ def fused(dtype: torch.dtype = torch.float64) -> nn.Module:
     return Fused().to(dtype)
 
 
+SECTIONS = {
+    "qkv.matmul": [[2, 1, 1], [1, 2]],
+    "o_proj.matmul": [[2, 1, 2], [2, 1]],
+    "gate_up.matmul": [[2, 1, 1], [1, 2]],
+    "down.matmul": [[2, 1, 2], [2, 1]],
+}
+"""Megatron's slices of fused weights."""
 MODELS = {"gpt": gpt, "fused": fused}
 
 

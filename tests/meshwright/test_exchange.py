@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from exports import built, loss_of
-from loops import gpt, next_token, tokens
+from loops import fused, gpt, next_token, tokens
 from meshwright.models.gpt import GPT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright
@@ -216,10 +217,28 @@ def written_as_read(plan: meshwright.Plan, model: nn.Module, folder: Path) -> Pa
     assert plan.expressible("transformers") == []
     file = plan.export("transformers", folder / "distributed.json")
     content = json.loads(file.read_text(encoding="utf-8"))
-    own = {name: style for name, style in model.tp_plan.items() if name.rpartition("experts")[1]}
+    own = {name: style for name, style in model.tp_plan.items() if "experts" in name and name.startswith("model.")}
     assert {name: style for name, style in content["tp_plan"].items() if name in own} == own
     assert "moe_tp_experts" in own.values() and "ep_plan" not in content
     return file
+
+
+@pytest.mark.slow
+def test_the_loader_of_transformers_trains_gate_and_up_in_stripes(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """But not beside replicas, with which it loads them in another order."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("phi3", **SMALL))
+    styles = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    copies = meshwright.from_tp_plan(styles, model, labelled(), mesh={"dp": 2, "tp": 2})
+    assert "model.layers.1.mlp.chunk" in {change.name for change in copies.expressible("transformers")}
+    plan = meshwright.from_tp_plan(styles, model, labelled(), mesh={"tp": 2})
+    assert plan.expressible("transformers") == [] and meshwright.verify(model, labelled(), plan).passed
+    file = plan.export("transformers", tmp_path / "distributed.json")
+    written = json.loads(file.read_text(encoding="utf-8"))["tp_plan"]
+    assert {name: written[name] for name in styles} == styles
+    model.save_pretrained(tmp_path / "model")
+    worst = on_ranks("transformed", (tmp_path / "model", file), world_size=2, module="exports")
+    assert max(worst.values()) < 1e-5, worst
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("llama4_text", marks=pytest.mark.slow)])
@@ -432,6 +451,27 @@ def test_dtensors_are_read_as_the_plan_that_made_them(pretended: None) -> None:
     again = meshwright.from_dtensor(sharded, gpt(torch.float32), tokens(), rows=("dp",), **common)
     assert again.content["tensors"] == read.content["tensors"]
     assert again.content["memory"]["parameters"] < read.content["memory"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("placed", "packed", "sent"), [(_StridedShard(0, split_factor=2), True, []), (Shard(0), False, ["all_gather"])]
+)
+def test_dtensors_of_fused_weights_are_read_in_stripes_or_blocks(
+    pretended: None, placed: Any, packed: bool, sent: list[str]
+) -> None:
+    module, device_mesh = fused(), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    tensors = {f"gate_up.{name}": one for name, one in module.gate_up.named_parameters()}
+    sharded = {
+        name: DTensor.from_local(one.detach().chunk(4)[0], device_mesh, [placed], shape=one.shape, stride=one.stride())
+        for name, one in tensors.items()
+    }
+    plan = meshwright.from_dtensor(sharded, module, tokens(), loss=next_token, device="cpu")
+    entries = {name: plan.content["parameters"][name] for name in tensors}
+    assert [entry["local_shape"][0] for entry in entries.values()] == [16, 16]
+    assert all(("packed" in entry) == packed for entry in entries.values())
+    (chunk,) = [one for one in plan.content["operators"] if one["op"] == "chunk"]
+    assert [step["collective"] for one in chunk["redistributions"] for step in one["forward"]] == sent
+    assert meshwright.verify(module, tokens(), plan).passed
 
 
 def test_rules_of_autotp_mean_what_the_plan_says(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exports import built, loss_of
-from loops import gpt, next_token, tokens
+from loops import SECTIONS, gpt, next_token, tokens
 from torch import Tensor, nn
 
 import meshwright
@@ -126,6 +126,17 @@ def more_sent(on_ranks: Callable[..., Any], file: Path, model: str, options: dic
 def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
     more_sent(on_ranks, tmp_path / "searched.py", model, SEARCHED)
     assert abs(more_sent(on_ranks, tmp_path / "data_parallel.py", model, DATA_PARALLEL)) <= 400
+
+
+@pytest.mark.slow
+def test_fused_weights_are_gathered_where_they_are_taken_apart(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    module, batches = built("fused")
+    options = {"mesh": {"dp": 2, "tp": 2}, "strategies": SECTIONS}
+    plan = meshwright.plan(module, batches[0], loss=loss_of, plan_cache=None, **options)
+    assert {change.name for change in plan.expressible("torch")} == {"split", "chunk"}
+    file = plan.export("torch", tmp_path / "exported.py", allow_changes=True)
+    worst = on_ranks("exported", (file, "fused"), module="exports")
+    assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, fused, gpt, next_token, tokens
+from loops import SECTIONS, Loop, fused, gpt, next_token, tokens
 
 import meshwright
 
@@ -23,13 +23,6 @@ CASES = {
     "named mesh": Loop({"mesh": {"dp": 2, "tp": 2}, "strategies": MEGATRON}, grid=(2, 2), local=True),
     "accumulated": Loop({"mesh": 4, "mode": "data_parallel"}, backwards=2, clip=0.1),
 }
-SECTIONS = {
-    "qkv.matmul": [[2, 1, 1], [1, 2]],
-    "o_proj.matmul": [[2, 1, 2], [2, 1]],
-    "gate_up.matmul": [[2, 1, 1], [1, 2]],
-    "down.matmul": [[2, 1, 2], [2, 1]],
-}
-"""Megatron's slices of fused weights."""
 ZERO = {stage: Loop({"mesh": {"dp": 2, "tp": 2}, "zero": stage}, dtype=torch.float32) for stage in (1, 2, 3)}
 
 

@@ -16,8 +16,10 @@ from strategies.capture.packed_weights import sections_of
 from strategies.core.graph import Packed
 from strategies.core.layout import Stripes, stored
 from strategies.core.mesh import Mesh
+from strategies.core.request import OperatorStrategy, Request
+from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
-from strategies.planner.planner import follow
+from strategies.planner.planner import follow, make_plan
 from strategies.runtime.simulate import Simulation
 from tests.strategies.simulated_model import TOLERANCE, Model
 
@@ -108,6 +110,16 @@ def test_other_dims_are_not_packed() -> None:
     assert sections_of(made.graph) == {}
 
 
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.proj(x).chunk(2, -1)
+        return gate.sigmoid() * up
+
+
 class Shown(Fused):
     """Returns its projection, in one piece, when it is evaluated."""
 
@@ -127,6 +139,24 @@ def test_a_graph_that_takes_nothing_apart_reads_the_stripes_of_another(kind: str
         plan = follow(made.random_plan(draw, seed, MESHES[seed % 3]), seen.graph)
         (outputs,) = Simulation(lower(seen.graph, plan), seen.tensors | {"0": x}).run()
         torch.testing.assert_close(outputs[0], net.eval()(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_slices_that_do_not_divide_sections_are_blocks() -> None:
+    """Two sections of 6 in 4 slices, which a user asks for: as without sections, so taking them apart gathers."""
+    torch.manual_seed(0)
+    net = Halves()
+    made = Model(net, nn.MSELoss(), (torch.randn(8, WIDTH), torch.randn(8, 6)))
+    assert sections_of(made.graph)["proj.weight"] == Packed(0, (6, 6))
+    for count in (2, 4):
+        wanted = OperatorStrategy(((1, 1), (count, 1), (count,)), None)
+        request = Request("auto", count, strategies={"proj": wanted}, dataset_strategy="full_batch")
+        plan = make_plan(made.graph, request)
+        program = lower(made.graph, plan)
+        blocks = [block for block, _ in program.layouts[made.graph.sources[0].id].blocks((12, WIDTH), plan.mesh, 1)]
+        assert [rows for rows, _ in blocks] == ([(3, 6), (9, 12)] if count == 2 else [(3, 6)])
+        sent = [one.operator for one in program.redistributions if any(step.kind not in LOCAL for step in one.forward)]
+        assert ("chunk" in sent) == (count == 4)
+        assert made.difference(plan) < TOLERANCE
 
 
 def test_what_is_not_to_be_packed_is_sliced_in_blocks() -> None:

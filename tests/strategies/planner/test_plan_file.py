@@ -12,13 +12,13 @@ from torch import nn
 
 from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
-from strategies.core.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph, Packed
 from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.lowering.lowering import lower
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import describe
-from strategies.planner.plan_file import read_plan
+from strategies.planner.plan_file import packed_in, read_plan
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 
@@ -35,11 +35,16 @@ def ours(width: int = 16, rows: int = 8) -> OperatorGraph:
 @pytest.fixture(scope="module")
 def saved() -> tuple[Plan, Any]:
     graph = ours()
+    return make_plan(graph, Request("semi_auto", 4)), content_of(graph)
+
+
+def content_of(graph: OperatorGraph) -> Any:
+    """That of a plan.json."""
     plan = make_plan(graph, Request("semi_auto", 4))
     content = describe(
         graph, plan, lower(graph, plan), settings=OptimizerSettings(0, torch.optim.SGD), cluster=cluster(4)
     )
-    return plan, json.loads(json.dumps(content))
+    return json.loads(json.dumps(content))
 
 
 def test_the_plan_of_the_same_model(saved: tuple[Plan, Any]) -> None:
@@ -70,6 +75,33 @@ def test_another_model_is_refused_by_its_first_difference(saved: tuple[Plan, Any
     make, message = OTHERS[other]
     with pytest.raises(StrategyError, match=message):
         read_plan(saved[1], make(), 4, "plan")
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.proj(x).chunk(2, -1)
+        return gate * up
+
+
+def test_sections_are_those_of_the_file() -> None:
+    """Without any, as in files of earlier versions, weights are sliced as one."""
+    found = {}
+    for packs, sections in ((True, None), (False, dict[str, Packed]())):
+        step = Objective(Halves(), nn.MSELoss(), ("0", "1"), ("1",), sections=sections)
+        graph = capture(step, (torch.randn(8, 8), torch.randn(8, 8)), training=True).graph
+        found[packs] = graph, content_of(graph)
+    for packs, (graph, content) in found.items():
+        assert bool(packed_in(content, "plan")) == packs
+        assert read_plan(content, graph, 4, "plan").operators
+        with pytest.raises(
+            StrategyError, match=r"is sliced (as one|in sections of \[8, 8\] along dim 0) there"
+        ) as error:
+            read_plan(content, found[not packs][0], 4, "plan")
+        assert error.value.code == "MW421"
 
 
 def test_another_number_of_ranks_is_refused(saved: tuple[Plan, Any]) -> None:
