@@ -77,7 +77,7 @@ REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = 
     (("place",), SERVED, ("parallel.place", MODE)),
     (("copies",), SERVED, ("parallel.copies", MODE)),
     (("compile",), SERVED, (COMPILE, MODE)),
-    (("bf16", "fp16"), SERVED, ("train.precision", MODE)),
+    (("fp16",), ("async",), ("train.precision", "parallel.server.consistency")),
     (SERVED, FEWER, (MODE, "launch.min_ranks")),
     (SERVED, ("rescue",), (MODE, "launch.rescue")),
     (SERVED, HOSTS, (MODE, "launch.launcher")),
