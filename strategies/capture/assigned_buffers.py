@@ -26,10 +26,12 @@ Buffers = dict[str, Tensor | None]
 
 
 class AssignedBuffers:
-    """What the forward of `root` assigns. A buffer that was None has no state, and is left alone."""
+    """What the forward of `root` assigns. A buffer that was None, or that forward registers, has no state: forward
+    computes it in every step."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root, self.running = root, False
+        self.tables = [(part._buffers, dict(part._buffers)) for part in root.modules()]
         self.before: dict[tuple[int, str], tuple[Buffers, Tensor]] = {}
         """By a module's table of buffers (the tracer's stand-ins for the module share it) and a name in it: the table,
         and the tensor that stood there when forward began."""
@@ -38,7 +40,7 @@ class AssignedBuffers:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Around an export."""
+        """Around exports."""
         hooks = [
             register_module_buffer_registration_hook(self._assigned),
             self.root.register_forward_pre_hook(self._begin),
@@ -50,6 +52,14 @@ class AssignedBuffers:
             self.running = False
             for hook in hooks:
                 hook.remove()
+            self.restore()
+
+    def restore(self) -> None:
+        """Give modules the buffers back that they had: what an export leaves there are traced tensors."""
+        for table, before in self.tables:
+            if table.keys() != before.keys() or any(table[name] is not one for name, one in before.items()):
+                table.clear()
+                table.update(before)
 
     def _begin(self, *_: Any) -> None:
         self.running = True

@@ -209,6 +209,7 @@ def _captured(
                 if repeated.lists and assigned.names:  # the writes of layers that were not traced are missing
                     raise NotRepeated
             except NotRepeated:
+                assigned.restore()
                 exported = export()
     except (StrategyError, NotOpaque):
         raise

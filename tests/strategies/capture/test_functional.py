@@ -379,3 +379,23 @@ def test_refused_in_one_paragraph(name: str) -> None:
     with pytest.raises(StrategyError, match=text) as caught:
         capture(Objective(Net(body), LossFunction(torch.sum, {}), ("x",), ()), (torch.randn(8, 8),), training=True)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_table_that_forward_registers_is_computed_anew(known: bool) -> None:
+    """The buffer is None before, or not there; the module has its own buffers again when it is captured."""
+
+    def cached(net: Net, x: Tensor) -> Tensor:
+        if getattr(net, "bias", None) is None:
+            net.register_buffer("bias", torch.arange(8.0), persistent=False)
+        return net.dense(x) + net.bias  # type: ignore[no-any-return]
+
+    net, x = Net(cached), torch.randn(8, 8)
+    if known:
+        net.register_buffer("bias", None, persistent=False)
+    before = dict(net._buffers)
+    graph = capture(Objective(net, LossFunction(torch.sum, {}), ("0",), ()), (x,), training=True).graph
+    assert dict(net._buffers) == before
+    assert not [source for source in graph.of_kind("buffer") if source.name.endswith("bias")]
+    again = capture(Objective(net, LossFunction(torch.sum, {}), ("0",), ()), (x,), training=True).graph
+    assert again == graph
