@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from runner.build.modules import DTYPES, sections_of, target_names
+from runner.build.modules import DTYPES, check_complete, sections_of, target_names
 from runner.config.load import load as load_config
 from runner.config.load import validated
 from runner.config.origins import Origins
@@ -473,6 +473,7 @@ def _check_device(module: nn.Module, what: str, *, holds_numbers: bool = False) 
     if not isinstance(module, nn.Module):
         made = " (make one: it is a class)" if isinstance(module, type) else ""
         raise ConfigError("MW204", f"{what}: module = {module!r} is no torch.nn.Module{made}.")
+    check_complete(module, f"{what}: the module")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type != "cpu" and (holds_numbers or not tensor.is_meta):
             other = "" if holds_numbers else ", or build it under torch.device('meta')"

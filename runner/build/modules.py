@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from runner.build import huggingface, optimizers, targets
 from runner.config.schema import Config
@@ -74,10 +75,29 @@ def build_model(config: Config) -> nn.Module:
         raise ConfigError(
             "MW305", f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed."
         )
+    check_complete(model, f"model.target = {config.model.target!r}")
     named = dict(model.named_parameters())
     for name in optimizers.frozen(list(named), config.optimizer):
         named[name].requires_grad_(False)
     return in_precision(model, DTYPES[config.train.precision])
+
+
+def check_complete(model: nn.Module, what: str) -> None:
+    """Raises ConfigError for modules whose forward is no Python, and for parameters that have no shape yet."""
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigError(
+                "MW305",
+                f"{what} has a module compiled by torch.jit ({path or 'itself'}), whose operators cannot be seen; give "
+                "the module of Python that was compiled.",
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                "MW305",
+                f"{what} has a lazy parameter without a shape ({name}); give the sizes, or call the model on a batch "
+                "of zeros in its constructor.",
+            )
 
 
 def in_precision(module: M, dtype: torch.dtype) -> M:

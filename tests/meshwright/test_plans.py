@@ -236,6 +236,10 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     refused("MW204", lambda: planned(mesh={"dp": 0}))
     refused("MW204", lambda: planned(mesh=2.5))
     refused("MW204", lambda: planned(loss="mse"))
+    assert "0.weight" in refused("MW305", lambda: planned(nn.Sequential(nn.LazyLinear(4))))
+    with pytest.warns(DeprecationWarning):
+        compiled = torch.jit.script(network())
+    assert "torch.jit" in refused("MW305", lambda: planned(compiled))
     assert "it is a class" in refused("MW204", lambda: planned(nn.Linear))
     assert "float64 and bfloat16" in refused("MW901", lambda: planned(network(dtype=torch.bfloat16)))
     refused("MW501", lambda: planned(memory_limit="1KB"))  # which recomputing could not keep: no layer is repeated
