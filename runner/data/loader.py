@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, strided
 from torch.utils.data import IterableDataset, default_collate
 
@@ -31,9 +32,9 @@ Block = tuple[tuple[int, int], ...]
 Collate = Callable[[list[Any]], Any]
 """From samples to a batch: a dict, tuple or list of tensors, or one tensor, each with the samples along dim 0.
 
-A rank calls it with its own rows only. So row r of every result may depend on sample r alone, and the sizes of the
-other dims must not depend on which rows come together: pad to a fixed length, not to the longest of the batch. One that
-draws random numbers is called with all rows on every rank.
+A rank calls it with its own rows only, unless row r of a result is seen to depend on more than sample r, or random
+numbers are drawn: then it is called with all rows on every rank. The sizes of the other dims must not depend on which
+rows come together: pad to a fixed length, not to the longest of the batch.
 """
 
 
@@ -178,6 +179,22 @@ def global_batch(
     return batch
 
 
+def mixes_rows(dataset: MapDataset, collate: Collate, rows: Sequence[int], seed: int, epoch: int) -> bool:
+    """Whether a row of a batch that `collate` makes depends on other rows: whether half of `rows` make other ones than
+    all of them do. Raises ConfigError as `global_batch`."""
+    half = len(rows) // 2
+    if not half:
+        return False
+    batches = (global_batch(dataset, collate, some, seed, epoch) for some in (rows, rows[:half]))
+    (names, complete), (_, part) = map(flatten_batch, batches)
+    alone = unbatched(collate)
+    return any(
+        one[:half].shape != other.shape or not torch.equal(one[:half].nan_to_num(), other.nan_to_num())
+        for name, one, other in zip(names, complete, part, strict=True)
+        if name not in alone
+    )
+
+
 def flatten_batch(batch: Any, order: Sequence[str] | None = None) -> tuple[tuple[str, ...], list[Tensor]]:
     """The names and tensors of a batch, in its own order or that of the names `order`; names are the keys of a dict,
     else "0", "1", ...
@@ -208,7 +225,8 @@ class LocalBatches:
 
     `blocks` has one entry per tensor of the batch, in the order of `flatten_batch`. `names` and `shapes` are those
     of the global micro-batch; every row is checked against them. Where they are left out, the first row that this
-    rank reads sets them, and only changes from there on are noticed. `seed` is that of random augmentation.
+    rank reads sets them, and only changes from there on are noticed. `seed` is that of random augmentation. With
+    `together` the collate gets all rows of a micro-batch, whatever the blocks need.
     """
 
     def __init__(
@@ -220,8 +238,9 @@ class LocalBatches:
         names: Sequence[str] | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
+        together: bool = False,
     ) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._dataset, self._collate, self._seed, self._together = dataset, collate, seed, together
         self._blocks = tuple(blocks)
         self._names = None if names is None else tuple(names)
         self._shapes = None if shapes is None else [tuple(shape[1:]) for shape in shapes]
@@ -305,6 +324,8 @@ class LocalBatches:
 
     def _collated(self, rows: Sequence[int], begin: Callable[..., None], collate: Collate) -> list[Tensor]:
         samples = []
+        if self._together:
+            self._needed = [*range(len(rows))]
         for position in self._needed:
             begin(rows[position])
             with numbered(rows[position]):

@@ -27,7 +27,7 @@ from runner.build.scores import Structure, scores, try_evaluation
 from runner.checkpoint import Companions
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
-from runner.data.loader import Collate, MapDataset, flatten_batch, global_batch
+from runner.data.loader import Collate, MapDataset, flatten_batch, global_batch, mixes_rows
 from runner.data.order import Order
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError, allowed
@@ -118,6 +118,7 @@ class Prepared:
         data: the description of the data, which every rank must match.
         single_draws: whether a module that runs alone in fp64 draws the random numbers of fp32.
         short: the short last micro-batch of an epoch, where there is one.
+        together: whether the collate needs all rows of a batch, because it makes rows of several samples.
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
     """
 
@@ -143,6 +144,7 @@ class Prepared:
     single_draws: bool = False
     short: Short | None = None
     counted: Counted | None = None
+    together: bool = False
 
     @property
     def owners(self) -> Owners:
@@ -210,6 +212,9 @@ def prepare(
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    together = config.job.name in (*TRAINING, "launch") and collate is not None and world_size > 1
+    if together := together and mixes_rows(training, collate, first, config.train.seed, 0):
+        say("data: data.collate makes rows of a batch from several samples, so every rank reads complete batches.")
     data = _described(config, training, evaluating, collate, shapes, first[0], say)
     captured = None
     if config.job.name in DESCRIBING and not planless:
@@ -243,6 +248,7 @@ def prepare(
         companions=_companions(step.model),
         data=data,
         short=Short(len(last)) if last and config.job.name in TRAINING else None,
+        together=together,
     )
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)

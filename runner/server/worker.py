@@ -101,7 +101,10 @@ class Worker:
 
     def _batches(self, blocks: Sequence[Block]) -> LocalBatches:
         names, shapes, seed = self._prepared.names, self._prepared.shapes, self._config.train.seed
-        return LocalBatches(self._training, self._collate, blocks, names=names, shapes=shapes, seed=seed)
+        together = self._prepared.together
+        return LocalBatches(
+            self._training, self._collate, blocks, names=names, shapes=shapes, seed=seed, together=together
+        )
 
     @property
     def address(self) -> Address:

@@ -135,7 +135,10 @@ class Evaluator:
                 return flatten_batch(global_batch(dataset, self.collate, rows, self._seed), names)[1]
             if size not in batches:
                 blocks = self._blocks(size)
-                batches[size] = LocalBatches(dataset, self.collate, blocks, names=names, seed=self._seed)
+                together = self.prepared.together
+                batches[size] = LocalBatches(
+                    dataset, self.collate, blocks, names=names, seed=self._seed, together=together
+                )
             return batches[size].load(rows)
 
         return load

@@ -156,7 +156,13 @@ class Trainer:
         config, names, shapes, short = self.config, self.prepared.names, self.prepared.shapes, self.execution.short
         size, dtype = self.prepared.rows, DTYPES[config.train.precision]
         full, rest = (
-            LocalBatches(training, self.collate, blocks, names=names, shapes=shapes, seed=config.train.seed)
+            LocalBatches(
+                *(training, self.collate, blocks),
+                names=names,
+                shapes=shapes,
+                seed=config.train.seed,
+                together=self.prepared.together,
+            )
             for blocks in (self.execution.blocks, self.execution.blocks if short is None else short.blocks)
         )
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.data.loader import Block, LocalBatches, build_dataset, flatten_batch, global_batch
+from runner.data.loader import Block, LocalBatches, build_dataset, flatten_batch, global_batch, mixes_rows
 from runner.data.mnist import Mnist
 from runner.data.synthetic import LargeImages
 from runner.errors import ConfigError
@@ -191,6 +191,20 @@ def test_dict_samples_have_their_keys_in_any_order() -> None:
 def test_a_collate_returns_a_row_per_sample() -> None:
     with pytest.raises(ConfigError, match="makes '0' with 5 rows from 2 samples"):
         global_batch(Rows([1, 2]), lambda samples: torch.ones(5, 2), [0, 1])
+
+
+def ranked(samples: list[Any]) -> Tensor:
+    """Rows of which each depends on all."""
+    return torch.tensor(samples, dtype=torch.float64).argsort(descending=True)[:, None]
+
+
+def test_a_collate_that_makes_rows_of_several_samples_gets_all_of_them() -> None:
+    samples, rows = Rows([3.0, 1.0, 4.0, 1.5]), [0, 1, 2, 3]
+    stacked = lambda samples: torch.tensor(samples)[:, None]  # noqa: E731
+    assert mixes_rows(samples, ranked, rows, 0, 0) and not mixes_rows(samples, stacked, rows, 0, 0)
+    batch = global_batch(samples, ranked, rows)
+    (part,) = LocalBatches(samples, ranked, [((2, 4), (0, 1))], together=True).load(rows)
+    assert torch.equal(part, batch[2:])
 
 
 def test_flatten_batch_takes_dicts_tuples_and_single_tensors_in_their_order() -> None:
