@@ -212,8 +212,10 @@ def prepare(
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    together = config.job.name in (*TRAINING, "launch") and collate is not None and world_size > 1
-    if together := together and mixes_rows(training, collate, first, config.train.seed, 0):
+    together = False
+    if collate is not None and world_size > 1 and config.job.name in (*TRAINING, "launch"):
+        together = mixes_rows(training, collate, first, config.train.seed, 0)
+    if together:
         say("data: data.collate makes rows of a batch from several samples, so every rank reads complete batches.")
     data = _described(config, training, evaluating, collate, shapes, first[0], say)
     captured = None
