@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.capture.nodes import MODULE_CALL, beneath_tracing
@@ -147,17 +147,6 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
     return tree_unflatten([next(tracked) if isinstance(one, Tensor) else one for one in found], structure)
 
 
-class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether random numbers are drawn."""
-
-    draws = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        dropped = func is torch.ops.aten.native_dropout.default and args[1] == 0
-        self.draws = self.draws or (torch.Tag.nondeterministic_seeded in func.tags and not dropped)
-        return func(*args, **(kwargs or {}))
-
-
 def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     """What a module returns for random numbers. Raises NotOpaque where it does more than to compute, or fails."""
     generator = torch.Generator().manual_seed(0)
@@ -167,14 +156,16 @@ def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tens
     given = [_random(tensor, generator) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
     operands = [*given, *module.parameters(), *module.buffers()]
-    watched, before = _Watched(), _state(module, given)  # type: ignore[no-untyped-call]
+    before = _state(module, given)
     try:
-        with torch.random.fork_rng([]), watched:
+        with torch.random.fork_rng([]):
+            generator_before = torch.get_rng_state()
             returned = forward(module, *args, **kwargs)
+            draws = not torch.equal(torch.get_rng_state(), generator_before)
     except Exception as error:  # whatever it raises on numbers that it did not expect
         raise NotOpaque(type(call.module)) from error
     plain = all(isinstance(leaf, (Tensor, type(None))) for leaf in tree_leaves(returned))
-    if watched.draws or _state(module, given) != before or not plain or _memory(returned) & _memory(operands):
+    if draws or _state(module, given) != before or not plain or _memory(returned) & _memory(operands):
         raise NotOpaque(type(call.module))
     return returned
 

@@ -18,8 +18,8 @@ nothing is downloaded. It is trained for one step eagerly and on 4 simulated ran
 search, and a random one, which also runs as generated modules in threads.
 
 * `exact`: loss, every gradient and every buffer agree (1e-10 in double precision; classes that do not compute in it:
-  1e-5; or 3 times one device's own rounding where that is more: in double precision what its gradients change by where
-  every weight changes in its last bit, in single precision their error).
+  1e-5; or 3 times one device's own rounding where that is more: in double precision 3 times what its gradients change
+  by where every weight changes in its last bit, as sums in another order do; in single precision their error).
 * `refused`: an error with a code says what to change.
 * `late`: over the time limit for one class.
 * `unbuilt`: no config or batch of the survey suits the class, or eager torch does not train it. Not counted.

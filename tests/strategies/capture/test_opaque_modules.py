@@ -99,6 +99,18 @@ def test_a_shape_within() -> None:
     assert ops.count("called_module") == 1 and "tanh" not in ops
 
 
+def attending(h: Tensor) -> Tensor:
+    """Torch marks the operator as one that may draw random numbers."""
+    h = h.reshape(1, 1, *h.shape)
+    return F.scaled_dot_product_attention(h, h, h)[0, 0]
+
+
+def test_attention_within_draws_nothing() -> None:
+    objective = Objective(net(attending), Squares(), ("0", "1"), ("1",))
+    graph = capture(objective, (torch.randn(16, 4), torch.randn(16, 1)), training=True).graph
+    assert [op.op for op in graph.operators].count("called_module") == 2
+
+
 def noisy(h: Tensor) -> Tensor:
     return F.dropout(h, 0.5)
 
