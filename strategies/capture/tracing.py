@@ -30,6 +30,7 @@ from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from strategies.capture.constants import QUESTIONS, answered
 from strategies.capture.functional import CUMULATIVE
@@ -38,6 +39,7 @@ from strategies.capture.numbers import SYMBOLS
 from strategies.rules.ctc import ctc_loss
 
 READS_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 """Loggers of torch that print tracebacks of what the exporter raises anyway."""
 
@@ -151,13 +153,27 @@ def _in_shape(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Unasked(TorchFunctionMode):
     """Makes an exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1. Quantiles
-    are in range. Questions about constants have answers, and `.data` is a detached tensor."""
+    are in range. Questions about constants have answers, `.data` is a detached tensor, and so is, until it is switched on
+    again, a parameter whose `requires_grad` a forward switches off, as for the discriminator in the loss of a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen: dict[int, Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):
             base, exponent = args
             exact = isinstance(exponent, torch.SymFloat) and (base.is_floating_point() or base.is_complex())
             args = base, torch.full((), exponent, dtype=base.dtype if exact else None, device=base.device)
+        if function in SWITCHES:
+            if (args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)) is False:
+                self.frozen[id(args[0])] = args[0]
+                return args[0]
+            if self.frozen.pop(id(args[0]), None) is not None:
+                return args[0]
+        elif self.frozen:
+            detached = lambda leaf: leaf.detach() if id(leaf) in self.frozen else leaf  # noqa: E731
+            args, kwargs = tree_map(detached, (tuple(args), kwargs))
         if function is functional.ctc_loss:
             return ctc_loss(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") in ("quantile", "nanquantile"):

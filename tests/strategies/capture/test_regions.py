@@ -96,6 +96,17 @@ def returned(net: Net, x: Tensor) -> Tensor:
     return (net.norm(h) * scale).square().mean() + (unchanged * other).mean()
 
 
+def switched(net: Net, x: Tensor) -> Tensor:
+    """A parameter whose gradient is off for a while, as in the loss of a generator."""
+    h = net.dense(x)
+    net.dense.requires_grad_(False)
+    net.norm.weight.requires_grad = False
+    scores = net.norm(net.dense(h)).sigmoid() + torch.stack([net.dense.bias, net.norm.weight]).sum()
+    net.norm.weight.requires_grad = True
+    net.dense.requires_grad_()
+    return scores.square().mean() + net.norm(net.dense(h.detach())).mean()
+
+
 def eager(model: Objective, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, gradients and buffers of the graph, with nothing sliced, on one simulated rank."""
     captured = capture(model, (x,), training=True)
@@ -110,7 +121,9 @@ def eager(model: Objective, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[
 
 
 @pytest.mark.parametrize(
-    "body", [transformer, off_inside, twice, written, counted, inferred, returned], ids=lambda body: body.__name__
+    "body",
+    [transformer, off_inside, twice, written, counted, inferred, returned, switched],
+    ids=lambda body: body.__name__,
 )
 def test_regions_become_operators(body: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
