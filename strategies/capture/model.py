@@ -116,7 +116,7 @@ def _check_call(who: str, called: Any, args: tuple[str, ...], keywords: Mapping[
     except (TypeError, ValueError):  # of a builtin, which says nothing before it is called
         return
     try:
-        signature.bind(*args, **keywords)
+        bound = signature.bind(*args, **keywords).arguments
     except TypeError as error:
         taken = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
         raise StrategyError(
@@ -124,6 +124,13 @@ def _check_call(who: str, called: Any, args: tuple[str, ...], keywords: Mapping[
             f"{who} takes ({taken}), but is called with {what}: {error}. What forward takes by name is the model's, "
             "the rest of a sample the loss's; without a loss all of it is the model's.",
         ) from error
+    for name, given in bound.items():
+        if name in args[1:] and given in args[1:] and given != name:
+            raise StrategyError(
+                "MW901",
+                f"{who} would get {given} of a sample as its {name}: it is called with {what}, in this order. Give the "
+                "entries of a sample in the order in which it takes them, or name its parameters otherwise.",
+            )
 
 
 def _listed(names: Sequence[str], title: str) -> str:

@@ -153,8 +153,8 @@ def _in_shape(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Unasked(TorchFunctionMode):
     """Makes an exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1. Quantiles
-    are in range. Questions about constants have answers, `.data` is a detached tensor, and so is, until it is switched on
-    again, a parameter whose `requires_grad` a forward switches off, as for the discriminator in the loss of a generator."""
+    are in range. Questions about constants have answers, and `.data` is a detached tensor. So is a parameter whose
+    `requires_grad` a forward switches off (the discriminator in the loss of a generator), until it is on again."""
 
     def __init__(self) -> None:
         super().__init__()

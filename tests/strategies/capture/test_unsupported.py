@@ -152,4 +152,7 @@ def test_a_loss_or_model_that_takes_other_arguments_is_refused() -> None:
     assert "loss takes (output, sample)" in message(
         LossFunction(lambda output, sample: 0, {}), ("input", "a", "b"), ("a", "b")
     )
+    assert "would get weight of a sample as its y" in message(
+        LossFunction(lambda output, y, weight: 0, {}), ("input", "weight", "y"), ("y", "weight")
+    )
     assert "unexpected keyword argument 'scale'" in message(LossFunction(F.mse_loss, {"scale": 2}), ("0", "1"), ("1",))
