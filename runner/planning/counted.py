@@ -17,6 +17,7 @@ from torch import Tensor
 from runner.build.divisors import MEAN, values
 from runner.data.loader import Block
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
+from strategies.rules.random import draws
 from strategies.rules.registry import arguments, resolve
 
 CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"})
@@ -54,19 +55,22 @@ class Counted:
 def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | None:
     """What the loss of a training graph counts, None where that is not the same for all of its means: without a mean
     over classes, with several that count differently, or where classes are computed."""
-    kinds = {
-        (given["target"], given["weight"], given["ignore_index"])
+    means = [
+        given
         for operator in graph.operators
         if operator.op in CLASS_LOSSES and operator.id in graph.returning
         for given in [arguments(operator)]
         if given["reduction"] == MEAN
-    }
-    if len(kinds) != 1:
+    ]
+    if len({(given["target"], given["ignore_index"], given["weight"] is None) for given in means}) != 1:
         return None
-    ((target, weight, ignored),) = kinds
+    target, ignored = means[0]["target"], means[0]["ignore_index"]
+    weights = [_constant(graph, tensors, given["weight"]) for given in means if given["weight"] is not None]
+    factors = weights[0] if weights else None
+    if any(weight is None or factors is None or not torch.equal(weight, factors) for weight in weights):
+        return None
     source, moves = _origin(graph, target)
-    weighing = None if weight is None else graph.by_id[weight.id]
-    if source is None or (weighing is not None and not isinstance(weighing, Source)):
+    if source is None:
         return None
     if graph.specs[target].dtype not in ("int64", "int32"):  # probabilities: every prediction counts once
         return None
@@ -74,8 +78,37 @@ def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | No
     if times is None:
         return None
     names = [one.name for one in graph.sources if one.kind == "input"]
-    factors = None if weighing is None else tensors[weighing.name].detach().cpu().clone()
     return Counted(names.index(source.name), times, ignored, factors)
+
+
+def _constant(graph: OperatorGraph, tensors: Mapping[str, Tensor], ref: Ref) -> Tensor | None:
+    """The value of a tensor that is the same in every step; None for any other."""
+    behind, waiting, written = set[str](), [ref.id], dict(graph.updates)
+    while waiting:
+        node = graph.by_id[waiting.pop()]
+        if node.id in behind:
+            continue
+        behind.add(node.id)
+        if isinstance(node, Operator):
+            if draws(node):
+                return None
+            waiting += [operand.id for operand in node.operands]
+        elif node.kind == "input" or node.trainable or node.id in written or tensors[node.name].is_meta:
+            return None
+    values: dict[str, Any] = {
+        source.id: (tensors[source.name].detach().cpu().clone(),) for source in graph.sources if source.id in behind
+    }
+
+    def value(leaf: Any) -> Any:
+        return values[leaf.id][leaf.index] if isinstance(leaf, Ref) else leaf
+
+    for operator in graph.operators:
+        if operator.id in behind:
+            args, kwargs = rewrite((operator.args, operator.keywords), value)
+            results = resolve(operator.target)(*args, **kwargs)
+            values[operator.id] = (results,) if isinstance(results, Tensor) else results
+    found: Tensor = values[ref.id][ref.index]
+    return found
 
 
 def _origin(graph: OperatorGraph, target: Ref) -> tuple[Source | None, list[Operator]]:

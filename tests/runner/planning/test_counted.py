@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from models.losses import NextTokenLoss
 from runner.planning.counted import Counted, counted
-from strategies.capture.model import Objective, capture
+from strategies.capture.model import LossFunction, Objective, capture
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
 
@@ -81,3 +81,21 @@ def test_class_weights_count():
     assert count is not None
     expected = weights[batch[1][batch[1] != -100]].double().sum()
     assert count.of(batch, everywhere(batch[1].shape)) == pytest.approx(float(expected))
+
+
+def made(output: Tensor, target: Tensor) -> Tensor:
+    """Class weights that the loss makes."""
+    weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0]).to(output)
+    return functional.cross_entropy(output.transpose(1, 2), target, weight=weights)
+
+
+def balanced(output: Tensor, target: Tensor) -> Tensor:
+    """Class weights that depend on the batch."""
+    seen = functional.one_hot(target.clamp(min=0), CLASSES).sum((0, 1))
+    return functional.cross_entropy(output.transpose(1, 2), target, weight=1.0 / (1 + seen))
+
+
+def test_class_weights_that_a_loss_makes_count():
+    count, _ = found(Tokens(), LossFunction(made, {}))
+    assert count is not None and count.weight is not None and count.weight.tolist() == [0.5, 1.0, 2.0, 4.0, 8.0]
+    assert found(Tokens(), LossFunction(balanced, {}))[0] is None
