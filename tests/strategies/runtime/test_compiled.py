@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,13 @@ class Block(nn.Module):
         return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.25))
 
 
+def scales(size: int, tokens: Tensor | None = None) -> np.ndarray:
+    return np.random.rand(size) + (0 if tokens is None else tokens.numpy().mean())
+
+
 class Net(nn.Module):
-    """Tied weights, dropout with and without a rule for slices, an operator with several results."""
+    """Tied weights, dropout with and without a rule for slices, an operator with several results, and numbers that
+    numpy draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +57,8 @@ class Net(nn.Module):
         for layer in self.layers:
             h = layer(h)
         a, b = F.alpha_dropout(h, 0.1, True).split(4, -1)
-        noise = torch.bernoulli(torch.full_like(b, 0.8))
+        noise = torch.bernoulli(torch.full_like(b, 0.8)) * torch.from_numpy(scales(4))
+        a = a * torch.tensor(scales(4, x))
         return self.head(torch.cat([a * noise, b], -1))
 
 
