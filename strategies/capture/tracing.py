@@ -5,7 +5,8 @@ autocast; so the borders of regions stay in the graph as they were recorded. inf
 normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
 of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster path to the same
 result, are left out: a graph has no values. Three bugs of torch 2.11 are worked around: a power of a zero-dim tensor,
-the shape of an LSTM's states, and the range check of quantiles. Hugging Face models leave out masks that hide nothing,
+the shape of an LSTM's states, and the range check of quantiles. Tensors that index others in masks of positions are
+operators, not a torch.autograd.Function with a rule for vmap. Hugging Face models leave out masks that hide nothing,
 except for exporters, whose graphs serve many shapes; this graph serves one.
 """
 
@@ -61,6 +62,8 @@ def traceable(objective: nn.Module) -> Iterator[None]:
             stack.enter_context(replaced(file, name, keep))
         if masks := sys.modules.get("transformers.masking_utils"):
             stack.enter_context(replaced(masks, "is_torchdynamo_exporting", lambda: False))
+        if indexing := sys.modules.get("torch._dynamo._trace_wrapped_higher_order_op"):
+            stack.enter_context(replaced(indexing, "mod_index", torch.ops.aten.index.Tensor))
         stack.enter_context(replaced(inference_mode, "__enter__", _begin))
         stack.enter_context(replaced(inference_mode, "__exit__", _end))
         stack.enter_context(replaced(Distribution, "_validate_args", False))

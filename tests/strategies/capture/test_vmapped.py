@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
@@ -33,6 +34,15 @@ def masked(net: Net, x: Tensor) -> Tensor:
     places, h = torch.arange(x.shape[1]), net.dense(x)[:, None]
     window = torch.vmap(torch.vmap(lambda i, j: (i - j).abs() < 2, (None, 0)), (0, None))(places, places)
     return F.scaled_dot_product_attention(h, h, h, attn_mask=window)
+
+
+def looked_up(net: Net, x: Tensor) -> Tensor:
+    """A mask from a table that positions index, as transformers' masks of packed documents are made."""
+    table, places, h = x[:, :, 0] > 0, torch.arange(x.shape[1]), net.dense(x)[:, None]
+    rows = torch.vmap(torch.vmap(lambda row, i: table[row, i], (None, 0)), (0, None))
+    with TransformGetItemToIndex():
+        kept = rows(torch.arange(x.shape[0]), places)
+    return h.masked_fill(kept[:, None, :, None], 0.5)
 
 
 def ensemble(net: Net, x: Tensor) -> Tensor:
@@ -60,6 +70,7 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "rows": lambda net, x: torch.vmap(net.dense)(x).tanh(),
     "losses of samples": lambda net, x: torch.vmap(lambda row: F.mse_loss(net.dense(row), row))(x),
     "masked": masked,
+    "looked up": looked_up,
     "ensemble": ensemble,
     "without gradients": without_gradients,
     "detached": lambda net, x: torch.vmap(lambda row: net.dense(row) * net.dense(row).detach())(x),
