@@ -140,7 +140,7 @@ def factory(groups: Any) -> Any:
 def settings(task: Task) -> Any:
     from strategies.optimizer.settings import OptimizerSettings
 
-    return OptimizerSettings(task.stage, factory, overlap=True)
+    return OptimizerSettings(task.stage, factory, overlap=True, engine="native")
 
 
 class Built:
@@ -174,7 +174,8 @@ class Built:
         ]
         module = build(program, tensors, communicator, "cpu")
         groups = [{"names": list(program.trainable_names)}]
-        self.updates = make_updates(task.stage, module, program, communicator, factory, groups, overlap=True)
+        given = module, program, communicator, factory, groups
+        self.updates = make_updates(task.stage, *given, overlap=True, engine="native")
 
     def step(self) -> float:
         import torch.distributed as dist

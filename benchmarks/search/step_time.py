@@ -8,6 +8,7 @@ from benchmarks.step_time import correlation, of_best, run
 
 TITLE = "Seconds of a step, predicted and measured"
 MODELS = ("ffn", "gpt", "llama")
+NEAR = 0.15
 
 
 def measure(setting: Setting) -> Outcome:
@@ -26,6 +27,15 @@ def measure(setting: Setting) -> Outcome:
             f"{len(results)} plans of {len(models)} models: Spearman at least 0.9", f"{together:.3f}", together >= 0.9
         )
     ]
+    ratios = sorted(one.predicted.total / one.seconds for one in results)
+    near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
+    claims.append(
+        Claim(
+            f"{len(results)} plans within {NEAR:.0%} of measured",
+            f"{near}, {ratios[0]:.2f} to {ratios[-1]:.2f}",
+            near == len(ratios),
+        )
+    )
     for model, found in by_model.items():
         ratio = of_best(found)
         claims.append(Claim(f"{model}: best predicted within 5 % of best measured", f"{ratio:.3f}", ratio <= 1.05))
