@@ -23,7 +23,13 @@ Placed = Mapping[str, int | None]
 stay where they are."""
 
 
-SEARCH = {"algorithm": "declared", "seconds": 0.0, "cost": None, "loaded_from": "what its modules declare"}
+SEARCH = {
+    "algorithm": "declared",
+    "seconds": 0.0,
+    "cost": None,
+    "lower_bound": None,
+    "loaded_from": "what its modules declare",
+}
 """The key `search` of such a plan."""
 
 

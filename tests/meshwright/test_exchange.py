@@ -251,6 +251,8 @@ def test_slices_of_every_expert_are_read_proven_and_written(tmp_path: Path, fami
     assert all(math.prod(entry["shape"]) == 2 * math.prod(entry["local_shape"]) for entry in halves.values())
     assert meshwright.verify(model, labelled(), plan).passed
     written_as_read(plan, model, tmp_path)
+    again = meshwright.load(plan.save(tmp_path / "plan.json"), model, labelled())
+    assert all(again.content[key] == plan.content[key] for key in ("parameters", "operators", "communication"))
 
 
 @pytest.mark.slow
