@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -539,6 +539,11 @@ class Trainer:
     def _ends_epoch(self, step: int) -> bool:
         return (step + self.keeper.ahead) % self.order.steps_per_epoch == 0
 
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What checkpoints say of the run, made once."""
+        return self.prepared.identity()
+
     def _content(self) -> checkpoints.Content:
         return checkpoints.Content(
             program=self.execution.program,
@@ -551,7 +556,7 @@ class Trainer:
             lineage=self.lineage,
             callbacks=self.hooks.stateful,
             callback_tensors=self.hooks.tensors(),
-            **self.prepared.identity(),
+            **self._identity,
         )
 
     def _restore(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.optimizer.buckets import Reduction, buckets
 from strategies.optimizer.loss_scale import LossScale
@@ -41,7 +42,7 @@ from strategies.optimizer.updates import (
     parameters,
 )
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shards, of_slice, replicated
+from strategies.runtime.shards import MODEL, OPTIMIZER, KnownShards, Shard, Shards, of_slice, replicated
 
 
 class BucketedUpdates(OwnUpdates):
@@ -80,7 +81,7 @@ class BucketedUpdates(OwnUpdates):
         )
         check_optimizer(self._optimizer, program, 0)
         self._reduction = Reduction(buckets(program, cut), self._owned, communicator, apart=overlap)
-        self._micro_batches, self._last = 0, False
+        self._micro_batches, self._last, self._known_shards = 0, False, KnownShards()
         self._hooks = [
             self._parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
             for name in (self._owned if overlap else ())
@@ -161,21 +162,28 @@ class BucketedUpdates(OwnUpdates):
         return self._parameters[name].detach()
 
     def pieces(self, write: bool = False) -> Iterator[Shards]:
-        found, mesh = {}, self._program.mesh
+        found = {}
         for source in parameters(self._program):
             shape, name = source.spec.shape, source.name
             if not write and name in self._follows:
                 continue
-            blocks = self._program.layouts[source.id].blocks(shape, mesh, self._communicator.rank)
             holder = self._owned.get(name, self._parameters[name])
-            found[MODEL + name] = of_slice(shape, blocks, holder)
+            made = partial(self._made, source)
+            found[MODEL + name] = self._known_shards.of(MODEL + name, holder, partial(made, holder))
             for state, value in self._optimizer.state.get(holder, {}).items():
                 if not is_scalar(value, holder) or (write and not shape and is_of_element(state, value)):
                     fits = value.shape == holder.shape
                     check_shape(self._optimizer, state, value, name, fits or holder.shape == shape)
-                    own = of_slice(shape, blocks, value) if fits else [replicated(value)]
-                    found[f"{OPTIMIZER}{state}/{name}"] = own
+                    key = f"{OPTIMIZER}{state}/{name}"
+                    found[key] = self._known_shards.of(key, value, partial(made, value, fits))
         yield found
+
+    def _made(self, source: Source, tensor: Tensor, fits: bool = True) -> list[Shard]:
+        """The shards of a parameter, or of a state that may not have its shape."""
+        if not fits:
+            return [replicated(tensor)]
+        shape, layout = source.spec.shape, self._program.layouts[source.id]
+        return of_slice(shape, layout.blocks(shape, self._program.mesh, self._communicator.rank), tensor)
 
     def plain(self) -> OptimizerScalars:
         plain = OptimizerScalars(groups_of(self._optimizer, self._members))

@@ -30,7 +30,7 @@ from strategies.optimizer.zero.partition import Range
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
 from strategies.runtime.gathering import GatheredParameters, Gathering
-from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_range
+from strategies.runtime.shards import MODEL, OPTIMIZER, KnownShards, Shard, Shards, of_range
 
 
 class _Sums:
@@ -217,7 +217,7 @@ class ShardedUpdates(OwnUpdates):
             for member in (bucket.trained if self._overlaps else ())
         ]
         self._next = len(buckets) - 1
-        self._micro_batches, self._last = 0, stage > 1
+        self._micro_batches, self._last, self._known_shards = 0, stage > 1, KnownShards()
 
     def _complete(self, bucket: ShardedBucket) -> Tensor:
         """The values that the parameters have now."""
@@ -382,10 +382,15 @@ class ShardedUpdates(OwnUpdates):
         yield found
 
     def _add_piece(self, found: dict[str, list[Shard]], kind: str, name: str, one: Range, flat: Tensor) -> None:
+        key = kind + name
+        found[key] = self._known_shards.of(key, flat, partial(self._made, name, one, flat))
+
+    def _made(self, name: str, one: Range, flat: Tensor) -> list[Shard]:
+        """The shards of a range of a parameter or of one of its states."""
         source, mesh = self._sources[name], self._program.mesh
         shape, layout = source.spec.shape, self._program.layouts[source.id]
         blocks = layout.blocks(shape, mesh, self._communicator.rank)
-        found[kind + name] = of_range(shape, blocks, layout.local_shape(shape, mesh), one.first, one.of(flat))
+        return of_range(shape, blocks, layout.local_shape(shape, mesh), one.first, one.of(flat))
 
     def plain(self) -> OptimizerScalars:
         plain = OptimizerScalars(groups_of(self._optimizer, self._members))

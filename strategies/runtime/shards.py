@@ -7,7 +7,7 @@ slice, as ZeRO assigns to a rank, is at most 2 n - 1 blocks in n dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,6 +33,20 @@ Blocks = Sequence[tuple[Block, Block]]
 """The blocks of a tensor that a rank's slice is, each with its place in the slice (`Layout.blocks`)."""
 Shards = Mapping[str, Sequence[Shard]]
 """By key: `model/NAME` (the weights on which the optimizer works) or `optimizer/STATE/NAME`."""
+
+
+class KnownShards:
+    """Shards of tensors that stay where they are, made once: a save asks for hundreds."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Tensor, int, list[Shard]]] = {}
+
+    def of(self, key: str, tensor: Tensor, make: Callable[[], list[Shard]]) -> list[Shard]:
+        """The shards of `tensor`, which `make` makes; not to be changed."""
+        known = self._made.get(key)
+        if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
+            known = self._made[key] = tensor, tensor.data_ptr(), make()
+        return known[2]
 
 
 def full(shape: Sequence[int]) -> Block:

@@ -10,7 +10,7 @@ from strategies.core.graph import Packed, TensorSpec
 from strategies.core.layout import Layout, stored
 from strategies.core.mesh import Mesh
 from strategies.optimizer.zero.partition import part_of_flat, ranges_of_each, ranges_of_flat
-from strategies.runtime.shards import boxes, of_range
+from strategies.runtime.shards import KnownShards, boxes, of_range, replicated
 from strategies.runtime.transfer import cut, in_order
 
 
@@ -98,3 +98,19 @@ def test_deepspeed_ranges_equal_the_arithmetic(training, ranks, world_size):
     for one, (ours, theirs, same) in zip(cases, found, strict=True):
         assert ours == theirs != [], one
         assert same, one
+
+
+def test_shards_are_made_once_for_a_tensor_where_it_is():
+    known, made, tensor = KnownShards(), [], torch.arange(6.0)
+
+    def make(of):
+        made.append(of)
+        return [replicated(of)]
+
+    shards = known.of("w", tensor, lambda: make(tensor))
+    tensor.add_(1)
+    assert known.of("w", tensor, lambda: make(tensor)) is shards and torch.equal(shards[0].view, tensor)
+    tensor.data = torch.zeros(6)
+    assert torch.equal(known.of("w", tensor, lambda: make(tensor))[0].view, tensor)
+    other = torch.ones(6)
+    assert known.of("w", other, lambda: make(other))[0].view is not tensor and len(made) == 3
