@@ -113,7 +113,8 @@ def _named(output: Any, where: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(tensor: Tensor) -> list[Any]:
-    """The rows as JSON values; non-finite numbers become null."""
+    """The rows as JSON values; non-finite numbers become null, and complex ones their real and imaginary part."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     rows: list[Any] = tensor.tolist()
     if tensor.dtype.is_floating_point and not bool(tensor.isfinite().all()):
         values = tensor.double().numpy().astype(object)

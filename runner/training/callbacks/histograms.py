@@ -127,8 +127,10 @@ class Histograms(Callback):
             )  # fmt: skip
 
     def _counted(self, tensor: Tensor) -> list[Any]:
-        """[finite elements, min, max, sum, sum of squares, {bin: elements}, elements that are not finite]."""
-        values = tensor.detach().double().flatten().cpu()
+        """[finite elements, min, max, sum, sum of squares, {bin: elements}, elements that are not finite]; a complex
+        number is two elements."""
+        values = tensor.detach()
+        values = (torch.view_as_real(values) if values.is_complex() else values).double().flatten().cpu()
         finite = values[values.isfinite()]
         if not len(finite):
             return [0, math.inf, -math.inf, 0.0, 0.0, {}, len(values)]

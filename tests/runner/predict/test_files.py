@@ -46,6 +46,15 @@ def test_lines_are_json_whatever_the_numbers(tmp_path):
     assert read == [{"row": 0, "0": None, "1": [1, 2]}, {"row": 1, "0": 1.5, "1": [3, 4]}]
 
 
+def test_complex_numbers_are_pairs(tmp_path):
+    with Predictions(tmp_path, "jsonl", 1) as file:
+        file.add([0], torch.tensor([[1 + 2j, complex(3, float("nan"))]]))
+    assert json.loads((tmp_path / "predictions.jsonl").read_text(encoding="utf-8")) == {
+        "row": 0,
+        "output": [[1.0, 2.0], [3.0, None]],
+    }
+
+
 def test_what_fails_leaves_nothing(tmp_path):
     with pytest.raises(KeyError), Predictions(tmp_path, "jsonl", 4) as file:
         file.add([0], torch.zeros(1))
