@@ -5,6 +5,7 @@ Invariant: nothing here listens. What does listen binds to the address found her
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -70,16 +71,19 @@ def listener(address: str, port: int = 0) -> socket.socket:
     try:
         return socket.create_server((address, port), family=_family(address), backlog=4096)
     except OSError as error:
-        raise ConfigError(
-            "MW702",
-            f"this machine cannot listen at {address} port {port}: {error.strerror}; launch.address must be an address "
-            "of this machine, and launch.port null or free.",
-        ) from None
+        if error.errno == errno.EADDRINUSE:
+            text = f"another process listens at {address} port {port}; choose another launch.port, everywhere the same."
+        else:
+            text = (
+                f"this machine cannot listen at {address} port {port}: {error.strerror}; launch.address must be an "
+                "address of this machine."
+            )
+        raise ConfigError("MW702", text) from None
 
 
-def free_port(address: str) -> int:
-    """A port of `address`, of this machine, at which nobody listens now."""
-    with listener(address) as probe:
+def free_port(address: str, port: int = 0) -> int:
+    """A port of `address`, of this machine, at which nobody listens now: `port`, or any. Raises ConfigError."""
+    with listener(address, port) as probe:
         return int(probe.getsockname()[1])
 
 

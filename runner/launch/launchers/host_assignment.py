@@ -59,11 +59,11 @@ def address_of(launch: Launch) -> str:
 def meeting(launch: Launch, *, resolve: bool = True) -> tuple[str, int]:
     """The rendezvous address and port: those of the first host. A port that is not configured is free where the first
     host is this machine, else the usual one. Without `resolve` no machine is looked at: the name, and the usual
-    port."""
+    port. Raises ConfigError where another process has the port."""
     address = launch.hosts[0].name if launch.hosts else network.LOOPBACK
     address = network.resolve(address) if resolve else address
-    if resolve and launch.port is None and network.is_here(address):
-        return address, network.free_port(address)
+    if resolve and network.is_here(address):
+        return address, network.free_port(address, launch.port or 0)
     return address, launch.port or USUAL_PORT
 
 

@@ -144,7 +144,7 @@ def test_addresses() -> None:
     with network.listener("127.0.0.1") as taken:
         address = taken.getsockname()
         assert address[0] == "127.0.0.1"
-        with pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1"):
+        with pytest.raises(ConfigError, match=r"another process listens at 127\.0\.0\.1"):
             network.listener(*address)
     with pytest.raises(ConfigError, match=r"the host 'no\.such\.host\.invalid' cannot be found"):
         network.resolve("no.such.host.invalid")
