@@ -46,13 +46,25 @@ OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_o
 """Operators that read no value of their first operand."""
 
 
-def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
-    """The answer of a traced tensor to one of `QUESTIONS`, or None if its values are not known."""
+def has_values(tensor: Any) -> bool:
+    """Whether a traced tensor has the same values in every step."""
+    proxy, root = _traced(tensor)
+    return proxy is not None and _value(proxy.node, root) is not None
+
+
+def _traced(tensor: Any) -> tuple[fx.Proxy | None, Any]:
+    """What stands for a tensor in the graph that is traced, and the literals of that graph."""
     tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
     proxy = None if tracing is None else tracing.tracer.unwrap_proxy(tensor)
-    if not isinstance(proxy, fx.Proxy):
+    return (proxy, tracing.tracer.root) if isinstance(proxy, fx.Proxy) else (None, None)
+
+
+def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
+    """The answer of a traced tensor to one of `QUESTIONS`, or None if its values are not known."""
+    proxy, root = _traced(tensor)
+    if proxy is None:
         return None
-    if (value := _value(proxy.node, tracing.tracer.root)) is not None:
+    if (value := _value(proxy.node, root)) is not None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return (QUESTIONS[question](value),)
     asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)

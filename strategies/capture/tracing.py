@@ -7,7 +7,8 @@ of the caller is not the model's. Checks of values within torch itself, which ra
 result, are left out: a graph has no values. Three bugs of torch 2.11 are worked around: a power of a zero-dim tensor,
 the shape of an LSTM's states, and the range check of quantiles. Tensors that index others in masks of positions are
 operators, not a torch.autograd.Function with a rule for vmap. Hugging Face models leave out masks that hide nothing,
-except for exporters, whose graphs serve many shapes; this graph serves one.
+except for exporters, whose graphs serve many shapes and values; this graph serves one shape, and positions that the
+model itself counts have values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from strategies.capture.constants import QUESTIONS, answered
+from strategies.capture.constants import QUESTIONS, answered, has_values
 from strategies.capture.functional import CUMULATIVE
 from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
@@ -62,6 +63,8 @@ def traceable(objective: nn.Module) -> Iterator[None]:
             stack.enter_context(replaced(file, name, keep))
         if masks := sys.modules.get("transformers.masking_utils"):
             stack.enter_context(replaced(masks, "is_torchdynamo_exporting", lambda: False))
+            if hasattr(masks, "is_tracing"):  # not in every release
+                stack.enter_context(replaced(masks, "is_tracing", lambda tensor=None: not has_values(tensor)))
         if indexing := sys.modules.get("torch._dynamo._trace_wrapped_higher_order_op"):
             stack.enter_context(replaced(indexing, "mod_index", torch.ops.aten.index.Tensor))
         stack.enter_context(replaced(inference_mode, "__enter__", _begin))

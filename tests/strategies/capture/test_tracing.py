@@ -14,6 +14,7 @@ from torch.distributions import Distribution, Normal, kl_divergence
 from torch.nn import functional
 from torch.nn.modules import transformer
 
+from strategies.capture import Objective, capture
 from strategies.capture.tracing import traceable
 from tests.strategies.simulated_model import TOLERANCE, Model
 
@@ -37,6 +38,23 @@ def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert net[0].momentum is None
     with torch.inference_mode():
         assert torch.is_inference_mode_enabled()
+
+
+def test_masks_of_counted_positions_are_made_as_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of positions that a model counts itself, transformers may ask whether they are those of packed documents; of
+    positions in the batch it may not."""
+    masks: Any = ModuleType("masks")
+    masks.is_torchdynamo_exporting = masks.is_tracing = lambda tensor=None: True
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    found = []
+
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append((masks.is_tracing(torch.arange(3).diff() != 1), masks.is_tracing(x), masks.is_tracing()))
+            return super().forward(x).square().mean()
+
+    capture(Objective(Asking(4, 4), None, ("x",), ()), (torch.randn(8, 4),), training=True)
+    assert found == [(False, True, True)] and masks.is_tracing(torch.arange(3))
 
 
 def test_a_library_of_models_that_was_not_imported_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
