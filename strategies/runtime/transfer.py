@@ -39,7 +39,7 @@ def cut(tensor: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
     pieces = [tensor[indices(block)] for block, _ in layout.blocks(tensor.shape, mesh, rank)]
     wanted = layout.local_shape(tensor.shape, mesh)
     if isinstance(layout, Stripes):
-        return torch.cat(pieces, layout.packed.dim)
+        return filled(torch.cat(pieces, layout.packed.dim), wanted)
     (piece,) = pieces
     return piece.clone() if tuple(piece.shape) == wanted else filled(piece, wanted)
 

@@ -11,6 +11,7 @@ from strategies.core.layout import Layout, stored
 from strategies.core.mesh import Mesh
 from strategies.optimizer.zero.partition import part_of_flat, ranges_of_each, ranges_of_flat
 from strategies.runtime.shards import KnownShards, boxes, of_range, replicated
+from strategies.runtime.simulate import assemble
 from strategies.runtime.transfer import cut, in_order
 
 
@@ -114,3 +115,12 @@ def test_shards_are_made_once_for_a_tensor_where_it_is():
     assert torch.equal(known.of("w", tensor, lambda: make(tensor))[0].view, tensor)
     other = torch.ones(6)
     assert known.of("w", other, lambda: make(other))[0].view is not tensor and len(made) == 3
+
+
+def test_stripes_are_padded_in_other_dims() -> None:
+    mesh, tensor = Mesh((("a", 2), ("b", 3))), torch.randn(24, 8)
+    spec = TensorSpec((24, 8), "float32", Packed(0, (8, 8, 8)))
+    layout = stored(Layout((("a",), ("b",))), spec, mesh)
+    slices = [cut(tensor, layout, mesh, rank) for rank in range(mesh.size)]
+    assert {tuple(one.shape) for one in slices} == {layout.local_shape(spec.shape, mesh)} == {(12, 3)}
+    assert torch.equal(assemble(slices, layout, spec.shape, mesh), tensor)
