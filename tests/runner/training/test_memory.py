@@ -10,6 +10,8 @@ from benchmarks import memory as benchmark
 from runner.config.parallel import Bytes
 from runner.config.section import Section
 
+SOME_COMPLETE = "{reduce_bucket_size: 20000, stage3_model_persistence_threshold: 60000}"
+
 
 class Limited(Section):
     limit: Bytes
@@ -73,6 +75,7 @@ def test_auto_keeps_the_limit(command, tmp_path):
         ),
         pytest.param(("parallel.zero.stage=3", "parallel.offload.activations.to=disk"), marks=pytest.mark.slow),
         pytest.param(("parallel.zero={stage: 3, engine: native}", "train.accumulate=2"), marks=pytest.mark.slow),
+        pytest.param((f"parallel.zero={{stage: 3, options: {SOME_COMPLETE}}}",), marks=pytest.mark.slow),
         pytest.param(("parallel.zero.stage=1", "train.accumulate=2"), marks=pytest.mark.slow),
         pytest.param(("parallel.zero.stage=2", "train.precision=bf16"), marks=pytest.mark.slow),
     ],
