@@ -138,10 +138,10 @@ def test_few_layers_are_cut_as_the_complete_model_is(contracted_only, monkeypatc
     limits, cut_into = [], sharded.sharded_buckets
 
     def noted(
-        program: Program, groups: Sequence[Sequence[str]], limit: int | None, stage: int
+        program: Program, groups: Sequence[Sequence[str]], limit: int | None, stage: int, complete: int
     ) -> tuple[ShardedBucket, ...]:
         limits.append(limit)
-        return cut_into(program, groups, limit, stage)
+        return cut_into(program, groups, limit, stage, complete)
 
     monkeypatch.setattr(sharding, "SMALLEST", 1)
     monkeypatch.setattr(sharding, "LARGEST", 40000)
