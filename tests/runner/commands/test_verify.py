@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from small import MODES, SMALL
-from torch import Tensor
+from torch import Tensor, nn
 
-from runner.commands.verify import ROUNDING, TOLERANCE, compare
+from runner.commands.verify import ROUNDING, TOLERANCE, _cast, compare
 from runner.errors import RunFailed
+from strategies.capture import Objective, capture
 
 
 def recorded(folder: Path, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> Path:
@@ -41,6 +42,27 @@ def test_a_running_mean_is_compared_relative_to_its_deviation(
         for name, value in (("ours", mean + error), ("theirs", mean))
     )
     assert compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"]).passed == passed
+
+
+class Casts(nn.Module):
+    """Computes in double precision but for its loss, or for a mask alone."""
+
+    def __init__(self, loss: bool) -> None:
+        super().__init__()
+        self.loss, self.dense = loss, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dense(x) * (x > 0).float()
+        return (y.float() if self.loss else y).square().mean()
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_what_a_model_itself_casts_to_less_is_compared_as_that(loss: bool) -> None:
+    net = Casts(loss).double()
+    graph = capture(Objective(net, None, ("x",), ()), (torch.randn(4, 4).double(),), training=True).graph
+    cast = _cast(graph)
+    assert (cast is not None and cast.op == "to" and cast.results[0].dtype == "float32") if loss else cast is None
+    assert _cast(None) is None
 
 
 def test_other_weights_are_compared_relative_to_their_size(tmp_path: Path) -> None:
