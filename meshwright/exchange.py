@@ -260,8 +260,8 @@ def _declared(
 
     def plan_of(graph: OperatorGraph) -> tuple[OperatorGraph, OperatorPlans]:
         found = layouts(graph)
-        whole = {name for name, layout in found.tensors.items() if layout.axes and name not in found.packed}
-        sliced = packed(graph, {name: one for name, one in sections_of(graph).items() if name not in whole})
+        blockwise = {name for name, layout in found.tensors.items() if layout.axes and name not in found.packed}
+        sliced = packed(graph, {name: one for name, one in sections_of(graph).items() if name not in blockwise})
         return sliced, declared_plan(sliced, found)
 
     return planned(config, module, names, tensors, loss, plan_of)

@@ -166,8 +166,8 @@ def describe(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, float 
 def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tuple[str, tuple[str, ...]]:
     """The content of the file, a cluster of one level with the fit's errors as comments; and which of its constants
     were not measured, and are those of the innermost level of `assumed`."""
-    from runner.planning.calibration import KINDS, SIDES
-    from strategies.cost.sample_operators import LAYERS as MANY
+    from runner.planning.calibration import KINDS, SIDES, cores
+    from strategies.cost.sample_operators import STACK
 
     world, gpu, level = measured.world_size, measured.device == "cuda", assumed.levels[-1]
     comments = {
@@ -211,13 +211,13 @@ def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tu
         f"  memory: {measured.memory:.3e}",
         f"  memory_bandwidth: {bandwidth:.3e}{comment}",
         f"  achieved: {{flops: {found.achieved:.3f}, memory: {found.achieved:.3f}, links: 1.0}}"
-        f"  # {MANY} by the sum of their operators{comments.get(MANY, '').replace('  #', ',')}",
+        f"  # a {STACK} by the sum of their operators{comments.get(STACK, '').replace('  #', ',')}",
         "  launch: {:.3e}{}".format(*known("launch", measured.launch, assumed.launch)),
         "  view: {:.3e}{}".format(*known("view", measured.view, assumed.view)),
         "  overlap: {:.2f}{}".format(*known("overlap", measured.overlap, assumed.overlap)),
         f"  algorithms: [{'ring, tree' if gpu else 'ring'}]",
         *_operators(found),
-        *([] if gpu else [f"  cores: {min(os.cpu_count() or world, world)}  # that these ranks share"]),
+        *([] if gpu else [f"  cores: {min(cores(), world)}  # that these ranks share"]),
     ]
     if missing:
         lines.insert(2, f"# Not measured, for lack of time, and as in {assumed.name}: {', '.join(missing)}.")

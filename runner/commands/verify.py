@@ -37,15 +37,13 @@ from runner.report.comparison import (
     TOLERANCE,
     Comparison,
     Differences,
+    computes_in_less,
     differences,
     of_step,
     table,
 )
 from strategies.core.errors import StrategyError
-from strategies.core.graph import Operator, OperatorGraph, Ref
 
-LESS = ("float32", "bfloat16", "float16")
-"""Less than double precision."""
 ENTRY = "runner.training.trainer:train"
 """The entry of a rank."""
 
@@ -95,19 +93,18 @@ def run(config: Config, run_dir: Path) -> float | None:
         also = _not_finite(lambda: alone(run_dir=run_dir / "reference"))
         _check_finite(wrong, also)
         precision = config.train.precision
-        cast = _cast(prepared.graph) if precision == "fp64" and config.verify.tolerance is None else None
-        if cast is not None:
-            kind = str(next(spec.dtype for spec in cast.results if spec.floating))
-            precision = "fp32" if kind == "float32" else "bf16"
-            print(
-                f"verify: the model computes in {kind} from {cast.where} on, so it is compared as in "
-                f"train.precision={precision}",
-                flush=True,
-            )
         tolerance = config.verify.tolerance or TOLERANCE[precision]
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision])
-        magnified = not comparison.passed and comparison.worst <= MAGNIFIED
-        if magnified and config.train.precision == "fp32" and config.verify.tolerance is None:
+        magnified = not comparison.passed and comparison.worst <= MAGNIFIED and config.verify.tolerance is None
+        if magnified and precision == "fp64" and (less := computes_in_less(prepared.graph)) is not None:
+            kind, operator = less
+            print(
+                f"verify: a difference is beyond {tolerance:g}, but the model itself computes in {kind} in "
+                f"{operator.where}; compared as that",
+                flush=True,
+            )
+            comparison = compare(ours, theirs, TOLERANCE[kind], ROUNDING[kind])
+        elif magnified and precision == "fp32":
             print(f"verify: a difference is beyond {tolerance:g}; now the same on one process in fp64", flush=True)
             try:
                 double = prepare(_changed(reference.config, train={"precision": "fp64"}), None, say=lambda _: None)
@@ -127,18 +124,6 @@ def run(config: Config, run_dir: Path) -> float | None:
             + _about_rounding(comparison, precision),
         )
     return comparison.worst
-
-
-def _cast(graph: OperatorGraph | None) -> Operator | None:
-    """The first operator of a graph in double precision whose result, with a gradient, has less, as its author wrote:
-    losses of transformers compute so."""
-    if graph is None:
-        return None
-    for operator in graph.operators:
-        for index, spec in enumerate(operator.results):
-            if spec.dtype in LESS and Ref(operator.id, index) in graph.trained:
-                return operator
-    return None
 
 
 def _not_finite(run: Callable[[], Any]) -> RunFailed | None:

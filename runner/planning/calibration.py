@@ -24,8 +24,7 @@ from torch.nn import functional
 from strategies.core.graph import OperatorGraph, Ref, rewrite
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 from strategies.cost.calibration_fit import SEND, Call, Copy, Product, Ran
-from strategies.cost.sample_operators import FORMS, VOCABULARY, layers, sample
-from strategies.cost.sample_operators import LAYERS as MANY
+from strategies.cost.sample_operators import FORMS, STACK, VOCABULARY, sample, stack
 from strategies.rules.registry import resolve
 from strategies.runtime.communicator import all_gather, reduce_scatter
 
@@ -95,6 +94,11 @@ class Measured:
     copies: tuple[Copy, ...]
     calls: tuple[Call, ...]
     operators: tuple[Ran, ...] = ()
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure(rank: int, world_size: int, device: torch.device, until: float) -> Measured:
@@ -225,7 +229,7 @@ class Bench:
             yield from self._of_calls(SENT[:2], [kind], self.sizes[:1])
         yield Point("small operators", self._operators, lambda: 2 * ENOUGH)
         for tokens in SAMPLED[:0:-1]:
-            yield Point("layers", partial(self._layers, tokens), lambda: ENOUGH)
+            yield Point("stack of layers", partial(self._stack, tokens), lambda: ENOUGH)
         for kind in KINDS[3:]:
             yield from self._of_calls(SENT[:2], [kind], self.sizes[:1])
         for dtype in others:
@@ -280,15 +284,14 @@ class Bench:
         while len(batches) < BATCHES and self.timer.left > end and self.timer.fits(count * first[0]):
             batches.append(self.timer.worked(action, count))
         seconds, worked = (min(some) for some in zip(*(batches or [first]), strict=True))
-        return worked * self._turns or seconds, worked
+        return worked * self._sharing or seconds, worked
 
     @cached_property
-    def _turns(self) -> float:
-        """How many ranks share a core, 0 where each has its own. Those that share one take turns: a step ends after so
-        many times the CPU seconds of a rank. A clock also counts when each begins, and all else that runs: 8 ranks on
-        2 cores read and write 1 MiB at 6 GB/s each by their CPU, and at 0.01 to 1 GB/s by the clock."""
-        cores = len(os.sched_getaffinity(0))
-        return self.size / cores if self.cpu and self.size > cores else 0.0
+    def _sharing(self) -> float:
+        """Ranks per core, 0 where each has one. Where they share cores, a step takes their CPU seconds times that. A
+        clock also counts when each begins, and all else that runs: 8 ranks on 2 cores read and write 1 MiB at 6 GB/s
+        each by their CPU, and at 0.01 to 1 GB/s by the clock."""
+        return self.size / cores() if self.cpu and self.size > cores() else 0.0
 
     def _added(self, action: Callable[[], object], share: float) -> float | None:
         """Seconds that a call adds to the computation before it, while all ranks run both: the median of the
@@ -321,7 +324,7 @@ class Bench:
     def _timed(self, action: Callable[[], object], count: int) -> tuple[float, float]:
         """Seconds of one of `count` calls in a row as plans are priced with, and those that it takes to measure."""
         seconds, worked = self.timer.worked(action, count)
-        return worked * self._turns or seconds, seconds
+        return worked * self._sharing or seconds, seconds
 
     @cached_property
     def _between(self) -> tuple[Callable[[], None], float]:
@@ -394,17 +397,17 @@ class Bench:
             backward = max(both[1] - forward[1], LEAST_BACKWARD * forward[1])
             self.ran.append(Ran(operator.op, tokens, forward[1], backward))
 
-    def _layers(self, tokens: int, share: float) -> None:
+    def _stack(self, tokens: int, share: float) -> None:
         """Forward and backward of layers, each with parameters of its own."""
         tokens *= 1 if self.cpu else FACTOR
-        call, learning = self._call_of(layers(tokens))
+        call, learning = self._call_of(stack(tokens))
 
         def step() -> None:
             y = call()
             torch.autograd.grad(y, learning, torch.ones_like(y))
 
         if (took := self._worked(step, share)) is not None:
-            self.ran.append(Ran(MANY, tokens, took[0], 0.0))
+            self.ran.append(Ran(STACK, tokens, took[0], 0.0))
 
     def _call_of(self, graph: OperatorGraph) -> tuple[Callable[[], Tensor], list[Tensor]]:
         """A sample on tensors, and those of them that have gradients."""

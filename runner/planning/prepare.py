@@ -6,7 +6,6 @@ Errors in the user's model, loss, data, optimizer or strategies are detected her
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -50,7 +49,7 @@ from runner.planning.slices import sliced
 from runner.planning.sources import planned, request_of
 from runner.planning.vocabulary import check_vocabulary
 from strategies.capture import Objective, capture, run_once
-from strategies.core.errors import StrategyError
+from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import check
@@ -302,11 +301,10 @@ def check_described(config: Config, graph: OperatorGraph) -> None:
     known = RULES.keys() | {operator.op for operator in graph.operators}
     for name in () if config.cluster.machine is None else config.cluster.machine.operators:
         if name not in known and "::" not in name and not hasattr(torch.ops.aten, name):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             raise ConfigError(
                 "MW204",
-                f"cluster.machine.operators.{name}: torch has no operator of that name, so it would change no cost. "
-                f"Did you mean {near[0]!r}?",
+                f"cluster.machine.operators.{name}: torch has no operator of that name, so it would change no cost."
+                f"{closest(name, sorted(known))}",
             )
 
 

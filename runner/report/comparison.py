@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.errors import ConfigError
+from strategies.core.graph import Operator, OperatorGraph, Ref
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_autocast": 2e-2}
 ROUNDING = {"fp64": 2e-15, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
 """Ten times the distance of neighbouring numbers at 1."""
+LESS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Precisions below fp64, by dtype."""
 MAGNIFIED = 0.1
 """The largest difference that may still be rounding."""
 TIMES = 3.0
@@ -25,6 +28,20 @@ WORST = 5
 Differences = dict[tuple[str, str], float]
 """The largest relative differences between two runs, by `LOSS`, ("grad", NAME) and ("weight", NAME)."""
 LOSS, TENSORS = ("loss", ""), ("grad", "weight")
+
+
+def computes_in_less(graph: OperatorGraph | None) -> tuple[str, Operator] | None:
+    """The least precision of a result with a gradient in a graph of a model in fp64, and the first operator that has
+    it, as its author wrote: losses of transformers compute in fp32. None where all is fp64."""
+    if graph is None:
+        return None
+    found = [
+        (LESS[spec.dtype], operator)
+        for operator in graph.operators
+        for index, spec in enumerate(operator.results)
+        if spec.dtype in LESS and Ref(operator.id, index) in graph.trained
+    ]
+    return max(found, key=lambda one: TOLERANCE[one[0]], default=None)
 
 
 def _to_json(differences: Differences) -> dict[str, Any]:

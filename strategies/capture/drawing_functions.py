@@ -90,7 +90,7 @@ class DrawingFunctions:
             if pickle.dumps(generator) != dumped:
                 raise _own(type(generator).__name__)
         for name, state in STATES.items():
-            if name not in seeded and pickle.dumps(state()) != before[name]:  # by a function held under another name
+            if name not in seeded and pickle.dumps(state()) != before[name]:  # by a function of another name
                 raise StrategyError("MW906", f"The model's forward draws numbers with {name}, {DRAWN}")
 
     def _notice(self, frame: FrameType, generator: str) -> None:

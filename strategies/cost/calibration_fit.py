@@ -20,7 +20,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_REDUCE
 from strategies.cost.cluster import Cluster, Link, Pace
 from strategies.cost.roofline import operator_work
-from strategies.cost.sample_operators import LAYERS, layers, sample
+from strategies.cost.sample_operators import STACK, sample, stack
 from strategies.rules import rule_of
 
 ALONE = Mesh((("alone", 1),))
@@ -66,7 +66,7 @@ class Call:
 @dataclass(frozen=True)
 class Ran:
     """A sample of an operator on `tokens`, on every rank at once: seconds of forward and of backward, of a rank's CPU
-    where products have such; those of `sample_operators.LAYERS` as plans are priced."""
+    where products have such; those of `sample_operators.STACK` as plans are priced."""
 
     op: str
     tokens: int
@@ -131,14 +131,14 @@ def fit(
         worked = [one.seconds if one.worked is None else one.worked for one in measured]
         (_, per_byte), _ = law([[1.0, one.bytes] for one in measured], worked)
         own, shared = Cluster("own CPU", (), {"float32": 1 / per_flop}, 0, 1 / per_byte, 0.0), 1 / flops["float32"]
-        for op, samples in _grouped((one for one in ran if one.op != LAYERS), lambda one: one.op).items():
+        for op, samples in _grouped((one for one in ran if one.op != STACK), lambda one: one.op).items():
             paces, errors[f"{op} forward"], errors[f"{op} backward"] = _paces(samples, own)
             ahead, back = (Pace(one.call * shared / per_flop, one.factor) for one in paces)
             operators[op] = ahead, back
     achieved = 1.0
     if bandwidth is not None and "float32" in flops:
         machine = Cluster("measured", (), flops, 0, bandwidth, launch, view, operators=operators)
-        achieved, errors[LAYERS] = _achieved([one for one in ran if one.op == LAYERS], machine)
+        achieved, errors[STACK] = _achieved([one for one in ran if one.op == STACK], machine)
     return Fit(flops, bandwidth, links, errors, operators, achieved)
 
 
@@ -146,7 +146,7 @@ def _achieved(ran: Sequence[Ran], machine: Cluster) -> tuple[float, Error]:
     """The share of the rates of `machine` with which the sum of the operators of layers takes as long as the layers."""
     rates, calls, seconds = [], [], []
     for one in ran:
-        graph = layers(one.tokens)
+        graph = stack(one.tokens)
         works = [operator_work(rule_of(op, graph), {}, op, graph, ALONE, machine) for op in graph.operators]
         launches = sum(work.calls for work in works)
         rates.append(sum(work.forward + work.backward for work in works) - launches)

@@ -2,8 +2,8 @@
 attention, the backward of normalisations that are a dozen operators on CPUs, a cross-entropy that passes several times
 over its operand.
 
-A sample is one operator on some tokens, as a graph: what runs and what the roofline counts are the same call. `layers`
-are many operators, each on what the one before it returned, as a step has them: what it takes beside the sum of its
+A sample is one operator on some tokens, as a graph: what runs and what the roofline counts are the same call. A `stack`
+is many operators, each on what the one before it returned, as a step has them: what it takes beside the sum of its
 operators is what caches, allocation and autograd take.
 """
 
@@ -53,7 +53,7 @@ FORMS = {  # first those that differ most from the roofline
     "silu": Form("aten.silu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
 }
 NORMALISED = ("rms_norm", "layer_norm")
-LAYERS, DEPTH = "layers", 4
+STACK, DEPTH = "stack of layers", 4
 """The name of the sample of many operators, and how often it repeats them."""
 
 
@@ -72,7 +72,7 @@ def sample(op: str, tokens: int) -> OperatorGraph:
     return OperatorGraph(tuple(sources), (one,), (Ref(op),), ())
 
 
-def layers(tokens: int) -> OperatorGraph:
+def stack(tokens: int) -> OperatorGraph:
     """`DEPTH` feed-forward layers with a norm before and a residual around each, in float32, with gradients."""
     narrow, wide = TensorSpec((tokens, WIDTH), "float32"), TensorSpec((tokens, HIDDEN), "float32")
     sources, operators = [Source("x", "parameter", "x", narrow, True)], list[Operator]()

@@ -87,11 +87,11 @@ def of_range(shape: Sequence[int], blocks: Blocks, local_shape: Sequence[int], f
     found, places = [], [place for _, place in blocks]
     for box, at in boxes(local_shape, first, first + flat.numel()):
         lengths = [stop - start for start, stop in box]
-        held = flat.detach()[at : at + math.prod(lengths)].view(lengths)
+        stored = flat.detach()[at : at + math.prod(lengths)].view(lengths)
         for number, inside, own in overlaps(box, places):
             block = blocks[number][0]
             part = tuple((base + start, base + stop) for (base, _), (start, stop) in zip(block, inside, strict=True))
-            found.append(Shard(tuple(shape), part, held[indices(own)], shared=False))
+            found.append(Shard(tuple(shape), part, stored[indices(own)], shared=False))
     return found
 
 

@@ -22,8 +22,7 @@ from strategies.core.mesh import Mesh
 from strategies.cost.calibration_fit import Error, Fit, Product, fit
 from strategies.cost.cluster import Link
 from strategies.cost.roofline import operator_work
-from strategies.cost.sample_operators import LAYERS as MANY
-from strategies.cost.sample_operators import layers
+from strategies.cost.sample_operators import STACK, stack
 from strategies.rules import rule_of
 from tests.strategies.machines import cluster
 
@@ -79,7 +78,7 @@ class Clock(Timer):
 NEEDED = [
     *("products of float32", "memory", "all_reduce", "all_gather", "reduce_scatter", "small operators"),
     *(
-        "layers",
+        "stack of layers",
         "all_to_all",
         "exchange",
         "send",
@@ -136,7 +135,7 @@ def test_copies_read_what_is_in_no_cache(monkeypatch, size, operands):
 @pytest.mark.parametrize(("cores", "seconds"), [(1, 0.02), (2, 0.01), (4, 0.01), (64, 0.01)])
 def test_ranks_that_share_cores_are_measured_by_their_cpu(monkeypatch, cores, seconds):
     """4 ranks; a call takes 0.01 seconds by the clock, half of them on its CPU."""
-    monkeypatch.setattr(calibration.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(calibration, "cores", lambda: cores)
     bench = Bench(0, 4, torch.device("cpu"), Clock(1000.0, lambda _: 0.01))
     bench._product("float32", 8, 1.0)
     bench._copy(2**20, 1.0)
@@ -144,7 +143,7 @@ def test_ranks_that_share_cores_are_measured_by_their_cpu(monkeypatch, cores, se
 
 
 def test_a_sample_of_layers_is_run_as_it_is_priced():
-    graph = layers(8)
+    graph = stack(8)
     run, learning = Bench(0, 1, torch.device("cpu"), Clock(1.0, lambda _: 0.01))._call_of(graph)
     y = run()
     assert tuple(y.shape) == graph.specs[graph.outputs[0]].shape and len(learning) == len(graph.sources)
@@ -196,7 +195,7 @@ def test_the_file_says_what_was_fitted(tmp_path):
 
 
 def test_the_file_says_what_a_step_achieves(tmp_path):
-    fitted = Fit({"float32": 5e9}, 7e9, {}, {MANY: Error(0.01, 0.02)}, {}, 0.8)
+    fitted = Fit({"float32": 5e9}, 7e9, {}, {STACK: Error(0.01, 0.02)}, {}, 0.8)
     measured = Measured(1, "cpu", 1e9, 1e-5, 2e-6, 0.0, (), (), ())
     text, _ = calibrate.described("box", measured, fitted, cluster(8, 1))
     assert "achieved: {flops: 0.800, memory: 0.800, links: 1.0}" in text and "fitted within 1%, at worst 2%" in text

@@ -9,8 +9,9 @@ import torch
 from small import MODES, SMALL
 from torch import Tensor, nn
 
-from runner.commands.verify import ROUNDING, TOLERANCE, _cast, compare
+from runner.commands.verify import ROUNDING, TOLERANCE, compare
 from runner.errors import RunFailed
+from runner.report.comparison import computes_in_less
 from strategies.capture import Objective, capture
 
 
@@ -60,9 +61,9 @@ class Casts(nn.Module):
 def test_what_a_model_itself_casts_to_less_is_compared_as_that(loss: bool) -> None:
     net = Casts(loss).double()
     graph = capture(Objective(net, None, ("x",), ()), (torch.randn(4, 4).double(),), training=True).graph
-    cast = _cast(graph)
-    assert (cast is not None and cast.op == "to" and cast.results[0].dtype == "float32") if loss else cast is None
-    assert _cast(None) is None
+    found = computes_in_less(graph)
+    assert (found is not None and (found[0], found[1].op) == ("fp32", "to")) if loss else found is None
+    assert computes_in_less(None) is None
 
 
 def test_other_weights_are_compared_relative_to_their_size(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_ranks_train_as_one_device_and_resume(start):
     alone = start(*speech("Wav2Vec2"), *ALONE, folder="alone").losses
     ranks = start(*speech("Wav2Vec2"), *MODES["data_parallel"], folder="ranks").losses
     assert ranks == pytest.approx(alone, rel=1e-10) and len(set(alone)) == 4
-    for how, whole in ((ALONE, alone), (MODES["data_parallel"], ranks)):
+    for how, complete in ((ALONE, alone), (MODES["data_parallel"], ranks)):
         folder, saving = "of_" + str(len(how)), ("checkpoint.every=2",)
         start(*speech("Wav2Vec2"), *how, *saving, "train.steps=2", folder=folder)
-        assert start(*speech("Wav2Vec2"), *how, *saving, "train.resume=auto", folder=folder).losses == whole
+        assert start(*speech("Wav2Vec2"), *how, *saving, "train.resume=auto", folder=folder).losses == complete

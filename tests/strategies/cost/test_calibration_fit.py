@@ -12,7 +12,7 @@ from strategies.cost.calibration_fit import ALONE, SEND, Call, Copy, Product, Ra
 from strategies.cost.cluster import RING, Cluster, Level, Link, Pace
 from strategies.cost.collectives import collective_seconds
 from strategies.cost.roofline import operator_work
-from strategies.cost.sample_operators import FORMS, LAYERS, layers, sample
+from strategies.cost.sample_operators import FORMS, STACK, sample, stack
 from strategies.rules import rule_of
 
 MESH = Mesh((("a", 2), ("b", 2), ("c", 2)))
@@ -73,11 +73,11 @@ def test_what_a_step_of_layers_achieves_is_found_again() -> None:
     slower = Cluster("m", (), {"float32": 0.8 * 5e10}, 1, 0.8 * 7e9, 1e-6)
     ran = []
     for tokens in (256, 1024):
-        graph = layers(tokens)
+        graph = stack(tokens)
         works = [operator_work(rule_of(one, graph), {}, one, graph, ALONE, slower) for one in graph.operators]
-        ran.append(Ran(LAYERS, tokens, sum(work.forward for work in works), sum(work.backward for work in works)))
+        ran.append(Ran(STACK, tokens, sum(work.forward for work in works), sum(work.backward for work in works)))
     found = fit(PRODUCTS, COPIES, [], ran, launch=1e-6)
-    assert found.achieved == pytest.approx(0.8) and found.errors[LAYERS].worst < 1e-6 and not found.operators
+    assert found.achieved == pytest.approx(0.8) and found.errors[STACK].worst < 1e-6 and not found.operators
     assert fit(PRODUCTS, COPIES, []).achieved == 1.0
 
 
