@@ -24,19 +24,11 @@ class InputError(CodedError, ValueError):
 
 class RunFailed(CodedError):
     """A run that started and could not end well: a rank raised, was killed, or hung. The text names the rank and the
-    place; `rank` is that rank, `hung` are the ranks that hang, `hosts` the hosts that no longer answer."""
+    place; `rank` is that rank, `hosts` the hosts that no longer answer."""
 
-    def __init__(
-        self,
-        code: str,
-        text: str,
-        *,
-        rank: int | None = None,
-        hung: tuple[int, ...] = (),
-        hosts: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, code: str, text: str, *, rank: int | None = None, hosts: tuple[str, ...] = ()) -> None:
         super().__init__(code, text)
-        self.rank, self.hung, self.hosts = rank, hung, hosts
+        self.rank, self.hosts = rank, hosts
 
 
 class Terminated(KeyboardInterrupt):

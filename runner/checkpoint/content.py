@@ -46,7 +46,7 @@ class Content:
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` are the names in the model's state
     dict (None: all), `companions` what a library needs beside merged weights, `samples` is how many rows the training
     data has; `lineage` is that of this run; `callbacks` are those with a state, which is the same on all ranks, and
-    `callback_tensors` what they keep of parameters, as CALLBACK/NAME."""
+    `callback_tensors` what they keep of parameters, as CALLBACK/NAME; `random` are RNG states, None: those of now."""
 
     program: Program
     communicator: Communicator
@@ -62,6 +62,7 @@ class Content:
     lineage: Lineage = field(default_factory=Lineage)
     callbacks: Mapping[str, Stateful] = field(default_factory=dict)
     callback_tensors: Shards = field(default_factory=dict)
+    random: Mapping[str, Any] | None = None
 
     @property
     def rank(self) -> int:
@@ -166,7 +167,7 @@ def _once(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
 def plain(content: Content, copies: int = 1) -> dict[str, Any]:
     """Non-tensor state at this moment: RNG states, and on the first `copies` ranks of a stage everything else. Raises
     ConfigError for a state that cannot be stored."""
-    state: dict[str, Any] = {"random": rng_state.states(), "run": content.lineage.run}
+    state: dict[str, Any] = {"random": content.random or rng_state.states(), "run": content.lineage.run}
     if content.communicator.rank < copies:
         optimizer = content.updates.plain()
         scheduler = None if content.scheduler is None else content.scheduler.state_dict()

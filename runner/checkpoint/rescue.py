@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,41 +22,79 @@ from runner.checkpoint.branch import on_branch
 from runner.checkpoint.content import Content
 from runner.checkpoint.manifest import READING
 from runner.checkpoint.saving import DEFAULT, SHARDED, Mark, RankSave, SaveFailed, SaveOptions
+from runner.errors import ConfigError
+from runner.launch import leaving, logs
 from runner.run_folder.lineage import Lineage
 from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
 
 RESCUED = "rescued.json"
+UPDATE = 5.0
+"""Seconds for an update that is under way to end."""
 
 
 class Intact:
     """The last step after which this rank's state is complete and in memory, and the RNG states at that step; none
-    unless `enabled`."""
+    unless `enabled`. Whoever changes the state waits while another thread saves it."""
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
+        self._changed = threading.Condition()
+        self._left = self._brief = False
         self.step: int | None = None
         self._random: Mapping[str, Any] = {}
 
     def after(self, step: int) -> None:
         """Record that the state is that after `step`, until `changes` is called."""
         if self._enabled:
-            self.step, self._random = step, rng_state.states()
+            with self._changed:
+                self.step, self._random = step, rng_state.states()
+                self._changed.notify_all()
 
-    def changes(self) -> None:
-        """Record that the state is being modified."""
-        self.step = None
+    def changes(self, *, brief: bool = True) -> None:
+        """Record that the state is being modified; `brief`: until the next call of `after`, which waits for no other
+        rank."""
+        with self._changed:
+            self.step, self._brief = None, brief
+            self._changed.notify_all()
 
-    def leave(self, place: Path, given: Callable[[], Content], position: tuple[int, int]) -> None:
-        """Write this rank's part into the folder of checkpoints `place`, if its state is complete. No collective."""
-        if self.step is None:
+    def leave(
+        self,
+        place: Path,
+        given: Callable[[], Content],
+        position: Callable[[int], tuple[int, int]],
+        patience: float = 0.0,
+    ) -> None:
+        """Write this rank's part, once, into the folder of checkpoints `place`. No collective. Where that fails, its
+        log says why.
+
+        Args:
+            place: the folder.
+            given: the state.
+            position: where the data continues after a step.
+            patience: seconds for a brief change that another thread makes to end.
+        """
+        if not self._enabled:
             return
-        rng_state.restore(self._random)
-        own = given()
+        with self._changed:
+            if self._left:
+                return
+            self._changed.wait_for(lambda: self.step is not None or not self._brief, patience)
+            if self.step is None:
+                logs.note(f"{leaving.NOTHING}weights or buffers were being changed")
+                return
+            self._left = True
+            try:
+                self._write(place, replace(given(), random=self._random), self.step, position(self.step))
+            except (OSError, SaveFailed, ConfigError) as error:
+                logs.note(f"{leaving.NOTHING}{error}")
+
+    @staticmethod
+    def _write(place: Path, own: Content, step: int, position: tuple[int, int]) -> None:
         world, stages = own.communicator.world, own.communicator.stages
-        partial = folder.hidden(folder.target(place, self.step), "rescue")
+        partial = folder.hidden(folder.target(place, step), "rescue")
         partial.mkdir(parents=True, exist_ok=True)
-        made = saving.header_of(self.step, own, SHARDED, position, None)
+        made = saving.header_of(step, own, SHARDED, position, None)
         appearing = partial / f"{RESCUED}.{own.rank}"
         writing.write_bytes(appearing, json.dumps({"header": header.to_text(made), "stages": stages}).encode())
         os.replace(appearing, partial / RESCUED)

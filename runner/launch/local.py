@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import RunFailed
-from runner.launch import failure, network
+from runner.launch import failure, leaving, messages, network
 from runner.launch.failure import Done, Failure
 from runner.launch.forks import Fork, fork, server_ending, warm
 from runner.launch.interrupts import Interrupts
@@ -30,10 +30,12 @@ from runner.launch.rank import enter
 from runner.launch.server import Descriptor
 from runner.launch.startup import Starting
 from runner.launch.supervision import SupervisedRank, Supervision
+from strategies.runtime.flight_recorder import PROGRESS, read_cells
 
 STOP = 1.0  # seconds between asking a rank to end and killing it
+LOOK = 0.1  # seconds between two looks at ranks that save
 ANSWER = 5.0  # seconds for the fork server to say how a rank has ended, on a machine that is busy
-RESCUE = 10.0  # seconds for the other ranks to save their state
+RESCUE = 10.0  # seconds in which a rank that saves its state writes nothing
 SHORT_LIFE, SHORT_LIVES = 1.0, 5  # seconds; so many lives of at most this length, one after the other, are the last
 
 
@@ -259,15 +261,33 @@ class _LocalSupervision(Supervision):
             raise RunFailed("MW715", f"the fork server, of which {self.name or 'every rank'} is a fork, {ending}.")
         try:
             super().raise_failed(failures)
-        except RunFailed as failed:
-            if self._rescue:  # end the ranks that hang, so that the others notice, and give these time to save
-                for rank in self._forks:
-                    if rank.number in failed.hung:
-                        rank.send_signal(signal.SIGKILL)
-                deadline = time.monotonic() + RESCUE
-                for rank in self._forks:
-                    rank.join(deadline)
+        except RunFailed:
+            if self._rescue:
+                self._let_save()
             raise
+
+    def _let_save(self) -> None:
+        """Let all ranks save their state and end, also those that hang, but for stopped ones. Print why one saves
+        nothing."""
+        for place, rank in enumerate(self._forks):
+            if self.stall.signs and self.stall.signs[place].stopped is not None:
+                rank.send_signal(signal.SIGKILL)
+            else:
+                rank.send(messages.RESCUE)
+        moved, before = time.monotonic(), list[int]()
+        while waiting := [rank for rank in self._forks if not rank.join(0.0)]:
+            progress = [cells[PROGRESS] for rank in waiting if (cells := read_cells(rank.flight_record))]
+            if progress != before:
+                moved, before = time.monotonic(), progress
+            if time.monotonic() > moved + RESCUE:
+                break
+            waiting[0].join(time.monotonic() + LOOK)
+        for rank in self._forks:
+            reasons = [line for line in rank.output().splitlines() if line.startswith(leaving.NOTHING)]
+            if rank in waiting:
+                reasons.append(f"{leaving.NOTHING}it has written nothing for {RESCUE:g} s")
+            for reason in reasons[-1:]:
+                print(reason.replace("rescue:", f"rescue: rank {rank.number},", 1), flush=True)
 
 
 def _stop(ranks: Sequence[_LocalRank]) -> None:

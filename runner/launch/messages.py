@@ -15,6 +15,8 @@ from runner.launch.failure import CauseOrder, Done, Failure
 
 STOP = "stop"
 """What a parent sends to ranks that shall stop after the step at hand."""
+RESCUE = "rescue"
+"""What a parent sends to ranks that shall save their memory and end, because another one is down."""
 WHERE = "where"
 """What a command sends to ranks of any host that shall write their stack into their log."""
 LONGEST = 1 << 24

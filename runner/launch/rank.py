@@ -18,9 +18,9 @@ import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from runner.launch import logs, messages, stopping
+from runner.launch import leaving, logs, messages, stopping
 from runner.launch.failure import Done, Reported, from_exception
-from runner.launch.messages import STOP, WHERE
+from runner.launch.messages import RESCUE, STOP, WHERE
 from runner.launch.orders import Orders, log_of
 
 
@@ -72,6 +72,10 @@ def _end_with_parent(connection: Connection) -> None:
         while order := messages.receive(connection):
             if order == STOP:
                 stopping.request()
+            elif order == RESCUE:
+                leaving.leave()
+                _flush()
+                os._exit(1)
             elif order == WHERE:
                 os.kill(os.getpid(), signal.SIGUSR1)
     except (EOFError, OSError):  # the parent's end is closed

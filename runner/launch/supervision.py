@@ -177,7 +177,6 @@ class Supervision:
         if cause is not None and cause.refusal is not None:
             raise (ConfigError if cause.refusal == "config" else StrategyError)(cause.code, cause.text)
         here = {rank.number: rank for rank in self.ranks}
-        hung: tuple[int, ...] = ()
         named = self.ranks[0] if cause is None else here[cause.rank]
         shown = None if cause is None or cause.order is CauseOrder.TIMEOUT else cause
         if cause is not None and (named.lost or named.wordless or cause.order is not CauseOrder.CAUSE):
@@ -192,14 +191,13 @@ class Supervision:
             if len({rank.host for rank in self.ranks}) > 1:
                 sentence = f"on {named.host}, {sentence}"
         else:
-            sentence, number, hung = self._hang(cause, here)
+            sentence, number = self._hang(cause, here)
             named = here[number]
         code = failure.HUNG if shown is None else shown.code
         raise RunFailed(
             code,
             f"{sentence}{failure.end_of_log(shown, named.log, named.output())}",
             rank=named.number if self.name is None else None,
-            hung=hung,
         )
 
     def _raise_lost(self) -> None:
@@ -215,9 +213,8 @@ class Supervision:
                 hosts=tuple(dict.fromkeys(rank.host for rank in gone)),
             )
 
-    def _hang(self, cause: Failure | None, here: Mapping[int, SupervisedRank]) -> tuple[str, int, tuple[int, ...]]:
-        """The sentence about ranks that hang, the one of `here` to look at, and those that keep the others waiting;
-        `cause` has timed out."""
+    def _hang(self, cause: Failure | None, here: Mapping[int, SupervisedRank]) -> tuple[str, int]:
+        """The sentence about ranks that hang, and the one of `here` to look at; `cause` has timed out."""
         count, timeout = self.group.world_size, self.group.timeout
         at = [hangs.read_state(flight_record_of(self.group.run_dir, number)) for number in range(count)]
         diagnosis = hangs.diagnose(at, timeout)
@@ -244,7 +241,7 @@ class Supervision:
         elif len(silent) == 1:
             hung = f"rank {silent[0]} of {count} hung: the others waited {timeout:g} s in a collective that it did not"
             place = f" It was in {places[silent[0]]}." if places[silent[0]] else ""
-            return f"{hung} join{there}.{place}", silent[0], (silent[0],)
+            return f"{hung} join{there}.{place}", silent[0]
         else:
             sentence = f"rank {cause.rank} of {count} waited {timeout:g} s in vain ({cause.where})"
         for number in suspects:
@@ -255,7 +252,7 @@ class Supervision:
             elif number in places and number in silent:
                 sentence += " and did not say where"
         named = [*[number for number in suspects if number in here][-1:], *([] if cause is None else [cause.rank])]
-        return f"{sentence}.", [*named, *here][0], () if diagnosis is None else diagnosis.hung
+        return f"{sentence}.", [*named, *here][0]
 
     @staticmethod
     def _places(ranks: Sequence[SupervisedRank]) -> dict[int, str]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,11 +20,12 @@ import torch.distributed as dist
 
 from runner.checkpoint import branch, loading
 from runner.checkpoint.content import Content
-from runner.checkpoint.rescue import Intact
+from runner.checkpoint.rescue import UPDATE, Intact
 from runner.checkpoint.saving import SaveOptions, Saver, better_of
 from runner.config.schema import CheckpointForm, Config
 from runner.data.order import Order
 from runner.errors import ConfigError, allowed
+from runner.launch import leaving
 from runner.launch.orders import RankContext
 
 
@@ -136,13 +138,15 @@ class Keeper:
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
-        """Write a rescue checkpoint before an error leaves the block (`launch.rescue`)."""
-        try:
-            yield
-        except Exception:
-            if self.intact.step is not None:
-                self.intact.leave(self._place, self._content, self._position(self.intact.step))
-            raise
+        """Write a rescue checkpoint before an error leaves the block, or when the command asks for it
+        (`launch.rescue`)."""
+        leave = partial(self.intact.leave, self._place, self._content, self._position)
+        with leaving.saving(partial(leave, UPDATE)):
+            try:
+                yield
+            except Exception:
+                leave()
+                raise
 
     def _position(self, step: int) -> tuple[int, int]:
         """The epoch, and the row within it, at which the data continues after `step`."""

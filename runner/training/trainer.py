@@ -250,6 +250,8 @@ class Trainer:
                     stopped = step - 1
                     break
                 seen.step, seen.loss, seen.grad_norm = step, math.nan, None
+                if hooks:  # a callback may change weights, and has a state of its own
+                    self.keeper.intact.changes()
                 hooks.call("before_step")
                 recorder.begin(step)
                 self.keeper.intact.after(step - 1)
@@ -280,8 +282,8 @@ class Trainer:
                     norm = self.updates.update(measure=measure or step == self.prepared.steps)
                 seen.grad_norm = norm
                 self._schedule(step)
-                self.keeper.intact.after(step)
                 hooks.call("after_step")
+                self.keeper.intact.after(step)
                 if hooks.stopping():
                     last = step
                 if step % self.config.train.log_every == 0 or step == self.prepared.steps:
@@ -415,7 +417,7 @@ class Trainer:
                     self._read.append(entries)
             recorder.at(FORWARD)
             if self.writes:
-                self.keeper.intact.changes()
+                self.keeper.intact.changes(brief=False)
             return entries, mix(self.config.train.seed, step, first + number)
 
         axes, divisor = self.execution.program.loss_axes, self.execution.loss_divisor

@@ -95,10 +95,10 @@ def test_a_file_of_another_run_is_noticed_although_every_checksum_is_right(tmp_p
 
 
 def test_what_another_run_left_in_memory_is_not_rescued(tmp_path):
-    intact = rescue.Intact()
-    intact.after(3)
     for rank in range(6):
-        intact.leave(tmp_path, lambda rank=rank: replace(content(rank), lineage=Lineage("a")), (0, 0))
+        intact = rescue.Intact()
+        intact.after(3)
+        intact.leave(tmp_path, lambda rank=rank: replace(content(rank), lineage=Lineage("a")), lambda step: (0, 0))
     kept = {file.name: file.read_bytes() for file in (tmp_path / ".step-00000003.rescue").iterdir()}
     assert rescue.collect(tmp_path, Lineage("b")) is None and not list(tmp_path.iterdir())
     (tmp_path / ".step-00000003.rescue").mkdir()
@@ -112,7 +112,7 @@ def test_a_rescue_under_zero_waits_for_no_other_rank(tmp_path, monkeypatch):
     intact.after(3)
     mine = content(4)
     zero = {"parallel": {"zero": {"stage": 1}}}
-    intact.leave(tmp_path, lambda: replace(mine, config=mine.config | zero), (0, 0))
+    intact.leave(tmp_path, lambda: replace(mine, config=mine.config | zero), lambda step: (0, 0))
     names = {file.name for file in (tmp_path / ".step-00000003.rescue").iterdir()}
     assert names == {rescue.RESCUED, *(f"rank-00004.{end}" for end in ("done", "pt", "safetensors"))}
 

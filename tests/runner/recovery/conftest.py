@@ -18,6 +18,17 @@ def visible(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
 
 
+@pytest.fixture
+def trouble(tmp_path, monkeypatch):
+    """`trouble(what)` lets `troubles` make trouble of that kind."""
+
+    def call(what):
+        monkeypatch.setenv("TROUBLE", what)
+        monkeypatch.setenv("TROUBLE_MARK", str(tmp_path / "mark"))
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def remembered():
     return {}

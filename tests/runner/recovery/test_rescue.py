@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from disturbed import RESTARTS, faults, stored
@@ -10,6 +11,7 @@ from small import MODES, SMALL
 from runner.checkpoint import rescue
 from runner.checkpoint.manifest import Stamp
 from runner.checkpoint.saving import Mark
+from runner.launch import local
 from strategies.runtime.tensor_files import Part, StoredTensor
 
 RESCUE = ("launch.rescue=true", *RESTARTS)
@@ -25,7 +27,7 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline=
         pytest.param(
             PLAIN,
             "{kind: hang, rank: 0, step: 5, phase: backward}",
-            "step-00000004 is made of .* without rank 0",
+            "step-00000004 is made of what the ranks had in memory$",
             marks=pytest.mark.slow,
         ),
         (
@@ -51,6 +53,37 @@ def test_no_step_is_lost(start, undisturbed, capfd, words, fault, pattern):
     assert f"It goes on from step-{step:08d}" in said
     assert stored(ended.folder) == expected
     assert len((ended.folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "without"),
+    [
+        ("killed as it saves", 4, "3"),
+        pytest.param("killed as it starts", None, "", marks=pytest.mark.slow),
+        pytest.param("killed in the rescue", 4, "2, 3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_at_an_awkward_moment_costs_no_step(
+    start, undisturbed, trouble, monkeypatch, capfd, what, step, without
+):
+    """Survivors that wait where no error reaches them save their memory too, and are not waited for in vain."""
+    words = (*PLAIN, "data.target=troubles.Troubled", "checkpoint.every=2", "checkpoint.background=true")
+    words = (*words, "train.callbacks=[troubles.KilledAsItSaves]")
+    monkeypatch.setattr(local, "RESCUE", 60.0)
+    trouble("none")
+    expected = undisturbed(*words)
+    trouble(what)
+    capfd.readouterr()
+    began = time.monotonic()
+    hit = () if step is None or without == "3" else (faults("{kind: kill, rank: 3, step: 5, phase: data}"),)
+    ended = start(*words, *RESCUE, *hit)
+    assert time.monotonic() - began < 50
+    said = capfd.readouterr().out
+    if step is not None:
+        assert f"rescue: step-{step:08d} is made of what the ranks had in memory without rank" in said
+        assert f" {without}\n" in said and f"goes on from step-{step:08d}" in said
+    assert "nothing is saved" not in said
+    assert stored(ended.folder) == expected
 
 
 @pytest.mark.slow
@@ -88,7 +121,8 @@ def test_weights_in_change_are_not_left(start, undisturbed, capfd):
     capfd.readouterr()
     ended = start(*words, *RESCUE, faults("{kind: raise, rank: 0, step: 4, phase: backward}"))
     said = capfd.readouterr().out
-    assert "rescue:" not in said and "It goes on from step-00000002" in said
+    assert "rescue: rank 0, nothing is saved: weights or buffers were being changed" in said
+    assert "rescue: step" not in said and "It goes on from step-00000002" in said
     assert stored(ended.folder) == expected
 
 

@@ -37,15 +37,6 @@ def run(tmp_path):
     return call
 
 
-@pytest.fixture
-def trouble(tmp_path, monkeypatch):
-    def call(what):
-        monkeypatch.setenv("TROUBLE", what)
-        monkeypatch.setenv("TROUBLE_MARK", str(tmp_path / "mark"))
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("what", "pattern"),
     [

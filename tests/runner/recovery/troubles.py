@@ -33,6 +33,10 @@ class Troubled(Points):
         for name in ("SIGKILL", "SIGSTOP"):
             if once(name):
                 os.kill(os.getpid(), getattr(signal, name))
+        if os.environ.get("RANK") == "2" and once("killed as it starts"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("RANK") == "2" and os.environ["TROUBLE"] == "killed in the rescue":
+            killed_in_the_rescue()
         if once("raise"):
             raise RuntimeError("the data is not there yet")
         if os.environ["TROUBLE"] == "slow files":
@@ -46,6 +50,25 @@ class Troubled(Points):
         if os.environ["TROUBLE"] == "full disk" and dist.get_world_size() == 2 and os.environ["RANK"] == "1":
             fill()
         return super().__getitem__(index)
+
+
+class KilledAsItSaves:
+    """Rank 3 is killed before the save of step 4: the others wait for it in the start of a process group."""
+
+    def checkpoint(self, state):
+        if state.rank == 3 and state.step == 4 and once("killed as it saves"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_the_rescue():
+    plain = writing.write_bytes
+
+    def write_bytes(path, content):
+        if path.parent.suffix == ".rescue" and path.suffix == ".pt":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(path, content)
+
+    writing.write_bytes = write_bytes
 
 
 def slow_files():
