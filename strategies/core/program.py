@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from strategies.core.graph import Ref, Source, TensorSpec, refs, with_refs
 from strategies.core.layout import Layout
@@ -18,6 +18,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import Recompute
 from strategies.core.steps import LOCAL, ReshardingPath, Step
 
+T = TypeVar("T")
 KEY = Ref("random_key")
 """The program's random key: a python integer that flows in beside the batch."""
 DECIDING = "local.called_module"
@@ -224,6 +225,14 @@ class Program:
     recompute: Recompute | None = None
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
     batch_splits: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """What `make` returns, which follows from the program; made for the first that asks, and kept for others."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        found: T = self.cache[key]
+        return found
 
     def with_instructions(self, instructions: Sequence[Instruction], change: Callable[[Ref], Ref]) -> Program:
         """The same with other instructions, and with `change` applied to the values that leave the program."""

@@ -111,6 +111,10 @@ class ModuleUnit:
 
 def units(program: Program) -> list[ModuleUnit]:
     """Every unit that owns parameters and runs, in the order in which units are entered."""
+    return program.once("units", partial(_units, program))
+
+
+def _units(program: Program) -> list[ModuleUnit]:
     names, paths = _owned(program), _paths(program)
     kinds = {source.name for source in program.sources if source.kind == "parameter"}
     homes: dict[tuple[str, ...], set[str]] = {}
