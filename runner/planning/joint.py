@@ -63,8 +63,8 @@ BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5)
 """Of the limit: budgets of a search where no plan that was measured before keeps it."""
 WORTH = 0.005
 """Of the seconds: what another plan must gain."""
-FILLED = 3
-"""Traces of steps with more complete parameters, at most."""
+FILLED = 4
+"""Traces of steps with more or fewer complete parameters, at most."""
 EVERY = 5.0
 """Seconds between lines of progress."""
 
@@ -314,27 +314,28 @@ class JointDecision:
 
     def _with_complete(self, decision: Decision) -> tuple[Decision, int]:
         """The decision, and how many elements stay complete at our own stage 3: as many as the memory that is left
-        holds. A rank needs at most what it needed and what is added to its parts, and mostly less: what is complete is
-        not gathered where it needs most. So a few steps with more are traced."""
+        holds. A rank needs about what it needed and what is added to its parts: less where what is complete is not
+        gathered where it needs most, more where a larger bucket is gathered ahead instead. So a few steps are traced,
+        each with what the one before left."""
         choice, priced, parallel = decision.choice, decision.priced, self.config.parallel
         found, size = self.estimate(choice, priced.plan), priced.bytes
         if choice.zero != 3 or COMPLETE in parallel.zero.options or not found.settings.native or found.kinds:
             return decision, 0
         assert size is not None
         limit, steps = self.limits(choice)[0], found.completing
-        low = sum(size + more <= limit for _, more in steps)
-        fits, high = found, len(steps)
-        if low:
-            fits = found.with_settings(replace(found.settings, complete=steps[low - 1][0]))
+        room, fits, low, high = limit - size, found, 0, len(steps)
         for _ in range(FILLED):
-            if low == high:
+            number = min(sum(more <= room for _, more in steps), high)
+            if number <= low:
                 break
-            middle = (low + high + 1) // 2
-            more = found.with_settings(replace(found.settings, complete=steps[middle - 1][0]))
+            more = found.with_settings(replace(found.settings, complete=steps[number - 1][0]))
+            if more.seconds > (1 - WORTH) * fits.seconds and low:
+                break
+            room += limit - more.peak
             if more.peak <= limit:
-                low, fits = middle, more
+                low, fits = number, more
             else:
-                high = middle - 1
+                high = number - 1
         if not low:
             return decision, 0
         priced = replace(priced, seconds=fits.seconds, bytes=fits.peak)

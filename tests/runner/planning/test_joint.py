@@ -76,6 +76,29 @@ def test_memory_that_is_left_at_stage_3_holds_complete_parameters():
 
 
 @pytest.mark.slow
+def test_the_limit_is_kept_where_a_larger_bucket_is_gathered_ahead():
+    """Of one that stays complete: a rank then needs more than what is added to its parts."""
+    args = "{vocabulary: 64, length: 16, width: 64, layers: 3, heads: 4, kv_heads: 4, hidden: 176}"
+    words = (
+        *(*GPT, "model.target=models.llama.Llama", f"model.args={args}", "data.args={length: 16, train: true}"),
+        *("parallel.zero={stage: 3, options: {reduce_bucket_size: 20000}}", "data.batch_size=4", "world_size=2"),
+        "parallel.plan_cache=null",
+    )
+    first = JointDecision(compose_config(*words), print)
+    alone = first.fastest(Choice(1, 3, 1, "none"))
+    steps, peaks = alone.completing, []
+    for elements, _ in steps:
+        peaks.append(alone.with_settings(replace(alone.settings, complete=elements)).peak)
+    number = next(n for n, (peak, (_, more)) in enumerate(zip(peaks, steps, strict=True)) if peak > alone.peak + more)
+    limit = alone.peak + steps[number][1]
+    config = compose_config(*words, f"parallel.memory_limit={limit}")
+    plan = JointDecision(config, print, first.captures).plan()
+    complete = plan.search["complete"]
+    assert 0 < complete < steps[number][0]
+    assert peaks[[elements for elements, _ in steps].index(complete)] <= limit
+
+
+@pytest.mark.slow
 def test_bounds_are_below_every_cost(stacked):
     deciding, every = stacked
     assert len({choice.zero for choice in every}) == 4
