@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,8 @@ def run(config: Config, run_dir: Path) -> float | None:
         _check_finite(wrong, also)
         precision = config.train.precision
         tolerance = config.verify.tolerance or TOLERANCE[precision]
-        comparison = compare(ours, theirs, tolerance, ROUNDING[precision])
+        published = prepared.published or frozenset()
+        comparison = compare(ours, theirs, tolerance, ROUNDING[precision], published)
         magnified = not comparison.passed and comparison.worst <= MAGNIFIED and config.verify.tolerance is None
         if magnified and precision == "fp64" and (less := computes_in_less(prepared.graph)) is not None:
             kind, operator = less
@@ -103,14 +104,14 @@ def run(config: Config, run_dir: Path) -> float | None:
                 f"{operator.where}; compared as that",
                 flush=True,
             )
-            comparison = compare(ours, theirs, TOLERANCE[kind], ROUNDING[kind])
+            comparison = compare(ours, theirs, TOLERANCE[kind], ROUNDING[kind], published)
         elif magnified and precision == "fp32":
             print(f"verify: a difference is beyond {tolerance:g}; now the same on one process in fp64", flush=True)
             try:
                 double = prepare(_changed(reference.config, train={"precision": "fp64"}), None, say=lambda _: None)
                 job = TrainingJob(replace(double, single_draws=True), folder, None, exact, ours)
                 start(ENTRY, job, world_size=1, run_dir=run_dir / "reference_fp64")
-                rounding = compare(theirs, exact, tolerance, ROUNDING["fp32"]).differences
+                rounding = compare(theirs, exact, tolerance, ROUNDING["fp32"], published).differences
                 comparison = replace(comparison, rounding=rounding)
             except (ConfigError, StrategyError, RunFailed) as error:
                 comparison = replace(comparison, unmeasured=str(error).partition("\n")[0])
@@ -188,8 +189,10 @@ def _reference(config: Config) -> Config:
     return Config.model_validate(content)
 
 
-def compare(ours: Path, theirs: Path, tolerance: float, rounding: float) -> Comparison:
-    """Compare the records of two runs; see `of_step`. Raises ConfigError where the models have different parameters."""
+def compare(ours: Path, theirs: Path, tolerance: float, rounding: float, published: Set[str]) -> Comparison:
+    """Compare the records of two runs; see `of_step`. `published` are the names of the model's state dict: of other
+    buffers, a graph lacks those that it computes anew in every step. Raises ConfigError where the models have different
+    parameters."""
     import torch
 
     absolute, steps = 0.0, 0
@@ -201,5 +204,6 @@ def compare(ours: Path, theirs: Path, tolerance: float, rounding: float) -> Comp
         found |= {key: max(found.get(key, 0.0), value) for key, value in of_this.items()}
         steps += 1
     sharded, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
+    truth = {name: tensor for name, tensor in truth.items() if name in sharded or name in published}
     weights = {("weight", name): value for name, value in differences(sharded, truth).items()}
     return Comparison(absolute, {**found, **weights}, tolerance, steps)

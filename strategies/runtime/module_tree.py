@@ -38,6 +38,7 @@ from strategies.core.program import (
     Ordinal,
     Program,
     RankValue,
+    Redistribute,
     Start,
     Wait,
 )
@@ -255,11 +256,15 @@ class _Tree:
             return step.target, said, step.multiple, step.host, self._channels(step), around
         if isinstance(step, Copy):
             return "copy", step.host, around
+        return *self._carrying(step), around
+
+    def _carrying(self, step: Redistribute | Fused | Start | Wait) -> tuple[Any, ...]:
+        """What decides what a redistribution calls: equal paths have one number."""
         of = step.of if isinstance(step, Start | Wait) else step
         carried = tuple(
             (self._path_number(one.forward), self._path_number(one.backward), one.scale) for one in of.parts
         )
-        return type(step), type(of), carried, of.differentiable, around
+        return type(step), type(of), carried, of.differentiable
 
     def _channels(self, step: Compute) -> tuple[tuple[int, ...], ...]:
         channels = step.channels if isinstance(step, Cooperate) else ()
@@ -468,9 +473,7 @@ class _Tree:
         elif isinstance(step, Copy):
             key, make = ("copy", step.host), partial(copier, step.host, self.device, self.copied)
         else:
-            of = step.of if isinstance(step, Start | Wait) else step
-            paths = tuple((one.forward, one.backward, one.scale) for one in of.parts)
-            key = type(step), type(of), paths, of.differentiable, kept
+            key = *self._carrying(step), kept
             if isinstance(step, Start | Wait):
                 make = partial(starting if isinstance(step, Start) else waiting, step.of, self.communicator)
             else:

@@ -11,7 +11,8 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -40,11 +41,14 @@ ROUNDINGS, MOST_ROUNDING = 3.0, 1e-4
 """A run may differ by this multiple of one device's rounding, and never by more than this."""
 CHANGES = 3
 """Random changes of all weights in their last bits that are tried."""
+NOISE = 10.0
+"""A gradient that such a change moves by more than its size divided by this is nothing but rounding."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A captured architecture with what one device gets from one batch. `values` are the tensors before the step."""
+    """A captured architecture with what one device gets from one batch. `values` are the tensors before the step;
+    `rounding` are gradients that are nothing but rounding, with the size of it."""
 
     name: str
     precision: Precision
@@ -53,6 +57,7 @@ class Subject:
     loss: float
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,20 +107,26 @@ def _apart(subject: Subject, simulation: Simulation | Trees) -> Differences:
         (losses,) = simulation.run(KEY)
         simulation.backward(losses)
     loss = max(abs(loss.item() - subject.loss) / max(abs(subject.loss), 1e-30) for loss in losses)
-    gradients = worst(simulation.gradients(), subject.gradients, subject.precision)
+    gradients = worst(simulation.gradients(), subject.gradients, subject.precision, subject.rounding)
     written = simulation.buffers()  # those that the graph needs
     buffers = worst(written, {n: b for n, b in subject.buffers.items() if n in written}, subject.precision)
     return Differences(math.inf if math.isnan(loss) else loss, gradients, buffers)
 
 
-def worst(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], precision: Precision) -> tuple[float, str]:
+def worst(
+    found: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    precision: Precision,
+    rounding: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[float, str]:
     """The largest difference relative to the largest element of its tensor, and whose it is. A gradient that cancels
-    out is nothing but rounding: below the rounding of the largest one, both must be."""
+    out is nothing but rounding: below the rounding of the largest one, or below its own, both must be."""
     floating = [tensor for tensor in truth.values() if tensor.is_floating_point()]
     noise = ROUNDING[precision] * max((float(t.abs().max()) for t in floating if t.numel()), default=0.0)
     most = (0.0, "")
     for name, expected in truth.items():
-        gap = _gap(found[name], expected, noise, precision) if name in found else math.inf
+        own = max(noise, rounding.get(name, 0.0))
+        gap = _gap(found[name], expected, own, precision) if name in found else math.inf
         if gap > most[0]:
             most = (gap, name)
     return most
@@ -150,6 +161,23 @@ def last_bits(architecture: Architecture, seed: int = 0) -> float:
     """How much one device's double-precision gradients change, relatively, where every weight changes in its last bit:
     which no other order of additions can reproduce. Linear networks change by 1e-16, normalizations over few elements
     of little variance by 1e-8."""
+    exact, changed = _last_bits_changed(architecture, seed)
+    return max(worst(other, exact, "fp64")[0] for other in changed)
+
+
+def cancelling(architecture: Architecture, seed: int = 0) -> dict[str, float]:
+    """Gradients that are zero in exact arithmetic, as those of what a normalization takes out again are, with the most
+    that they change by where every weight changes in its last bit: by about themselves, which are tiny beside the
+    others."""
+    exact, changed = _last_bits_changed(architecture, seed)
+    sizes = {name: float(one.abs().max()) for name, one in exact.items() if one.numel()}
+    tiny = TOLERANCE["fp64"] * max(sizes.values())
+    moved = {name: max(float((other[name] - exact[name]).abs().max()) for other in changed) for name in sizes}
+    return {name: size for name, size in moved.items() if 0 < sizes[name] / NOISE < size < tiny}
+
+
+def _last_bits_changed(architecture: Architecture, seed: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """One device's double-precision gradients, and those with weights whose last bits are changed at random."""
     torch.manual_seed(seed)
     with in_double():
         net, batch = architecture.build(0.0)
@@ -159,8 +187,8 @@ def last_bits(architecture: Architecture, seed: int = 0) -> float:
             other = copy.deepcopy(net)
             for weight in other.parameters():
                 weight.data *= 1 + torch.finfo(torch.float64).eps * torch.sign(torch.rand_like(weight) - 0.5)
-            found.append(worst(_gradients(other, batch), exact, "fp64")[0])
-    return max(found)
+            found.append(_gradients(other, batch))
+    return exact, found
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -189,6 +189,19 @@ class Cancelling(Classifier):
         return self.outer(self.drop(functional.gelu(hidden * noise)))
 
 
+class Growing(Classifier):
+    """Brings a table that is not saved to the width of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] != x.shape[-1]:
+            self.table = torch.arange(x.shape[-1]).to(x.dtype)
+        return super().forward(x * self.table.cos())
+
+
 @dataclass
 class Answer:
     """The outputs of `OwnLoss`."""

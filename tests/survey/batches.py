@@ -4,28 +4,33 @@ trying."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.matrix.zoo.architecture import Batch
+from tests.survey.particular import BATCH, particular
 from tests.survey.shrinking import LENGTH, RESERVED, WORDS
 
-BATCH, SAMPLES = 4, 4000
+SAMPLES = 4000
+GRID = 4
+"""Patches of a picture along each side."""
 PARTS = ("vision_config", "audio_config", "text_config", "encoder", "encoder_config", "backbone_config", "decoder")
 
 
 def batches(model: Any, config: Any) -> Iterator[Batch]:
     """Batches that may suit `model`, the most telling first: with labels, without, with further inputs."""
-    parameters = inspect.signature(model.forward).parameters
-    known = _known(type(model).__name__, config)
+    parameters, required = _arguments(model)
+    name = type(model).__name__
+    own = particular(name).inputs
+    known = _known(name, config) | {key: partial(make, config) for key, make in own.items()}
+    if "grid_thw" in required:
+        known |= _patches(config)
     main = model.main_input_name
-    required = [
-        key for key, one in parameters.items() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
-    base = [*([main] if isinstance(main, str) else main), *required]
+    base = [*([main] if isinstance(main, str) else main), *required, *own]
     if type(model).__name__.startswith(MASKED):
         known["attention_mask"] = lambda: torch.ones(BATCH, LENGTH, dtype=torch.long)
         base.append("attention_mask")
@@ -52,7 +57,34 @@ def batches(model: Any, config: Any) -> Iterator[Batch]:
         made |= {key: known["input_ids"] for key in required if key.endswith("_input_ids")}
         if made and tuple(made) not in seen:
             seen.add(tuple(made))
-            yield {key: make() for key, make in made.items()}
+            yield (batch := {key: make() for key, make in made.items()})
+            if "input_values" in batch and batch["input_values"].dim() == 2:  # some take channels of sound
+                yield batch | {"input_values": batch["input_values"].unsqueeze(1)}
+
+
+def literals(model: Any, config: Any) -> dict[str, Any]:
+    """Tensors of integers that `model` takes in every step: sizes of pictures, where all have the same."""
+    _, required = _arguments(model)
+    merge = _size(config, "spatial_merge_size", "merge_size", default=1)
+    sizes = {"grid_thw": [[1, GRID, GRID]] * BATCH, "merge_sizes": [merge] * BATCH}
+    own = particular(type(model).__name__).literals
+    return {key: one for key, one in sizes.items() if key in required} | {key: one(config) for key, one in own.items()}
+
+
+def _arguments(model: Any) -> tuple[Mapping[str, inspect.Parameter], list[str]]:
+    """The parameters of a forward, and the names of those that it needs."""
+    parameters = inspect.signature(model.forward).parameters
+    needed = (one for one in parameters.values() if one.default is one.empty)
+    return parameters, [one.name for one in needed if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+def _patches(config: Any) -> dict[str, Callable[[], Tensor]]:
+    """Pictures cut into patches, one below another."""
+    patch = _size(config, "patch_size", default=14)
+    depth = patch**2 * _size(config, "temporal_patch_size", default=1)
+    width = depth * _size(config, "in_channels", "num_channels", "in_chans", default=3)
+    make = lambda: torch.randn(BATCH * GRID**2, width)  # noqa: E731
+    return {"pixel_values": make, "hidden_states": make}
 
 
 def _size(config: Any, *keys: str, default: int) -> int:
@@ -100,6 +132,7 @@ def _known(name: str, config: Any) -> dict[str, Callable[[], Tensor]]:
         "input_values": lambda: torch.randn(BATCH, *((config.max_length, mels) if spectrogram else (SAMPLES,))),
         "flattened_patches": lambda: torch.cat([torch.ones(BATCH, LENGTH, 2), torch.randn(BATCH, LENGTH, patch)], -1),
         "input_features": lambda: torch.randn(*((BATCH, mels, frames) if turned else (BATCH, frames, mels))),
+        "input_features_mask": lambda: torch.ones(BATCH, frames, dtype=torch.long),
         "bbox": lambda: torch.randint(0, 100, (*shape, 4)).sort(-1).values,
         "past_values": lambda: torch.randn(BATCH, _size(config, "context_length", default=32)),
         "inputs_embeds": lambda: torch.randn(BATCH, LENGTH, width),
@@ -111,8 +144,8 @@ MASKED = ("SwitchTransformers", "LongT5")
 """Models that make a mask where there is none, but not for an exporter."""
 DECODER_MASKED = ("FSMT",)
 """Models that decide by the values of a batch whether to make one."""
-TIME_LAST = ("Whisper", "Qwen2Audio", "Voxtral", "Moonshine")
-VIDEOS = ("Timesformer", "TimeSformer", "VideoMAE", "Vivit", "XCLIP")
+TIME_LAST = ("Whisper", "Qwen2Audio", "Voxtral", "Moonshine", "AudioFlamingo3", "MusicFlamingo")
+VIDEOS = ("Timesformer", "TimeSformer", "VideoMAE", "Vivit", "XCLIP", "Tvp", "VideoPrism", "InstructBlipVideo")
 
 
 def _labels(name: str, ids: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.matrix.zoo.architecture import Batch, Example, set_dropout
-from tests.survey.batches import batches
+from tests.survey.batches import batches, literals
+from tests.survey.particular import particular
 from tests.survey.shrinking import SCALES, Scale, shrunk
 
 TASKS = (
@@ -67,14 +68,14 @@ def build(name: str, dropout: float) -> Example:
     """The model of this class with its loss, and a batch."""
     scale, index = _attempt(name)
     model = _model(name, scale, dropout)
-    return Trained(model), next(islice(batches(model, model.config), index, None))
+    return _trained(model), next(islice(batches(model, model.config), index, None))
 
 
 def _model(name: str, scale: Scale, dropout: float) -> Any:
     import transformers
 
     chosen = getattr(transformers, name)
-    config = shrunk(chosen.config_class, scale)
+    config = shrunk(chosen.config_class, scale, particular(name).config)
     set_dropout(config, dropout)
     if name.endswith(("ForCausalLM", "LMHeadModel", "WithLMHead")) and hasattr(config, "is_decoder"):
         config.is_decoder = True
@@ -102,7 +103,7 @@ def _attempt(name: str) -> tuple[Scale, int]:
             continue
         for index, batch in enumerate(batches(model, model.config)):
             try:
-                train(Trained(model), batch)
+                train(_trained(model), batch)
             except Exception as error:
                 first = first or error
             else:
@@ -118,15 +119,20 @@ def train(model: nn.Module, batch: Batch) -> None:
         raise ValueError(f"the loss is {loss.item()}, or no parameter has a gradient")
 
 
-class Trained(nn.Module):
-    """A model with its own loss, or else a mean of the squares of what it returns first."""
+def _trained(model: Any) -> Trained:
+    return Trained(model, literals(model, model.config))
 
-    def __init__(self, model: nn.Module) -> None:
+
+class Trained(nn.Module):
+    """A model with its own loss, or else a mean of the squares of what it returns first. `literals` are tensors of
+    integers, as lists, that forward takes besides the batch."""
+
+    def __init__(self, model: nn.Module, literals: Mapping[str, Any]) -> None:
         super().__init__()
-        self.inner = model
+        self.inner, self.literals = model, literals
 
     def forward(self, **batch: Tensor) -> Tensor:
-        return loss_of(self.inner(**batch))
+        return loss_of(self.inner(**batch, **{name: torch.tensor(value) for name, value in self.literals.items()}))
 
 
 def loss_of(output: Any) -> Tensor:

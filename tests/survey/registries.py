@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from tests.matrix.zoo.architecture import Architecture, Example
 from tests.survey import huggingface
 
-BATCH, PICTURE = 4, 64
+BATCH = 4
 _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -43,28 +45,56 @@ def _without_compiled_operators() -> None:
 
 
 def torchvision(every: bool) -> list[Architecture]:
-    """The models of torchvision that classify and segment pictures and videos. Detectors sort and filter boxes by their
-    values with compiled operators, and quantized models are not trained."""
+    """The models of torchvision that classify and segment pictures and videos, those that are made to be quantized (as
+    they are trained, before that) and optical flow. Detectors sort and filter boxes by their values with compiled
+    operators."""
     from torchvision import models
 
     by_module: dict[str, list[str]] = {}
-    for kind in (models, models.segmentation, models.video):
+    for kind in (models, models.segmentation, models.video, models.quantization, models.optical_flow):
         for name in models.list_models(kind):
             by_module.setdefault(models.get_model_builder(name).__module__, []).append(name)
     names = [name for some in by_module.values() for name in (some if every else _smallest(some))]
-    return [Architecture(name, "torchvision", partial(_vision, name)) for name in names]
+    return [Architecture(name, "torchvision", partial(_build, _vision, name)) for name in names]
 
 
-def _vision(name: str, _: float) -> Example:
+SMALLER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("quantized_inception", {"quantize": False, "aux_logits": False}),
+    ("quantized_googlenet", {"quantize": False, "aux_logits": False}),
+    ("quantized", {"quantize": False}),
+    ("inception", {"aux_logits": False}),  # whose pictures have 299 x 299 pixels
+    ("vit", {"image_size": 64}),
+    ("mvit", {"spatial_size": (64, 64), "temporal_size": 8}),
+)
+"""Options of builders of torchvision by the beginning of their names."""
+MAXVIT: dict[str, Any] = {
+    "input_size": (64, 64),
+    "stem_channels": 16,
+    "partition_size": 4,
+    "block_channels": [16, 32],
+    "block_layers": [2, 2],
+    "head_dim": 8,
+    "stochastic_depth_prob": 0.0,
+}
+
+
+def _vision(name: str, attempt: Attempt) -> Example:
     from torchvision import models
 
-    builder = models.get_model_builder(name)
-    options: dict[str, Any] = {"weights_backbone": None} if "segmentation" in builder.__module__ else {}
-    size = 299 if name == "inception_v3" else 224 if name.startswith(("vit", "maxvit", "mvit")) else PICTURE
-    model = models.get_model(name, weights=None, num_classes=10, **options)
-    _check_size(model)
-    video = (16,) if "video" in builder.__module__ else ()
-    return Squares(_without_dropout(model)), {"x": torch.randn(BATCH, 3, *video, size, size)}
+    module = models.get_model_builder(name).__module__
+    options = next((some for prefix, some in SMALLER if name.startswith(prefix)), {})
+    options |= {"weights_backbone": None} if "segmentation" in module else {}
+    if name.startswith("maxvit"):
+        model: nn.Module = models.MaxVit(**MAXVIT, num_classes=10)
+    elif "optical_flow" in module:
+        model = models.get_model(name, weights=None)
+    else:
+        model = models.get_model(name, weights=None, num_classes=10, **options)
+    video = (8,) if "video" in module else ()
+    pictures = ("x", "y") if "optical_flow" in module else ("x",)
+    size = attempt.size or 224
+    batch = {key: torch.randn(BATCH, 3, *video, size, size) for key in pictures}
+    return Squares(_small(model, attempt)), batch
 
 
 def timm(every: bool) -> list[Architecture]:
@@ -73,29 +103,99 @@ def timm(every: bool) -> list[Architecture]:
 
     modules = ([*timm.list_models(module=module)] for module in timm.list_modules())
     names = [name for some in modules for name in (some if every else _smallest(some))]
-    return [Architecture(name, "timm", partial(_timm, name)) for name in names]
+    return [Architecture(name, "timm", partial(_build, _timm, name)) for name in names]
 
 
-def _timm(name: str, _: float) -> Example:
+def _timm(name: str, attempt: Attempt) -> Example:
     import timm
 
-    model = timm.create_model(name, pretrained=False, num_classes=10)
-    _check_size(model)
-    size = model.default_cfg["input_size"] if model.default_cfg.get("fixed_input_size") else (3, PICTURE, PICTURE)
-    return Squares(_without_dropout(model)), {"x": torch.randn(BATCH, *size)}
+    options = {key: attempt.size for key in attempt.sizes} | {key: 2 for key in attempt.depths}
+    model = timm.create_model(name, pretrained=False, num_classes=10, **options)
+    size = (3, attempt.size, attempt.size) if attempt.size else model.default_cfg["input_size"]
+    return Squares(_small(model, attempt)), {"x": torch.randn(BATCH, *size)}
 
 
-def _check_size(model: nn.Module) -> None:
-    if (count := sum(one.numel() for one in model.parameters())) > huggingface.LARGEST:
-        raise ValueError(f"{count:,} parameters")
+@dataclass(frozen=True)
+class Attempt:
+    """Pictures of `size` pixels a side (None: as many as the package says), the options of a builder that say so and
+    how many blocks there are, and whether few of equal blocks remain."""
+
+    size: int | None
+    sizes: tuple[str, ...] = ()
+    depths: tuple[str, ...] = ()
+    few: bool = True
 
 
-def _without_dropout(model: nn.Module) -> nn.Module:
+ATTEMPTS = (
+    Attempt(64, ("img_size",), ("depth",)),
+    Attempt(64, ("img_size",)),
+    Attempt(64),
+    Attempt(128, ("img_size",)),
+    Attempt(128),
+    Attempt(None),
+    Attempt(None, few=False),
+)
+
+
+def _build(make: Callable[[str, Attempt], Example], name: str, _: float) -> Example:
+    return make(name, _attempt(make, name))
+
+
+@cache
+def _attempt(make: Callable[[str, Attempt], Example], name: str) -> Attempt:
+    """The first attempt with which eager torch trains the model. Raises the error of the last."""
+    *others, last = ATTEMPTS
+    for attempt in others:
+        torch.manual_seed(0)
+        try:
+            huggingface.train(*make(name, attempt))
+        except Exception:  # its package says for itself which sizes a model takes
+            continue
+        return attempt
+    huggingface.train(*make(name, last))
+    return last
+
+
+def _small(model: nn.Module, attempt: Attempt) -> nn.Module:
+    """The model without dropout and, of consecutive equal blocks and of wide hidden layers, with few."""
     for module in model.modules():
         for rate in ("p", "drop_prob", "attn_drop_p"):  # of nn.Dropout, stochastic depth and attention
             if isinstance(getattr(module, rate, None), float):
                 setattr(module, rate, 0.0)
+    if attempt.few:
+        for module in list(model.modules()):
+            if isinstance(module, nn.Sequential):
+                _narrow(module)
+            if isinstance(module, (nn.Sequential, nn.ModuleList)):
+                _shorten(module)
+    if (count := sum(one.numel() for one in model.parameters())) > huggingface.LARGEST:
+        raise ValueError(f"{count:,} parameters")
     return model
+
+
+def _shorten(blocks: nn.Sequential | nn.ModuleList) -> None:
+    """Leave two of consecutive blocks whose structure and shapes are equal."""
+    kinds: list[object] = []
+    kept: dict[str, nn.Module | None] = {}
+    for name, block in blocks._modules.items():
+        kinds.append((repr(block), [one.shape for one in block.parameters()] if block is not None else ()))
+        if kinds[-3:].count(kinds[-1]) < 3:
+            kept[name] = block
+    numbered = {str(number): block for number, block in enumerate(kept.values())}
+    blocks._modules.clear()
+    blocks._modules.update(numbered if all(map(str.isdigit, kept)) else kept)
+
+
+def _narrow(classifier: nn.Sequential) -> None:
+    """Let the hidden layers of a perceptron have at most `HIDDEN` features."""
+    dense = [(place, one) for place, one in enumerate(classifier) if type(one) is nn.Linear]
+    for (first, before), (second, after) in pairwise(dense):
+        if (width := before.out_features) > HIDDEN and width == after.in_features:
+            classifier[first] = nn.Linear(classifier[first].in_features, HIDDEN, before.bias is not None)
+            classifier[second] = nn.Linear(HIDDEN, after.out_features, after.bias is not None)
+
+
+HIDDEN = 256
 
 
 def _smallest(names: list[str]) -> list[str]:

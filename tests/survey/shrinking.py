@@ -8,7 +8,7 @@ that does not train with the first `Scale` is tried with the next.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any
@@ -29,7 +29,7 @@ BY_NAME: tuple[tuple[str, int], ...] = (
     (r"(max_)?(2d_)?(max_)?position_embeddings$|n_positions$|max_target_positions$", 512),
     (r"num_queries$|num_query_tokens$|num_object_queries$|num_latents$|.*n_latents$|num_denoising$", 16),
     (r"train_num_points$|num_negatives$", 16),
-    (r"attention_window$", 4),
+    (r"attention_window$|upsample_groups$", 4),
 )
 """Names of fields and what their values are lowered to, if they are larger."""
 LAYERS = re.compile(
@@ -60,6 +60,8 @@ UNSET = {
     "head_dim": 8,
 }
 """Fields without which a class cannot be built, or its classifiers cannot recognise padding, and their values."""
+NECKS = ("neck_hidden_sizes", "pool_scales", "decoder_in_channels")
+"""Lists with an entry for each stage of a backbone that is read."""
 WIDTHS = "hidden_size hidden_sizes d_model n_embd embed_dim dim hidden_dim emb_dim encoder_hidden_dim".split()
 HEADS = re.compile(r"(.*_)?(heads?|n_head_kv)$")
 HEAD_SIZE = re.compile(r"(.*_)?head_dim$|d_kv$|kv_channels$|attention_(head_size|dim)$|mamba_headdim$|.*head_size$")
@@ -97,11 +99,12 @@ SCALES = (
 )
 
 
-def shrunk(config_class: type, scale: Scale) -> Any:
-    """A small config of this class. Raises whatever the class raises for values that do not go together."""
+def shrunk(config_class: type, scale: Scale, own: Mapping[str, Any]) -> Any:
+    """A small config of this class, with `own` values by the dotted paths of fields. Raises whatever the class raises
+    for values that do not go together."""
     default = config_class()
     divisor = min(_divisors(default, scale), default=16) if scale.narrow else 1
-    return _rebuilt(default, divisor, scale, count(1))
+    return _rebuilt(default, divisor, scale, count(1), own)
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def _integers(value: Any) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int]) -> Any:
+def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int], own: Mapping[str, Any]) -> Any:
     declared = {field.name: field.default for field in fields(config)}
     values, usual = _values(config), _values(type(config)())
     given: dict[str, Any] = {}
@@ -164,9 +167,10 @@ def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int]) ->
     chosen = _representatives(values, depth, scale.layers) if isinstance(depth, int) else []
     for name, value in values.items():
         if _is_config(value):
-            given[name] = _rebuilt(value, divisor, scale, special)
+            inner = {key.removeprefix(f"{name}."): one for key, one in own.items() if key.startswith(f"{name}.")}
+            given[name] = _rebuilt(value, divisor, scale, special, inner)
             if name == "backbone_config" and hasattr(value, "out_indices"):
-                _give(given[name], len(values.get("neck_hidden_sizes") or values.get("pool_scales") or ()))
+                _give(given[name], max(len(values.get(key) or ()) for key in NECKS))
             continue
         derived = value == usual.get(name) and (
             declared[name] is None or isinstance(declared[name], str) > isinstance(value, str)
@@ -179,7 +183,7 @@ def _rebuilt(config: Any, divisor: int, scale: Scale, special: Iterator[int]) ->
             small = _small(name, value, divisor, scale, special)
         if small != declared[name] and (not derived or name == "rope_parameters"):
             given[name] = small
-    return type(config)(**given)
+    return type(config)(**given | {key: one for key, one in own.items() if "." not in key})
 
 
 def _give(backbone: Any, count: int) -> None:

@@ -21,7 +21,7 @@ from tests.survey.outcomes import outcome, survey
 class Net(nn.Module):
     def __init__(self, body: Any) -> None:
         super().__init__()
-        self.dense, self.body = nn.Linear(8, 8), body
+        self.dense, self.body, self.shift = nn.Linear(8, 8), body, nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.body(self, self.dense(x))
@@ -57,6 +57,7 @@ BODIES: dict[str, tuple[str, Any]] = {
         "exact",
         chaotic,
     ),
+    "gradient that cancels": ("exact", lambda net, h: nn.functional.layer_norm(h + 1e3 * net.shift, (8,))),
     "branch": ("refused", branches),
     "dead": ("crash", ends),
     "slow": ("late", sleeps),

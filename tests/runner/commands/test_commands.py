@@ -154,6 +154,12 @@ def test_verify_allows_for_one_process_own_rounding(start, capfd, kind):
     assert "verify passed" in out and "from fp64" in out
 
 
+@pytest.mark.slow
+def test_verify_of_a_table_that_grows(start):
+    ended = start(*SMALL, *MODES["data_parallel"], "model.target=networks.Growing", "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"]
+
+
 def test_verify_keeps_its_bound_where_a_model_has_no_fp64(start, tmp_path, capfd):
     with pytest.raises(RunFailed, match=r"does not run in fp64: .*no kernel for Double"):
         start(*CANCELLING, *MODES["data_parallel"], "+model.args.single=true", verb="verify")

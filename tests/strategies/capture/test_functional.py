@@ -315,6 +315,37 @@ def test_a_buffer_keeps_its_shape_and_dtype(made: Callable[[Tensor], Tensor | No
     assert refused.value.code == "MW908"
 
 
+class Positions(nn.Module):
+    """Has a table of positions for the batches that it has seen."""
+
+    def __init__(self, persistent: bool = False, reads: bool = False) -> None:
+        super().__init__()
+        self.dense, self.reads = nn.Linear(8, 8), reads
+        self.register_buffer("table", torch.ones(1, 1), persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dense(x)
+        if self.reads:
+            h = h + self.table
+        if self.table.shape[0] != x.shape[0]:
+            self.table = torch.arange(x.shape[0]).view(-1, 1).to(x.dtype)
+        return (h * self.table).square().mean()
+
+
+def test_a_table_of_numbers_grows(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(nn.Sequential(Positions()), None, {"0": torch.randn(8, 8)})
+    assert not model.graph.of_kind("buffer")
+    assert model.difference(model.random_plan(draw, 2)) < TOLERANCE
+
+
+@pytest.mark.parametrize("net", [Positions(persistent=True), Positions(reads=True)])
+def test_a_table_that_is_saved_or_read_before_does_not_grow(net: nn.Module) -> None:
+    with pytest.raises(StrategyError, match="table") as refused:
+        capture(Objective(nn.Sequential(net), None, ("0",), ()), (torch.randn(8, 8),), training=True)
+    assert refused.value.code == "MW908"
+
+
 def test_a_momentum_of_none_is_given_back() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
     capture(Objective(net, LossFunction(torch.sum, {}), ("0",), ()), (torch.randn(4, 8),), training=True)
