@@ -263,7 +263,10 @@ RULES: tuple[Rule, ...] = (
         ("data.unbatched", GIVEN, "a batch is divided by rows", "choose another mode"),
         ("data.workers", SOME, "a worker is given the next slice when it is done with one", "use data.workers=auto"),
         ("device", any_of("cuda"), "workers compute on CPUs", "use device=cpu"),
-        ("launch.launcher", none_of("local"), "servers and workers are forks of this command", "use launch=local"),
+        ("launch.launcher", none_of("local", "rank_table"), "other launchers end all ranks when one ends",
+         "use launch=local or launch=rank_table"),
+        *((f"launch.{name}", GIVEN, "one command starts all servers and workers", "drop it")
+          for name in ("host", "rank")),
         *((f"launch.{name}", GIVEN, "ranks that are killed are replaced", "drop it")
           for name in ("min_ranks", "max_ranks", "standby")),
         ("launch.rescue", ON, "the state is on the servers, not on rank 0", "use launch.rescue=false"),

@@ -232,6 +232,10 @@ class Launch(Section):
         """How many ranks the hosts have, or the devices of this machine; None where none is named."""
         return sum(len(host.ranks) for host in self.hosts) or len(self.devices) or None
 
+    def host_of(self, rank: int) -> str:
+        """The name of the host of a rank; empty where no hosts are named."""
+        return next((host.name for host in self.hosts if rank in host.ranks), "")
+
     @property
     def by_hand(self) -> bool:
         """Whether this command is one of several that the user starts manually."""

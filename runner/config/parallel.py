@@ -304,8 +304,8 @@ class Zero(Section):
 
 
 class Server(Section):
-    """Servers that hold parameters and optimizer states, and workers that pull and push. Rank 0 coordinates them, the
-    next `servers` ranks serve, the others work."""
+    """Servers that hold parameters and optimizer states, and workers that pull and push. Rank 0 coordinates; the next
+    `servers` ranks serve, with several hosts the first ones of each in turn; the others work."""
 
     servers: Count = setting(1, "Ranks that hold the parameters and optimizer states, each an equal part of them")
     workers: Count | None = setting(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import zip_longest
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -429,6 +430,15 @@ class Config(Section):
                 "parallel.pipeline.stages",
             )
         return self
+
+    @property
+    def server_ranks(self) -> tuple[int, ...]:
+        """The ranks that serve in mode parameter_server: the first one after rank 0 of each host in turn, then the
+        second ones, and so on."""
+        servers = self.parallel.server.servers
+        hosts = [[rank for rank in host.ranks if rank] for host in self.launch.hosts] or [[*range(1, servers + 1)]]
+        in_turn = [rank for ranks in zip_longest(*hosts) for rank in ranks if rank is not None]
+        return tuple(in_turn[:servers])
 
     def _with_workers(self) -> Config:
         """Check the number of ranks of mode parameter_server."""

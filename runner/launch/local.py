@@ -167,9 +167,8 @@ class _LocalRank(SupervisedRank):
         self._short_lives = self._short_lives + 1 if time.monotonic() < self._started + SHORT_LIFE else 0
         if self._short_lives >= SHORT_LIVES:
             return False
-        self.close()
+        self.forget()
         self.connection, self.far_end = connection.Pipe()
-        self.report, self.wordless, self.log_start = None, False, self.log.stat().st_size if self.log.exists() else 0
         self.start(replace(self._orders, connection=self.far_end), f"rank {self.number}")
         return True
 

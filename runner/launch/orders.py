@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from runner.launch.network import LOOPBACK
 from runner.launch.server import Descriptor
 
 OPEN_FILES = "/proc/self/fd"
@@ -48,6 +49,7 @@ class RankContext:
         local_rank: the rank among those of this machine.
         device: "cpu" or "cuda:1"; on a GPU it is already the current device.
         run_dir: the folder of the run, absolute.
+        address: where ranks of other hosts reach this one.
     """
 
     rank: int
@@ -55,6 +57,7 @@ class RankContext:
     local_rank: int
     device: str
     run_dir: Path
+    address: str = LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Orders:
         address, port: elsewhere, where the store of the rendezvous listens; `listener` is the listening socket, for
             rank 0 only, and `secret` comes before all keys.
         console: where rank 0's stdout is shown.
+        own_address: where ranks of other hosts reach this one.
         plain: whether the result of rank 0 is sent as JSON, which the other end can read without trusting it.
         connection: reports are sent here, and STOP is received; when the parent's end closes, the rank ends.
     """
@@ -89,13 +93,15 @@ class Orders:
     secret: str = ""
     listener: Descriptor | None = None
     console: Descriptor | None = None
+    own_address: str = LOOPBACK
     plain: bool = False
 
     @property
     def context(self) -> RankContext:
         """The part of which the entry is informed."""
         device = "cpu" if self.group.device == "cpu" else f"cuda:{self.device}"
-        return RankContext(self.rank, self.group.world_size, self.local_rank, device, self.group.run_dir)
+        place = self.group.run_dir, self.own_address
+        return RankContext(self.rank, self.group.world_size, self.local_rank, device, *place)
 
 
 def log_of(run_dir: Path, rank: int) -> Path:

@@ -83,6 +83,12 @@ class SupervisedRank:
             with suppress(OSError):  # it has ended, which `listen` reports
                 messages.send(self.connection, order)
 
+    def forget(self) -> None:
+        """Forget the process and how it has ended: another one takes its place."""
+        self.close()
+        self.connection, self.report, self.lost, self.wordless = None, None, False, False
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
+
     def request_stack(self) -> None:
         """Let the rank write its stack into its log."""
         self.send(messages.WHERE)

@@ -207,7 +207,8 @@ class Coordinator(Trainer):
         self._before: dict[str, int] = {}
         timeout = prepared.config.launch.timeout
         keeping = bool(self._sliced.kept)
-        self.fleet = Fleet(job.folder, self._server.servers, self._server.replicas, timeout, self._welcome, keeping)
+        place = job.folder, rank.address, prepared.config.launch.host_of(rank.rank)
+        self.fleet = Fleet(*place, self._server.servers, self._server.replicas, timeout, self._welcome, keeping)
         parallel = prepared.config.parallel.model_copy(update={"mode": "stand_alone"})
         alone = replace(
             prepared,

@@ -2,8 +2,9 @@
 
 Threads only read connections and put what arrives into one queue; everything is decided in the thread that calls `run`.
 A shard has holders, the first of which is its primary. Invariant: an update is acknowledged only when every holder has
-it, so any one of them can go on alone. A member that hangs is killed, and so becomes one that was killed: its process
-runs on this machine, as its open connection proves.
+it, so any one of them can go on alone. A member that hangs becomes one that was killed: on the host of the coordinator
+it is killed, as its open connection proves that it runs; on another host its connections are closed, upon which it ends
+should it ever go on. Holders of a shard are on different hosts where there are several.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Fleet:
 
     Args:
         folder: where they find the coordinator; only the owner of the run can read it.
+        address: of this host, where they reach the coordinator.
+        host: its name.
         servers: how many shards, and servers, there are.
         replicas: how many further holders a shard shall have.
         timeout: seconds without anything that anybody waits for.
@@ -57,6 +60,8 @@ class Fleet:
     def __init__(
         self,
         folder: Path,
+        address: str,
+        host: str,
         servers: int,
         replicas: int,
         timeout: float,
@@ -64,12 +69,14 @@ class Fleet:
         keeping: bool,
     ) -> None:
         self._folder, self._replicas, self._timeout, self._welcome = folder, replicas, timeout, welcome
-        self._keeping = keeping
+        self._keeping, self._host = keeping, host
         self._secret = new_secret(folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._servers: dict[int, Link] = {}
-        self._processes: dict[Link, int] = {}
-        """Process ids."""
+        self._processes: dict[Link, tuple[str, int]] = {}
+        """Hosts and process ids."""
+        self._places: dict[int, tuple[str, Link]] = {}
+        """Of every server its host, and the connection that it has opened."""
         self._asked: dict[Link, float] = {}
         """Since when workers owe an answer."""
         self._addresses: dict[int, tuple[str, int]] = {}
@@ -90,9 +97,9 @@ class Fleet:
         self._given: dict[str, Any] = {}
         self.results: dict[Unit, Mapping[str, Any]] = {}
         self.counts: Counter[str] = Counter()
-        self._listener = network.listener(network.LOOPBACK)
+        self._listener = network.listener(address)
         accept(self._listener, self._secret, timeout, self._called)
-        _publish(folder, str(self._listener.getsockname()[1]))
+        _publish(folder, f"{address} {self._listener.getsockname()[1]}")
 
     # Members
 
@@ -103,11 +110,12 @@ class Fleet:
             link.close()
             return
         member = hello["server"] if hello["op"] == "server" else None
-        self._processes[link] = hello["process"]
+        self._processes[link] = hello["host"], hello["process"]
+        address = tuple(hello["address"])
         if member is None:
-            self._events.put(lambda: self._worker_joined(link, tuple(hello["address"])))
+            self._events.put(lambda: self._worker_joined(link, address))
         else:
-            self._events.put(lambda: self._server_joined(member, tuple(hello["address"]), hello["process"]))
+            self._events.put(lambda: self._server_joined(member, address, link))
         try:
             while True:
                 self._events.put(partial(self._heard, link, *link.receive()))
@@ -191,20 +199,23 @@ class Fleet:
                 self._kill(link)
 
     def _kill(self, link: Link) -> None:
-        """Kill the process at the other end, once."""
-        if (process := self._processes.pop(link, None)) is not None:
+        """Kill the process at the other end, once; hang up where it is on another host."""
+        host, process = self._processes.pop(link, ("", 0))
+        if process and host == self._host:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        elif process:
+            link.close()
 
-    def _server_joined(self, server: int, address: tuple[str, int], process: int) -> None:
+    def _server_joined(self, server: int, address: tuple[str, int], caller: Link) -> None:
         self._server_gone(server)  # the process before it, if nothing was heard of its end yet
         try:
             self._servers[server] = connect(address, self._secret, self._timeout)
             self._servers[server].send("coordinator")
         except BROKEN:
             return
-        self._processes[self._servers[server]] = process
-        self._addresses[server] = address
+        self._processes[self._servers[server]] = self._processes[caller]
+        self._addresses[server], self._places[server] = address, (self._processes[caller][0], caller)
         self.counts["servers_joined"] += 1
         if any(self._holders):
             self._replicate()
@@ -218,6 +229,9 @@ class Fleet:
         if (link := self._servers.pop(server, None)) is None:
             return
         link.close()
+        host, caller = self._places.pop(server)
+        if host != self._host:
+            caller.close()
         self.counts["servers_lost"] += 1
         for number, holders in enumerate(self._holders):
             if server in holders:
@@ -235,14 +249,22 @@ class Fleet:
         self._holders[shard] = self._holders[shard][:1]
 
     def _replicate(self) -> None:
-        """Give every shard as many holders as it shall have, those with the fewest shards first."""
+        """Give every shard its replica, on another host than its primary's if there is one, and there on the server
+        with the fewest shards. A replica on the same host moves as soon as there is a server elsewhere."""
+        if not self._replicas:
+            return
         for number, holders in enumerate(self._holders):
             load = Counter(server for others in self._holders for server in others)
+            together = {server: self._places[server][0] == self._places[holders[0]][0] for server in self._servers}
             free = [server for server in self._servers if server not in holders]
-            for server in sorted(free, key=lambda one: (load[one], one))[: 1 + self._replicas - len(holders)]:
-                answer = self.request(holders[0], "replicate", shard=number, address=self._addresses[server])
-                if answer is not None and not answer[0]["alone"]:
-                    holders.append(server)
+            if len(holders) > 1:
+                free = [server for server in free if together[holders[1]] and not together[server]]
+            if not free:
+                continue
+            server = min(free, key=lambda one: (together[one], load[one], one))
+            answer = self.request(holders[0], "replicate", shard=number, address=self._addresses[server])
+            if answer is not None and not answer[0]["alone"]:
+                holders[1:] = [server]
 
     # What workers keep
 

@@ -23,16 +23,17 @@ class Inbox:
     Args:
         coordinator: leads to the coordinator.
         secret, timeout: of connections.
+        address: of this host.
     """
 
-    def __init__(self, coordinator: Link, secret: bytes, timeout: float) -> None:
+    def __init__(self, coordinator: Link, secret: bytes, timeout: float, address: str) -> None:
         self._secret, self._timeout = secret, timeout
         self._arriving: queue.SimpleQueue[Order | tuple[int, Link] | BaseException] = queue.SimpleQueue()
         self._next: Order | None = None
         self._behind: dict[int, Link] = {}
         """By generation of the ring."""
         self._ring: tuple[int, Ring] | None = None
-        self._listener = network.listener(network.LOOPBACK)
+        self._listener = network.listener(address)
         accept(self._listener, secret, timeout, self._called)
         threading.Thread(target=self._listen, args=(coordinator,), daemon=True).start()
 

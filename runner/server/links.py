@@ -7,6 +7,7 @@ Invariant: a broken connection raises OSError or EOFError, at once where the pro
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.launch import network
 from runner.launch.launchers.connection import GREETING, answer, call
+from runner.launch.messages import silence_of
 
 BROKEN = (OSError, EOFError)
 """What a connection raises whose other end has ended."""
@@ -33,7 +36,7 @@ class Link:
     """One end of a connection. `sent` and `received` count the bytes of tensors."""
 
     def __init__(self, connection: Connection, timeout: float) -> None:
-        self._socket = socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         connection.close()
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of the handshake
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
@@ -117,9 +120,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 def connect(address: Address, secret: bytes, timeout: float) -> Link:
     """A connection to who listens at `address`. Raises OSError where nobody does."""
     try:
-        return Link(call(*address, secret, timeout), timeout)
+        return Link(call(*address, secret, _silence(address[0], timeout)), timeout)
     except AuthenticationError as error:
         raise ConnectionError("somebody else listens there") from error
+
+
+def _silence(address: str, timeout: float) -> float:
+    """Seconds without a sign of life from who is reached through an address: a host may be lost, a process ends."""
+    return timeout if network.is_loopback(address) else silence_of(timeout)
 
 
 def accept(
@@ -129,7 +137,8 @@ def accept(
 
     def answered(plain: socket.socket) -> None:
         try:
-            link = Link(answer(plain, secret, timeout, GREETING), timeout)
+            silence = _silence(plain.getsockname()[0], timeout)
+            link = Link(answer(plain, secret, silence, GREETING), timeout)
             hello, _ = link.receive()
         except (*BROKEN, AuthenticationError):
             return  # a stranger, or a process that has ended

@@ -1,4 +1,4 @@
-"""What each rank of mode parameter_server does: rank 0 coordinates, the next ones serve, the others work."""
+"""What each rank of mode parameter_server does: rank 0 coordinates, some serve, the others work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from runner.build import optimizers
-from runner.launch import network
 from runner.launch.launchers.connection import SECRET_FILE
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
@@ -35,7 +34,7 @@ def train(rank: RankContext, job: TrainingJob) -> dict[str, Any] | None:
         return Coordinator(rank, job).run()
     try:
         if (found := _coordinator(rank, job)) is not None:
-            role = _serve if rank.rank <= job.prepared.config.parallel.server.servers else _work
+            role = _serve if rank.rank in job.prepared.config.server_ranks else _work
             role(rank, job, *found)
     except BROKEN as error:
         if not _is_over(job):
@@ -51,8 +50,13 @@ def _is_over(job: TrainingJob) -> bool:
 def _work(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> None:
     """Compute slices until the coordinator has enough."""
     worker = Worker(rank, job, link, secret)
-    link.send("worker", address=worker.address, process=os.getpid())
+    link.send("worker", address=worker.address, **_process(rank, job))
     worker.run()
+
+
+def _process(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
+    """Where this process runs."""
+    return {"host": job.prepared.config.launch.host_of(rank.rank), "process": os.getpid()}
 
 
 def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[Link, bytes] | None:
@@ -66,7 +70,8 @@ def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[Link, bytes] | No
             if place == OVER:
                 return None
             secret = (job.folder / SECRET_FILE).read_bytes()
-            return connect((network.LOOPBACK, int(place)), secret, timeout), secret
+            address, port = place.split()
+            return connect((address, int(port)), secret, timeout), secret
         except BROKEN:
             time.sleep(LOOK)
     raise ConnectionError(f"timed out after {timeout * 1000:.0f} ms: rank {rank.rank} found no coordinator")
@@ -85,9 +90,11 @@ def _serve(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> No
         getattr(torch, dtypes[next(iter(of_slice.elements))]),
         secret,
         config.launch.timeout,
+        rank.address,
         Faults(config, rank, nn.Module(), Communicator(Mesh((("world", 1),)), 0)),
     )
-    link.send("server", server=rank.rank - 1, address=store.address, process=os.getpid())
+    server = config.server_ranks.index(rank.rank)
+    link.send("server", server=server, address=store.address, **_process(rank, job))
     store.wait(link)
     if not _is_over(job):
         raise ConnectionError("it has ended")

@@ -44,6 +44,7 @@ class Store:
         shards: the pieces of all shards.
         groups, factory, dtype: as of `ServedShard`.
         secret, timeout: of connections.
+        address: of this host.
         faults: those of this rank.
     """
 
@@ -55,13 +56,14 @@ class Store:
         dtype: torch.dtype,
         secret: bytes,
         timeout: float,
+        address: str,
         faults: Faults,
     ) -> None:
         self._shards, self._groups, self._factory, self._dtype = shards, groups, factory, dtype
         self._secret, self._timeout, self._faults = secret, timeout, faults
         self._entries: dict[int, _Entry] = {}
         self._failed: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._listener = network.listener(network.LOOPBACK)
+        self._listener = network.listener(address)
         accept(self._listener, secret, timeout, self._serve)
 
     @property
@@ -167,6 +169,8 @@ class Store:
             link.request("load", found, shard=fields["shard"], **state)
         except BROKEN:
             return {"alone": True}, ()
+        if entry.replica is not None:
+            entry.replica.close()
         entry.replica = link
         return {"alone": False}, ()
 

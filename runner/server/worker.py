@@ -51,7 +51,7 @@ class Worker:
     def __init__(self, rank: RankContext, job: TrainingJob, coordinator: Link, secret: bytes) -> None:
         self._rank, self._prepared, self._config = rank, job.prepared, job.prepared.config
         self._coordinator, self._secret = coordinator, secret
-        self._inbox = Inbox(coordinator, secret, self._config.launch.timeout)
+        self._inbox = Inbox(coordinator, secret, self._config.launch.timeout, rank.address)
         self._faults = Faults(self._config, rank, torch.nn.Module(), Communicator(Mesh((("world", 1),)), 0))
         assert job.prepared.step is not None
         self._sliced = sliced(self._config, *job.prepared.step)

@@ -51,8 +51,8 @@ def check(config: Config, world_size: int, steps: int) -> None:
             raise ConfigError(
                 "MW707",
                 f"{where}: that never happens on this rank of mode parameter_server, which has the phases "
-                f"{', '.join(phases)}; rank 0 saves, ranks 1 to {config.parallel.server.servers} serve, the others "
-                "work.",
+                f"{', '.join(phases)}; rank 0 saves, {', '.join(f'rank {one}' for one in config.server_ranks)} "
+                f"serve{'s' if config.parallel.server.servers == 1 else ''}, the others work.",
             )
         if fault.phase == "collective" and world_size == 1:
             raise ConfigError(
@@ -70,7 +70,7 @@ def _phases(config: Config, rank: int) -> tuple[Phase, ...]:
     """The phases of a server or a worker; collective is where a server has the sum of a step (sync) and where a worker
     has a gradient to push; optimizer where workers add up the gradients of what they keep."""
     section = config.parallel.server
-    if rank > section.servers:
+    if rank not in config.server_ranks:
         phases: tuple[Phase, ...] = ("data", "forward", "backward", "collective")
         return phases if section.parameters is None else (*phases, "optimizer")
     return ("collective", "optimizer") if section.consistency == "sync" else ("optimizer",)

@@ -159,7 +159,8 @@ def own_address(connection: Connection) -> str:
 
 
 class Acceptor:
-    """Takes calls at `listener` until it is closed. `arrived` yields the ranks that have called since."""
+    """Takes calls at `listener` until it is closed. `arrived` yields the ranks that have called since; they begin as
+    soon as `ranks` have called, rank 0 among them."""
 
     def __init__(self, listener: socket.socket, secret: bytes, silence: float, ranks: int = 0) -> None:
         self.listener, self._absent = listener, ranks

@@ -13,18 +13,24 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
+from typing import Any
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import messages, network
-from runner.launch.forks import fork, warm
+from runner.launch.forks import Fork, fork, warm
 from runner.launch.launchers.commands import LAUNCHERS
 from runner.launch.launchers.connection import PAYLOAD_FILE, SECRET_FILE, STORE_FILE, Hello, Task, call, own_address
 from runner.launch.launchers.warm_hosts import Meeting
+from runner.launch.local import SHORT_LIFE, SHORT_LIVES
 from runner.launch.orders import OPEN_FILES, Orders
 from runner.launch.rank import enter
 from runner.launch.server import Descriptor
@@ -77,19 +83,41 @@ def _say(error: ConfigError | RunFailed) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def host(folder: Path, task: Task, name: str) -> int:
-    """Start the ranks of the host `name` of a table as forks of one process; wait for all of them."""
+def host(folder: Path, task: Task, name: str, command: Connection | None = None) -> int:
+    """Start the ranks of the host `name` of a table as forks of one process; wait for all of them. Elastic ranks that
+    end before their time are started anew, until the connection to the `command` is closed."""
     warm()
-    processes = [
-        fork(
-            rank, (folder, Identity(number, task.group.world_size, local, count)), f"rank {number}", task.group.timeout
-        )
+    seats = {
+        number: Identity(number, task.group.world_size, local, count)
         for number, (where, local, count, _) in enumerate(task.seats)
         if where == name
-    ]
-    for process in processes:
+    }
+
+    def begin(number: int) -> Fork:
+        return fork(rank, (folder, seats[number]), f"rank {number}", task.group.timeout)
+
+    processes = {number: begin(number) for number in seats}
+    if task.group.elastic:
+        _replace_ended(processes, begin, command)
+    for process in processes.values():
         process.join()
-    return int(any(process.exitcode for process in processes))
+    return int(any(process.exitcode for process in processes.values()))
+
+
+def _replace_ended(processes: dict[int, Fork], begin: Callable[[int], Fork], command: Connection | None) -> None:
+    """Start each rank but rank 0 anew that ends before its time, unless its last lives were short."""
+    began, short = dict.fromkeys(processes, time.monotonic()), Counter[int]()
+    while running := {number: process for number, process in processes.items() if process.exitcode is None}:
+        sources: list[Any] = [process.sentinel for process in running.values()]
+        if command in wait_for([*sources, *([] if command is None else [command])]):
+            return
+        for number, process in running.items():
+            if number == 0 or not process.exitcode:
+                continue
+            now = time.monotonic()
+            short[number] = short[number] + 1 if now < began[number] + SHORT_LIFE else 0
+            if short[number] < SHORT_LIVES:
+                processes[number], began[number] = begin(number), now
 
 
 def wait(folder: Path, name: str) -> int:
@@ -110,7 +138,7 @@ def wait(folder: Path, name: str) -> int:
     with suppress(OSError, EOFError):  # the run is over, or its command is gone
         while True:
             attempt = Path(messages.receive(connection))
-            messages.send(connection, host(attempt, Task.read(attempt), name))
+            messages.send(connection, host(attempt, Task.read(attempt), name, connection))
     return 0
 
 
@@ -160,6 +188,7 @@ def rank(folder: Path, who: Identity) -> None:
             secret=hashlib.sha256(b"the store" + secret).hexdigest(),
             listener=None if listener is None else Descriptor(listener.detach()),
             console=None if console is None else Descriptor(os.dup(console.fileno())),
+            own_address=address,
             plain=True,
         )
     )

@@ -107,11 +107,13 @@ def start(
             elastic=config.parallel.elastic,
         )
     run_dir, address = run_dir.absolute(), address_of(launch)
-    group = GroupOrders(entry, ready.world_size, run_dir, ready.device, launch.timeout, launch.threads)
+    elastic = config.parallel.elastic
+    group = GroupOrders(entry, ready.world_size, run_dir, ready.device, launch.timeout, launch.threads, elastic)
     with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
         with (folder / PAYLOAD_FILE).open("wb") as file:
             pickle.dump(content, file, protocol=pickle.HIGHEST_PROTOCOL)
-        acceptor = Acceptor(listener, new_secret(folder), silence_of(launch.timeout), ready.world_size)
+        awaited = 1 if elastic else ready.world_size
+        acceptor = Acceptor(listener, new_secret(folder), silence_of(launch.timeout), awaited)
         seats = seats_of(launch) if launch.launcher == "rank_table" else ()
         task = Task(group, address, listener.getsockname()[1], launch.launcher, seats)
         task.write(folder)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from runner.config.launch import Launch
 from runner.errors import RunFailed
 from runner.launch import failure, network
-from runner.launch.failure import Done, Failure
+from runner.launch.failure import CauseOrder, Done, Failure
 from runner.launch.interrupts import Interrupts
 from runner.launch.launchers.commands import Command, Started
 from runner.launch.launchers.connection import Acceptor, Task
@@ -32,6 +33,7 @@ from runner.launch.supervision import CAUSE, ECHO, SupervisedRank, Supervision, 
 JOIN = 120.0  # seconds at least that ranks may take to join: each of them imports torch
 LEAVE = 15.0  # seconds for launchers to end by themselves after their ranks have
 END = 3.0  # and after a failure
+AGAIN = 5.0  # seconds between two tries to start elastic ranks on a host that is down
 
 
 class LaunchedSupervision(Supervision):
@@ -39,7 +41,14 @@ class LaunchedSupervision(Supervision):
 
     poll_interval = 0.2
 
-    def __init__(self, acceptor: Acceptor, task: Task, launch: Launch, until: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        acceptor: Acceptor,
+        task: Task,
+        launch: Launch,
+        until: Callable[[], bool] | None = None,
+        again: Callable[[str], HostProcess | None] | None = None,
+    ) -> None:
         run_dir = task.group.run_dir
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         hosts = [seat[0] for seat in task.seats] or [""] * task.group.world_size
@@ -53,6 +62,7 @@ class LaunchedSupervision(Supervision):
         self.join_limit = max(self.group.timeout, JOIN)
         self.join_by = time.monotonic() + self.join_limit
         self.ended_at: float | None = None
+        self.again, self.tried = again, dict[str, float]()
 
     def start(self, command: Command, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start a launcher in its own process group: Ctrl-C reaches only this command, which ends everything."""
@@ -78,7 +88,7 @@ class LaunchedSupervision(Supervision):
 
     def receive(self, seconds: float) -> None:
         sources = [source for rank in self.ranks for source in rank.sources]
-        if self.absent:
+        if self.absent or self.group.elastic:
             sources.append(self.acceptor.listener)
         else:
             self.acceptor.listener.close()  # all ranks have joined: accept no more connections
@@ -86,20 +96,51 @@ class LaunchedSupervision(Supervision):
             self.acceptor.take()
         for hello, accepted in self.acceptor.arrived():
             rank = self.ranks[hello.rank]
+            if rank.connection is not None:  # elastic: the process before it is down, which is not noticed yet
+                rank.forget()
             rank.connection = accepted
             rank.host = rank.host or self.names.get(hello.address, hello.host)
 
+    def replace_killed(self) -> None:
+        first = self.ranks[0].report
+        if not self.group.elastic or isinstance(first, Failure):
+            return
+        for rank in self.ranks[1:]:
+            found = rank.report
+            if isinstance(found, Failure) and (rank.lost or rank.wordless or found.order is not CauseOrder.CAUSE):
+                if first is None:
+                    print(f"rank {rank.number} on {rank.host} {found.what}; the others go on", flush=True)
+                rank.forget()
+            if first is not None and rank.connection is None:  # all work is done
+                rank.report = Done(None)
+
     def check(self, now: float) -> None:
-        if ended := [(command, process) for command, process in self.processes if process.poll()]:
+        needed = self.processes
+        if self.group.elastic:
+            needed = [(command, process) for command, process in needed if command.host == self.ranks[0].host]
+            if self.ranks[0].report is None:
+                self._start_again(now)
+        if ended := [(command, process) for command, process in needed if process.poll()]:
             self.ended_at = self.ended_at or now  # its ranks may have something to say
             if now >= self.ended_at + ECHO:
                 raise self._ended(*ended[0])
-        elif now >= self.join_by and self.absent:
+        elif now >= self.join_by and (self.ranks[0] in self.absent if self.group.elastic else self.absent):
             raise RunFailed(
                 "MW714",
                 f"{by_host(self.absent, len(self.ranks))} did not join within {self.join_limit:g} s."
                 f"{self._last_words()}",
             )
+
+    def _start_again(self, now: float) -> None:
+        """Start the ranks of hosts anew that are down, all but those of the host of rank 0, every few seconds."""
+        for place, (command, process) in enumerate(self.processes):
+            name = command.host
+            down = isinstance(process, HostProcess) and (process.cut_off or process.poll() is not None)
+            if not down or name is None or name == self.ranks[0].host or now < self.tried.get(name, 0.0) + AGAIN:
+                continue
+            self.tried[name] = now
+            if self.again is not None and (found := self.again(name)) is not None:
+                self.processes[place] = command, found
 
     def stop(self, patience: float) -> None:
         """Give launchers `patience` seconds to exit; close all connections; kill the remaining local processes."""
@@ -161,7 +202,8 @@ def supervise(
         RunFailed, ConfigError, StrategyError: as `Supervision.wait`; a launcher failed, or a host is down.
         KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
-    supervision = LaunchedSupervision(acceptor, task, launch, until)
+    again = None if hosts is None else partial(hosts.begin, attempt=attempt)
+    supervision = LaunchedSupervision(acceptor, task, launch, until, again)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts(supervision.stop_ranks if stoppable else None) as interrupts:
