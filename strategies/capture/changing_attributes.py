@@ -1,40 +1,41 @@
-"""Attributes of modules, no buffers, from which a forward computes and which it changes: a count of steps, a running
-average in a plain tensor.
+"""What a forward computes from and changes, outside of buffers: a count of steps, a flag that it turns, the hidden
+state that it left behind, a running average in a plain tensor.
 
-A graph is the same in every step, so it would have what the attribute is in the first one. The exporter restores all
-attributes after it has traced a forward. So where that has changed numbers, a copy of the module is called twice: what
-a forward sets once, such as the length of a cached table, is the same in the second call. Of tensors, one that the
-graph still needs and that the forward has replaced is such an attribute.
+A graph is the same in every step, so it would have what the first one has found. The exporter restores attributes after
+it has traced a forward, not what is in lists, in classes or in globals. So where a forward has changed anything, the
+module is called twice, and put back: what a forward sets once, such as the length of a cached table, is the same in the
+second call. Numbers and flags that are read must be. What the first call has left behind may not matter to the second
+one: it computes the same where tensors of it are not numbers, and with what was added to lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
+from strategies.capture.python_state import ENTRIES, INTERNAL, Place, PythonState, State, changed
 from strategies.capture.repeated_modules import reading
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph, Ref
-
-INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-Numbers = dict[tuple[str, str, str], int | float]
-"""By the path of a module, the name of an attribute, and the place in it."""
+from strategies.rules.drawing_calls import begin_at, restored
 
 
 class ChangingAttributes:
-    """What the forward of `root` changes. `duplicate` copies it, to be called."""
+    """What the forward of `root` changes."""
 
-    def __init__(self, root: nn.Module, duplicate: Callable[[nn.Module], nn.Module]) -> None:
-        self._root, self._duplicate = root, duplicate
-        self._numbers: Numbers = {}
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._first: PythonState | None = None
+        self._before: State = {}
         self._tensors: dict[tuple[str, str], Tensor] = {}
-        self._counts = False
+        self._changes = False
         self._replaced: dict[tuple[str, str], Tensor] = {}
 
     @contextmanager
@@ -46,20 +47,28 @@ class ChangingAttributes:
         finally:
             for hook in hooks:
                 hook.remove()
+            self.restore()
+
+    def restore(self) -> None:
+        """Take back what an export leaves outside of modules' attributes, and in containers of these: traced
+        tensors."""
+        if self._first is not None:
+            self._first.restore()
 
     def _begin(self, *_: Any) -> None:
-        self._numbers, self._tensors = _numbers(self._root), _tensors(self._root)
+        now = PythonState(self._root)
+        self._first, self._before, self._tensors = self._first or now, now.values, _tensors(self._root)
 
     def _end(self, *_: Any) -> None:
-        self._counts = self._counts or _numbers(self._root) != self._numbers
+        self._changes = self._changes or bool(changed(self._before, PythonState(self._root).values))
         now = _tensors(self._root)
         self._replaced |= {key: one for key, one in self._tensors.items() if now.get(key) is not one}
 
     def check(
         self, graph: OperatorGraph, tensors: Mapping[str, Tensor], batch: Sequence[Tensor], training: bool
     ) -> None:
-        """After the export. Raises StrategyError for a tensor that the forward replaces and the graph needs, and for a
-        number that it reads, and changes in every call."""
+        """After the export. Raises StrategyError for a tensor that the forward replaces and the graph needs, for a
+        number or flag that it reads, and changes in every call, and for a tensor of the call before that it needs."""
         places = {_memory(one): key for key, one in self._replaced.items()}
         for source in graph.of_kind("constant"):
             key = places.get(_memory(tensors[source.name]))
@@ -70,46 +79,128 @@ class ChangingAttributes:
                     "it: a graph would have its first values in every step. Register it as a buffer "
                     "(register_buffer).",
                 )
-        if not self._counts or any(one.is_meta for one in self._root.parameters()):
-            return
-        module, read = self._duplicate(self._root).train(training), dict[int, set[str]]()
-        found = [_numbers(module)]
-        with torch.random.fork_rng([]), torch.no_grad():
-            for _ in range(2):
-                with reading(read):
-                    module(*(tensor.detach().clone() for tensor in batch))
-                found.append(_numbers(module))
+        held = (*self._root.parameters(), *self._root.buffers())
+        if self._changes and not any(one.is_meta or isinstance(one, FakeTensor) for one in held):
+            with torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
+                self._call_twice(batch, training)
+
+    def _call_twice(self, batch: Sequence[Tensor], training: bool) -> None:
+        module, read = self._root.train(training), dict[int, set[str]]()
+        states, results = [PythonState(module).values], list[list[Any]]()
+        put_back, between = _values(module), None
+        for number in range(2):
+            if number and any(isinstance(one, Tensor) for one in changed(*states).values()):
+                between = _restoring(module)
+            put_back()
+            with reading(read):
+                results.append(_called(module, batch))
+            states.append(PythonState(module).values)
         names = {path: read.get(id(vars(one)), set()) for path, one in module.named_modules()}
-        for (path, name, place), last in found[-1].items():
-            values = [numbers.get((path, name, place)) for numbers in found]
-            if name in names[path] and last not in values[:-1]:
-                raise StrategyError(
-                    "MW906",
-                    f"The model's forward counts in {_shown(path, name)}{place}, a number of Python "
-                    f"({', '.join(map(str, values))} after so many calls), of which a graph would have the first value "
-                    "in every step. Count in a buffer (register_buffer), or leave it out.",
-                )
+        changes = changed(*states[1:])
+        growing = {(path, name) for path, name, place in changes if place.endswith(ENTRIES)}
+        for (path, name, place), last in changes.items():
+            if isinstance(last, Tensor) or (path, name) in growing or (path and name not in names[path]):
+                continue
+            shown = ", ".join(repr(state.get((path, name, place))) for state in states)
+            raise StrategyError(
+                "MW906",
+                f"The model's forward counts in {_shown(path, name)}{place}, a value of Python ({shown} after so many "
+                "calls), of which a graph would have the first one in every step. Count in a buffer "
+                "(register_buffer), or leave it out.",
+            )
+        left = [*growing]
+        matters = bool(growing) and not _equal(*results)
+        if between is not None and not matters:
+            between()
+            put_back()
+            from_first = {place for place in changed(*states[:2]) if place[:2] in growing}
+            left = _unusable(module, changes.keys() | from_first, states[0])
+            matters = bool(left) and not _equal(results[-1], _called(module, batch))
+        if matters:
+            raise StrategyError(
+                "MW906",
+                f"The model's forward computes with what the forward before has left in {_shown(*left[0])}: a graph "
+                "would do without it in every step, as the first one. Register it as a buffer (register_buffer), with "
+                "its shape from the beginning, or reset it at the beginning of a forward.",
+            )
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Leave a module as it was."""
+    restore, modes = _restoring(module), {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        restore()
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _restoring(module: nn.Module) -> Callable[[], None]:
+    """What gives a module its present state back, but for what only an optimizer changes."""
+    python, values = PythonState(module), _values(module)
+    tables = [(table, dict(table)) for part in module.modules() for table in (vars(part), part._buffers)]
+
+    def restore() -> None:
+        python.restore()
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
+        values()
+
+    return restore
+
+
+def _values(module: nn.Module) -> Callable[[], None]:
+    """What gives buffers and frozen parameters their present values back."""
+    tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    frozen = [one for one in module.parameters() if not one.requires_grad]
+    values = [(one, one.detach().clone()) for one in (*module.buffers(), *frozen)]
+
+    def restore() -> None:
+        for table, entries in tables:
+            table.update(entries)
+        for tensor, value in values:
+            tensor.copy_(value)
+
+    return restore
+
+
+def _called(module: nn.Module, batch: Sequence[Tensor]) -> list[Any]:
+    """What a module returns, with the same random numbers in every call."""
+    torch.manual_seed(0)
+    begin_at(0)
+    return tree_leaves(module(*(tensor.detach().clone() for tensor in batch)))
+
+
+def _unusable(module: nn.Module, places: Set[Place], before: State) -> list[tuple[str, str]]:
+    """Fill the tensors at these places with what is no number, but for those that parameters and buffers share, or
+    `before`. Returns the attributes and globals that hold them."""
+    known = (*module.parameters(), *module.buffers(), *before.values())
+    own, filled = {_memory(one) for one in known if isinstance(one, Tensor)}, []
+    for place, value in PythonState(module).values.items():
+        if isinstance(value, Tensor) and place in places and _memory(value) not in own:
+            memory = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+            if value.is_floating_point() or value.is_complex():
+                memory.fill_(math.nan)
+            else:
+                memory.fill_(0 if memory.any() else 1)
+            filled.append(place[:2])
+    return filled
+
+
+def _equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two results of a forward are the same."""
+    return len(first) == len(second) and all(
+        torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+        for one, other in zip(first, second, strict=True)
+        if isinstance(one, Tensor)
+    )
 
 
 def _shown(path: str, name: str) -> str:
-    return f"{path}.{name}".removeprefix("model.")
-
-
-def _numbers(root: nn.Module) -> Numbers:
-    return {
-        (path, name, keystr(place)): leaf
-        for path, module in root.named_modules()
-        for name, value in vars(module).items()
-        if name not in INTERNAL
-        for place, leaf in _leaves(value)
-    }
-
-
-def _leaves(value: Any) -> list[tuple[Any, Any]]:
-    """The numbers that an attribute is, or has in dicts or lists, with their places."""
-    if isinstance(value, dict | list):
-        return [(place, leaf) for place, leaf in tree_flatten_with_path(value)[0] if type(leaf) in (int, float)]
-    return [((), value)] if type(value) in (int, float) else []
+    return f"{path}.{name}".removeprefix("model.").removeprefix(".")
 
 
 def _tensors(root: nn.Module) -> dict[tuple[str, str], Tensor]:
@@ -117,7 +208,7 @@ def _tensors(root: nn.Module) -> dict[tuple[str, str], Tensor]:
         (path, name): value
         for path, module in root.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, Tensor)
+        if name not in INTERNAL and isinstance(value, Tensor)
     }
 
 

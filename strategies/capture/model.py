@@ -192,7 +192,7 @@ def _captured(
         check_hooks(objective)
     hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
     repeated, assigned = RepeatedModules(objective), AssignedBuffers(objective)
-    changing = ChangingAttributes(objective, duplicate)
+    changing = ChangingAttributes(objective)
     try:
         with (
             traceable(objective),
@@ -217,6 +217,7 @@ def _captured(
                     raise NotRepeated
             except NotRepeated:
                 assigned.restore()
+                changing.restore()
                 exported = export()
     except (StrategyError, NotOpaque):
         raise

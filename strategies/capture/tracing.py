@@ -41,6 +41,7 @@ from strategies.capture.numbers import SYMBOLS
 from strategies.rules.ctc import ctc_loss
 
 READS_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+WRITES_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 """Loggers of torch that print tracebacks of what the exporter raises anyway."""
@@ -189,6 +190,9 @@ class _Unasked(TorchFunctionMode):
             return answer[0]
         if function == READS_DATA:
             return args[0].detach()
+        if function == WRITES_DATA and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype):
+            with torch.no_grad():
+                return args[0].copy_(args[1])
         return function(*args, **(kwargs or {}))
 
 

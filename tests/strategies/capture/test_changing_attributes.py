@@ -3,7 +3,11 @@ not."""
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +26,8 @@ class Net(nn.Module):
         self.layer, self.change = nn.Linear(4, 4), change
         self.calls, self.state, self.length = 0, {"step": 0.0}, 0
         self.center, self.table = torch.ones(4), torch.zeros(0)
+        self.flag, self.hidden, self.queue, self.features = False, None, deque([torch.ones(4)], 1), list[Tensor]()
+        self.object, self.numbers = SimpleNamespace(steps=0), itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.change(self, x)
@@ -63,13 +69,114 @@ def moved(net: Any, x: Tensor) -> Tensor:
     return net.center
 
 
+CALLS, TABLES, LOG = 0, dict[int, Tensor](), list[int]()
+
+
+class Counted(nn.Module):
+    steps = 0
+
+
+def of_class(net: Any, x: Tensor) -> float:
+    Counted.steps += 1
+    return 1 / Counted.steps
+
+
+def of_file(net: Any, x: Tensor) -> float:
+    global CALLS
+    CALLS += 1
+    return 1 / CALLS
+
+
+def enclosed() -> Callable[[Any, Tensor], float]:
+    steps = 0
+
+    def change(net: Any, x: Tensor) -> float:
+        nonlocal steps
+        steps += 1
+        return 1 / steps
+
+    return change
+
+
+def of_iterator(net: Any, x: Tensor) -> float:
+    return 1 / next(net.numbers)
+
+
+def of_object(net: Any, x: Tensor) -> float:
+    net.object.steps += 1
+    return 1 / net.object.steps
+
+
+def turned(net: Any, x: Tensor) -> float:
+    net.flag = not net.flag
+    return 1.0 if net.flag else -1.0
+
+
+def in_turn(net: Any, x: Tensor) -> float:
+    net.calls = (net.calls + 1) % 2
+    return net.calls + 1.0
+
+
+def hidden(net: Any, x: Tensor) -> Tensor:
+    before, net.hidden = net.hidden, x.detach().tanh()
+    return torch.ones(4) if before is None else before
+
+
+def queue(net: Any, x: Tensor) -> Tensor:
+    before = list(net.queue)
+    net.queue.append(x.detach().mean(0))
+    return torch.stack([torch.ones(4), *before]).sum(0)
+
+
+def history(net: Any, x: Tensor) -> Tensor:
+    net.features.append(x.detach().mean(0))
+    return torch.stack(net.features).mean(0)
+
+
+def logged(net: Any, x: Tensor) -> float:
+    net.features.append(x.detach().mean(0))
+    LOG.append(x.shape[0])
+    return 1.0
+
+
+@lru_cache
+def table(size: int) -> Tensor:
+    return torch.arange(1.0, 1.0 + size)
+
+
+def remembered(net: Any, x: Tensor) -> Tensor:
+    return table(x.shape[1]) * TABLES.setdefault(x.shape[1], torch.ones(x.shape[1]))
+
+
+def collected(net: Any, x: Tensor) -> Tensor:
+    net.features.clear()
+    net.features.append(x.exp())
+    net.last = x.tanh()
+    return net.features[-1] + net.last
+
+
 def captured(change: Callable[[Any, Tensor], Any], training: bool) -> None:
     capture(Objective(Net(change), None, ("x",), ()), (torch.randn(8, 4),), training=training)
 
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(number, "calls"), (late, "calls"), (nested, "state['step']"), (average, "center")],
+    [
+        (number, "calls"),
+        (late, "calls"),
+        (nested, "state['step']"),
+        (average, "center"),
+        (of_class, "Counted.steps"),
+        (of_file, "CALLS"),
+        (enclosed(), "change.steps"),
+        (of_iterator, "numbers"),
+        (of_object, "object"),
+        (turned, "flag"),
+        (in_turn, "calls"),
+        (hidden, "hidden"),
+        (queue, "queue"),
+        (history, "features"),
+    ],
     ids=lambda one: getattr(one, "__name__", None),
 )
 def test_refused(change: Callable[[Any, Tensor], Any], name: str) -> None:
@@ -78,6 +185,7 @@ def test_refused(change: Callable[[Any, Tensor], Any], name: str) -> None:
     assert found.value.code == "MW906" and name in str(found.value)
 
 
-@pytest.mark.parametrize("change", [cached, noted, moved], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("change", [cached, noted, moved, remembered, collected, logged], ids=lambda one: one.__name__)
 def test_captured(change: Callable[[Any, Tensor], Any]) -> None:
     captured(change, False)
+    assert not TABLES and not LOG and type(table(4)) is Tensor  # nothing is left that was only traced
