@@ -180,17 +180,20 @@ def global_batch(
 
 
 def mixes_rows(dataset: MapDataset, collate: Collate, rows: Sequence[int], seed: int, epoch: int) -> bool:
-    """Whether a row of a batch that `collate` makes depends on other rows: whether half of `rows` make other ones than
-    all of them do. Raises ConfigError as `global_batch`."""
+    """Whether a row of a batch that `collate` makes depends on other rows: whether half of `rows`, the first or
+    those from the second on, make other ones than all of them do. Raises ConfigError as `global_batch`."""
     half = len(rows) // 2
     if not half:
         return False
-    batches = (global_batch(dataset, collate, some, seed, epoch) for some in (rows, rows[:half]))
-    (names, complete), (_, part) = map(flatten_batch, batches)
+    parts = slice(0, half), slice(1, 1 + half)  # neighbours that are mixed two by two are torn apart in one of them
+    names, complete = flatten_batch(global_batch(dataset, collate, rows, seed, epoch))
     alone = unbatched(collate)
     return any(
-        one[:half].shape != other.shape or not torch.equal(one[:half].nan_to_num(), other.nan_to_num())
-        for name, one, other in zip(names, complete, part, strict=True)
+        one[part].shape != other.shape or not torch.equal(one[part].nan_to_num(), other.nan_to_num())
+        for part in parts
+        for name, one, other in zip(
+            names, complete, flatten_batch(global_batch(dataset, collate, rows[part], seed, epoch))[1], strict=True
+        )
         if name not in alone
     )
 

@@ -28,6 +28,7 @@ from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, flatten_batch, global_batch, mixes_rows
 from runner.data.order import Order
+from runner.data.row_seeds import EVALUATION
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError, allowed
 from runner.planning import lowering
@@ -214,6 +215,9 @@ def prepare(
     together = False
     if collate is not None and world_size > 1 and config.job.name in (*TRAINING, "launch"):
         together = mixes_rows(training, collate, first, config.train.seed, 0)
+    if evaluation_collate is not None and world_size > 1 and config.job.name == "predict" and evaluating is not None:
+        predicted = range(min(evaluation_rows(config), len(evaluating)))
+        together = mixes_rows(evaluating, evaluation_collate, predicted, config.train.seed, EVALUATION)
     if together:
         say("data: data.collate makes rows of a batch from several samples, so every rank reads complete batches.")
     data = _described(config, training, evaluating, collate, shapes, first[0], say)

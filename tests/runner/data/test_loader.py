@@ -198,10 +198,16 @@ def ranked(samples: list[Any]) -> Tensor:
     return torch.tensor(samples, dtype=torch.float64).argsort(descending=True)[:, None]
 
 
+def paired(samples: list[Any]) -> Tensor:
+    """Rows of which each depends on its neighbour in a pair."""
+    return torch.tensor(samples).view(-1, 2).flip(1).reshape(-1, 1) if len(samples) % 2 == 0 else ranked(samples)
+
+
 def test_a_collate_that_makes_rows_of_several_samples_gets_all_of_them() -> None:
     samples, rows = Rows([3.0, 1.0, 4.0, 1.5]), [0, 1, 2, 3]
     stacked = lambda samples: torch.tensor(samples)[:, None]  # noqa: E731
     assert mixes_rows(samples, ranked, rows, 0, 0) and not mixes_rows(samples, stacked, rows, 0, 0)
+    assert mixes_rows(samples, paired, rows, 0, 0)
     batch = global_batch(samples, ranked, rows)
     (part,) = LocalBatches(samples, ranked, [((2, 4), (0, 1))], together=True).load(rows)
     assert torch.equal(part, batch[2:])

@@ -86,6 +86,29 @@ def test_the_number_of_rows_is_limited(start, stored):
     )
 
 
+def centred(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A collate function whose rows depend on all of a batch."""
+    x, y = (torch.stack([torch.as_tensor(sample[n]) for sample in samples]) for n in (0, 1))
+    return x - x.mean(0), y
+
+
+@pytest.mark.slow
+def test_a_collate_that_mixes_rows_gets_all_of_a_batch(start, stored):
+    ended = start(
+        *SMALL,
+        *MODES["data_parallel"],
+        ROWS,
+        f"data.collate={__name__}.centred",
+        f"predict.checkpoint={stored}",
+        verb="predict",
+    )
+    batches = torch.split(networks.Points(50, 1).x, 16)
+    with torch.no_grad():
+        expected = torch.cat([trained()(x - x.mean(0)) for x in batches])
+    found = torch.tensor([line["output"] for line in lines(ended.folder)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path):
     data = networks.Points(7, 2)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(x.tolist())}\n\n" for x in data.x), encoding="utf-8")
