@@ -70,6 +70,34 @@ def added_seconds(
     return dict(added)
 
 
+def hidden_gathers(
+    program: Program, works: Mapping[str, Work], gathers: Mapping[str, tuple[int, float]], last: int, share: float
+) -> tuple[float, float]:
+    """Seconds of gathering parameters that forward and backward of one micro-batch hide, as
+    `strategies.runtime.gathering` orders them: a bucket is gathered where something first uses it, forward and
+    backward, and while the bucket before it is used.
+
+    Args:
+        program: What a rank runs.
+        works: Of the operators, by plan name.
+        gathers: The number of the bucket of every parameter that is gathered, and the seconds of its gather, by id.
+        last: The bucket that stays complete from forward to backward.
+        share: The share of a gather that can hide.
+    """
+    main, hidden, beside = main_calls(program.instructions), [0.0, 0.0], 0.0
+    for backward, instructions in enumerate((program.instructions, program.instructions[::-1])):
+        used = {last} if backward else set[int]()
+        for one in instructions:
+            for number, seconds in (gathers[ref.id] for ref in one.operands if ref.id in gathers):
+                if number not in used:
+                    hidden[backward] += min(share * seconds, beside) if used else 0.0  # nothing knows of the first
+                    used.add(number)
+                    beside = 0.0
+            if isinstance(one, Compute) and one is main[one.operator] and one.operator in works:
+                beside += works[one.operator].backward if backward else works[one.operator].forward
+    return hidden[0], hidden[1]
+
+
 def cooperation_stages(one: Cooperate, work: float, backward: bool, mesh: Mesh, cluster: Cluster) -> Stages:
     """What communication adds to a cooperative computation of `work` seconds, in one direction: rotations run beside
     all blocks but one, except for the last one of backward, which brings the gradients home; others block."""

@@ -7,8 +7,9 @@ ZeRO's collectives and the optimizer. Bytes are those that `strategies.planner.d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -20,7 +21,7 @@ from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.backward_halves import weight_seconds
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
-from strategies.cost.exposed_communication import added_seconds
+from strategies.cost.exposed_communication import added_seconds, hidden_gathers
 from strategies.cost.roofline import Work, operator_work
 from strategies.optimizer import sharding
 from strategies.optimizer.buckets import Bucket, all_reduce_elements, buckets
@@ -68,7 +69,7 @@ class StepCost:
         weights: The part of the redistributions that carries parameters.
         gradients: Gradient reduction at stage 0.
         exposed: The part of `gradients` that backward does not hide.
-        zero: ZeRO's collectives, without what backward hides of our own reduce-scatters.
+        zero: ZeRO's collectives, without what compute hides of our own gathers and reduce-scatters.
         optimizer: The optimizer's update.
     """
 
@@ -199,7 +200,7 @@ def step_cost(
         weights,
         gradients,
         exposed,
-        _zero(program, cluster, settings, backward),
+        _zero(program, cluster, settings, backward, by_name),
         optimizer_seconds(program, cluster, settings),
     )
 
@@ -237,9 +238,16 @@ def _exposed(times: Sequence[float], backward: float, cluster: Cluster) -> float
     return max(total - min(cluster.overlap * total, backward), times[-1]) if times else 0.0
 
 
-def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings, backward: float) -> dict[str, float]:
+def _zero(
+    program: Program,
+    cluster: Cluster,
+    settings: OptimizerSettings,
+    backward: float,
+    works: Mapping[str, Work] = MappingProxyType({}),
+) -> dict[str, float]:
     """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for.
-    `backward` of one micro-batch hides reduce-scatters of our own: at stage 1 the last one alone."""
+    `backward` of one micro-batch hides reduce-scatters of our own: at stage 1 the last one alone. The `works` of
+    operators, by plan name, hide gathers of our own stage 3."""
     by_kind: dict[str, list[float]] = {}
     for call in _zero_calls(program, settings):
         seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, program.mesh, cluster)
@@ -247,12 +255,31 @@ def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings, backw
             seconds += WORK[settings.engine].gather * cluster.view
         by_kind.setdefault(call.kind, []).append(call.count * seconds)
     exposed = {kind: sum(times) for kind, times in by_kind.items()}
+    if settings.native and settings.stage == 3 and ALL_GATHER in by_kind:
+        hidden = _hidden_gathers(program, cluster, settings, works)
+        exposed[ALL_GATHER] -= settings.accumulate * sum(hidden)
+        backward -= hidden[1]
     if settings.native and settings.overlap and REDUCE_SCATTER in by_kind:
         hiding = settings.accumulate if settings.stage > 1 else 1
         exposed[REDUCE_SCATTER] = _exposed(by_kind[REDUCE_SCATTER][::-1], hiding * backward, cluster)
     if settings.stage and program.mesh.size > 1:
         exposed[ALL_REDUCE] = exposed.get(ALL_REDUCE, 0.0) + norm_seconds(program.mesh, cluster)
     return exposed
+
+
+def _hidden_gathers(
+    program: Program, cluster: Cluster, settings: OptimizerSettings, works: Mapping[str, Work]
+) -> tuple[float, float]:
+    """Seconds of our own stage 3's gathers that forward and backward of one micro-batch hide."""
+    names = [group["names"] for group in settings.groups_for(program)]
+    buckets = sharding.sharded_buckets(program, names, settings.limit, settings.stage, settings.complete)
+    ids, gathers = {source.name: source.id for source in parameters(program)}, dict[str, tuple[int, float]]()
+    for number, bucket in enumerate(buckets):
+        if bucket.ranks > 1 and not bucket.stay:
+            size = (bucket.ranks - 1) * bucket.part * ITEM_BYTES[bucket.dtype]
+            seconds = collective_seconds(ALL_GATHER, size, bucket.axes, program.mesh, cluster)
+            gathers |= {ids[member.name]: (number, seconds) for member in bucket.members}
+    return hidden_gathers(program, works, gathers, len(buckets) - 1, cluster.overlap)
 
 
 def _zero_calls(program: Program, settings: OptimizerSettings) -> tuple[zero_traffic.Calls, ...]:

@@ -257,7 +257,7 @@ class NodeCost:
         They are those of reducing its gradient, as part of a bucket, over the axes over which `layout` is partial, as
         far as backward does not hide it, and of the optimizer's own work, as `strategies.cost.step.optimizer_seconds`
         counts it. ZeRO copies every gradient of a micro-batch; stage 2 reduces it too, and stage 3 gathers the
-        parameter. Backward hides what our own ZeRO reduces as it does at stage 0.
+        parameter. Backward hides what our own ZeRO reduces as it does at stage 0, and compute hides what it gathers.
         """
         problem, mesh, relaxation = self.problem, self.problem.mesh, self.problem.relaxation
         cluster = self.cluster if relaxation is None else relaxation.cluster
@@ -286,6 +286,7 @@ class NodeCost:
         if problem.stage == 3:
             kept = usual_limit(self.gradient_bytes, 3) / self.gradient_bytes if native else 0.0  # our own last bucket
             gathers = 2 - min(kept, 1.0) if relaxation is None else 1  # what stays until backward is not gathered again
+            gathers *= 1 - cluster.overlap * native
             return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + exposed * seconds(REDUCE_SCATTER, width)
         added = seconds(REDUCE_SCATTER, width) if native else seconds(ALL_REDUCE, MASTER)
         reduced = added / (problem.micro_batches if problem.stage == 1 else 1)

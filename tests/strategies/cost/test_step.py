@@ -112,6 +112,21 @@ def test_zero_sends_as_many_bytes_as_predicted_and_updates_a_part(model: Model) 
     assert cost(model, OptimizerSettings(1, accumulate=3)).zero["all_reduce"] == pytest.approx(once)
 
 
+def test_a_gather_of_stage_3_hides_behind_what_uses_the_bucket_before(model: Model) -> None:
+    layers = OptimizerSettings(3, engine="native", bucket=2 * 512 * 513)  # in fp64: a bucket per layer
+    blocking, half, hidden = (
+        cost(model, layers, machine=replace(MACHINE, overlap=share)).zero["all_gather"] for share in (0.0, 0.5, 1.0)
+    )
+    assert hidden == pytest.approx(blocking / 7)  # 4 forward and 3 backward, and nothing comes before the first
+    assert blocking - half == pytest.approx((blocking - hidden) / 2)
+    twice = cost(model, replace(layers, accumulate=2)).zero["all_gather"]
+    assert twice == pytest.approx(2 * hidden)
+    fast = replace(MACHINE, flops={"float32": 1e18}, memory_bandwidth=1e18, launch=1e-9)
+    assert cost(model, layers, machine=fast).zero["all_gather"] == pytest.approx(blocking, rel=0.01)
+    deepspeed = replace(layers, engine="deepspeed")
+    assert cost(model, deepspeed).zero == cost(model, deepspeed, machine=replace(MACHINE, overlap=0.0)).zero
+
+
 def test_an_update_costs_the_bytes_of_its_calls(model: Model) -> None:
     plain, adam = cost(model, OptimizerSettings()), cost(model, OptimizerSettings(factory=torch.optim.Adam))
     assert adam.optimizer - plain.optimizer == pytest.approx(
