@@ -41,10 +41,11 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
     """Prepare, and train on all ranks, `1 + launch.max_restarts` times at most; returns what rank 0 returns. `payload`
     has the "folder" of the preparation and the "marks" of the time until now.
 
-    A host that no longer answers, and a rank that has failed twice without a save in between, are permanently down: a
-    host of `launch.standby` takes the place of the former, or, if `launch.min_ranks` allows it, the run goes on without
-    them, and with `launch.max_ranks` takes them back later. Raises RunFailed as the last attempt did; wrong input
-    (ConfigError, StrategyError) is not tried again. Host processes stay from attempt to attempt.
+    A host that no longer answers, and a rank that has failed twice without a save in between, are permanently down. A
+    host of `launch.standby` takes the place of one that is down, or on which ranks have failed twice without a save in
+    between; or else, if `launch.min_ranks` allows it, the run goes on without them, and with `launch.max_ranks` takes
+    them back later. Raises RunFailed as the last attempt did; wrong input (ConfigError, StrategyError) is not tried
+    again. Host processes stay from attempt to attempt.
     """
     check(config.launch)
     with warm_hosts(config.launch, run_dir) as hosts:
@@ -52,7 +53,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
 
 
 def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHosts | None) -> Any:
-    most, count, before = config.launch.max_restarts, 0, None
+    most, count, before = config.launch.max_restarts, 0, dict[str | int | None, str | None]()
     folder, marks = Path(payload["folder"]), payload["marks"]
     ready: Ready | None = None
     given: str | None = None
@@ -67,9 +68,12 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
                 payload = payload | {"marks": () if count else marked(marks, "imports, capture and plan")}
             elif failed is not None:
                 began, newest, who = time.monotonic(), _newest(config, run_dir) or given, "It"
-                gone = failed.hosts or (failed.rank is not None and before == (failed.rank, newest))
-                before = (failed.rank, newest)
-                if gone and lost.replace(failed.hosts, ready.world_size):
+                rank, host = failed.rank, "" if failed.rank is None else config.launch.host_of(failed.rank)
+                again = {where for where in (rank, host) if where in before and before[where] == newest}
+                before = {where: newest for where in (rank, host) if where not in (None, "")}
+                gone = failed.hosts or rank in again
+                worn = failed.hosts or ((host,) if host in again else ())
+                if worn and lost.replace(worn, ready.world_size):
                     config = lost.complete
                     who = f"With {', '.join(host.name for host in config.launch.hosts)}, it"
                 elif gone and config.launch.min_ranks is not None:

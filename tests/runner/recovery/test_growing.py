@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -129,6 +130,39 @@ def test_a_run_that_cannot_grow_waits_for_twice_as_many_checkpoints(monkeypatch,
     monkeypatch.setattr(restarting.lineage, "begin", lambda *given: None)
     assert restarting.train(made, tmp_path, {"folder": str(tmp_path), "marks": ()}) == {"stopped": None}
     assert waits == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("failed", "saved", "expected"),
+    [
+        ((2, 3), False, ["ab", "ab", "ac"]),  # both on b
+        ((2, 2), False, ["ab", "ab", "ac"]),
+        ((0, 3), False, ["ab", "ab", "ab"]),
+        ((2, 3), True, ["ab", "ab", "ab"]),  # there was a checkpoint in between
+        ((2, 3, 2, 2), False, ["ab", "ab", "ac", "ac", "ac"]),  # there is no other spare host
+    ],
+)
+def test_a_host_on_which_ranks_fail_twice_gives_way_to_a_spare_one(monkeypatch, tmp_path, failed, saved, expected):
+    words = (*HOSTS, "launch.standby=[c:2]", "launch.max_restarts=9")
+    made, left, tried = compose_config(*SMALL, *MODES["data_parallel"], *words), [*failed], []
+
+    def start(entry, ready, config, *rest):
+        tried.append("".join(host.name for host in config.launch.hosts))
+        if left:
+            raise RunFailed("MW711", "it was killed.", rank=left.pop(0))
+        return {"stopped": None}
+
+    for name, function in {
+        "start": start,
+        "check": lambda *given: None,
+        "warm_hosts": lambda *given: nullcontext(),
+        "make_ready": lambda *given: Ready(4, "cpu", b"", None, ()),
+        "_newest": lambda *given: f"step-{len(tried):08d}" if saved else None,
+    }.items():
+        monkeypatch.setattr(restarting, name, function)
+    monkeypatch.setattr(restarting.lineage, "begin", lambda *given: None)
+    restarting.train(made, tmp_path, {"folder": str(tmp_path), "marks": ()})
+    assert tried == expected
 
 
 @pytest.mark.parametrize(
