@@ -2,9 +2,10 @@
 
 A tensor that is computed from Python numbers and literals alone has the same values in every step: the operators behind
 it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends on the batch, on
-parameters or on buffers has no values here. Of such a one only the question of an `assert`, or of an `if` that does
-nothing but raise what no `try` around it catches, is answered, by whatever goes on: the graph holds for every batch for
-which the model does not raise.
+parameters or on buffers has no values here. What has as many elements as values say (repeat_interleave, a mask as
+index) becomes a literal where these are known, and so does a size that is a tensor. Of a tensor without values only the
+question of an `assert`, or of an `if` that does nothing but raise what no `try` around it catches, is answered, by
+whatever goes on: the graph holds for every batch for which the model does not raise.
 Invariant: no answer decides what a later step would decide differently.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture.nodes import fakes, in_library
 from strategies.capture.repeated_modules import NOTE, NotRepeated
@@ -37,6 +38,12 @@ QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.item: Tensor.item,
     Tensor.tolist: Tensor.tolist,
 }
+SIZED_BY_VALUES = frozenset(
+    "repeat_interleave nonzero argwhere unique unique_consecutive masked_select bincount".split()
+)
+"""Functions whose results have as many elements as values say; and indexing with a mask."""
+COUNTING = frozenset("arange linspace zeros ones empty full eye".split())
+"""Functions that make tensors of sizes, and ask tensors that are given as such for their values."""
 LARGEST = 2**24
 """Elements of a tensor that is computed for an answer."""
 EXPORT = torch.export.export.__code__.co_filename
@@ -69,6 +76,40 @@ def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
             return (QUESTIONS[question](value),)
     asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)
     return (truth,) if asks_truth and (truth := _goes_on()) is not None else None
+
+
+def literal(function: Any, args: Any, kwargs: Any) -> Any:
+    """The results of a function whose shapes values decide, as new literals; None for other functions, and where not
+    all of its tensors have the same values in every step."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    masked = function is Tensor.__getitem__ and any(leaf.dtype is torch.bool for leaf in leaves[1:])
+    if not leaves or not (masked or getattr(function, "__name__", "") in SIZED_BY_VALUES):
+        return None
+    known: dict[int, Tensor] = {}
+    for leaf in leaves:
+        proxy, root = _traced(leaf)
+        value = None if proxy is None else _value(proxy.node, root)
+        if value is None:
+            return None
+        known[id(leaf)] = value
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        args, kwargs = tree_map_only(Tensor, lambda leaf: known[id(leaf)], (args, kwargs))
+        results = function(*args, **kwargs)
+    device = leaves[0].device
+    return tree_map_only(Tensor, lambda one: torch.tensor(one.tolist(), dtype=one.dtype, device=device), results)
+
+
+def counted(function: Any, args: Any) -> Any:
+    """`args` of a function that makes a tensor, with numbers for tensors of integers that are the same in every
+    step."""
+    if getattr(function, "__name__", "") not in COUNTING:
+        return args
+
+    def number(leaf: Tensor) -> Any:
+        single = not leaf.dim() and not leaf.is_floating_point()
+        return answer[0] if single and (answer := answered(Tensor.item, leaf)) else leaf
+
+    return tree_map_only(Tensor, number, args)
 
 
 def _value(node: fx.Node, literals: nn.Module) -> Tensor | None:

@@ -34,7 +34,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from strategies.capture.constants import QUESTIONS, answered, has_values
+from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal
 from strategies.capture.functional import CUMULATIVE
 from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
@@ -188,6 +188,9 @@ class _Unasked(TorchFunctionMode):
                 return function(*args, **(kwargs or {}))
         if function in QUESTIONS and (answer := answered(function, args[0])):
             return answer[0]
+        if (found := literal(function, args, kwargs or {})) is not None:
+            return found
+        args = counted(function, args)
         if function == READS_DATA:
             return args[0].detach()
         if function == WRITES_DATA and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype):

@@ -27,7 +27,7 @@ from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.runtime.simulate import Simulation
 from tests.matrix.plans import Mode, plan_for
-from tests.matrix.precision import as_double, double_by_default, in_double
+from tests.matrix.precision import as_double, in_double
 from tests.matrix.zoo.architecture import Architecture
 from tests.strategies.threads import Trees
 
@@ -103,7 +103,7 @@ def run(subject: Subject, plan: Plan, kinds: Kinds = (Simulation,)) -> Differenc
 
 
 def _apart(subject: Subject, simulation: Simulation | Trees) -> Differences:
-    with double_by_default() if subject.precision == "fp64" else nullcontext():
+    with in_double() if subject.precision == "fp64" else nullcontext():  # modules that are one operator cast, too
         (losses,) = simulation.run(KEY)
         simulation.backward(losses)
     loss = max(abs(loss.item() - subject.loss) / max(abs(subject.loss), 1e-30) for loss in losses)
@@ -167,11 +167,11 @@ def last_bits(architecture: Architecture, seed: int = 0) -> float:
 
 def cancelling(architecture: Architecture, seed: int = 0) -> dict[str, float]:
     """Gradients that are zero in exact arithmetic, as those of what a normalization takes out again are, with the most
-    that they change by where every weight changes in its last bit: by about themselves, which are tiny beside the
-    others."""
+    that they change by where every weight changes in its last bit: by about themselves, which are small beside the
+    largest."""
     exact, changed = _last_bits_changed(architecture, seed)
     sizes = {name: float(one.abs().max()) for name, one in exact.items() if one.numel()}
-    tiny = TOLERANCE["fp64"] * max(sizes.values())
+    tiny = MOST_ROUNDING * max(sizes.values())
     moved = {name: max(float((other[name] - exact[name]).abs().max()) for other in changed) for name in sizes}
     return {name: size for name, size in moved.items() if 0 < sizes[name] / NOISE < size < tiny}
 

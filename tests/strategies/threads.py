@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from threading import Condition
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
@@ -96,8 +98,12 @@ class Trees:
         ]
 
     def _all(self, work: Callable[[int], Any]) -> list[Any]:
+        modes = _get_current_function_mode_stack()  # each thread has its own
+
         def turn(rank: int) -> Any:
-            with self.meeting.turn:
+            with self.meeting.turn, ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
                 return work(rank)
 
         with ThreadPoolExecutor(self.mesh.size) as pool:

@@ -140,7 +140,7 @@ def _known(name: str, config: Any) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-MASKED = ("SwitchTransformers", "LongT5")
+MASKED = ("SwitchTransformers", "LongT5", "Udop")
 """Models that make a mask where there is none, but not for an exporter."""
 DECODER_MASKED = ("FSMT",)
 """Models that decide by the values of a batch whether to make one."""

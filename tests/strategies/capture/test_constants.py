@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture
 from strategies.core.errors import StrategyError
+from tests.strategies.simulated_model import TOLERANCE, Model
 
 
 class Net(nn.Module):
@@ -61,6 +63,24 @@ def test_decisions_by_constants_and_checks(name: str) -> None:
     body, op = ANSWERED[name]
     ops = [operator.op for operator in captured(Net(body)).graph.operators]
     assert op in ops and ops.count("tanh") + ops.count("exp") == 1
+
+
+def packed(_: Net, h: Tensor) -> Tensor:
+    """The sizes of pictures of which `h` has the patches, one behind the other, as in Qwen3-VL."""
+    sizes = torch.tensor([[1, 2, 2], [2, 2, 1]])
+    counts = sizes.prod(1)
+    rows = torch.repeat_interleave(sizes[:, 1], counts)
+    place = torch.arange(counts.sum()) % rows
+    weights = torch.zeros(counts.sum()).to(h.dtype) + place
+    chosen = torch.nonzero(place)[:, 0]
+    ends = torch.unique_consecutive(rows).tolist()
+    return h.tanh() * weights[:, None] + h[chosen[chosen > 2][: ends[0]]].sum()
+
+
+def test_tensors_that_are_sized_by_constants(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Net(packed), None, {"x": torch.randn(8, 4)})
+    assert model.difference(model.random_plan(draw, 2)) < TOLERANCE
 
 
 def branching_check(_: Net, h: Tensor) -> Tensor:
