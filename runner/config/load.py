@@ -7,7 +7,7 @@ the value, the allowed values, the closest match and where the value came from.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,6 +44,8 @@ MEANINGS = {
     "string_too_short": "must not be empty",
 }
 
+SCALARS = frozenset(("int_type", "int_parsing", "float_type", "float_parsing", "bool_type", "bool_parsing"))
+"""pydantic's errors of a string where a number or a boolean belongs."""
 NO_MODEL = (
     "there is nothing to run: choose a recipe, e.g. `run +recipe=quickstart` (`run recipes` lists them, `run --help` "
     "explains), or give your own with model.target=package.module.Class and data.target=package.module.Class."
@@ -72,6 +74,7 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     for name, replaced in (("cluster", cluster.from_file), ("launch", launch.from_files)):
         if isinstance(section := values.get(name), Mapping):
             values |= {name: replaced(section)}
+    values = _decoded(values, composed)
     config = validated(values, origins)
     ranks = config.launch.ranks or sum(group.devices for group in config.cluster.groups) or None
     if config.world_size is None and ranks is not None:
@@ -84,6 +87,33 @@ def load(composed: DictConfig, origins: Origins) -> Config:
             f"write parallel.mode={chosen}.{origins.sentence(['parallel.mode'])}",
         )
     return config
+
+
+def _decoded(values: Any, composed: DictConfig) -> Any:
+    """The values, with numbers and booleans for strings that references stand for (`${oc.env:NAME}` always is one),
+    where the schema asks for them."""
+    try:
+        Config.model_validate(values)
+        return values
+    except ValidationError as error:
+        wrong = [one["loc"] for one in error.errors() if one["type"] in SCALARS and isinstance(one["input"], str)]
+    for place in wrong:
+        section: Any = composed
+        for count, key in enumerate(place):
+            if not OmegaConf.is_config(section) or key not in section:
+                break
+            if OmegaConf.is_interpolation(section, key):
+                values = _with_value(values, place[: count + 1], lambda text: OmegaConf.create(f"value: {text}").value)
+                break
+            section = section._get_node(key)
+    return values
+
+
+def _with_value(values: Any, place: tuple[Any, ...], change: Callable[[str], Any]) -> Any:
+    """Nested dicts with the value at one place changed."""
+    if not place:
+        return change(values)
+    return {**values, place[0]: _with_value(values[place[0]], place[1:], change)}
 
 
 def read(file: Path) -> Config:

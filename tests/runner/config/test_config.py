@@ -34,6 +34,20 @@ def compose(*overrides: str) -> Config:
         return config.load(hydra.compose("config", list(overrides)), Origins(overrides))
 
 
+def test_environment_variables_are_what_the_key_needs(monkeypatch):
+    """OmegaConf reads them as strings."""
+    for name, value in (("RANKS", "4"), ("BUCKETS", "1e-3"), ("COMPILE", "true"), ("WRONG", "x4")):
+        monkeypatch.setenv(name, value)
+    words = ("world_size=${oc.env:RANKS}", "train.seed=${world_size}", "train.clip=${oc.env:BUCKETS}")
+    made = compose(*MINIMAL, *words, "train.measure_memory=${oc.env:COMPILE}", "+model.args.size=${oc.env:RANKS}")
+    assert (made.world_size, made.train.seed, made.train.clip, made.train.measure_memory) == (4, 4, 0.001, True)
+    assert made.model.args == {"size": "4"}
+    for word in ("world_size=${oc.env:WRONG}", "world_size='4'", "world_size=${oc.env:BUCKETS}"):
+        with pytest.raises(ConfigError) as caught:
+            compose(*MINIMAL, word)
+        assert caught.value.code == "MW204"
+
+
 def sections() -> list[type[Section]]:
     todo, found = [Config], []
     while todo:
