@@ -170,18 +170,18 @@ class Result:
 def task(
     dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2, *, chooses: bool = False
 ) -> tuple[nn.Module, Task]:
-    """`Net`, or `Choosing` with a second step whose tokens choose one expert alone."""
+    """`Net`, or `Choosing` with a second step whose tokens choose one expert alone; so do those of the last micro-batch
+    before it, and of the first behind it."""
     torch.manual_seed(0)
     net = (Choosing if chooses else Net)().to(dtype)
     draw = torch.Generator().manual_seed(1)
-    below = [8 if chooses and step == 1 else 16 for step in range(steps)]
-    batches = [
-        [
-            (torch.randint(0, tokens, (8, 8), generator=draw), torch.randint(0, 16, (8, 8), generator=draw))
-            for _ in range(accumulate)
-        ]
+    lone = range(accumulate - 1, 2 * accumulate + 1) if chooses else ()
+    below = [8 if number in lone else 16 for number in range(steps * accumulate)]
+    every = [
+        (torch.randint(0, tokens, (8, 8), generator=draw), torch.randint(0, 16, (8, 8), generator=draw))
         for tokens in below
     ]
+    batches = [every[step * accumulate : (step + 1) * accumulate] for step in range(steps)]
     objective = Objective(net, Loss(), ("0", "1"), ("1",))
     captured = capture(objective, batches[0][0], training=True)
     evaluation = capture(Objective(net, None, ("0",), ()), batches[0][0][:1], training=False)

@@ -80,10 +80,21 @@ class ZeroState:
         by_id = {id(parameter): name for name, parameter in self._found.items()}
         return [by_id[id(parameter)] for parameter in lists[index]]
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether gradients and states are on the host or on a disk."""
+        return bool(self._zero.offload_optimizer if self._stage == 3 else self._zero.cpu_offload)
+
     def forget_gradient(self, name: str) -> None:
-        """At stage 3 a step that has no gradient of a parameter finds, and adds to, what was left by one before."""
-        parts = self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        parts[self._found[name].ds_id].zero_()  # type: ignore[attr-defined]
+        """At stage 3, and where gradients are offloaded, a micro-batch after the first adds to what was left by the
+        step before if none before it has a gradient of a parameter."""
+        if self._stage == 3:
+            parts = self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+            parts[self._found[name].ds_id].zero_()  # type: ignore[attr-defined]
+        elif self.offloaded:
+            left = self._zero.accumulated_grads_in_cpu.get(self._zero.get_param_id(self._found[name]))
+            if left is not None:
+                left.zero_()
 
     def of_names(self, names: Container[str]) -> list[Tensor]:
         """The flat tensors that hold nothing but these parameters."""
@@ -142,7 +153,7 @@ class ZeroState:
         where the optimizer is, else in pieces that DeepSpeed joins later, of which not all padding is marked."""
         for index, master in enumerate(self.masters()):
             ranges = self.ranges(index)
-            if self._zero.cpu_offload:
+            if self.offloaded:
                 assert master.grad is not None
                 yield from ((name, part.of(master.grad)) for name, part in ranges)
                 continue

@@ -247,6 +247,8 @@ class ZeroUpdates(Updates):
         self._waiting += 1
         if self._waiting < self._accumulate:
             self._engine.step()  # only counts the micro-batch
+        elif self._without.names and self._state.offloaded:
+            self._zero.finalize_gradient_accumulation_boundary()  # else what the last micro-batch has none of is lost
 
     def collect(self) -> None:
         """Gradients below fp32 are added up in fp32; torch adds up the others."""
@@ -287,7 +289,7 @@ class ZeroUpdates(Updates):
     def update(self, measure: bool = True) -> float | None:
         with left_out(self.optimizer, self._state.of_names(self._without.agreed())):
             self._engine.step()
-        for name in self._without.names if self._stage == 3 else ():
+        for name in self._without.names:
             self._state.forget_gradient(name)
         if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded differently
             self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})

@@ -56,6 +56,9 @@ def conventions(training):
             seed, stage, "adamw", 0.3, "fp64", chooses=True, **own
         )
     found["experts that no token chooses, stage 2"] = case(training.DATA_PARALLEL, 2, "adamw", chooses=True)
+    found["experts that no token chooses, on the host, stage 3"] = case(
+        training.DATA_PARALLEL, 3, "adamw", chooses=True, options={"offload_optimizer": cpu}
+    )
     return found
 
 
@@ -101,6 +104,10 @@ def more_conventions(training):
         )
     for stage in (1, 3):
         found[f"experts that no token chooses, slices, stage {stage}"] = case(0, stage, "adamw", 0.3, chooses=True)
+    for stage in (1, 2):
+        found[f"experts that no token chooses, on the host, stage {stage}"] = case(
+            training.DATA_PARALLEL, stage, "adamw", 0.3, chooses=True, options={"offload_optimizer": cpu}
+        )
     kept = {"param_persistence_threshold": 50, "stage3_prefetch_bucket_size": 1000, "stage3_max_reuse_distance": 1000}
     found["kept and prefetched parameters, stage 3"] = case(5, 3, options=kept)
     return found
