@@ -39,6 +39,7 @@ def test_environment_variables_are_what_the_key_needs(monkeypatch):
     for name, value in (("RANKS", "4"), ("BUCKETS", "1e-3"), ("COMPILE", "true"), ("WRONG", "x4")):
         monkeypatch.setenv(name, value)
     words = ("world_size=${oc.env:RANKS}", "train.seed=${world_size}", "train.clip=${oc.env:BUCKETS}")
+    words += ("parallel.mode=data_parallel", "data.batch_size=4")
     made = compose(*MINIMAL, *words, "train.measure_memory=${oc.env:COMPILE}", "+model.args.size=${oc.env:RANKS}")
     assert (made.world_size, made.train.seed, made.train.clip, made.train.measure_memory) == (4, 4, 0.001, True)
     assert made.model.args == {"size": "4"}
