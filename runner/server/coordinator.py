@@ -41,6 +41,8 @@ class ServedUpdates(BucketedUpdates):
         sync: whether a step is one update.
     """
 
+    takes_changes = False
+
     def __init__(
         self, *given: Any, fleet: Fleet, shards: Sequence[Shard], kept: Shard, slices: int, sync: bool, **shared: Any
     ) -> None:

@@ -29,8 +29,8 @@ from strategies.runtime.shards import Shards
 
 @dataclass
 class TrainingState:
-    """What a callback sees of a run, on one rank. What it may change are `stop`, `log` and the options of `optimizer`,
-    such as the learning rate; then in the same way on all ranks.
+    """What a callback sees of a run, on one rank. What it may change are `stop`, `log`, the options of `optimizer`,
+    such as the learning rate, and `gradients`; then in the same way on all ranks.
 
     Attributes:
         config: the config of the run.
@@ -82,9 +82,22 @@ class TrainingState:
         return self.updates.optimizer
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """In `before_update`: name and gradient of this rank's slice of every trainable parameter. Collective: all
-        ranks must go through all of it."""
-        return self.updates.gradients()
+        """In `before_update`: name and gradient of this rank's slice of every trainable parameter. The optimizer uses
+        what is written into them in place, on all ranks in the same way. Collective: all ranks must go through all of
+        it.
+
+        Raises:
+            TypeError: one was written, and DeepSpeed or servers do the update, which would not use it.
+        """
+        for name, gradient in self.updates.gradients():
+            version = gradient._version
+            yield name, gradient
+            if gradient._version != version and not self.updates.takes_changes:
+                raise TypeError(
+                    f"the gradient of {name} was written in place, which the update by DeepSpeed or by parameter "
+                    "servers would not use; set parallel.zero.engine=native, or write an optimizer that does so in its "
+                    "step"
+                )
 
     def stop(self, reason: str) -> None:
         """End training after the current step on all ranks, as after the last step; one rank's call is enough."""

@@ -60,6 +60,7 @@ from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.flight_recorder import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, recorder
 from strategies.runtime.module_tree import COPIED
+from strategies.runtime.naming import parameters_by_name
 from strategies.runtime.offload import Offload, OffloadTraffic
 
 
@@ -208,6 +209,18 @@ class Trainer:
         training = self.config.job.name in ("train", "launch")
         return Hooks(callbacks(self.config) if training else watched, state)
 
+    def _check_frozen(self) -> None:
+        """Raises ConfigError where a callback has frozen a parameter that ZeRO updates as a part of a flat tensor."""
+        parameters = parameters_by_name(self.execution.module) if self.config.parallel.zero.known else {}
+        for name in self.execution.program.trainable_names if parameters else ():
+            if not parameters[name].requires_grad:
+                raise ConfigError(
+                    "MW841",
+                    f"train.callbacks: requires_grad of {name} was switched off, but ZeRO updates it together with "
+                    "others, by what its optimizer remembers and by weight decay; choose parallel.zero.stage=0, or "
+                    "optimizer.freeze for all of a run.",
+                )
+
     def _moved(self) -> dict[str, OffloadTraffic]:
         """The offload traffic since the start, by kind."""
         moved = dict(self.updates.moved)
@@ -253,6 +266,8 @@ class Trainer:
                 if hooks:  # a callback may change weights, and has a state of its own
                     self.keeper.intact.changes()
                 hooks.call("before_step")
+                if hooks:
+                    self._check_frozen()
                 recorder.begin(step)
                 self.keeper.intact.after(step - 1)
                 self.faults.begin(step)

@@ -1,5 +1,5 @@
-"""Modules whose forward decides by values, such as a loop over the experts that the tokens of a batch choose, in a
-captured graph: one node for each call.
+"""Modules whose forward decides by values, such as a loop over the experts that the tokens of a batch choose or a loss
+that looks for pairs, in a captured graph: one node for each call.
 
 A module can be one node where ranks that call it can do nothing but compute: it takes tensors and plain values, all
 its tensors are parameters and buffers, no module in it has hooks, and on random numbers it draws none, writes into no
@@ -28,6 +28,9 @@ from strategies.capture.repeated_modules import TABLES
 from strategies.rules.module_calls import ModuleCall, Slot, as_text, called_module
 from strategies.rules.registry import PLAIN
 
+LOSS = "loss"
+"""The path of the loss in an objective."""
+
 
 class NotOpaque(Exception):
     """A module of this class cannot be one node."""
@@ -38,7 +41,7 @@ class NotOpaque(Exception):
 
 
 class OpaqueModules:
-    """The modules in `root` that are to be one node: those in a list of layers of the classes in `chosen`."""
+    """The modules in `root` that are to be one node, of the classes in `chosen`: in a list of layers, or the loss."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root, self.chosen, self.refused = root, set[type](), set[type]()
@@ -48,7 +51,7 @@ class OpaqueModules:
     def choose(self, modules: Sequence[nn.Module]) -> bool:
         """Choose the class of the first of these, which are around one another, that may be one node."""
         for path, owner in (self.known.get(id(vars(module)), ("", nn.Module)) for module in modules):
-            if any(map(str.isdigit, path.split("."))) and owner not in self.chosen | self.refused:
+            if (path == LOSS or any(map(str.isdigit, path.split(".")))) and owner not in self.chosen | self.refused:
                 self.chosen.add(owner)
                 return True
         return False

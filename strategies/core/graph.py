@@ -207,6 +207,16 @@ class OperatorGraph:
         return frozenset(returning)
 
     @cached_property
+    def without_gradient(self) -> frozenset[str]:
+        """The trainable parameters to which none comes back."""
+        return frozenset(
+            source.name
+            for source in self.of_kind("parameter")
+            if source.trainable and Ref(source.id) not in self.outputs
+            if not any(operator.id in self.returning for operator, _ in self.users[Ref(source.id)])
+        )
+
+    @cached_property
     def looks(self) -> dict[str, int]:
         """A number per operator, by id: equal where operators have the same arguments, but for the names of values, and
         take and make values of the same shapes, with gradients and from parameters of one use where the others do."""

@@ -210,7 +210,8 @@ class Program:
     must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
     instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
     hold the same of a value, for the values whose stored copies are to be sliced; `batch_splits` gives, for operators
-    that run once per slice of the batch, the operator's name in the model and the index of the slice, by name."""
+    that run once per slice of the batch, the operator's name in the model and the index of the slice, by name.
+    `without_gradient` are trainable parameters to which no gradient comes back, such as a threshold."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -225,6 +226,7 @@ class Program:
     recompute: Recompute | None = None
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
     batch_splits: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    without_gradient: frozenset[str] = frozenset()
     cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: str, make: Callable[[], T]) -> T:
@@ -259,7 +261,7 @@ class Program:
     def trainable_names(self) -> tuple[str, ...]:
         """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so
         no optimizer touches them, whatever its weight decay (as in eager torch)."""
-        trainable = self._reached("aten.detach")
+        trainable = self._reached("aten.detach") - self.without_gradient
         return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in trainable)
 
     @cached_property
@@ -267,7 +269,7 @@ class Program:
         """The trainable parameters that a step may leave without a gradient: all that uses them goes through modules
         that decide by values, such as experts that no token chooses. Then no optimizer touches them, as in eager
         torch."""
-        return self._reached("aten.detach") - self._reached("aten.detach", DECIDING)
+        return self._reached("aten.detach") - self._reached("aten.detach", DECIDING) - self.without_gradient
 
     def _reached(self, *without: str) -> frozenset[str]:
         """The trainable parameters from which the outputs are made, but for what targets that begin so take."""

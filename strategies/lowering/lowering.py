@@ -461,6 +461,7 @@ class _Lowering(Emission):
             self.plan.recompute,
             self._replicas(),
             {name: (split.name, split.index) for name, split in splits.items() if split is not None},
+            self.graph.without_gradient,
         )
 
     def _replicas(self) -> dict[Ref, tuple[str, ...]]:

@@ -410,4 +410,9 @@ def joined(stages: Sequence[Stage], programs: Sequence[Program]) -> Program:
         any(program.random for program in programs),
         programs[-1].loss_axes,
         tuple(update for program in programs for update in program.updates),
+        without_gradient=frozenset(
+            name
+            for name in frozenset[str]().union(*(program.without_gradient for program in programs))
+            if all(name in program.without_gradient for program in programs if name in program.reductions)
+        ),
     )

@@ -302,17 +302,35 @@ class ShardedUpdates(OwnUpdates):
         return [gradient for one in self._updated if (gradient := one.holder.grad) is not None]
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        complete: tuple[int, Tensor] | None = None
+        complete: tuple[int, Tensor, int] | None = None
         for name in self._program.reductions:
             number, member = self._at[name]
-            bucket, part = self._buckets[number], self._sums[number].zeros()
             if complete is None or complete[0] != number:
-                flat = part
-                if bucket.ranks > 1:
-                    flat = part.new_empty(bucket.elements)
-                    self._communicator.gather(flat, part, self._communicator.group(bucket.axes))
-                complete = number, flat
+                self._change(complete)
+                flat = self._complete_gradient(number)
+                complete = number, flat, flat._version
             yield name, complete[1][member.first : member.first + member.elements].view(self._shapes[name])
+        self._change(complete)
+
+    def _complete_gradient(self, number: int) -> Tensor:
+        """The gradient of a bucket from the parts of all ranks."""
+        bucket, part = self._buckets[number], self._sums[number].part
+        if part is None:
+            return torch.zeros(bucket.elements, dtype=self._masters[number].dtype, device=self._masters[number].device)
+        if bucket.ranks == 1:
+            return part
+        flat = part.new_empty(bucket.elements)
+        self._communicator.gather(flat, part, self._communicator.group(bucket.axes))
+        return flat
+
+    def _change(self, complete: tuple[int, Tensor, int] | None) -> None:
+        """Take over into this rank's part what a caller has written into the gradient of a bucket."""
+        if complete is None:
+            return
+        number, flat, version = complete
+        part, index = self._sums[number].part, self._index[number]
+        if flat._version != version and part is not None and flat is not part:
+            part.copy_(flat[index * part.numel() : (index + 1) * part.numel()])
 
     def update(self, measure: bool = True) -> float | None:
         self._micro_batches, self._last = 0, self._stage > 1

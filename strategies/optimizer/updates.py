@@ -73,6 +73,9 @@ class Updates(ABC):
         peers: the other stages of a pipeline.
     """
 
+    takes_changes = True
+    """Whether the optimizer uses what a caller writes into `gradients`."""
+
     def __init__(
         self,
         module: nn.Module,

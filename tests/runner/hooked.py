@@ -64,3 +64,11 @@ class Root(Logarithm):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
         return self.outer(hidden + (hidden * 0).sqrt())
+
+
+class Clamped:
+    """Clips gradients by value."""
+
+    def before_update(self, state):
+        for _, gradient in state.gradients():
+            gradient.clamp_(-0.01, 0.01)

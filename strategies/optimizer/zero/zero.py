@@ -79,6 +79,8 @@ class ZeroUpdates(Updates):
         loss_scale: constant factor on the loss in fp16; None: one that adapts.
     """
 
+    takes_changes = False
+
     def __init__(
         self,
         module: nn.Module,

@@ -245,3 +245,17 @@ def test_histograms_are_those_of_one_device(start, more: tuple[str, ...]) -> Non
             moved[low, high] = moved.get((low, high), 0) - count
         # rounding may carry an element over an edge
         assert sum(map(abs, moved.values())) <= 2 + 0.02 * one["elements"]
+
+
+@pytest.mark.slow
+def test_gradients_that_a_callback_writes_are_used(start, tmp_path) -> None:
+    given = (*SMALL, "train.precision=fp64", "checkpoint.form=merged", "train.callbacks=[hooked.Clamped]")
+    weights = []
+    for more in (ALONE, (*MODES["data_parallel"], "parallel.zero.stage=2")):
+        ended = start(*given, *more, "run.overwrite=true")
+        (file,) = ended.folder.glob("checkpoints/*/model.safetensors")
+        weights.append(load_file(file))
+    for name, alone in weights[0].items():
+        torch.testing.assert_close(weights[1][name], alone, rtol=1e-10, atol=1e-12)
+    with pytest.raises(RunFailed, match=r"hooked\.Clamped.*parallel\.zero\.engine=native"):
+        start(*given, *more, "parallel.zero.engine=deepspeed", "train.precision=fp32", "run.overwrite=true")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strategies.capture import Objective, capture
+from strategies.capture import LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
@@ -83,6 +83,27 @@ def test_other_values_decide_otherwise(draw: Any) -> None:
     assert all(abs(loss.item() - truth.item()) < TOLERANCE for loss in losses)
     found = simulation.gradients()
     assert all(torch.allclose(found[name], p.grad, rtol=0, atol=TOLERANCE) for name, p in model.net.named_parameters())
+
+
+def of_some(out: Tensor, target: Tensor) -> Tensor:
+    """A loss over the rows that values choose, as many as there are."""
+    rows = target[:, 0] > 0
+    return (out[rows] - target[rows]).square().mean()
+
+
+def at_worst(out: Tensor, target: Tensor) -> Tensor:
+    """A loss that branches on values."""
+    worst = (out - target).abs().amax(1)
+    return worst.mean() if worst.max() < 1 else worst.topk(4).values.mean()
+
+
+@pytest.mark.parametrize("loss", [of_some, at_worst], ids=lambda loss: loss.__name__)
+def test_a_loss_that_decides_by_values(draw: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(16, 4), torch.randn(16, 1)
+    model = Model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), LossFunction(loss, {}), batch)
+    assert [op.op for op in model.graph.operators][-1] == "called_module"
+    assert model.worst(draw, 4) < TOLERANCE
 
 
 class Rows(nn.Module):

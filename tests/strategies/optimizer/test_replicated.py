@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.program import LoweringOptions
+from strategies.core.request import Request
 from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import buckets, completed, predicted
 from strategies.optimizer.loss_scale import WINDOW, LossScale, scale_of
@@ -17,6 +21,7 @@ from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.stages import make_updates
 from strategies.optimizer.state import StoredState
 from strategies.optimizer.updates import BucketLimits
+from strategies.planner.planner import make_plan
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
 from strategies.runtime.shards import OPTIMIZER
@@ -138,6 +143,25 @@ def test_only_parameters_that_the_loss_depends_on_are_trained(alone):
     assert [name for name in program.parameter_order if name in program.trainable_names] == list(
         program.trainable_names
     )
+
+
+class Threshold(nn.Module):
+    """No gradient comes back to a threshold and to what is detached: an optimizer must not decay them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.least, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        h = self.dense(x)
+        return (h * (h > self.least) * self.scale.detach()).sum()
+
+
+def test_what_comparisons_alone_take_is_not_trained():
+    graph = capture(Objective(Threshold(), None, ("x",), ()), (torch.randn(8, 4),), training=True).graph
+    program = lower(graph, make_plan(graph, Request("data_parallel", 2)), LoweringOptions(sharded_optimizer=True))
+    assert program.trainable_names == ("dense.weight", "dense.bias")
+    assert {"least", "scale"} <= program.reductions.keys()
 
 
 def test_parameters_without_a_gradient_have_a_gradient_of_zeros(alone):
