@@ -43,7 +43,8 @@ SIZED_BY_VALUES = frozenset(
 )
 """Functions whose results have as many elements as values say; and indexing with a mask."""
 COUNTING = frozenset("arange linspace zeros ones empty full eye".split())
-"""Functions that make tensors of sizes, and ask tensors that are given as such for their values."""
+RESIZING = frozenset("repeat tile expand view reshape split narrow interpolate".split())
+"""Functions that take sizes, RESIZING ones behind a tensor, and ask tensors that are given as such for their values."""
 LARGEST = 2**24
 """Elements of a tensor that is computed for an answer."""
 EXPORT = torch.export.export.__code__.co_filename
@@ -99,17 +100,20 @@ def literal(function: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda one: torch.tensor(one.tolist(), dtype=one.dtype, device=device), results)
 
 
-def counted(function: Any, args: Any) -> Any:
-    """`args` of a function that makes a tensor, with numbers for tensors of integers that are the same in every
-    step."""
-    if getattr(function, "__name__", "") not in COUNTING:
-        return args
+def counted(function: Any, args: Any, kwargs: Any) -> Any:
+    """`args` and `kwargs` of a function that takes sizes, with numbers for tensors of integers that are the same in
+    every step."""
+    name = getattr(function, "__name__", "")
+    if name not in COUNTING | RESIZING:
+        return args, kwargs
 
     def number(leaf: Tensor) -> Any:
         single = not leaf.dim() and not leaf.is_floating_point()
         return answer[0] if single and (answer := answered(Tensor.item, leaf)) else leaf
 
-    return tree_map_only(Tensor, number, args)
+    begin = 1 if name in RESIZING else 0
+    args, kwargs = (*args[:begin], *tree_map_only(Tensor, number, tuple(args[begin:]))), dict(kwargs or {})
+    return args, {key: one if key == "input" else tree_map_only(Tensor, number, one) for key, one in kwargs.items()}
 
 
 def _value(node: fx.Node, literals: nn.Module) -> Tensor | None:

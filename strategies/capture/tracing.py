@@ -190,7 +190,7 @@ class _Unasked(TorchFunctionMode):
             return answer[0]
         if (found := literal(function, args, kwargs or {})) is not None:
             return found
-        args = counted(function, args)
+        args, kwargs = counted(function, args, kwargs)
         if function == READS_DATA:
             return args[0].detach()
         if function == WRITES_DATA and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype):

@@ -41,14 +41,14 @@ ROUNDINGS, MOST_ROUNDING = 3.0, 1e-4
 """A run may differ by this multiple of one device's rounding, and never by more than this."""
 CHANGES = 3
 """Random changes of all weights in their last bits that are tried."""
-NOISE = 10.0
-"""A gradient that such a change moves by more than its size divided by this is nothing but rounding."""
+NOISE = 1e5
+"""A gradient that such a change moves by more than its size divided by this is compared with what it moves by."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """A captured architecture with what one device gets from one batch. `values` are the tensors before the step;
-    `rounding` are gradients that are nothing but rounding, with the size of it."""
+    `rounding` are gradients of terms that cancel, with the size of their rounding."""
 
     name: str
     precision: Precision
@@ -166,9 +166,8 @@ def last_bits(architecture: Architecture, seed: int = 0) -> float:
 
 
 def cancelling(architecture: Architecture, seed: int = 0) -> dict[str, float]:
-    """Gradients that are zero in exact arithmetic, as those of what a normalization takes out again are, with the most
-    that they change by where every weight changes in its last bit: by about themselves, which are small beside the
-    largest."""
+    """Gradients of terms that cancel, as of what a normalization takes out again, with the most that they change by
+    where every weight changes in its last bit: by about themselves where they are zero in exact arithmetic."""
     exact, changed = _last_bits_changed(architecture, seed)
     sizes = {name: float(one.abs().max()) for name, one in exact.items() if one.numel()}
     tiny = MOST_ROUNDING * max(sizes.values())

@@ -60,6 +60,9 @@ def batches(model: Any, config: Any) -> Iterator[Batch]:
             yield (batch := {key: make() for key, make in made.items()})
             if "input_values" in batch and batch["input_values"].dim() == 2:  # some take channels of sound
                 yield batch | {"input_values": batch["input_values"].unsqueeze(1)}
+            if "grid_thw" in required and "pixel_values" in batch:  # and some patches that are pictures
+                patch = _size(config, "patch_size", default=14)
+                yield batch | {"pixel_values": batch["pixel_values"].view(len(batch["pixel_values"]), -1, patch, patch)}
 
 
 def literals(model: Any, config: Any) -> dict[str, Any]:

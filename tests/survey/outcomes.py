@@ -3,6 +3,7 @@ random plan as generated modules in threads, too) and compared; what became of i
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import multiprocessing
@@ -125,6 +126,8 @@ def survey(architectures: Sequence[Architecture], world: int, limit: float, jobs
     for module in {module for one in architectures for module in WARM.get(one.family, ())}:
         importlib.import_module(module)
     outcome(Architecture("warm", "", _smallest), 2)  # imports what the forks would import each by itself
+    gc.collect()
+    gc.freeze()  # no collection of theirs goes through what is imported
     context, waiting = multiprocessing.get_context("fork"), list(reversed(architectures))
     running: dict[Connection, tuple[Architecture, float, multiprocessing.process.BaseProcess]] = {}
     while waiting or running:

@@ -74,6 +74,8 @@ def packed(_: Net, h: Tensor) -> Tensor:
     weights = torch.zeros(counts.sum()).to(h.dtype) + place
     chosen = torch.nonzero(place)[:, 0]
     ends = torch.unique_consecutive(rows).tolist()
+    frames, height, _ = sizes[1]
+    weights = weights + place[:height].repeat(frames * 2)
     return h.tanh() * weights[:, None] + h[chosen[chosen > 2][: ends[0]]].sum()
 
 
