@@ -7,11 +7,13 @@ is allocated or random) and captured as if it were on the CPU. Invariant: its gr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -26,6 +28,7 @@ from strategies.core.addressing import means_module
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Packed
 from strategies.planner.plan_file import packed_in
+from strategies.rules.drawing_calls import restored
 from strategies.runtime.offload import Offload
 
 M = TypeVar("M", bound=nn.Module)
@@ -69,7 +72,8 @@ LARGEST_REBUILT = 1 << 30
 def build_model(config: Config) -> nn.Module:
     """The user's model, from the seed, in the precision of training."""
     torch.manual_seed(config.train.seed)
-    model = huggingface.build(config.model)
+    with _seeded(config):
+        model = huggingface.build(config.model)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ConfigError(
@@ -80,6 +84,15 @@ def build_model(config: Config) -> nn.Module:
     for name in optimizers.frozen(list(named), config.optimizer):
         named[name].requires_grad_(False)
     return in_precision(model, DTYPES[config.train.precision])
+
+
+@contextmanager
+def _seeded(config: Config) -> Iterator[None]:
+    """What is made inside draws the same numbers with numpy and Python's `random` in every process."""
+    with restored():
+        random.seed(config.train.seed)
+        numpy.random.seed(config.train.seed % 2**32)
+        yield
 
 
 def check_complete(model: nn.Module, what: str) -> None:
@@ -117,9 +130,10 @@ def build_loss(config: Config) -> nn.Module | None:
     if config.loss.target is None:
         return None
     function = targets.resolve(config.loss.target, "loss.target")
-    if not inspect.isclass(function):
-        return LossFunction(function, targets.nested(config.loss.args, "loss.args"))
-    loss = targets.call(function, config.loss.args, config.loss.target, "loss")
+    with _seeded(config):
+        if not inspect.isclass(function):
+            return LossFunction(function, targets.nested(config.loss.args, "loss.args"))
+        loss = targets.call(function, config.loss.args, config.loss.target, "loss")
     module = loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
     return in_precision(module, DTYPES[config.train.precision])
 

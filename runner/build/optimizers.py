@@ -150,10 +150,13 @@ def _probe() -> list[dict[str, Any]]:
 
 def need_of(config: Optimizer) -> Need:
     """The optimizer's state per parameter element, measured with a step on a small matrix. Raises ConfigError
-    as `optimizer_factory` does, and StrategyError for one that no plan can use."""
+    as `optimizer_factory` does and where a step fails, and StrategyError for one that no plan can use."""
     make = optimizer_factory(config)
     check_kind(make(_probe()))
-    return needed(make, torch.float32)
+    try:
+        return needed(make, torch.float32)
+    except Exception as error:  # whatever a step raises
+        raise ConfigError("MW323", f"optimizer: {config.target} fails in a step: {describe(error)}.") from error
 
 
 def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True) -> None:

@@ -35,6 +35,19 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What is made inside draws the same numbers in every process; the generators are put back afterwards."""
+    python, numbers, state = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.default_generator.set_state(state)
+
+
+@contextmanager
 def row_seeds(seed: int, epoch: int, generator: numpy.random.MT19937 = _MERSENNE) -> Iterator[Callable[..., None]]:
     """Yield a function that seeds all generators from (seed, epoch, *numbers): a row, or the rows of a collated batch.
     It takes 11 us. A block within another one, or within `watched`, needs a `generator` of its own.

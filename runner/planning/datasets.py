@@ -1,4 +1,8 @@
-"""The data of a config: training, evaluation and prediction, and how many rows a batch of each has."""
+"""The data of a config: training, evaluation and prediction, and how many rows a batch of each has.
+
+Invariant: a dataset that draws numbers while it is made, such as those of a split, is the same on every rank, in every
+worker and after a restart.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from runner.config.schema import Config
 from runner.data.lines import Lines
 from runner.data.loader import Collate, MapDataset, build_dataset
 from runner.data.order import Order
+from runner.data.row_seeds import seeded
 from runner.data.shards import Shards
 from runner.data.streams import ENDLESS, Stream
 from runner.data.unbatched import Unbatched
@@ -31,7 +36,8 @@ def datasets(config: Config, rows: int | None = None) -> tuple[MapDataset, MapDa
 def evaluation_data(config: Config, rows: int | None = None) -> MapDataset:
     """The evaluation data, of which there are `rows`, if that is known. Raises ConfigError as `build_dataset`."""
     args, what = config.data.args | config.evaluate.args, "evaluate" if config.evaluate.args else "data"
-    return _finite(build_dataset(config.data.target, args, config.data.path, what=what), rows)
+    with seeded(config.train.seed):
+        return _finite(build_dataset(config.data.target, args, config.data.path, what=what), rows)
 
 
 def _finite(found: MapDataset, rows: int | None) -> MapDataset:
@@ -45,7 +51,8 @@ def training_data(config: Config, rows: int | None = None) -> MapDataset:
     """
     data, train = config.data, config.train
     window = 2 * data.batch_size
-    found = build_dataset(data.target, data.args, data.path, what="data", seed=train.seed, window=window)
+    with seeded(train.seed):
+        found = build_dataset(data.target, data.args, data.path, what="data", seed=train.seed, window=window)
     if not isinstance(found, Stream):
         return found
     if train.epochs is not None:
@@ -62,7 +69,8 @@ def training_data(config: Config, rows: int | None = None) -> MapDataset:
 def prediction_data(config: Config, known: int | None = None) -> tuple[MapDataset, Collate | None]:
     """The first `predict.rows` rows of `predict.data`, of which there are `known`, if that is known, and their collate.
     Raises ConfigError as `build_dataset`."""
-    rows, collate = _prediction_rows(config, known)
+    with seeded(config.train.seed):
+        rows, collate = _prediction_rows(config, known)
     count = config.predict.rows
     return (rows if count is None or len(rows) <= count else Subset(rows, range(count))), collate  # type: ignore[arg-type]
 

@@ -5,9 +5,11 @@ A separate module, because ranks import everything by its dotted name.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,6 +35,29 @@ class Points:
     def __getitem__(self, index: int) -> Any:
         x, y = self.x[index], self.y[index]
         return {"x": x, "label": y} if self.keys else (x, y)
+
+
+class Part(Points):
+    """Points that numpy and torch have drawn from 64 while it was made."""
+
+    def __init__(self, rows: int = 32) -> None:
+        super().__init__()
+        chosen = np.random.permutation(64)[torch.randperm(64)[:rows].numpy()]
+        self.x, self.y = self.x[chosen], self.y[chosen]
+
+
+class Permuted(nn.Module):
+    """A classifier of features in an order that numpy and Python have drawn while it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = np.random.permutation(FEATURES).tolist()
+        random.shuffle(self.order)
+        self.dense = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.dense(x[:, self.order])
+        return result
 
 
 class InWorkers(Points):

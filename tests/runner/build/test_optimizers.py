@@ -146,3 +146,8 @@ def test_how_many_numbers_an_optimizer_keeps(target, args, kept):
 def test_an_optimizer_that_no_plan_supports_is_reported():
     with pytest.raises(StrategyError, match="Optimizer LBFGS cannot be used here"):
         need_of(config(target="torch.optim.LBFGS"))
+
+
+def test_an_optimizer_that_fails_in_a_step_is_reported():
+    with pytest.raises(ConfigError, match="Adam fails in a step: AssertionError: If capturable"):
+        need_of(Optimizer(target="torch.optim.Adam", args={"lr": 0.1, "capturable": True}))
