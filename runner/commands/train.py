@@ -17,6 +17,7 @@ from runner.cli.arguments import DRY_RUN
 from runner.cli.run_folders import remove_if_unused, without_trace
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed, Stopped
+from runner.launch import logs
 from runner.launch.interrupts import Interrupts
 from runner.launch.launchers.commands import LAUNCHERS, Started
 from runner.launch.launchers.host_assignment import meeting
@@ -42,17 +43,23 @@ def run(config: Config, run_dir: Path) -> float | None:
         return None
     launch.warm()
     with (
+        logs.console_may_close(),
         without_trace(run_dir),
         own_folder(run_dir, "start") as folder,
         offload_folder(config, run_dir) as offload,
     ):
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
         result = restarting.train(config, run_dir, payload)
+        if result is not None and result["stopped"] is not None:
+            raise stopped(result["stopped"], Interrupts.requested or signal.SIGTERM)
+        return _ended(result, run_dir)
+
+
+def _ended(result: dict[str, Any] | None, run_dir: Path) -> float | None:
+    """Print how a run has ended. Returns its last loss, None where another command has it."""
     if result is None:
         print("done: the ranks of this command; the output of rank 0 is where it was started", flush=True)
         return None
-    if result["stopped"] is not None:
-        raise stopped(result["stopped"], Interrupts.requested or signal.SIGTERM)
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)
     result = with_recorded(result, run_dir)

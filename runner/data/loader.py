@@ -11,7 +11,9 @@ the blocks are read, and only the slice of each row where the dataset offers `re
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -48,6 +50,7 @@ slices are empty. Used only without a custom collate, and recognised by taking t
 """
 
 
+SHARED_MEMORY = "/dev/shm, through which data workers hand over rows (data.workers=0 does without)"
 FLAT = "samples must be flat dicts or tuples of tensors or numbers; set data.collate to a function that makes"
 
 
@@ -432,6 +435,8 @@ def _stack(values: list[Any], number: int) -> Tensor:
     try:
         stacked = default_collate(values)
     except (TypeError, RuntimeError) as error:
+        if "unable to allocate shared memory" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), SHARED_MEMORY) from error
         raise ConfigError(
             "MW312", f"data: value {number} of the samples cannot be stacked: {targets.describe(error)}."
         ) from error

@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from runner.config.schema import Data
+from runner.data.loader import SHARED_MEMORY
 from runner.errors import ConfigError
 from runner.launch import logs
-from runner.launch.failure import CauseOrder, Failure, Reported, from_exception, killed_by
+from runner.launch.failure import FULL, CauseOrder, Failure, Reported, from_exception, killed_by
 from runner.launch.server import tie_to_parent
 
 LOOKS = 6
@@ -98,18 +99,11 @@ class Reader:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read ahead inside of the block. Raises Reported where a worker has died."""
+        """Read ahead inside of the block."""
         if isinstance(self._section.workers, int):
             self._start(self._section.workers)
         try:
             yield
-        except (RuntimeError, OSError, EOFError) as error:  # the last two where a tensor of a dead worker is fetched
-            ended = self._processes and wait([process.sentinel for process in self._processes], timeout=5)
-            for process in self._processes:
-                if process.sentinel in ended:
-                    process.join()  # its files are closed, and its connections reset, before its exit code is there
-                    raise Reported(_death(process)) from error
-            raise
         finally:
             self.close()
 
@@ -118,7 +112,9 @@ class Reader:
 
         Raises:
             ConfigError: its rows do not make a batch.
-            Reported: dataset or collate fail in a worker. In this process their exceptions are passed on unchanged.
+            Reported: dataset or collate fail in a worker, or one has died. In this process exceptions of dataset and
+                collate are passed on unchanged.
+            OSError: there is no room for workers in shared memory.
         """
         if self._ahead is None:
             started, busy = time.perf_counter(), time.thread_time()
@@ -126,7 +122,7 @@ class Reader:
             if self._undecided:
                 self._decide(started, time.perf_counter(), time.thread_time() - busy)
             return [tensor.pin_memory() for tensor in tensors] if self._pinned else tensors
-        found: list[Tensor] | Failure = next(self._ahead)
+        found = self._read_ahead(self._ahead)
         if not isinstance(found, Failure):
             self._pending.popleft()
             return found
@@ -137,6 +133,20 @@ class Reader:
         if found.refusal == "config":
             raise ConfigError(found.code, found.text)
         raise Reported(found)
+
+    def _read_ahead(self, ahead: Iterator[Any]) -> list[Tensor] | Failure:
+        try:
+            found: list[Tensor] | Failure = next(ahead)
+        except (RuntimeError, OSError, EOFError) as error:  # the last two where a tensor of a dead worker is fetched
+            if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+                raise OSError(error.errno, error.strerror, SHARED_MEMORY) from error
+            ended = self._processes and wait([process.sentinel for process in self._processes], timeout=5)
+            for process in self._processes:
+                if process.sentinel in ended:
+                    process.join()  # its files are closed, and its connections reset, before its exit code is there
+                    raise Reported(_death(process)) from error
+            raise
+        return found
 
     def close(self) -> None:
         """Stop the workers; micro-batches that they have read ahead will be read again."""

@@ -173,11 +173,13 @@ def end_of_log(cause: Failure | None, log: Path, text: str) -> str:
 
 
 def dumped_place(log: str) -> str:
-    """The innermost source line outside libraries in the last stack that `faulthandler` dumped into `log`."""
-    _, marker, dump = log.rpartition("(most recent call first):")
-    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', dump) if marker else []
-    for file, line, function in [frame for frame in frames if not _is_library_file(frame[0])] or frames:
-        return _place(file, line, function)
+    """The innermost source line outside libraries in the last stack that has one, of those that `faulthandler` dumped
+    into `log`: a rank and its data workers dump theirs. Without any, the innermost line of the last stack."""
+    dumps = log.split("(most recent call first):")[1:]
+    stacks = [re.findall(r'File "([^"]+)", line (\d+) in (\S+)', dump) for dump in reversed(dumps)]
+    for frames in [[frame for frame in frames if not _is_library_file(frame[0])] for frames in stacks] + stacks:
+        for file, line, function in frames:
+            return _place(file, line, function)
     return ""
 
 

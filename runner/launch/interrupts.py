@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from runner.errors import Terminated
 
 SAME = 1.0
-"""Seconds within which several signals that end the work are one, as where a key is pressed twice."""
+"""Seconds within which several signals are one, as where a key is pressed twice or a wrapper passes it on, too."""
 STOPPING = b"run: stopping after the step at hand, which is saved; Ctrl-C again ends at once.\n"
 
 
@@ -42,6 +42,7 @@ class Interrupts:
     def __init__(self, stop: Callable[[int], bool] | None = None) -> None:
         self._stop = stop
         self.stopping = False
+        self._stopped_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._holding = False
         self._pending: int | None = None
@@ -73,12 +74,12 @@ class Interrupts:
         elif self._raised is not None and now < self._raised[1] + SAME:
             return  # the exception is on its way
         elif self._stop is not None and not self.stopping and self._stop(number):
-            self.stopping, Interrupts.requested = True, number
+            self.stopping, self._stopped_at, Interrupts.requested = True, now, number
             if number == signal.SIGINT:
                 with suppress(OSError):
                     os.write(2, STOPPING)  # print is not reentrant
-        elif self.stopping and number == signal.SIGHUP:
-            return  # another exception is already on its way
+        elif self.stopping and (number == signal.SIGHUP or now < self._stopped_at + SAME):
+            return  # the ranks stop already
         else:
             Interrupts._raised = number, now
             Interrupts._once_more = threading.Timer(1.1 * SAME, _raise_in_main_thread, (number,))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 QUIET = 30.0
@@ -71,20 +72,34 @@ class Signs:
         return seconds, bytes_, states
 
 
+def forks_of(pid: int) -> list[int]:
+    """The children of a process that run its own program, such as data workers: they have its signal handlers."""
+
+    def program(one: int) -> bytes:
+        try:
+            return Path(f"/proc/{one}/cmdline").read_bytes()
+        except OSError:  # it has ended
+            return b""
+
+    own = program(pid)
+    return [child for child in _children(pid) if own and program(child) == own]
+
+
 def _family(pid: int) -> Iterator[int]:
     """A process and its descendants."""
     yield pid
+    for child in _children(pid):
+        yield from _family(child)
+
+
+def _children(pid: int) -> Iterator[int]:
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return  # it has ended
     for thread in threads:
-        try:
-            children = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8").split()
-        except OSError:
-            continue
-        for child in children:
-            yield from _family(int(child))
+        with suppress(OSError):
+            yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8").split())
 
 
 def _fields(process: Path) -> list[str]:

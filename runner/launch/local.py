@@ -24,7 +24,7 @@ from runner.launch import failure, leaving, messages, network
 from runner.launch.failure import Done, Failure
 from runner.launch.forks import Fork, fork, server_ending, warm
 from runner.launch.interrupts import Interrupts
-from runner.launch.liveness import Signs
+from runner.launch.liveness import Signs, forks_of
 from runner.launch.orders import OPEN_FILES, GroupOrders, Orders
 from runner.launch.rank import enter
 from runner.launch.server import Descriptor
@@ -197,6 +197,9 @@ class _LocalRank(SupervisedRank):
 
     def request_stack(self) -> None:
         self.send_signal(signal.SIGUSR1)
+        for worker in forks_of(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGUSR1)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank alone, if it is alive."""

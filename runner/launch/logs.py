@@ -11,7 +11,8 @@ import io
 import locale
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -49,6 +50,47 @@ class Echo(io.TextIOBase):
             except OSError as error:  # it is closed, but the result of the run may still be wanted
                 self.console = None
                 self.log.write(f"The console is closed ({error.strerror}); output goes on in this log only.\n")
+
+
+class Droppable(io.TextIOBase):
+    """A console that may be closed: output is dropped from then on, with the process's file descriptor of it."""
+
+    def __init__(self, console: TextIO) -> None:
+        self.console = console
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._do(lambda: self.console.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self.console.flush)
+
+    def isatty(self) -> bool:
+        return self.console.isatty()
+
+    def fileno(self) -> int:
+        return self.console.fileno()
+
+    def _do(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.console.fileno())
+
+
+@contextmanager
+def console_may_close() -> Iterator[None]:
+    """Inside of the block a closed console (a closed terminal, `run | head`) ends nothing."""
+    console = sys.stdout
+    sys.stdout = cast(TextIO, Droppable(console))
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = console
 
 
 def attach(log: Path, console: int | None) -> None:

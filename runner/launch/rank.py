@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 
 from runner.launch import leaving, logs, messages, stopping
 from runner.launch.failure import Done, Reported, from_exception
+from runner.launch.liveness import forks_of
 from runner.launch.messages import RESCUE, STOP, WHERE
 from runner.launch.orders import Orders, log_of
 
@@ -77,6 +78,8 @@ def _end_with_parent(connection: Connection) -> None:
                 _flush()
                 os._exit(1)
             elif order == WHERE:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                for process in (os.getpid(), *forks_of(os.getpid())):
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGUSR1)
     except (EOFError, OSError):  # the parent's end is closed
         os.killpg(0, signal.SIGKILL)

@@ -90,7 +90,7 @@ class SupervisedRank:
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
 
     def request_stack(self) -> None:
-        """Let the rank write its stack into its log."""
+        """Let the rank and its data workers write their stacks into its log."""
         self.send(messages.WHERE)
 
     def close(self) -> None:

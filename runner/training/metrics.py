@@ -77,7 +77,7 @@ class Metrics(ExitStack):
         expected: Expected | None = None,
     ) -> None:
         super().__init__()
-        path = run_dir / FILE
+        path = self._path = run_dir / FILE
         _drop_from(path, first_step)
         self._log_every, self._total = log_every, total_steps
         self._bar: Any = None
@@ -158,6 +158,10 @@ class Metrics(ExitStack):
             self._bar.refresh()
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        if not os.fstat(self._file.fileno()).st_nlink:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.enter_context(self._path.open("a", encoding="utf-8"))
+            self.say(f"warning: {self._path.name} was removed from the run folder; it begins anew with step {step}")
         self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
         self._file.flush()
 

@@ -1,5 +1,6 @@
 """Workers that read ahead return what the rank itself reads, whatever their number, and end with the rank."""
 
+import errno
 import os
 import re
 import signal
@@ -12,8 +13,9 @@ from small import MODES, SMALL
 from torch.utils.data import get_worker_info
 
 from runner.config.schema import Data
+from runner.data import loader
 from runner.data.reading import Reader, Request
-from runner.launch.failure import Reported
+from runner.launch.failure import Reported, from_exception
 
 REQUESTS = [Request((row, row + 1), row // 8) for row in range(0, 24, 2)]
 
@@ -99,9 +101,48 @@ def killed_slowly(request):
 
 def test_a_worker_whose_connection_is_reset_before_it_has_an_exit_code_is_named():
     reads = reader(killed_slowly, workers=1)
+
+    def reset():
+        raise ConnectionResetError
+        yield
+
     with pytest.raises(Reported, match="killed by SIGKILL"), reads.reading():
         reads.next()
-        raise ConnectionResetError
+        reads._ahead = reset()
+        reads.next()
+
+
+def test_an_error_that_is_none_of_workers_is_not_held_up():
+    """Of a rank whose peer is down: the others wait for its end."""
+    reads = reader(workers=1)
+    with pytest.raises(RuntimeError, match="closed by peer"), reads.reading():
+        reads.next()
+        began = time.monotonic()
+        raise RuntimeError("connection closed by peer")
+    assert time.monotonic() < began + 3
+
+
+def test_shared_memory_that_is_full_is_named(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as of a semaphore
+        yield
+
+    reads = reader(workers=1)
+    monkeypatch.setattr(reads, "_read", full)
+    with pytest.raises(OSError, match=r"/dev/shm, .* \(data\.workers=0 does without\)") as caught:
+        read(reads)
+    assert from_exception(0, caught.value).code == "MW720"
+    text = "unable to allocate shared memory(shm) for file </torch_1_0>: No space left on device (28)"
+    monkeypatch.setattr(loader, "default_collate", raising(RuntimeError(text)))
+    with pytest.raises(OSError, match="/dev/shm"):
+        loader._stack([torch.ones(2)], 0)
+
+
+def raising(error):
+    def call(*_):
+        raise error
+
+    return call
 
 
 PARALLEL = (*SMALL, *MODES["data_parallel"], "world_size=2")

@@ -16,7 +16,9 @@ import pytest
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
-from runner.launch.failure import CauseOrder, Failure, from_exception, from_exit, message, root_cause
+from runner.launch.failure import CauseOrder, Failure, dumped_place, from_exception, from_exit, message, root_cause
+from runner.launch.liveness import forks_of
+from runner.launch.logs import console_may_close
 from strategies.core.errors import StrategyError
 
 HERE = Path(__file__).parents[1]
@@ -367,3 +369,50 @@ def test_a_watchdog_that_aborts_is_an_echo() -> None:
     log = "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 600029 milliseconds"
     assert from_exit(1, -signal.SIGABRT, log).order is CauseOrder.TIMEOUT
     assert from_exit(1, -signal.SIGABRT, "assertion failed").order is CauseOrder.CAUSE
+
+
+def test_the_place_of_a_hang_is_that_of_the_process_with_own_code() -> None:
+    """A rank that waits for a data worker is in a library, as are other workers that wait."""
+    head = "Current thread 0x1 (most recent call first):\n"
+    library = f'  File "{os.__file__}", line 3 in select\n  File "/x/runner/data/reading.py", line 7 in next\n'
+    own = '  File "/x/torch/utils/data/fetch.py", line 4 in fetch\n  File "/home/rows.py", line 9 in __getitem__\n'
+    for stacks in (library, own, library), (own, library), (library, library, own):
+        log = "a line\n" + "".join(head + stack for stack in stacks)
+        assert dumped_place(log) == ("/home/rows.py:9 (__getitem__)")
+    assert dumped_place(head + library).endswith("os.py:3 (select)")
+    assert dumped_place("a line\n") == ""
+
+
+def test_workers_are_the_children_that_run_the_same_program() -> None:
+    """Another program may not expect the signal."""
+    other = subprocess.Popen(["sleep", "60"])
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        until = time.monotonic() + 10
+        while other.pid in forks_of(os.getpid()) and time.monotonic() < until:
+            time.sleep(0.01)  # it has not begun its own program yet
+        found = forks_of(os.getpid())
+        assert worker in found and other.pid not in found
+    finally:
+        for pid in (worker, other.pid):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(worker, 0)
+        other.wait()
+
+
+def test_output_to_a_closed_console_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    console = open(writing, "w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", console)
+    with console_may_close():
+        print("heard", flush=True)
+        assert os.read(reading, 100) == b"heard\n"
+        os.close(reading)
+        print("dropped", flush=True)
+        print("this too", flush=True)
+    assert sys.stdout is console
+    print("and what comes later", flush=True)
+    console.close()

@@ -18,6 +18,7 @@ from small import MODES, SMALL
 from runner import checkpoint as checkpoints
 from runner.errors import Stopped
 from runner.launch import stopping
+from runner.launch.interrupts import SAME, Interrupts
 from runner.launch.stopping import EXIT_CODE, Stopping
 
 
@@ -131,6 +132,32 @@ def test_ctrl_c_and_the_end_of_a_terminal_save_too(tmp_path, number):
     done = checkpoints.read(checkpoints.newest(folder / "checkpoints")).step
     assert f"run: stopped by {number.name} after step {done}, which is saved. It goes on with: run " in err
     assert ("Ctrl-C again ends at once" in err) == (number == signal.SIGINT)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one():
+    """A key that bounces, or a wrapper that passes on what a terminal sends to all."""
+    with Interrupts(lambda number: True) as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.stopping
+        interrupts._stopped_at -= SAME
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert Interrupts._once_more is not None
+        Interrupts._once_more.cancel()
+
+
+@pytest.mark.slow
+def test_a_closed_console_ends_no_run(tmp_path):
+    """`run ... | head -1`, where a restart has something to say."""
+    words = ("train.steps=6", "launch.max_restarts=1", "launch.faults=[{kind: kill, rank: 1, step: 3, phase: data}]")
+    process = started(tmp_path / "run", *words)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(100) == 0
+    assert process.stderr.read() == "" and "restart" in (tmp_path / "run" / "restarts.jsonl").read_text("utf-8")
+    process.stderr.close()
 
 
 @pytest.mark.parametrize("after", [0.0, 0.1, 0.7])

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,16 @@ def test_a_fresh_run_starts_empty(tmp_path: Path) -> None:
         with Metrics(tmp_path, log_every=10, progress=False) as metrics:
             train(metrics, 1, 3)
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_a_file_that_is_removed_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    with Metrics(tmp_path / "run", log_every=10, progress=False) as metrics:
+        train(metrics, 1, 2)
+        shutil.rmtree(tmp_path / "run")
+        train(metrics, 3, 5)
+    assert [record["step"] for record in records(tmp_path / "run")] == [3, 4, 5]
+    assert capsys.readouterr().out.count("metrics.jsonl was removed") == 1
 
 
 def test_lines_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
