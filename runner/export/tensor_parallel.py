@@ -19,12 +19,12 @@ from strategies.cost.collectives import step_seconds
 from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
-from strategies.planner.module_styles import EXPERTS, WITHIN, WRITTEN, axes_of, declared, tp_plan_of
+from strategies.planner.module_styles import EXPERTS, FOR_TRANSFORMERS, axes_of, declared, tp_plan_of
 
 
 def changes(prepared: Prepared) -> list[Change]:
     """What transformers lays out otherwise."""
-    return [*of_styles(prepared, (*WRITTEN, *WITHIN, *EXPERTS)), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
+    return [*of_styles(prepared, FOR_TRANSFORMERS), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
 
 
 def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
@@ -80,7 +80,7 @@ def distributed_config(prepared: Prepared, title: str) -> str:
         "dp_replicate_size": 1 if fsdp else data,
     }
     if axes:
-        styles = tp_plan_of(graph, plan, (*WRITTEN, *WITHIN, *EXPERTS), axes)
+        styles = tp_plan_of(graph, plan, FOR_TRANSFORMERS, axes)
         content["tp_plan"] = {key: style for key, style in styles.items() if style not in EXPERTS}
         by_expert = {key: style for key, style in styles.items() if style in EXPERTS}
         if by_expert:  # all ranks that share a module have all of its rows, and add up what their experts make of them

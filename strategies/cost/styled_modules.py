@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
-from strategies.core.experts import experts, matrices_of, parameter_of
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source
+from strategies.core.experts import RESHAPED, experts, last_products, matrices_of, parameter_of
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
 from strategies.rules.sharding import Assignment, Sharding
@@ -25,16 +26,16 @@ FORBIDDEN = 1e4
 """Seconds of what no plan does; more than any step takes, and little enough to be added to seconds."""
 
 
-def halves(source: Source, dim: int) -> bool:
-    """Whether a parameter holds two sections of one size along `dim`: what packed styles slice."""
-    packed = source.spec.packed
+def halves(spec: TensorSpec, dim: int) -> bool:
+    """Whether a tensor holds two sections of one size along `dim`: what packed styles slice."""
+    packed = spec.packed
     return packed is not None and packed.dim == dim and len(packed.sizes) == 2 and len({*packed.sizes}) == 1
 
 
 def packable(operator: Operator, weight: Source, copies: bool) -> bool:
     """Whether packed_colwise slices a linear layer: it takes a bias for one section, and where there are copies of a
     module, whose FSDP slices rows again, it loads the sections of a matrix in another order (transformers 5.23)."""
-    return halves(weight, 0) and len(operator.operands) == 2 and not copies
+    return halves(weight.spec, 0) and len(operator.operands) == 2 and not copies
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class ModuleLayouts:
     axes: frozenset[str]
     rows: Mapping[str, Assignment]
 
+    layers_differ: ClassVar[bool] = True
+    """Whether the trainer may slice repeated layers in several ways."""
+
     @cached_property
     def options(self) -> dict[str, tuple[str, ...]]:
         """By operator, the factors that the axes may slice."""
@@ -64,6 +68,15 @@ class ModuleLayouts:
         }
 
     def _may_slice(self, operator: Operator, factor: str) -> bool:
+        raise NotImplementedError
+
+    @property
+    def together(self) -> Sequence[tuple[Operator, Operator]]:
+        """Pairs of operators whose candidates are to agree, as far as `agreeing` says."""
+        return ()
+
+    def agreeing(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
+        """Whether both operators of a pair are sliced as one module must be."""
         raise NotImplementedError
 
     def use(self, user: Operator, position: int) -> Hashable:
@@ -118,6 +131,8 @@ class StyledModules(ModuleLayouts):
 
     styles: Collection[str]
 
+    layers_differ: ClassVar[bool] = False
+
     def gathered(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> tuple[Booleans, Booleans]:
         """Which candidates of an operator may hand on their result as it is made, and which gathered over the axes."""
         none, weight = np.zeros(len(sliced), dtype=bool), self._weight(operator)
@@ -151,8 +166,6 @@ class StyledModules(ModuleLayouts):
         for operator in self.graph.operators:
             taken = {factor for factor, used in chosen[operator.id].items() if self.axes & {*used}}
             legal = taken <= {*self.options[operator.id]}
-            if operator.module in self._routed and self._within(operator.module, handed):
-                continue
             for position, (ref, layout) in enumerate(zip(operator.operands, wanted[operator.id], strict=True)):
                 maker, have = self.graph.by_id[ref.id], self.place(handed(ref))
                 last = len(layout.dims) - 1
@@ -185,34 +198,67 @@ class StyledModules(ModuleLayouts):
         packed = weight.spec.packed is not None and weight.spec.packed.dim == 0
         return packed and not ("packed_colwise" in self.styles and packable(operator, weight, any(self.rows.values())))
 
-    @cached_property
-    def _routed(self) -> dict[str, tuple[Source, ...]]:
-        """The modules of experts that the trainer may run on a slice of every expert."""
-        return matrices_of(self.graph) if "moe_tp_experts" in self.styles else {}
-
-    def _within(self, path: str, handed: Callable[[Ref], Layout]) -> bool:
-        """Whether every rank has a slice of every expert of a module."""
-        return all(self.place(handed(Ref(source.id))) > 0 for source in self._routed[path])
-
     def _columns(self, operator: Operator, weight: int) -> str | None:
         """The factor along which a layer has its columns."""
         return self.shardings[operator.id].operands[weight][1 if operator.op == "embedding" else 0]
 
     @cached_property
-    def _of_experts(self) -> frozenset[str]:
-        """The ids of parameters that a style slices by expert."""
-        found = experts(self.graph) if "grouped_gemm" in self.styles else {}
-        return frozenset(source.id for own in found.values() for source in own)
+    def _routed(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The ids of the parameters of experts that styles slice by expert, and of those that they slice within each
+        expert."""
+        by_expert = experts(self.graph) if "grouped_gemm" in self.styles else {}
+        first, second = (
+            frozenset(one.id for own in each.values() for one in own) for each in (by_expert, self._within)
+        )
+        return first, second
 
-    def _experts_of(self, operator: Operator) -> Iterator[str | None]:
-        """The factors of the experts whose parameters an operator takes."""
+    @cached_property
+    def _within(self) -> dict[str, tuple[Source, ...]]:
+        return matrices_of(self.graph) if "moe_tp_experts" in self.styles else {}
+
+    @cached_property
+    def _last(self) -> frozenset[str]:
+        """The ids of the products whose partial sums a module of experts adds up."""
+        found = (last_products(path, own, self.graph) for path, own in self._within.items())
+        return frozenset().union(*found)
+
+    def _slices_experts(self, operator: Operator, factor: str) -> bool:
+        """Whether a factor slices the parameters of experts as a style does: by expert, or columns and then rows of
+        each. The module adds up partial results, and the gradients of all that it takes."""
+        by_expert, within = self._routed
         for ref, dims in zip(operator.operands, self.shardings[operator.id].operands, strict=True):
-            source = parameter_of(self.graph, ref)
-            if source is not None and source.id in self._of_experts:
-                yield dims[0]
+            source, spec = parameter_of(self.graph, ref), self.graph.specs[ref]
+            if source is None or factor not in dims:
+                continue
+            dim = dims.index(factor)
+            if dim == 0 and source.id in by_expert:
+                return True
+            if dim > 0 and source.id in within and (spec.packed is None or halves(spec, dim)):
+                sums = factor in self.shardings[operator.id].sums
+                return operator.op in RESHAPED or sums == (operator.id in self._last)
+        return False
+
+    @cached_property
+    def together(self) -> Sequence[tuple[Operator, Operator]]:
+        """The operators that take the parameters of one module of experts: all of them some experts, or none."""
+        pairs: list[tuple[Operator, Operator]] = []
+        for own in experts(self.graph).values() if self._routed[0] else ():
+            ids = {source.id for source in own}
+            pairs += pairwise(one for one in self.graph.operators if ids & {ref.id for ref in one.operands})
+        return tuple(pairs)
+
+    def agreeing(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
+        first, second = (self._by_expert(operator, one) for operator, one in zip(pair, chosen, strict=True))
+        return first == second
+
+    def _by_expert(self, operator: Operator, chosen: Assignment) -> bool:
+        """Whether an operator takes the parameter of some experts alone."""
+        layouts = self.shardings[operator.id].operand_layouts(chosen)
+        taken = zip(operator.operands, layouts, strict=True)
+        return any(self.axes & {*layout.dims[0]} for ref, layout in taken if ref.id in self._routed[0])
 
     def _may_slice(self, operator: Operator, factor: str) -> bool:
-        if self._of_experts and factor in self._experts_of(operator):
+        if self._slices_experts(operator, factor):
             return True
         sharding, weight = self.shardings[operator.id], self._weight(operator)
         own = None if weight is None else sharding.operands[weight]

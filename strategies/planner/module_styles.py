@@ -93,6 +93,8 @@ WITHIN = ("moe_tp_experts", "packed_rowwise")
 """Further ones for experts of which every rank has a slice."""
 EXPERTS = ("ep_dispatch_experts", "grouped_gemm")
 """Those of an `ep_plan`: of a module of experts, and of its parameters."""
+FOR_TRANSFORMERS = (*WRITTEN, *WITHIN, *EXPERTS)
+"""Those of a `DistributedConfig`."""
 
 
 def declared(
@@ -278,7 +280,7 @@ def _within_experts(parameters: Sequence[Source], plan: Plan, axes: tuple[str, .
             return []
         style = ("colwise", "rowwise")[dims[0] - 1]
         if source.spec.packed is not None:
-            if not halves(source, dims[0]):
+            if not halves(source.spec, dims[0]):
                 return []
             style = f"packed_{style}"
         found.append((source.name, style))

@@ -186,11 +186,18 @@ class Planning:
         assert self.step_cost is not None
         try:
             plan = self._made(problem, solution)
-            if self._violated(plan):
+            if self._violated(plan) or not self._fits(problem, plan):
                 return math.inf
             return self.step_cost.seconds(plan)
         except StrategyError:
             return math.inf
+
+    def _fits(self, problem: Problem, plan: Plan) -> bool:
+        """Whether a plan keeps the memory, which another one that modules mean in place of it may not."""
+        if problem.memory is None or not self.request.by_module:
+            return True
+        chosen = {one.id: plan.operators[one.name].assignment for one in self.graph.operators}
+        return plan_bytes(replace(problem, mesh=plan.mesh), chosen) <= problem.memory
 
     def _violated(self, plan: Plan) -> bool:
         """Whether the trainer that a plan is for would lay out something otherwise."""

@@ -25,6 +25,7 @@ import numpy as np
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import LayoutTable, ReshardingCosts
+from strategies.cost.styled_modules import FORBIDDEN
 from strategies.rules.sharding import Assignment
 from strategies.search.elimination import Factor, FactorGraph, Integers, Part, Seconds, Table, constant, expanded
 from strategies.search.problem import Problem
@@ -430,6 +431,21 @@ class CostGraph:
         for _, ref in self.operators.updates:
             if self.problem.resharding_counts(ref):
                 self._add_leaving(ref, False)
+        for pair in () if self.problem.styled is None else self.problem.styled.together:
+            self._add_agreeing(pair)
+
+    def _add_agreeing(self, pair: tuple[Operator, Operator]) -> None:
+        """Two operators that a trainer slices as one module."""
+        styled, (first, second) = self.problem.styled, pair
+        assert styled is not None
+        one, other = self.candidates[first.id], self.candidates[second.id]
+
+        def seconds() -> Seconds:
+            every = [[styled.agreeing(pair, (a, b)) for b in other.assignments] for a in one.assignments]
+            return np.where(every, 0.0, FORBIDDEN)
+
+        table = self._once(("together", id(one), id(other)), lambda: Table(seconds))
+        self.factors.factors.append(Factor((self.variables[first.id], self.variables[second.id]), table))
 
     def _own(self, candidates: Candidates) -> Callable[[], Table]:
         return lambda: Table(lambda: candidates.seconds + self.space.multiplier * candidates.bytes)

@@ -212,7 +212,8 @@ class MemoryBudget:
         best = self._best(limit)
         if best is None:
             raise too_large(limit, min(one.bytes for one in [*(x.solution for x in self.points), *self.smallest]))
-        if not self._near(best.cost, limit):
+        styled = self.solver.problem.styled
+        if not self._near(best.cost, limit) and (styled is None or styled.layers_differ):
             best = min([best, *self._mixed(limit)], key=lambda one: one.cost)
         return replace(best, lower_bound=min(self.lower_bound(limit), best.cost))
 

@@ -271,6 +271,27 @@ def test_the_loader_of_transformers_trains_slices_of_every_expert(
     assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("mixtral", {"tp": 2}), ("qwen3_moe", {"tp": 4}), ("mixtral", {"dp": 2, "tp": 2})]
+)
+def test_the_loader_of_transformers_trains_a_searched_plan(
+    on_ranks: Callable[..., Any], tmp_path: Path, family: str, mesh: dict[str, int]
+) -> None:
+    """Which slices every expert, since memory leaves no room for all of them."""
+    model, options = routed(family), {"mesh": mesh, "for_target": "transformers", "plan_cache": None}
+    free = meshwright.plan(model, labelled(), **options)  # type: ignore[arg-type]
+    sliced = meshwright.from_tp_plan("auto", model, labelled(), mesh=mesh)
+    limit = (free.memory + sliced.memory) // 2
+    plan = meshwright.plan(model, labelled(), memory_limit=limit, **options)  # type: ignore[arg-type]
+    assert plan.memory <= limit < free.memory and plan.gap is not None
+    assert meshwright.verify(model, labelled(), plan).passed
+    file = written_as_read(plan, model, tmp_path)
+    model.save_pretrained(tmp_path / "model")
+    worst = on_ranks("transformed", (tmp_path / "model", file), world_size=math.prod(mesh.values()), module="exports")
+    assert max(worst.values()) < 1e-5, worst
+
+
 def families(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     """The plans of this name of all families in transformers, read from their source."""
     folder = Path(transformers.__file__).parent / "models"
@@ -557,6 +578,62 @@ def test_a_plan_for_transformers_is_the_best_of_all_its_styles(rows: int, mesh: 
     assert 24 < len(possible) < len(every) and plan.expressible("transformers") == []
     assert plan.cost == pytest.approx(min(possible)) and plan.gap is not None
     assert plan.cost < max(possible) / 1.2
+
+
+class Routed(nn.Module):
+    """A table, experts as in Mixtral, and a linear layer."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": width, "intermediate_size": hidden, "num_local_experts": experts}
+        config = transformers.MixtralConfig(**sizes)
+        config._experts_implementation = "grouped_mm"
+        self.words, self.head = nn.Embedding(256, width), nn.Linear(width, width, bias=False)
+        self.mlp = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mlp(self.words(x)))
+
+
+WITHIN = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
+BY_EXPERT = {
+    "experts": "ep_dispatch_experts",
+    "experts.gate_up_proj": "grouped_gemm",
+    "experts.down_proj": "grouped_gemm",
+}
+OF_EXPERTS: dict[str, dict[str, str]] = {"replicated": {}, "within": WITHIN, "by_expert": BY_EXPERT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "rows", "mesh", "best"),
+    [
+        (8, 64, {"tp": 4}, "within"),
+        (6, 4, {"dp": 2, "tp": 2}, "within"),
+        (8, 64, {"dp": 4}, "replicated"),
+    ],
+)
+def test_a_plan_for_transformers_slices_experts_as_is_best(
+    experts: int, rows: int, mesh: dict[str, int], best: str
+) -> None:
+    """Of all plans that the styles of a table, of experts and of a linear layer can say."""
+    with torch.device("meta"):
+        module, batch = (
+            Routed(experts, 1024, 4096),
+            (torch.empty(rows, 16, dtype=torch.int64), torch.empty(rows, 16, 1024)),
+        )
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": mesh, "cluster": "dgx_h100", "plan_cache": None}
+    plan = meshwright.plan(module, batch, for_target="transformers", **options)
+    assert plan.expressible("transformers") == [] and plan.gap is not None
+    costs: dict[str, list[float]] = {}
+    for kind, words, head in product(OF_EXPERTS, EVERY_STYLE["words"], ("replicate", "colwise_gather_output")):
+        styles = {"words": words, "head": head, **{f"mlp.{name}": style for name, style in OF_EXPERTS[kind].items()}}
+        if "tp" in mesh or {words, head} == {"replicate"}:
+            read = meshwright.from_tp_plan(styles, module, batch, **{**options, "mesh": {"tp": 1} | mesh})
+            if read.expressible("transformers") == []:
+                costs.setdefault(kind, []).append(read.cost)
+    every = {kind: min(each) for kind, each in costs.items()}
+    assert plan.cost == pytest.approx(min(every.values())) == pytest.approx(every[best]), every
 
 
 @pytest.mark.parametrize("target", ["transformers", "deepspeed"])
