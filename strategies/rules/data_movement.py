@@ -199,12 +199,26 @@ def _identity(operator: Operator, local: Local) -> Ref:
     return local.call("aten.alias.default", local.args[0])
 
 
+def _every(operator: Operator, local: Local) -> Ref:
+    """Equal slices that begin at multiples of the step: each takes the same elements of its own."""
+    given, shape = local.arguments, local.operand_shape()
+    local.slices(f"d{given['dim'] % len(shape)}")
+    return local.itself(start=(given["start"] or 0) % given["step"], end=shape[given["dim"]])
+
+
 @rule("slice")
 def slice_(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x[start:end:step] along one dim; a slice of everything passes."""
-    if specs[0].shape != operator.results[0].shape:
+    """x[start:end:step] along one dim. A slice of everything passes; of one that takes one of every `step` elements to
+    the end, as gate and up that are interleaved, slices are as many as divide the result."""
+    before, after = specs[0].shape, operator.results[0].shape
+    if before == after:
+        return notation("... -> ...", operator, specs, padded=True, local=_identity)
+    given, dim = arguments(operator), dim_of(operator, len(before))
+    step, start = given["step"], given["start"]
+    if not (isinstance(step, int) and isinstance(start, int | None)) or after[dim] * step != before[dim] or step == 1:
         return notation("... -> ... ; !dim", operator, specs, padded=True)
-    return notation("... -> ...", operator, specs, padded=True, local=_identity)
+    dims, others = numbered(len(before)), numbered(len(before), [dim])
+    return sharding(operator, specs, [dims], [dims], local=_every, sizes={f"d{dim}": after[dim]}, padded=others)
 
 
 @rule("diag_embed")

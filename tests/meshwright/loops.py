@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from meshwright.models.gpt import GPT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
 import meshwright
@@ -53,6 +56,40 @@ def fused(dtype: torch.dtype = torch.float64) -> nn.Module:
     return Fused().to(dtype)
 
 
+class Interleaved(nn.Module):
+    """A GPT-OSS of transformers, whose experts hold gate and up in turn: tokens -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GptOssConfig, GptOssForCausalLM
+
+        config = GptOssConfig(
+            vocab_size=TOKENS,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=16,
+            pad_token_id=0,
+            use_cache=False,
+        )
+        self.net = GptOssForCausalLM(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with mock.patch("transformers.integrations.moe._can_use_grouped_mm", return_value=False):  # it has no fp64
+            logits: Tensor = self.net(input_ids=x).logits
+        return logits
+
+
+def interleaved(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return Interleaved().to(dtype)
+
+
 SECTIONS = {
     "qkv.matmul": [[2, 1, 1], [1, 2]],
     "o_proj.matmul": [[2, 1, 2], [2, 1]],
@@ -60,7 +97,7 @@ SECTIONS = {
     "down.matmul": [[2, 1, 2], [2, 1]],
 }
 """Megatron's slices of fused weights."""
-MODELS = {"gpt": gpt, "fused": fused}
+MODELS = {"gpt": gpt, "fused": fused, "interleaved": interleaved}
 
 
 def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -190,12 +227,15 @@ def _relative(value: Tensor, expected: Tensor) -> float:
     return float((value.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-def saved(rank: Any, folder: Path) -> float:
+def saved(rank: Any, given: tuple[Path, str]) -> float:
     """A checkpoint of torch, written under one plan and read under another: the largest difference of any weight."""
-    first = meshwright.plan(gpt(), tokens(), loss=next_token, mesh={"dp": 2, "tp": 2}, plan_cache=None)
-    sharded = first.apply(gpt())
+    folder, model = given
+    made, strategies = MODELS[model], SECTIONS if model == "fused" else {}
+    mesh = {"dp": 2, "tp": 2}
+    first = meshwright.plan(made(), tokens(), loss=next_token, mesh=mesh, strategies=strategies, plan_cache=None)
+    sharded = first.apply(made())
     dcp.save(sharded.state_dict(), checkpoint_id=folder)
-    other = copy.deepcopy(gpt())
+    other = copy.deepcopy(made())
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
     second = meshwright.plan(other, tokens(), loss=next_token, mesh=4, mode="data_parallel", plan_cache=None)
@@ -204,7 +244,17 @@ def saved(rank: Any, folder: Path) -> float:
     dcp.load(state, checkpoint_id=folder)
     again.load_state_dict(state)
     again.load_state_dict(sharded.state_dict())  # DTensors of another layout
-    again.load_state_dict(gpt().state_dict())  # unsharded tensors
-    expected = gpt().state_dict()
+    again.load_state_dict(made().state_dict())  # unsharded tensors
+    expected = made().state_dict()
     assert dist.get_world_size() == 4
     return max(float((_all(value) - expected[name]).abs().max()) for name, value in again.state_dict().items())
+
+
+def striped(rank: Any, folder: Path) -> tuple[bool, bool]:
+    """Whether a DTensor in stripes is complete where it is gathered, and where a checkpoint of torch has been read."""
+    value, mesh = torch.arange(24.0).view(24, 1), init_device_mesh("cpu", (4,))
+    sliced = distribute_tensor(value, mesh, [_StridedShard(0, split_factor=3)], src_data_rank=None)
+    dcp.save({"fused": sliced}, checkpoint_id=folder)
+    read = {"fused": torch.zeros_like(value)}
+    dcp.load(read, checkpoint_id=folder)
+    return torch.equal(sliced.full_tensor(), value), torch.equal(read["fused"], value)

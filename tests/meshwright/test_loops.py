@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import SECTIONS, Loop, fused, gpt, next_token, tokens
+from loops import SECTIONS, Loop, fused, gpt, interleaved, next_token, tokens
 
 import meshwright
 
@@ -56,6 +56,19 @@ def test_fused_weights_are_trained_in_stripes(on_ranks: Callable[..., Any], stag
 
 
 @pytest.mark.slow
+def test_gate_and_up_in_turn_are_trained_in_slices(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """The experts of GPT-OSS: a slice of every expert has as much of gate as of up."""
+    styles = {"gate_up_proj": "rowwise", "gate_up_proj_bias": "colwise", "down_proj": "colwise"}
+    styles = {f"net.model.layers.*.mlp.experts.{name}": style for name, style in styles.items()}
+    plan = meshwright.from_tp_plan(styles, interleaved(), tokens(), loss=next_token, mesh=4)
+    taken = [one for one in plan.content["operators"] if one["op"] == "slice" and ".experts" in one["name"]]
+    assert [one["in_layouts"] for one in taken] == [["(-, tp)"]] * 4
+    assert all(one["redistributions"] == [] for one in taken)
+    worst = on_ranks("compared", Loop(file=plan.save(tmp_path / "plan.json"), model="interleaved"))
+    assert max(worst.values()) < 1e-10, worst
+
+
+@pytest.mark.slow
 def test_a_loop_in_bf16_is_near_one_device(on_ranks: Callable[..., Any]) -> None:
     worst = on_ranks("compared", Loop({"mesh": 4}, dtype=torch.bfloat16, steps=1))
     assert max(worst.values()) < 3e-2, worst
@@ -68,8 +81,15 @@ def test_a_plan_from_a_file_is_applied(on_ranks: Callable[..., Any], tmp_path: P
 
 
 @pytest.mark.slow
-def test_checkpoints_of_torch_hold_the_weights(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    assert on_ranks("saved", tmp_path / "checkpoint") == 0
+@pytest.mark.parametrize("model", ["gpt", "fused"])
+def test_checkpoints_of_torch_hold_the_weights(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
+    assert on_ranks("saved", (tmp_path / "checkpoint", model)) == 0
+
+
+@pytest.mark.slow
+def test_torchs_checkpoints_do_not_know_stripes(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """So state dicts hold fused weights complete. Once torch reads them, they may be DTensors."""
+    assert on_ranks("striped", tmp_path / "checkpoint") == (True, False)
 
 
 def test_what_cannot_be_applied_leaves_nothing_behind(on_ranks: Callable[..., Any]) -> None:

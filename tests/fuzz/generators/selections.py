@@ -88,6 +88,11 @@ def slice_(pool: Pool, op: str) -> None:
     if pool.rng.random() < 0.15:
         pool.emit("aten.slice.Tensor", x, dim, 0, 9223372036854775807)
         return
+    steps = [step for step in (2, 3, 4) if size % step == 0]
+    if steps and pool.rng.random() < 0.3:  # may be sliced along the dim
+        step = pool.rng.choice(steps)
+        pool.emit("aten.slice.Tensor", x, dim, pool.rng.randrange(step), size, step)
+        return
     start = pool.rng.randrange(size)
     pool.emit("aten.slice.Tensor", x, dim, start, pool.rng.randint(start + 1, size), pool.rng.choice((1, 1, 2)))
 

@@ -17,6 +17,8 @@ COVERS = "diag_embed slice tril triu"
 CASES = [
     ("slice", lambda a: a[:, 2:8], x(6, 12)),
     ("slice step", lambda a: a[::2], x(6, 7)),
+    ("slice every second", lambda a: a[..., ::2] * a[..., 1::2].exp(), x(6, 12)),
+    ("slice every third", lambda a: a[-5::3], x(6, 4)),
     ("slice negative", lambda a: a[..., -4:], x(6, 12)),
     ("slice everything", lambda a: torch.ops.aten.slice(a, 0, 0, 9223372036854775807), x(7, 12)),
     ("select", lambda a: a[:, 3], x(6, 12)),
