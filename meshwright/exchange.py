@@ -181,7 +181,7 @@ def from_autoparallel(
     Raises:
         ConfigError, StrategyError: the file is none, or of another module.
     """
-    axes, nodes = autoparallel_placements.read(Path(file))
+    axes, nodes, striped = autoparallel_placements.read(Path(file))
     names, tensors = flatten_batch(batch)
     config = config_of(module, tensors, loss, axes, None, torch.optim.AdamW, 0, "cpu", {})
     targets, grid = target_names(config, module, names), Mesh(tuple(axes.items()))
@@ -207,7 +207,9 @@ def from_autoparallel(
         sliced = {one.name: _filled(Layout((rows,)), one) for one in graph.of_kind("input")}
         inputs = sliced | {name: found[name] for name in sliced if name in found}
         stored = {name: _without(layout, rows) for name, layout in found.items() if name not in inputs}
-        return Declared(grid, inputs, stored)
+        names_of = {f"primals_{number}": one.name for number, one in enumerate(sources, 1) if one is not None}
+        marked = {names_of[node] for node in striped if node in names_of} & {*sections_of(graph)}
+        return Declared(grid, inputs, stored, packed=frozenset(marked))
 
     return _declared(layouts, module, batch, axes, loss, options)
 

@@ -177,7 +177,9 @@ def sections_of(config: Config) -> dict[str, Packed] | None:
     if config.parallel.plan is not None:
         with suppress(ConfigError, StrategyError):  # raised where the plan is read
             return packed_in(read_content(Path(config.parallel.plan)), config.parallel.plan)
-    return None if config.parallel.for_target in (None, "transformers") else {}
+    target, stage = config.parallel.for_target, config.parallel.zero.stage
+    unsaid = target in ("deepspeed", "torchtitan") or (target in ("autoparallel", "torch") and stage in (3, "auto"))
+    return {} if unsaid else None
 
 
 def captured_from_shapes(

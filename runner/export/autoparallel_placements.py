@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement
 from runner.errors import ConfigError
 from runner.export.torch_program import placed, replicas
 from runner.planning.prepare import Prepared
-from strategies.core.graph import Operator, OperatorGraph, Source
+from strategies.core.graph import Operator, OperatorGraph, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.planner.declared_layouts import operand_layouts
@@ -40,10 +40,10 @@ def content(prepared: Prepared, title: str) -> str:
         layout = (plan.inputs if source.kind == "input" else plan.tensors)[source.name]
         if source.kind == "parameter" and prepared.config.parallel.zero.known == 3:
             layout = _sliced(layout, source, graph, plan)
-        text = _text([layout], [source.spec.shape], plan)
+        text = _text([layout], [source.spec], prepared)
         nodes[f"primals_{number}"] = {"output": text, "inputs": [text]}
     for operator in graph.operators:
-        nodes[re.sub(r"\W", "_", operator.name)] = _node(operator, graph, plan)
+        nodes[re.sub(r"\W", "_", operator.name)] = _node(operator, graph, plan, prepared)
     names, sizes = zip(*plan.mesh.axes, strict=True)
     return (
         json.dumps({"version": 1, "mesh_shape": sizes, "mesh_dim_names": names, "placements": nodes}, indent=2) + "\n"
@@ -60,27 +60,30 @@ def primals(graph: OperatorGraph, names: Sequence[str], targets: Iterable[str]) 
     return [*(source for source in own if source not in buffers), *buffers, *inputs]
 
 
-def read(file: Path) -> tuple[dict[str, int], dict[str, Layout]]:
-    """The mesh of a placements file, and the layout of every node's result that is one tensor.
+def read(file: Path) -> tuple[dict[str, int], dict[str, Layout], frozenset[str]]:
+    """The mesh of a placements file, the layout of every node's result that is one tensor, and the nodes of which a
+    rank has a slice of every section.
 
     Raises:
         ConfigError: the file cannot be read, or is none.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        sizes: Sequence[int] = found["mesh_shape"]
-        names = found["mesh_dim_names"] or [f"d{number}" for number in range(len(sizes))]
-        nodes: Mapping[str, Any] = found["placements"]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        sizes: Sequence[int] = content["mesh_shape"]
+        names = content["mesh_dim_names"] or [f"d{number}" for number in range(len(sizes))]
+        nodes: Mapping[str, Any] = content["placements"]
         layouts = {name: _layout(entry["output"], names) for name, entry in nodes.items()}
-        if found["version"] != 1 or len(sizes) != len(names):
-            raise ValueError(f"version {found['version']}, {len(sizes)} sizes and {len(names)} names of axes")
+        if content["version"] != 1 or len(sizes) != len(names):
+            raise ValueError(f"version {content['version']}, {len(sizes)} sizes and {len(names)} names of axes")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "MW884",
             f"meshwright.from_autoparallel: {str(file)!r} is no placements file ({type(error).__name__}: {error}); "
             "give one that AutoParallel's save_placements or `run export autoparallel` has written.",
         ) from error
-    return dict(zip(names, sizes, strict=True)), {name: one for name, one in layouts.items() if one is not None}
+    found = {name: one for name, one in layouts.items() if one is not None}
+    striped = frozenset(name for name in found if "_S" in nodes[name]["output"])
+    return dict(zip(names, sizes, strict=True)), found, striped
 
 
 def _layout(text: str, names: Sequence[str]) -> Layout | None:
@@ -98,13 +101,13 @@ def _layout(text: str, names: Sequence[str]) -> Layout | None:
     return Layout(tuple(dims))
 
 
-def _node(operator: Operator, graph: OperatorGraph, plan: Plan) -> dict[str, Any]:
+def _node(operator: Operator, graph: OperatorGraph, plan: Plan, prepared: Prepared) -> dict[str, Any]:
     chosen = plan.operators[operator.name]
     results = rule_of(operator, graph).result_layouts(chosen.assignment)
     taken = operand_layouts(operator, graph, plan)
-    shapes = [graph.specs[ref].shape for ref in operator.operands]
-    output = _text(results, [spec.shape for spec in operator.results], plan)
-    inputs = [_text([one], [shape], plan) for one, shape in zip(taken, shapes, strict=True)]
+    specs = graph.operand_specs(operator)
+    output = _text(results, operator.results, prepared)
+    inputs = [_text([one], [spec], prepared) for one, spec in zip(taken, specs, strict=True)]
     return {"output": output, "inputs": inputs}
 
 
@@ -118,8 +121,8 @@ def _sliced(layout: Layout, source: Source, graph: OperatorGraph, plan: Plan) ->
     return layout
 
 
-def _text(layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...]], plan: Plan) -> str:
-    words = [_word(placed(one, shape, plan)) for one, shape in zip(layouts, shapes, strict=True)]
+def _text(layouts: Sequence[Layout], specs: Sequence[TensorSpec], prepared: Prepared) -> str:
+    words = [_word(placed(prepared, one, spec)) for one, spec in zip(layouts, specs, strict=True)]
     return words[0] if len(words) == 1 else f"({', '.join(words)})"
 
 

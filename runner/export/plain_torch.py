@@ -21,10 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor  # noqa: F401
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -65,13 +67,63 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = distribute_tensor(buffer, mesh, replicated, src_data_rank=None)
-        if (received := placements_of(INPUTS, path)) is not None:
+        received, returned = placements_of(INPUTS, path, ()), placements_of(OUTPUTS, path, ())
+        fused = [name for name, one in part._parameters.items() if _is_striped(getattr(one, "placements", ()))]
+        if fused and _is_striped(returned) and not _is_striped(received):
+            part.forward = _by_rank(part, fused, returned)
+        if received:
             part.register_forward_pre_hook(_receiving(mesh, received))
-        if (returned := placements_of(OUTPUTS, path)) is not None:
+        if returned:
             part.register_forward_hook(_returning(mesh, returned))
     if SHARDED:
         _shard_fully(module, mesh)
+    module.register_state_dict_post_hook(_complete_sections)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_slice_sections)  # type: ignore[no-untyped-call]
     return module
+
+
+def _is_striped(placed: Placed) -> bool:
+    """Whether a rank has a slice of every section, as of queries, keys and values in one weight."""
+    return any(isinstance(one, _StridedShard) for one in placed)
+
+
+def _by_rank(part: nn.Module, fused: Sequence[str], returned: Placed) -> Any:
+    """Computes a layer of fused weights with stripes as if they were blocks: the order of its results does not matter
+    to it, and DTensor (torch 2.13) gathers stripes over which backward adds up."""
+    forward = part.forward
+
+    def striped(*args: Any, **kwargs: Any) -> Any:
+        own: dict[str, Any] = {name: part._parameters[name] for name in fused}
+        try:
+            part._parameters.update({name: _as(one, _in_blocks(one.placements)) for name, one in own.items()})
+            result = laid_out(forward(*args, **kwargs), own[fused[0]].device_mesh, _in_blocks(returned))
+        finally:
+            part._parameters.update(own)
+        return _as(result, returned)
+
+    return striped
+
+
+def _in_blocks(placed: Placed) -> Placed:
+    return tuple(Shard(one.dim) if isinstance(one, _StridedShard) else one for one in placed)
+
+
+def _as(value: Any, placed: Placed) -> Any:
+    """The slices of a tensor under other placements; nothing is sent."""
+    return DTensor.from_local(value.to_local(), value.device_mesh, placed, run_check=False)
+
+
+def _complete_sections(_: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
+    """State dicts hold fused weights complete: torch.distributed.checkpoint (torch 2.13) has one block per rank."""
+    for name, value in state_dict.items():
+        state_dict[name] = value.full_tensor() if _is_striped(getattr(value, "placements", ())) else value
+
+
+def _slice_sections(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name, own in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if isinstance(own, DTensor) and _is_striped(own.placements) and not isinstance(value, DTensor | None):
+            state_dict[prefix + name] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -131,9 +183,10 @@ def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Te
 @contextmanager
 def running(mesh: DeviceMesh) -> Iterator[None]:
     """Around forward and backward: tensors that the model makes itself are the same on all ranks, attention is made of
-    products where torch has no sharded kernel (on CPUs), and losses are means over all slices."""
+    products where torch has no sharded kernel (on CPUs), fused weights are taken apart where every rank has a slice of
+    each section, and losses are means over all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
-    with implicit_replication(), attention, _Means():
+    with implicit_replication(), attention, _Means(), _Sections():
         yield
 
 
@@ -158,6 +211,47 @@ class _Means(TorchFunctionMode):
         if func is not functional.cross_entropy or args[1].is_floating_point():
             return losses.mean()
         return losses.sum() / (args[1] != given.get("ignore_index", -100)).sum()
+
+
+class _Sections(TorchFunctionMode):
+    """Takes apart what holds several sections of one size along a dim (queries, keys and values), of which every rank
+    has a slice of each (`_StridedShard`): nothing is sent. DTensor (torch 2.13) gathers them for all but views."""
+
+    APART: tuple[Any, ...] = (
+        *(torch.chunk, torch.narrow, torch.split, functional.glu),
+        *(Tensor.chunk, Tensor.narrow, Tensor.split, Tensor.__getitem__),
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        striped = args[0].placements if func in self.APART and args and isinstance(args[0], DTensor) else ()
+        found = {(one.dim, one.split_factor) for one in striped if isinstance(one, _StridedShard)}
+        by = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:]
+        if len(found) != 1 or any(isinstance(one, Tensor) for one in by):
+            return func(*args, **given)
+        ((dim, count),) = found
+        sections = args[0].unflatten(dim, (count, -1)).unbind(dim)
+        if func is functional.glu:
+            gated = functional.glu(torch.empty(args[0].shape, device="meta"), *args[1:], **given)
+            fits = count == 2 and gated.shape == sections[0].shape
+            return sections[0] * sections[1].sigmoid() if fits else func(*args, **given)
+        shape = [-1 if one == dim else 1 for one in range(args[0].ndim)]
+        places = torch.arange(args[0].shape[dim]).view(shape).expand(args[0].shape)
+        taken = func(places, *args[1:], **given)  # where each part begins and ends
+        numbers = [_number(one, dim, sections[0]) for one in ([taken] if isinstance(taken, Tensor) else taken)]
+        if None in numbers:
+            return func(*args, **given)
+        own = [sections[number] for number in numbers]
+        return own[0] if isinstance(taken, Tensor) else tuple(own)
+
+
+def _number(places: Tensor, dim: int, section: Tensor) -> Any:
+    """Which section a part is, by the places of its elements along `dim`; None if it is none."""
+    if places.shape != section.shape:
+        return None
+    along = places[tuple(slice(None) if one == dim else 0 for one in range(places.ndim))]
+    first, last = int(along[0]), int(along[-1])
+    return first // len(along) if first % len(along) == 0 and last - first == len(along) - 1 else None
 
 
 def laid_out(value: Tensor, mesh: DeviceMesh, placed: Placed) -> Tensor:

@@ -9,21 +9,23 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from runner.export.changes import Change, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.graph import OperatorGraph
-from strategies.core.layout import Layout
+from strategies.core.graph import OperatorGraph, TensorSpec
+from strategies.core.layout import Layout, stored
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
 from strategies.planner.boundaries import boundaries
 from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
-from strategies.rules.packed import taken_apart
+from strategies.rules.packed import taken_apart, unsliced_dims
 from strategies.runtime.dtensors import GATHERED, placements
 
 SKELETON = Path(__file__).with_name("plain_torch.py")
@@ -37,9 +39,14 @@ def changes(prepared: Prepared) -> list[Change]:
     assert graph is not None and plan is not None
     return [
         *_of_sources(prepared, graph, plan),
-        *of_operators(prepared, graph, plan),
+        *of_operators(prepared, graph, plan, stripes=in_stripes(prepared)),
         *of_optimizer(prepared, {0, 3} if replicas(graph, plan) else {0}),
     ]
+
+
+def in_stripes(prepared: Prepared) -> bool:
+    """Whether the target says slices of every section; `fully_shard` would slice their rows again."""
+    return prepared.config.parallel.zero.known != 3
 
 
 def replicas(graph: OperatorGraph, plan: Plan) -> tuple[str, ...]:
@@ -56,16 +63,17 @@ def program(prepared: Prepared, title: str) -> str:
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     received, returned = boundaries(graph, plan)
+    laid_out = partial(placed, prepared)
     sources = [source for source in graph.sources if source.kind == "parameter"]
-    parameters = {one.name: (plan.tensors[one.name], one.spec.shape) for one in sources}
-    inputs = {one.name: (plan.inputs[one.name], one.spec.shape) for one in graph.of_kind("input")}
-    batch = [_text(placed(*inputs[name], plan)) for name in prepared.names]
+    parameters = {one.name: laid_out(plan.tensors[one.name], one.spec) for one in sources}
+    inputs = {one.name: laid_out(plan.inputs[one.name], one.spec) for one in graph.of_kind("input")}
+    batch = [_text(inputs[name]) for name in prepared.names]
     tables = [
         f"MESH: dict[str, int] = {dict(plan.mesh.axes)!r}".replace("'", '"'),
         f"BATCH: tuple[Placed, ...] = ({', '.join(batch)},)  # {', '.join(prepared.names)}",
-        _table("PARAMETERS", {name: placed(*entry, plan) for name, entry in parameters.items()}),
-        _table("INPUTS", {name: placed(one.layout, one.shape, plan) for name, one in received.items()}),
-        _table("OUTPUTS", {name: placed(one.layout, one.shape, plan) for name, one in returned.items()}),
+        _table("PARAMETERS", parameters),
+        _table("INPUTS", {name: laid_out(one.layout, graph.specs[one.ref]) for name, one in received.items()}),
+        _table("OUTPUTS", {name: laid_out(one.layout, graph.specs[one.ref]) for name, one in returned.items()}),
     ]
     tables.append(f"SHARDED: tuple[str, ...] = {_sharded(prepared, graph, plan)!r}".replace("'", '"'))
     head, rest = SKELETON.read_text(encoding="utf-8").split(BEGIN)
@@ -74,16 +82,27 @@ def program(prepared: Prepared, title: str) -> str:
     return head + "\n".join(tables) + "\n" + tail
 
 
-def placed(layout: Layout, shape: tuple[int, ...], plan: Plan) -> tuple[Placement, ...]:
-    """The placements of a layout; those of a replicated tensor where it has none."""
-    found = placements(layout, shape, plan.mesh) or placements(Layout.replicated(len(shape)), shape, plan.mesh)
+def placed(prepared: Prepared, layout: Layout, spec: TensorSpec) -> tuple[Placement, ...]:
+    """The placements of a layout, of blocks where they cannot be those of stripes; those of a replicated tensor where
+    it has none."""
+    assert prepared.plan is not None
+    mesh, stripes = prepared.plan.mesh, in_stripes(prepared)
+    for one in (stored(layout, spec, mesh), layout, Layout.replicated(len(spec.shape))):
+        if (found := placements(one, spec.shape, mesh, stripes=stripes)) is not None:
+            break
     assert found is not None
     return found
 
 
 def _text(placed: Iterable[Placement]) -> str:
-    words = [f"Shard({one.dim})" if one.is_shard() else "Replicate()" for one in placed]  # type: ignore[attr-defined]
+    words = [_word(one) for one in placed]
     return f"({', '.join(words)}{',' * (len(words) == 1)})"
+
+
+def _word(placed: Placement) -> str:
+    if isinstance(placed, _StridedShard):
+        return f"_StridedShard({placed.dim}, split_factor={placed.split_factor})"
+    return f"Shard({placed.dim})" if isinstance(placed, Shard) else "Replicate()"
 
 
 def _table(name: str, entries: Mapping[str, tuple[Placement, ...]]) -> str:
@@ -114,22 +133,23 @@ def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterato
         yield Change(kind, source.name, str(layout), str(replicated), more * source.spec.item_bytes, seconds)
 
 
-def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
+def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan, *, stripes: bool = False) -> Iterator[Change]:
     """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there; and modules that
-    are one operator, since DTensor has no operators whose shapes values decide."""
+    are one operator, since DTensor has no operators whose shapes values decide. `stripes`: sections of one size are
+    taken apart as they are."""
     cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
     for operator in graph.operators:
         if operator.op in ("called_module", "drawn_function"):
             yield Change("operator", operator.name, "one operator", "operators of DTensor, which may lack them", 0, 0.0)
-        for ref, layout in zip(operator.operands, operand_layouts(operator, graph, plan), strict=True):
-            spec, dims = graph.specs[ref], list(layout.dims)
-            for dim in GATHERED.get(operator.label, ()) if len(dims) > 1 else ():
+        specs, wanted = graph.operand_specs(operator), GATHERED.get(operator.label, ())
+        layouts = operand_layouts(operator, graph, plan)
+        for position, (layout, spec) in enumerate(zip(layouts, specs, strict=True)):
+            dims = list(layout.dims)
+            for dim in unsliced_dims(operator, specs, position, wanted):
                 dims[dim] = ()
-            if (
-                spec.packed is not None
-                and taken_apart(operator, graph.operand_specs(operator), spec.packed) is not None
-            ):
-                dims[spec.packed.dim] = ()  # DTensor knows no sections
+            packed = spec.packed
+            if packed is not None and not stripes and taken_apart(operator, specs, packed) is not None:
+                dims[packed.dim] = ()
             kept = Layout(tuple(dims))
             if placements(kept, spec.shape, mesh) is None:
                 kept = Layout.replicated(len(dims))

@@ -10,6 +10,8 @@ from typing import Literal
 from strategies.core.errors import StrategyError, closest
 
 SEARCHES = ("sharding_propagation", "dynamic_programming", "recursive_programming")
+Unsliced = Mapping[str, tuple[int | str, ...]]
+"""Dims of operands by label of an operator; `part`: the dim of which it takes parts."""
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 
 
@@ -91,7 +93,7 @@ class Request:
         micro_batches: of a step; those for which a pipeline fills up among them.
         memory_limit: bytes per rank.
         runner_up: an exact search of an open mesh also returns the second best plan.
-        unsliced: dims of operands (those of more than one dim) that no plan slices, by label of an operator.
+        unsliced: dims of operands that no plan slices, by label of an operator.
         styles: names of the styles of modules that a plan is made of; None: any layouts.
         ring: keys and values that are sliced with the queries travel around a ring instead of being gathered.
         borders: values are laid out anew where modules receive and return them, and nowhere else.
@@ -114,7 +116,7 @@ class Request:
     micro_batches: int = 1
     memory_limit: int | None = None
     runner_up: bool = True
-    unsliced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    unsliced: Unsliced = field(default_factory=dict)
     styles: tuple[str, ...] | None = None
     ring: bool = False
     borders: bool = False

@@ -10,12 +10,14 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
+from strategies.core.request import Unsliced
 from strategies.cost.bordered_modules import BorderedModules
 from strategies.cost.styled_modules import ModuleLayouts, StyledModules
 from strategies.planner.boundaries import Boundary, borders, boundaries
 from strategies.planner.declared_layouts import Declared, declared_plan, operand_layouts
 from strategies.planner.module_styles import axes_of, declared, tp_plan_of
 from strategies.rules import rule_of
+from strategies.rules.packed import unsliced_dims
 from strategies.rules.sharding import Sharding
 
 ROWS, MODULES = "dp", "tp"
@@ -80,13 +82,14 @@ def violated(graph: OperatorGraph, plan: Plan, styles: Collection[str]) -> Itera
     yield from modules.violated(chosen, handed)
 
 
-def beyond_borders(graph: OperatorGraph, plan: Plan, unsliced: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def beyond_borders(graph: OperatorGraph, plan: Plan, unsliced: Unsliced) -> Iterator[str]:
     """The parameters of a plan that another axis than `tp` slices; and the operators that take an operand otherwise
     than borders mean, or in slices along dims that are `unsliced`."""
     yield from (source.name for source in graph.of_kind("parameter") if {*plan.tensors[source.name].axes} - {MODULES})
     again = by_borders(graph, plan)
     for operator in graph.operators:
         taken, said = (operand_layouts(operator, graph, one) for one in (plan, again))
-        dims = unsliced.get(operator.label, ())
-        if taken != said or any(layout.dims[dim] for layout in taken if len(layout.dims) > 1 for dim in dims):
+        dims, specs = unsliced.get(operator.label, ()), graph.operand_specs(operator)
+        wanted = (unsliced_dims(operator, specs, place, dims) for place in range(len(specs)))
+        if taken != said or any(layout.dims[dim] for layout, own in zip(taken, wanted, strict=True) for dim in own):
             yield operator.name

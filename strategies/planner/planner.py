@@ -25,6 +25,7 @@ from strategies.planner.configured_strategies import Configured, configured
 from strategies.planner.default_strategies import as_shown, batch_parallel, divisors, largest_fit
 from strategies.planner.step_certificate import Evaluated, StepEvaluation, cheapest_step, compared_meshes, step_bounds
 from strategies.rules import rule_of
+from strategies.rules.packed import unsliced_dims
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import traits
 from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
@@ -80,7 +81,9 @@ class Planning:
         check(request)
         request = without_idle_axes(request)
         self.graph, self.request, self.cluster, self.step_cost = graph, request, cluster, step_cost
-        self.shardings = {one.id: _unsliced(rule_of(one, graph), one, request) for one in graph.operators}
+        self.shardings = {
+            one.id: _unsliced(rule_of(one, graph), one, graph.operand_specs(one), request) for one in graph.operators
+        }
         self.configured = configured(graph, self.shardings, request.strategies)
         self.marked = self._marked()
         self.meshing = self._meshing()
@@ -482,8 +485,7 @@ class Planning:
             assignment = problem.fixed.get(operator.id)
             if assignment is None:
                 assignment = batch_parallel(problem, self.meshing, operator)
-                views = traits(operator.op).result in ("permutation", "reshape")
-                shown = self.graph.by_id[operator.operands[0].id] if views else None
+                shown = self.graph.by_id[operator.operands[0].id] if traits(operator.op).view else None
                 if isinstance(shown, Operator):
                     have = problem.result_layout(operator.operands[0], assignments[shown.id])
                     assignment = as_shown(problem, operator, have, assignment)
@@ -586,10 +588,11 @@ class SlicedModules:
         return replace(best, search={**search, "left_out": len(refused)})
 
 
-def _unsliced(sharding: Sharding, operator: Operator, request: Request) -> Sharding:
+def _unsliced(sharding: Sharding, operator: Operator, specs: Sequence[TensorSpec], request: Request) -> Sharding:
     """The rule of an operator, where no slice is allowed of the dims that the request wants replicated."""
     wanted = request.unsliced.get(operator.label, ())
-    factors = {dims[dim] for dims in sharding.operands if len(dims) > 1 for dim in wanted} - {None}
+    every = enumerate(sharding.operands)
+    factors = {dims[dim] for place, dims in every for dim in unsliced_dims(operator, specs, place, wanted)} - {None}
     if not factors:
         return sharding
     sizes = {factor: 1 if factor in factors else size for factor, size in sharding.sizes.items()}

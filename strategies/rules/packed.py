@@ -119,6 +119,29 @@ def taken_apart(operator: Operator, specs: Sequence[TensorSpec], packed: Packed)
     return sharding(operator, specs, [dims], results, sizes=sizes, local=local, padded=padded)
 
 
+def unsliced_dims(
+    operator: Operator, specs: Sequence[TensorSpec], position: int, wanted: Sequence[int | str]
+) -> tuple[int, ...]:
+    """The dims of an operand that are not to be sliced.
+
+    Args:
+        operator: the call.
+        specs: shapes of its tensor operands.
+        position: of the operand.
+        wanted: dims of operands with more than one; `part` stands for the dim of which the operator takes parts, other
+            ones than sections of one size.
+    """
+    rank = len(specs[position].shape)
+    found = [dim % rank for dim in wanted if isinstance(dim, int) and rank > 1]
+    if "part" in wanted and position == 0:
+        packed = specs[0].packed
+        if packed is not None and taken_apart(operator, specs, packed) is not None:
+            found += [packed.dim] if len({*packed.sizes}) > 1 else []
+        elif (taken := arguments(operator).get("dim")) is not None and specs[0].shape != operator.results[0].shape:
+            found.append(taken % rank)
+    return tuple(found)
+
+
 def _parts(packed: Packed, first: int) -> LocalProgram:
     """All sections of a slice, or the one of number `first`."""
 

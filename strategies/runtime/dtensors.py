@@ -1,8 +1,9 @@
 """Layouts as placements of torch's DTensor.
 
 DTensor slices a tensor once per mesh axis, from the first axis to the last, and keeps no padding. A layout whose dims
-are sliced by axes in another order, or a dim that several axes slice into unequal parts, is no DTensor; nor is one
-whose slices are stripes of the sections of a packed tensor.
+are sliced by axes in another order, or a dim that several axes slice into unequal parts, is no DTensor. Stripes of
+sections of one size over one axis are `_StridedShard`, which torch.distributed.checkpoint (torch 2.13) takes for one
+block.
 """
 
 from __future__ import annotations
@@ -13,31 +14,43 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from strategies.core.layout import Layout, Stripes, indices
 from strategies.core.mesh import Mesh
 
-GATHERED = {
+GATHERED: dict[str, tuple[int | str, ...]] = {
     "scaled_dot_product_attention": (-2,),
     "cross_entropy_loss": (1,),
     "conv1d": (-1,),
     "conv2d": (-2, -1),
     "conv3d": (-3, -2, -1),
+    **dict.fromkeys(("chunk", "glu", "narrow", "slice", "split", "split_with_sizes"), ("part",)),
 }
-"""Dims of the first operands (of more than one dim) that the plan may slice and DTensor replicates, by operator."""
+"""Dims that the plan may slice and DTensor replicates, by operator; see `unsliced_dims`."""
 
 
-def placements(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[Placement, ...] | None:
-    """The placement on every axis of the mesh, outermost first; None where no DTensor has this layout."""
-    if isinstance(layout, Stripes):
+def placements(
+    layout: Layout, shape: Sequence[int], mesh: Mesh, *, stripes: bool = False
+) -> tuple[Placement, ...] | None:
+    """The placement on every axis of the mesh, outermost first; None where no DTensor has this layout.
+
+    Args:
+        layout: of a tensor.
+        shape: the global one.
+        mesh: the plan's.
+        stripes: whether `_StridedShard` may say slices of every section.
+    """
+    if isinstance(layout, Stripes) and not (stripes and len({*layout.packed.sizes}) == 1):
         return None
     found: dict[str, Placement] = {axis: Partial() for axis in layout.partial}
     for dim, (size, axes) in enumerate(zip(shape, layout.dims, strict=True)):
         slicing = tuple(axis for axis in axes if mesh.sizes[axis] > 1)
         uneven = size % mesh.product(slicing) != 0
-        if slicing != mesh.sorted(slicing) or (uneven and len(slicing) > 1):
+        sections = len(layout.packed.sizes) if isinstance(layout, Stripes) and dim == layout.packed.dim else 0
+        if slicing != mesh.sorted(slicing) or ((uneven or sections) and len(slicing) > 1):
             return None
-        found |= {axis: Shard(dim) for axis in slicing}
+        found |= dict.fromkeys(slicing, _StridedShard(dim, split_factor=sections) if sections else Shard(dim))
     return tuple(found.get(axis, Replicate()) for axis in mesh.names)
 
 

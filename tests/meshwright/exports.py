@@ -52,6 +52,10 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return Experts(), batches
     if model == "fused":
         return fused(torch.float32), batches
+    if model == "gpt2":
+        return Gpt2(), batches
+    if model == "grouped":
+        return Grouped(), batches
     if model == "vit":
         shape = (ROWS, 3, 8, 8)
         return ViT(8, 4, 16, 2, 4, TOKENS), [(torch.randn(shape), torch.arange(ROWS)) for _ in range(2)]
@@ -92,6 +96,35 @@ class Bert(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         logits: Tensor = self.bert(input_ids=input_ids).logits
+        return logits
+
+
+class Gpt2(nn.Module):
+    """transformers' GPT-2, whose queries, keys and values are one weight [inputs, outputs]: input_ids -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"vocab_size": TOKENS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 4}
+        dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.net = GPT2LMHeadModel(GPT2Config(**sizes, **dropped, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.net(input_ids=input_ids).logits
+        return logits
+
+
+class Grouped(nn.Module):
+    """One weight for queries, and for half as many keys and values: tokens -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, 32), nn.Linear(16, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.table(x)).split([16, 8, 8], -1)
+        logits: Tensor = self.head(query * torch.cat([key, value], -1).sigmoid())
         return logits
 
 
@@ -150,7 +183,12 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
         for optimizer in pair:
             optimizer.step()
             optimizer.zero_grad()
+    module.load_state_dict(module.state_dict())
     assert torchs.get_total_counts() == len(sent.calls), (torchs.get_comm_counts(), sent.calls)  # none is missed
+    trained = {
+        name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in module.state_dict().items()
+    }
+    assert all(torch.allclose(trained[name], one, atol=1e-5) for name, one in eager.state_dict().items())
     stored = sum(one.to_local().nbytes for one in module.parameters() if isinstance(one, DTensor))
     return worst | {"bytes": sum(call.bytes for call in sent.calls), "stored": stored}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import gpt, next_token, tokens
+from loops import fused, gpt, next_token, tokens
 from meshwright.models.gpt import GPT
 from test_exchange import MEGATRON, layouts
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 import meshwright
 from runner.export.autoparallel_placements import primals
 
-SPEC = r"(R|S\(\d\)|P\(sum\))"
+SPEC = r"(R|_?S\(\d(, \d)?\)|P\(sum\))"
 
 
 def check_form(content: dict[str, Any], mesh: dict[str, int], module: nn.Module) -> None:
@@ -80,6 +80,20 @@ def test_a_file_is_read_as_the_plan_that_it_is_of(tmp_path: Path, zero: int) -> 
     excess = meshwright.compare(read)  # priced, and beside the best plan
     assert read.cost == pytest.approx(plan.cost) and excess.other.gap is not None
     assert excess.share > 0 and "longer" in str(excess)
+
+
+def test_stripes_of_fused_weights_are_written_and_read(tmp_path: Path) -> None:
+    styles = {"gate_up": "packed_colwise", "down": "rowwise"}
+    plan = meshwright.from_tp_plan(styles, fused(), tokens(), loss=next_token, mesh=4)
+    assert plan.expressible("autoparallel") == []
+    file = plan.export("autoparallel", tmp_path / "placements.json")
+    nodes = json.loads(file.read_text(encoding="utf-8"))["placements"]
+    assert [one["output"] for one in nodes.values()].count("_S(0, 2)") == 2
+    assert nodes["gate_up"]["output"] == "_S(2, 2)" and nodes["chunk"]["inputs"] == ["_S(2, 2)"]
+    read = meshwright.from_autoparallel(file, fused(), tokens(), loss=next_token)
+    assert layouts(read) == layouts(plan)
+    for key in ("mesh", "inputs", "tensors", "parameters", "communication", "memory"):
+        assert read.content[key] == plan.content[key], key
 
 
 def test_a_file_that_is_none_or_of_another_module_is_refused(tmp_path: Path) -> None:

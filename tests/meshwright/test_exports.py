@@ -16,6 +16,15 @@ from torch import Tensor, nn
 
 import meshwright
 
+GPT2 = {
+    "attn.c_attn.weight": "packed_rowwise",  # [inputs, outputs]
+    "attn.c_attn.bias": "packed_colwise",
+    "attn.c_proj.weight": "colwise",
+    "mlp.c_fc.weight": "rowwise",
+    "mlp.c_fc.bias": "colwise",
+    "mlp.c_proj.weight": "colwise",
+}
+"""Megatron's slices of a block of transformers' GPT-2."""
 OUT = {"attention.o_proj": [[2, 1, 2], [2, 1]], "feed_forward.down_proj": [[2, 1, 2], [2, 1]]}
 IN = {
     "gpt": ("attention.[qkv]_proj", "feed_forward.up_proj"),
@@ -129,14 +138,47 @@ def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp
 
 
 @pytest.mark.slow
-def test_fused_weights_are_gathered_where_they_are_taken_apart(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
+def test_a_gpt2_sends_what_its_plan_says(on_ranks: Callable[..., Any], tmp_path: Path, mesh: dict[str, int]) -> None:
+    """Its queries, keys and values, which are one weight, are taken apart without a collective."""
+    module, batches = built("gpt2")
+    styles = {f"net.transformer.h.*.{name}": style for name, style in GPT2.items()}
+    plan = meshwright.from_tp_plan(styles, module, batches[0], loss=loss_of, mesh=mesh)
+    assert plan.expressible("torch") == []
+    file = plan.export("torch", tmp_path / "exported.py")
+    assert "_StridedShard(1, split_factor=3)" in file.read_text(encoding="utf-8")
+    worst = on_ranks("exported", (file, "gpt2"), module="exports")
+    assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+    assert worst["bytes"] == pytest.approx(predicted(plan), abs=2)
+    assert abs(worst["bytes"] - sum(plan.content["communication"].values())) < 400  # the plan's has the loss, too
+
+
+@pytest.mark.slow
+def test_fused_weights_are_taken_apart_in_stripes(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
     module, batches = built("fused")
     options = {"mesh": {"dp": 2, "tp": 2}, "strategies": SECTIONS}
     plan = meshwright.plan(module, batches[0], loss=loss_of, plan_cache=None, **options)
-    assert {change.name for change in plan.expressible("torch")} == {"split", "chunk"}
-    file = plan.export("torch", tmp_path / "exported.py", allow_changes=True)
-    worst = on_ranks("exported", (file, "fused"), module="exports")
+    assert plan.expressible("torch") == []
+    worst = on_ranks("exported", (plan.export("torch", tmp_path / "exported.py"), "fused"), module="exports")
     assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+    assert worst["bytes"] == pytest.approx(predicted(plan), abs=2)
+
+
+def test_stripes_are_gathered_under_zero_3_and_listed() -> None:
+    module, batches = built("fused")
+    options: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "strategies": SECTIONS, "zero": 3}
+    plan = meshwright.plan(module, batches[0], loss=loss_of, plan_cache=None, **options)
+    assert {change.name for change in plan.expressible("torch")} == {"split", "chunk"}
+
+
+def test_sections_of_other_sizes_are_gathered_and_listed() -> None:
+    module, batches = built("grouped")
+    columns = {"qkv.matmul": [[1, 1, 1], [1, 4]], "split_with_sizes": [[1, 1, 4]]}
+    plan = meshwright.plan(module, batches[0], loss=loss_of, mesh=4, strategies=columns, plan_cache=None)
+    assert plan.content["parameters"]["qkv.weight"]["packed"] == {"dim": 0, "sizes": [16, 8, 8]}
+    (change,) = plan.expressible("torch")
+    assert (change.name, change.exported) == ("split_with_sizes", "(-, -, -)")
+    assert change.bytes == 8 * 8 * 32 * 4 * 3 // 4 and change.seconds > 0
 
 
 @pytest.mark.slow

@@ -164,3 +164,13 @@ def test_what_is_not_to_be_packed_is_sliced_in_blocks() -> None:
     for sections in ({}, {"proj.weight": Packed(0, (SIZE,) * 3)}):  # the bias and the scale share its dim
         step = Objective(net, nn.MSELoss(), ("0", "1"), ("1",), sections=sections)
         assert sections_of(capture(step, (x, x), training=True).graph) == sections
+
+
+def test_defaults_keep_the_slices_of_what_they_take_apart() -> None:
+    net = Halves()
+    made = Model(net, nn.MSELoss(), (torch.randn(8, WIDTH), torch.randn(8, 6)))
+    wanted = OperatorStrategy(((1, 1), (2, 1), (2,)), None)
+    plan = make_plan(made.graph, Request("semi_auto", 2, strategies={"proj": wanted}))
+    assert plan.operators["chunk"].assignment.keys() == {"d1"}
+    sent = [one.operator for one in lower(made.graph, plan).redistributions if one.forward]
+    assert "chunk" not in sent and made.difference(plan) < TOLERANCE
