@@ -11,6 +11,7 @@ one: it computes the same where tensors of it are not numbers, and with what was
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -101,7 +102,7 @@ class ChangingAttributes:
         for (path, name, place), last in changes.items():
             if isinstance(last, Tensor) or (path, name) in growing or (path and name not in names[path]):
                 continue
-            shown = ", ".join(repr(state.get((path, name, place))) for state in states)
+            shown = ", ".join(textwrap.shorten(repr(state.get((path, name, place))), 60) for state in states)
             raise StrategyError(
                 "MW906",
                 f"The model's forward counts in {_shown(path, name)}{place}, a value of Python ({shown} after so many "

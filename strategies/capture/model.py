@@ -247,7 +247,7 @@ def _captured(
 def _running(error: BaseException) -> list[nn.Module]:
     """The modules whose forward raised an error, innermost first."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
-    owners = [frame.f_locals.get("self") for frame in reversed(frames)]
+    owners = [frame.f_locals.get(name) for frame in reversed(frames) for name in frame.f_code.co_varnames[:1]]
     return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import _lru_cache_wrapper, partial
 from itertools import count
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,9 @@ from strategies.capture.nodes import in_library
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-CONTAINERS = frozenset({dict, list, deque, Counter, OrderedDict, defaultdict})
+ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")), type(iter(range(0))))
+"""Of Python, which say how much is left of them."""
+CONTAINERS = frozenset({dict, list, set, deque, Counter, OrderedDict, defaultdict})
 """Classes derived from these may make what they are asked for."""
 PACKAGES = "-packages"
 """In the paths of what is installed, by which the user's own files are told from others."""
@@ -69,9 +71,11 @@ class PythonState:
             self.values[path, name, place] = value
         elif isinstance(value, count):
             self.values[path, name, place] = repr(value)
+        elif isinstance(value, ITERATORS):
+            self.values[path, name, place] = operator.length_hint(value)
         elif isinstance(value, np.ndarray | np.generic):
             if value.size <= LARGEST:
-                self.values[path, name, place] = value.tobytes()
+                self.values[path, name, place] = repr(value.tolist())
         elif depth <= DEEPEST and id(value) not in self._seen:
             self._seen[id(value)] = value  # alive, so that its id stays its own
             if type(value) in CONTAINERS:
@@ -107,6 +111,9 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
                     yield f".{name}", cell.cell_contents
                 except ValueError:  # nothing has been assigned yet
                     continue
+    elif isinstance(value, GeneratorType):
+        frame = value.gi_frame  # None at its end
+        yield from () if frame is None else ((f".{name}", inner) for name, inner in frame.f_locals.items())
     elif isinstance(value, MethodType):
         yield from (("", value.__self__), ("", value.__func__))
     elif isinstance(value, partial):
@@ -142,7 +149,7 @@ def _refill(container: Any, entries: Any) -> None:
     if len(container) == len(entries) and all(map(operator.is_, _flat(container), _flat(entries))):
         return
     container.clear()
-    if isinstance(container, dict):
+    if isinstance(container, dict | set):
         container.update(entries)
     else:
         container.extend(entries)

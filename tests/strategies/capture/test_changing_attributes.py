@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class Net(nn.Module):
         self.center, self.table = torch.ones(4), torch.zeros(0)
         self.flag, self.hidden, self.queue, self.features = False, None, deque([torch.ones(4)], 1), list[Tensor]()
         self.object, self.numbers = SimpleNamespace(steps=0), itertools.count(1)
+        self.rest, self.made = iter(range(1, 100)), (step for step in range(1, 100))
+        self.seen, self.array = set[int](), np.ones(2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.change(self, x)
@@ -107,6 +110,24 @@ def of_object(net: Any, x: Tensor) -> float:
     return 1 / net.object.steps
 
 
+def of_rest(net: Any, x: Tensor) -> float:
+    return 1 / next(net.rest)
+
+
+def of_generator(net: Any, x: Tensor) -> float:
+    return 1 / next(net.made)
+
+
+def of_set(net: Any, x: Tensor) -> float:
+    net.seen.add(len(net.seen))
+    return 1 / len(net.seen)
+
+
+def of_array(net: Any, x: Tensor) -> float:
+    net.array *= 0.5
+    return float(net.array[0])
+
+
 def turned(net: Any, x: Tensor) -> float:
     net.flag = not net.flag
     return 1.0 if net.flag else -1.0
@@ -171,6 +192,10 @@ def captured(change: Callable[[Any, Tensor], Any], training: bool) -> None:
         (enclosed(), "change.steps"),
         (of_iterator, "numbers"),
         (of_object, "object"),
+        (of_rest, "rest"),
+        (of_generator, "made"),
+        (of_set, "seen"),
+        (of_array, "array"),
         (turned, "flag"),
         (in_turn, "calls"),
         (hidden, "hidden"),

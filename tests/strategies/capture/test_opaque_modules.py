@@ -97,11 +97,19 @@ def at_worst(out: Tensor, target: Tensor) -> Tensor:
     return worst.mean() if worst.max() < 1 else worst.topk(4).values.mean()
 
 
-@pytest.mark.parametrize("loss", [of_some, at_worst], ids=lambda loss: loss.__name__)
-def test_a_loss_that_decides_by_values(draw: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+class AtWorst(nn.Module):
+    def forward(me, out: Tensor, target: Tensor) -> Tensor:
+        return at_worst(out, target)
+
+
+LOSSES = [LossFunction(of_some, {}), LossFunction(at_worst, {}), AtWorst()]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=["mask", "branch", "module"])
+def test_a_loss_that_decides_by_values(draw: Any, loss: nn.Module) -> None:
     torch.manual_seed(0)
     batch = torch.randn(16, 4), torch.randn(16, 1)
-    model = Model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), LossFunction(loss, {}), batch)
+    model = Model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), loss, batch)
     assert [op.op for op in model.graph.operators][-1] == "called_module"
     assert model.worst(draw, 4) < TOLERANCE
 
