@@ -51,7 +51,8 @@ from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_by_module, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
-from strategies.optimizer.settings import BUCKET, MASTER, OptimizerSettings, own_sizes
+from strategies.memory.zero import complete_bytes
+from strategies.optimizer.settings import BUCKET, MASTER, OptimizerSettings, own_sizes, persisting
 from strategies.optimizer.sharding import sharded_buckets, staying
 from strategies.planner.description import cost_of_stages, stage_times
 from strategies.planner.step_certificate import StepEvaluation, StepSavings
@@ -68,7 +69,7 @@ def settings_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerS
     sources = graph.of_kind("parameter")
     names, trainable = [source.name for source in sources], [source.name for source in sources if source.trainable]
     options, native = lowering.deepspeed_options(config), config.zero_engine == "native"
-    bucket, complete = own_sizes(options) if native else (options.get(BUCKET), 0)
+    bucket, complete = own_sizes(options) if native else (options.get(BUCKET), persisting(options))
     return OptimizerSettings(
         config.parallel.zero.known,
         optimizers.optimizer_factory(config.optimizer),
@@ -194,9 +195,12 @@ class Estimate:
 
     @property
     def completing(self) -> list[tuple[int, int]]:
-        """The elements that may stay complete at our own stage 3 one bucket after the other, as far as that saves
-        gathers, with the bytes that a rank then keeps beside its parts."""
+        """What `complete` may be at stage 3, and the bytes that a rank then keeps beside its parts: at our own one
+        bucket after the other, as far as that saves gathers, at DeepSpeed's parameters of one size after the other."""
         program, settings = self.parts[0].program, self.settings
+        if not settings.native:
+            sizes = sorted(complete_bytes(program).values())
+            return [(elements, sum(more for size, more in sizes if size <= elements)) for elements in dict(sizes)]
         buckets = sharded_buckets(program, [group["names"] for group in settings.groups_for(program)], settings.limit)
         steps, size = [], 0
         for number, elements in staying(buckets):

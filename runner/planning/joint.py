@@ -45,7 +45,7 @@ from strategies.lowering.device_placement import on_host
 from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.parts import over
 from strategies.memory.repeated_blocks import Traces
-from strategies.optimizer.settings import COMPLETE, OptimizerSettings
+from strategies.optimizer.settings import COMPLETE, PERSISTING, OptimizerSettings, keeps
 from strategies.optimizer.updates import OptimizerFactory
 from strategies.planner.plan_file import check_form
 from strategies.planner.planner import Planning, SlicedModules, planning_of
@@ -94,11 +94,12 @@ def prepare_decided(
 
 
 def with_complete(config: Config, elements: int) -> Config:
-    """The config with the elements that stay complete at our own stage 3 as an option, unless it is given."""
+    """The config with the elements that stay complete at stage 3 as an option, unless it is given."""
     zero = config.parallel.zero
-    if not elements or zero.known != 3 or config.zero_engine != "native" or COMPLETE in zero.options:
+    if not elements or zero.known != 3 or keeps(zero.options):
         return config
-    section = zero.model_copy(update={"options": {**zero.options, COMPLETE: elements}})
+    name = COMPLETE if config.zero_engine == "native" else PERSISTING[0]
+    section = zero.model_copy(update={"options": {**zero.options, name: elements}})
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": section})})
 
 
@@ -313,13 +314,16 @@ class JointDecision:
         return replace(plan, search=search)
 
     def _with_complete(self, decision: Decision) -> tuple[Decision, int]:
-        """The decision, and how many elements stay complete at our own stage 3: as many as the memory that is left
-        holds. A rank needs about what it needed and what is added to its parts: less where what is complete is not
-        gathered where it needs most, more where a larger bucket is gathered ahead instead. So a few steps are traced,
-        each with what the one before left."""
+        """The decision, and `OptimizerSettings.complete`: as many elements stay complete at stage 3 as the memory that
+        is left holds. A rank needs about what it needed and what is added to its parts: less where what is complete is
+        not gathered where it needs most, more where a larger bucket is gathered ahead instead. So a few steps are
+        traced, each with what the one before left."""
         choice, priced, parallel = decision.choice, decision.priced, self.config.parallel
         found, size = self.estimate(choice, priced.plan), priced.bytes
-        if choice.zero != 3 or COMPLETE in parallel.zero.options or not found.settings.native or found.kinds:
+        if choice.zero != 3 or keeps(parallel.zero.options) or found.kinds:
+            return decision, 0
+        offload = found.settings.offload
+        if self.config.train.compile or {offload.optimizer, offload.parameters, offload.activations} != {"none"}:
             return decision, 0
         assert size is not None
         limit, steps = self.limits(choice)[0], found.completing
@@ -329,7 +333,7 @@ class JointDecision:
             if number <= low:
                 break
             more = found.with_settings(replace(found.settings, complete=steps[number - 1][0]))
-            if more.seconds > (1 - WORTH) * fits.seconds and low:
+            if more.seconds > (1 - WORTH * bool(low)) * fits.seconds:
                 break
             room += limit - more.peak
             if more.peak <= limit:

@@ -290,7 +290,7 @@ def _zero_calls(program: Program, settings: OptimizerSettings) -> tuple[zero_tra
         names = [one["names"] for one in groups]
         own = sharding.calls(program, names, settings.accumulate, settings.limit, settings.stage, settings.complete)
         return own + agreed
-    return zero_traffic.calls(program, settings.stage, settings.accumulate, groups) + agreed
+    return zero_traffic.calls(program, settings.stage, settings.accumulate, groups, settings.complete) + agreed
 
 
 def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:

@@ -309,7 +309,7 @@ class Trace:
             zero = self._zero()
             if settings.stage == 3:
                 look_up_parameters(self.module)
-                self.gathered = gather_late(self.module)
+                self.gathered = gather_late(self.module, [self.parameters[name] for name in zero.staying])
             return zero
         return BucketedUpdates(
             self.module, program, _ShapeCommunicator(program.mesh), settings.factory, settings.groups_for(program),

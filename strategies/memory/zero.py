@@ -7,7 +7,7 @@ process group nor DeepSpeed is needed, so the memory of a plan can be predicted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -91,6 +91,18 @@ class PersistentBytes:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
+def complete_bytes(program: Program) -> dict[str, tuple[int, int]]:
+    """Of every parameter that DeepSpeed's stage 3 divides: its elements, and the bytes of all parts of it."""
+    found = {}
+    for source in parameters(program):
+        ranks = program.mesh.product(layout_of(program, source.name).replica_axes(program.mesh))
+        elements = local_elements(program, source)
+        if ranks > 1:
+            part = elements_of_part([elements], ranks, 3)
+            found[source.name] = elements, ranks * part * source.spec.item_bytes
+    return found
+
+
 class ZeroBuffers:
     """The tensors of stages 1-3 for a rank's `parameters`, by full name; `need` is what the optimizer needs."""
 
@@ -109,6 +121,9 @@ class ZeroBuffers:
         self.names = [name for group in self.groups for name in group.elements]
         self.elements = {name: parameters[name].numel() for name in self.names}
         self.parts = sum(group.part for group in self.groups)
+        divided = complete_bytes(program) if settings.stage == 3 else {}
+        self.staying = {name: more for name, (size, more) in divided.items() if size <= settings.complete}
+        """Bytes of the parameters that stay complete at stage 3, but during an update."""
         self.filled = self.finished = 0
         self.buffer: Tensor | None = None
         self.pieces: list[Tensor] = []
@@ -131,7 +146,8 @@ class ZeroBuffers:
         else:
             flat = sum(group.part * group.replicas for group in self.groups) * self.item
             on_device = PersistentBytes(flat + frozen, 0, states, 0)
-        return self._offloaded(on_device)
+        offloaded = self._offloaded(on_device)
+        return replace(offloaded, parameters=offloaded.parameters + sum(self.staying.values()))
 
     def _offloaded(self, persistent: PersistentBytes) -> PersistentBytes:
         """Gradients follow the optimizer's states: in fp32, and at stage 3 also as they are added up."""
@@ -245,7 +261,7 @@ class ZeroBuffers:
             left = gradients if group is not self.groups[-1] else 0
             updating = left + group.part * FP32 + self.need.during([group.part])
             most = max(most, gradients + copied + widened, updating)
-        return most
+        return max(most - sum(self.staying.values()), 0)
 
     def host_in_update(self) -> int:
         """Bytes of the host beside the persistent ones where the optimizer works there."""
@@ -287,11 +303,11 @@ class GatheredModule:
         return outputs if several else outputs[0]
 
 
-def gather_late(module: nn.Module) -> list[GatheredModule]:
-    """Make every module inside gather its parameters when it runs and release them afterwards."""
-    gathered = []
+def gather_late(module: nn.Module, staying: Collection[nn.Parameter] = ()) -> list[GatheredModule]:
+    """Make every module inside gather its parameters when it runs and release them afterwards, but those `staying`."""
+    gathered, complete = [], set(map(id, staying))
     for child in module.modules():
-        own = [parameter for parameter in child._parameters.values() if parameter is not None]
+        own = [one for one in child._parameters.values() if one is not None and id(one) not in complete]
         if own:
             gathered.append(GatheredModule(own))
             child.forward = partial(gathered[-1].run, child.forward)

@@ -17,6 +17,10 @@ MASTER = 4
 """Bytes of an element of a master."""
 BUCKET, COMPLETE = "reduce_bucket_size", "stage3_model_persistence_threshold"
 """Options of ZeRO that our own engine has too: elements of a bucket, and of what stays complete at stage 3, at most."""
+PERSISTING = ("stage3_param_persistence_threshold", "param_persistence_threshold")
+"""The names of DeepSpeed's option for the elements of a parameter that stays complete at stage 3, at most."""
+KEEPING = ("persistence", "prefetch", "max_live", "max_reuse")
+"""Words in the names of options that decide how long parameters are complete at stage 3."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class OptimizerSettings:
     """`stage` is the ZeRO stage, `factory` and `groups` make the optimizer (groups None: one of all that learns),
     `accumulate` are the micro-batches of a step. Stage 0 cuts gradients into buckets as `cut` says and adds them during
     backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number). `engine` is
-    that of the stages from 1 on, `complete` how many elements stay complete at stage 3."""
+    that of the stages from 1 on, `complete` how many elements stay complete at stage 3: of our own all together, of
+    DeepSpeed's those of a parameter that does, at most."""
 
     stage: int = 0
     factory: OptimizerFactory = torch.optim.SGD
@@ -51,6 +56,18 @@ class OptimizerSettings:
     def groups_for(self, program: Program) -> Groups:
         """The groups of the optimizer, for this program."""
         return [{"names": list(program.trainable_names)}] if self.groups is None else self.groups
+
+
+def keeps(options: Mapping[str, Any]) -> bool:
+    """Whether options of ZeRO decide how long parameters are complete at stage 3."""
+    return any(word in name for name in options for word in KEEPING)
+
+
+def persisting(options: Mapping[str, Any]) -> int:
+    """The elements of a parameter that stays complete at DeepSpeed's stage 3, at most; 0 where another option limits
+    them too, so that nobody knows which."""
+    value = next((options[name] for name in PERSISTING if name in options), 0)
+    return int(value) if isinstance(value, (int, float)) and COMPLETE not in options else 0
 
 
 def own_sizes(options: Mapping[str, Any]) -> tuple[int | None, int]:

@@ -131,11 +131,11 @@ def operator_entry(
 
 
 def _zero(settings: OptimizerSettings) -> dict[str, Any] | None:
-    """Stage and engine of ZeRO; of our own stage 3 how many elements may stay complete."""
+    """Stage and engine of ZeRO; at stage 3 how many elements may stay complete."""
     if not settings.stage:
         return None
     zero: dict[str, Any] = {"stage": settings.stage, "engine": "native" if settings.native else "deepspeed"}
-    return zero | ({"complete": settings.complete} if settings.native and settings.stage == 3 else {})
+    return zero | ({"complete": settings.complete} if settings.stage == 3 else {})
 
 
 def model_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
@@ -192,7 +192,8 @@ def communication(program: Program, settings: OptimizerSettings, traced: Traced 
             total[call.kind] += call.bytes
     else:
         groups = settings.groups_for(program)
-        total.update(zero_traffic.predicted(program, settings.stage, settings.accumulate, groups))
+        sent = zero_traffic.predicted(program, settings.stage, settings.accumulate, groups, settings.complete)
+        total.update(sent)
     for call in zero_traffic.agreement(program) if settings.stage else ():
         total[call.kind] += call.bytes
     return dict(total)

@@ -285,7 +285,8 @@ class NodeCost:
             return work + exposed * seconds(ALL_REDUCE, width) / problem.micro_batches
         if problem.stage == 3:
             kept = usual_limit(self.gradient_bytes, 3) / self.gradient_bytes if native else 0.0  # our own last bucket
-            gathers = 2 - min(kept, 1.0) if relaxation is None else 1  # what stays until backward is not gathered again
+            # what stays until backward is not gathered again; what stays complete, once per step
+            gathers = 2 - min(kept, 1.0) if relaxation is None else 1 / problem.micro_batches
             gathers *= 1 - cluster.overlap * native
             return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + exposed * seconds(REDUCE_SCATTER, width)
         added = seconds(REDUCE_SCATTER, width) if native else seconds(ALL_REDUCE, MASTER)

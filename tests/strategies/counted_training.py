@@ -9,7 +9,7 @@ from typing import Any
 from strategies.core.program import Program
 from strategies.memory.trace import trace
 from strategies.optimizer import sharding
-from strategies.optimizer.settings import OptimizerSettings, own_sizes
+from strategies.optimizer.settings import OptimizerSettings, own_sizes, persisting
 from strategies.optimizer.zero import traffic as zero_traffic
 
 training: Any = importlib.import_module("sharded_training")
@@ -32,7 +32,8 @@ def counted(rank: Any, payload: list[tuple[Any, Any]]) -> list[tuple[dict[str, i
         if case.engine == "native":
             predicted.update(native(setup.program, case, groups))
         else:
-            predicted.update(zero_traffic.predicted(setup.program, case.stage, case.accumulate, groups))
+            complete = persisting(case.options)
+            predicted.update(zero_traffic.predicted(setup.program, case.stage, case.accumulate, groups, complete))
         for call in zero_traffic.agreement(setup.program):
             predicted[call.kind] += call.bytes
         found.append((sent, dict(predicted)))

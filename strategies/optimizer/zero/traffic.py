@@ -31,14 +31,16 @@ class Calls:
     count: int
 
 
-def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None) -> tuple[Calls, ...]:
+def calls(
+    program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None, complete: int = 0
+) -> tuple[Calls, ...]:
     """What one rank calls per optimizer step. `groups` are the optimizer's parameter groups; None is one group of
-    all trainable parameters.
+    all trainable parameters. At stage 3 parameters of at most `complete` elements stay complete.
 
     Stages 1 and 2, per replica group: an all-reduce of all gradients (after every micro-batch at stage 2) and, per
     parameter group, an all-gather of the new weights, which are padded to equal parts. Stage 3, per micro-batch: a
     gather of the weights of every unit for forward and one for backward, and a reduce-scatter of all gradients; every
-    parameter is padded to equal parts.
+    parameter is padded to equal parts. What stays complete is gathered after the update instead, one by one.
     """
     if stage == 0:
         return ()
@@ -59,9 +61,11 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
         if stage == 3:
             item_bytes = {source.name: source.spec.item_bytes for source in sources}
             part = {name: elements_of_part([size], ranks, stage) * item_bytes[name] for name, size in sizes.items()}
-            gathers = [[part[name] for name in names if name in part] for names in gathered]
+            stay = [part[name] for name, size in sizes.items() if size <= complete]
+            gathers = [[part[name] for name in names if sizes.get(name, 0) > complete] for names in gathered]
             sent = accumulate * (ranks - 1) * sum(map(sum, gathers))
             found.append(Calls(ALL_GATHER, axes, sent, accumulate * sum(map(bool, gathers))))
+            found.append(Calls(ALL_GATHER, axes, (ranks - 1) * sum(stay), len(stay)))
             reduced = elements_of_part(list(trained.values()), ranks, stage) * REDUCED
             found.append(Calls(REDUCE_SCATTER, axes, accumulate * (ranks - 1) * reduced, accumulate))
             continue
@@ -98,9 +102,11 @@ def agreement(program: Program) -> tuple[Calls, ...]:
     return (Calls(ALL_REDUCE, mesh.sorted(mesh.names), all_reduce_elements([count], mesh.size) * REDUCED, 1),)
 
 
-def predicted(program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None) -> dict[str, int]:
+def predicted(
+    program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None, complete: int = 0
+) -> dict[str, int]:
     """Bytes that one rank sends per optimizer step for gradients and weights, by collective, without the norm."""
     found: Counter[str] = Counter()
-    for one in calls(program, stage, accumulate, groups):
+    for one in calls(program, stage, accumulate, groups, complete):
         found[one.kind] += one.bytes
     return dict(found)

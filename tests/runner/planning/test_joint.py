@@ -76,6 +76,25 @@ def test_memory_that_is_left_at_stage_3_holds_complete_parameters():
 
 
 @pytest.mark.slow
+def test_memory_that_is_left_at_stage_3_of_deepspeed_holds_complete_parameters():
+    """Those of the most elements that it has room for; what an option says is predicted, too."""
+    words = (*GPT, "parallel.zero={stage: 3, engine: deepspeed}", "world_size=2", "parallel.plan_cache=null")
+    choice, found = Choice(1, 3, 1, "none"), []
+    first = JointDecision(compose_config(*words), print)
+    alone, captures = first.fastest(choice), first.captures
+    for limit in (alone.peak, alone.peak + alone.completing[-2][1], 10**9):
+        plan = JointDecision(compose_config(*words, f"parallel.memory_limit={limit}"), print, captures).plan()
+        complete = plan.search.get("complete", 0)
+        one = JointDecision(with_complete(compose_config(*words), complete), print, captures).fastest(choice)
+        assert one.settings.complete == complete and one.peak <= limit
+        assert plan.search["cost"] == pytest.approx(one.seconds)
+        found.append((complete, one.seconds, one.memory(0).parameters))
+    assert found[2][0] == max(elements for elements, _ in alone.completing)
+    assert found[0][2] < found[2][2] and found[0][1] > found[2][1]
+    assert found[2][2] - alone.memory(0).parameters == alone.completing[-1][1]
+
+
+@pytest.mark.slow
 def test_the_limit_is_kept_where_a_larger_bucket_is_gathered_ahead():
     """Of one that stays complete: a rank then needs more than what is added to its parts."""
     args = "{vocabulary: 64, length: 16, width: 64, layers: 3, heads: 4, kv_heads: 4, hidden: 176}"

@@ -11,6 +11,7 @@ from runner.config.parallel import Bytes
 from runner.config.section import Section
 
 SOME_COMPLETE = "{reduce_bucket_size: 20000, stage3_model_persistence_threshold: 60000}"
+SMALL_COMPLETE = "{stage3_param_persistence_threshold: 20000}"
 
 
 class Limited(Section):
@@ -76,6 +77,9 @@ def test_auto_keeps_the_limit(command, tmp_path):
         pytest.param(("parallel.zero.stage=3", "parallel.offload.activations.to=disk"), marks=pytest.mark.slow),
         pytest.param(("parallel.zero={stage: 3, engine: native}", "train.accumulate=2"), marks=pytest.mark.slow),
         pytest.param((f"parallel.zero={{stage: 3, options: {SOME_COMPLETE}}}",), marks=pytest.mark.slow),
+        pytest.param(
+            (f"parallel.zero={{stage: 3, engine: deepspeed, options: {SMALL_COMPLETE}}}",), marks=pytest.mark.slow
+        ),
         pytest.param(("parallel.zero.stage=1", "train.accumulate=2"), marks=pytest.mark.slow),
         pytest.param(("parallel.zero.stage=2", "train.precision=bf16"), marks=pytest.mark.slow),
     ],

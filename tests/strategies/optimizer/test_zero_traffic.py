@@ -23,6 +23,7 @@ def cases(training):
     _, task = training.task(steps=2)
     cases = [(task, training.Case(seed, stage)) for seed in SEEDS for stage in (1, 2, 3)]
     cases += [(task, training.Case(seed, stage, engine="native")) for seed in SEEDS for stage in (1, 2)]
+    cases += [(task, training.Case(-1, 3, options={"param_persistence_threshold": most})) for most in (16, 10**6)]
     _, choosing = training.task(steps=2, chooses=True)
     some = {"reduce_bucket_size": 50, "stage3_model_persistence_threshold": 200}
     for options in ({}, some, some | {"stage3_model_persistence_threshold": 10**9}):
