@@ -12,9 +12,9 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"
 class ByNorm(torch.optim.Optimizer):
     """Steps in proportion to the norm of a parameter (LARS), or of all gradients."""
 
-    def __init__(self, groups, of_gradients=False):
-        super().__init__(groups, {"lr": 0.1})
-        self.of_gradients = of_gradients
+    def __init__(self, groups, of_gradients=False, lr=0.1):
+        super().__init__(groups, {"lr": lr})
+        self.of_gradients, self.lr = of_gradients, lr
 
     @torch.no_grad()
     def step(self):
@@ -22,7 +22,7 @@ class ByNorm(torch.optim.Optimizer):
         total = torch.stack([parameter.grad.norm() for parameter in everything]).norm()
         for parameter in everything:
             ratio = 1 / total if self.of_gradients else parameter.norm() / parameter.grad.norm()
-            parameter -= 0.1 * ratio * parameter.grad
+            parameter -= self.lr * ratio * parameter.grad
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -34,9 +34,23 @@ def test_those_of_torch_update_slices_as_complete_parameters(kind, flat):
 
 
 @pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("lr", [0.1, 1e-6])
 @pytest.mark.parametrize("of_gradients", [True, False])
-def test_those_by_norms_do_not(of_gradients, flat):
-    assert not is_elementwise(lambda groups: ByNorm(groups, of_gradients), {}, CPU, flat=flat)
+def test_those_by_norms_do_not(of_gradients, lr, flat):
+    assert not is_elementwise(lambda groups: ByNorm(groups, of_gradients, lr), {}, CPU, flat=flat)
+
+
+class Centred(torch.optim.SGD):
+    """Gradients less the means of their rows."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad -= parameter.grad.mean(-1, keepdim=True)
+        super().step(closure)
+
+
+def test_those_by_rows_do_not():
+    assert not is_elementwise(Centred, {"lr": 0.1}, CPU, flat=False)
 
 
 def test_those_by_shape_do_not():
