@@ -84,7 +84,10 @@ def literal(function: Any, args: Any, kwargs: Any) -> Any:
     all of its tensors have the same values in every step."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     masked = function is Tensor.__getitem__ and any(leaf.dtype is torch.bool for leaf in leaves[1:])
-    if not leaves or not (masked or getattr(function, "__name__", "") in SIZED_BY_VALUES):
+    name = getattr(function, "__name__", "")
+    if not leaves or not (masked or name in SIZED_BY_VALUES):
+        return None
+    if name == "repeat_interleave" and isinstance(kwargs.get("repeats", *args[1:2] or (None,)), int):
         return None
     known: dict[int, Tensor] = {}
     for leaf in leaves:

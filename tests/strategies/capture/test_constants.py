@@ -85,6 +85,17 @@ def test_tensors_that_are_sized_by_constants(draw: Any) -> None:
     assert model.difference(model.random_plan(draw, 2)) < TOLERANCE
 
 
+def repeated_a_number_of_times(_: Net, h: Tensor) -> Tensor:
+    """The mask of YOSO's attention, whose size no values decide."""
+    mask = torch.ones(2, 1, 4).repeat_interleave(4, dim=1).reshape(8, 4)
+    return h * mask.int()
+
+
+def test_repeating_a_number_of_times_is_an_operator() -> None:
+    graph = captured(Net(repeated_a_number_of_times)).graph
+    assert not graph.of_kind("constant")
+
+
 def branching_check(_: Net, h: Tensor) -> Tensor:
     if (h > 0).any():
         raise ValueError
