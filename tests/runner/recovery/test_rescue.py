@@ -41,6 +41,12 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline=
             "step-00000003 is made of what the ranks had in memory$",
             marks=pytest.mark.slow,
         ),
+        pytest.param(  # the state of the rank that hangs is nowhere else
+            (*SMALL, *MODES["data_parallel"], ADAM, "parallel.zero.stage=1"),
+            "{kind: hang, rank: 2, step: 4, phase: data}",
+            "step-00000003 is made of what the ranks had in memory$",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_no_step_is_lost(start, undisturbed, capfd, words, fault, pattern):
