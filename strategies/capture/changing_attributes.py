@@ -27,6 +27,10 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.rules.drawing_calls import begin_at, restored
 
+LARGEST = 1 << 30
+"""Bytes of parameters up to which a model is called to see whether it computes with tensors that it leaves behind: a
+forward on the host takes long."""
+
 
 class ChangingAttributes:
     """What the forward of `root` changes."""
@@ -36,7 +40,8 @@ class ChangingAttributes:
         self._first: PythonState | None = None
         self._before: State = {}
         self._tensors: dict[tuple[str, str], Tensor] = {}
-        self._changes = False
+        self._counts = self._keeps = False
+        """Whether a value of Python, and whether a tensor has changed."""
         self._replaced: dict[tuple[str, str], Tensor] = {}
 
     @contextmanager
@@ -61,7 +66,8 @@ class ChangingAttributes:
         self._first, self._before, self._tensors = self._first or now, now.values, _tensors(self._root)
 
     def _end(self, *_: Any) -> None:
-        self._changes = self._changes or bool(changed(self._before, PythonState(self._root).values))
+        tensors = {isinstance(one, Tensor) for one in changed(self._before, PythonState(self._root).values).values()}
+        self._counts, self._keeps = self._counts or False in tensors, self._keeps or True in tensors
         now = _tensors(self._root)
         self._replaced |= {key: one for key, one in self._tensors.items() if now.get(key) is not one}
 
@@ -81,7 +87,10 @@ class ChangingAttributes:
                     "(register_buffer).",
                 )
         held = (*self._root.parameters(), *self._root.buffers())
-        if self._changes and not any(one.is_meta or isinstance(one, FakeTensor) for one in held):
+        if any(one.is_meta or isinstance(one, FakeTensor) for one in held):
+            return
+        small = sum(one.numel() * one.element_size() for one in held) <= LARGEST
+        if self._counts or (self._keeps and small):
             with torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_twice(batch, training)
 

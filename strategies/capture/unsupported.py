@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules import module as every_module
 from torch.nn.utils import rnn
 
 from strategies.capture.nodes import at, op_of, replaced, users_line
@@ -45,6 +46,8 @@ def check_hooks(objective: nn.Module) -> None:
     for name, parameter in objective.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise StrategyError("MW904", f"Parameter {name.removeprefix('model.')} has a hook on its gradient, {HOOK}")
+    if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
+        raise StrategyError("MW904", f"All modules have a backward hook (register_module_full_backward_hook), {HOOK}")
     for name, module in objective.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             called = name.removeprefix("model").removeprefix(".") or type(module).__name__

@@ -214,3 +214,10 @@ def test_refused(change: Callable[[Any, Tensor], Any], name: str) -> None:
 def test_captured(change: Callable[[Any, Tensor], Any]) -> None:
     captured(change, False)
     assert not TABLES and not LOG and type(table(4)) is Tensor  # nothing is left that was only traced
+
+
+def test_large_models_are_called_only_where_values_of_python_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.capture.changing_attributes.LARGEST", 0)
+    captured(hidden, False)
+    with pytest.raises(StrategyError, match="counts in calls"):
+        captured(number, False)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_full_backward_hook
 from torch.nn.utils import rnn
 
 from strategies.capture import Captured, LossFunction, Objective, capture
@@ -91,6 +92,10 @@ ADDED: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
     "of a module, before": (
         lambda layer: layer.register_full_backward_pre_hook(lambda module, out: None),
         "Module inner has a backward hook",
+    ),
+    "of all modules": (
+        lambda layer: register_module_full_backward_hook(lambda module, into, out: None),
+        "All modules have a backward hook",
     ),
 }
 
