@@ -35,12 +35,13 @@ def ours(width: int = 16, rows: int = 8) -> OperatorGraph:
 @pytest.fixture(scope="module")
 def saved() -> tuple[Plan, Any]:
     graph = ours()
-    return make_plan(graph, Request("semi_auto", 4)), content_of(graph)
-
-
-def content_of(graph: OperatorGraph) -> Any:
-    """That of a plan.json."""
     plan = make_plan(graph, Request("semi_auto", 4))
+    return plan, content_of(graph, plan)
+
+
+def content_of(graph: OperatorGraph, plan: Plan | None = None) -> Any:
+    """That of a plan.json; of this plan, or of the one that is made."""
+    plan = plan or make_plan(graph, Request("semi_auto", 4))
     content = describe(
         graph, plan, lower(graph, plan), settings=OptimizerSettings(0, torch.optim.SGD), cluster=cluster(4)
     )
