@@ -45,6 +45,7 @@ SIZED_BY_VALUES = frozenset(
 COUNTING = frozenset("arange linspace zeros ones empty full eye".split())
 RESIZING = frozenset("repeat tile expand view reshape split narrow interpolate".split())
 """Functions that take sizes, RESIZING ones behind a tensor, and ask tensors that are given as such for their values."""
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 2**24
 """Elements of a tensor that is computed for an answer."""
 EXPORT = torch.export.export.__code__.co_filename
@@ -111,7 +112,7 @@ def counted(function: Any, args: Any, kwargs: Any) -> Any:
         return args, kwargs
 
     def number(leaf: Tensor) -> Any:
-        single = not leaf.dim() and not leaf.is_floating_point()
+        single = not leaf.dim() and leaf.dtype in INTEGERS
         return answer[0] if single and (answer := answered(Tensor.item, leaf)) else leaf
 
     begin = 1 if name in RESIZING else 0

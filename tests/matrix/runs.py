@@ -120,13 +120,15 @@ def worst(
     rounding: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[float, str]:
     """The largest difference relative to the largest element of its tensor, and whose it is. A gradient that cancels
-    out is nothing but rounding: below the rounding of the largest one, or below its own, both must be."""
+    out is nothing but rounding: below the rounding of the largest one both must be, or their difference below its
+    own."""
     floating = [tensor for tensor in truth.values() if tensor.is_floating_point()]
     noise = ROUNDING[precision] * max((float(t.abs().max()) for t in floating if t.numel()), default=0.0)
     most = (0.0, "")
     for name, expected in truth.items():
-        own = max(noise, rounding.get(name, 0.0))
-        gap = _gap(found[name], expected, own, precision) if name in found else math.inf
+        if name in found and name in rounding and float((found[name] - expected).abs().max()) <= rounding[name]:
+            continue
+        gap = _gap(found[name], expected, noise, precision) if name in found else math.inf
         if gap > most[0]:
             most = (gap, name)
     return most

@@ -57,6 +57,14 @@ def _ones(_: Any) -> Tensor:
 
 
 BOTH = {"full_attention": _rotary(2, 1, 1), "sliding_attention": _rotary(2, 1, 1)}
+HIERA = {
+    "image_size": [64, 64],
+    "hidden_size": 8,
+    "embed_dim_per_stage": [8, 16, 32, 64],
+    "num_attention_heads_per_stage": [1, 2, 4, 8],
+    "blocks_per_stage": [1, 1, 2, 1],
+    "global_attention_blocks": [3],
+}
 EFFICIENT = {
     "in_channels": (32, 16, 24, 40, 80, 112, 192),
     "out_channels": (16, 24, 40, 80, 112, 192, 320),
@@ -303,5 +311,16 @@ PARTICULARS: tuple[tuple[str, Particular], ...] = (
             inputs={"past_values": lambda config: torch.randn(BATCH, config.context_length, 3)},
         ),
     ),
+    (
+        "Sam2VisionModel",
+        Particular(
+            config={f"backbone_config.{key}": value for key, value in HIERA.items()}
+            | {"backbone_channel_list": [64, 32, 16, 8]}
+        ),
+    ),
+    ("Sam2HieraDetModel", Particular(config=HIERA)),
+    ("Swin2SR*", Particular(config={"image_size": 16, "depths": [2, 2], "num_heads": [2, 2]})),
+    ("Mgpstr*", Particular(inputs={"pixel_values": lambda config: torch.randn(BATCH, 3, *config.image_size)})),
+    ("PPOCR*Rec*", Particular(inputs={"pixel_values": _normal(3, 48, 96)})),
     ("LightGlue* EfficientLoFTR* SuperGlue*", Particular(inputs={"pixel_values": _normal(2, 3, 64, 64)})),
 )
