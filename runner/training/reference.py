@@ -115,9 +115,9 @@ class ExactRandom(TorchFunctionMode):
         self.drawing = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def _notice(self, frame: FrameType, _: str) -> None:
+    def _notice(self, frame: FrameType, *_: Any) -> None:
         call = drawing_call(frame)
-        if call is None or call is not self.drawing:
+        if call is not None and call is not self.drawing:  # other draws are no operators
             begin_at(mix(self.key, self._next()))
         self.drawing = call
 

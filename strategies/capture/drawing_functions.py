@@ -3,11 +3,13 @@
 What they draw would be constants of the graph, the same in every step. So the function of every drawing call
 (`rules.drawing_calls`) becomes one random operator, which ranks call. It can be one where it returns arrays and tensors
 of fixed shapes, the same for the same numbers, and does nothing else. An array of its results stands in the forward for
-nothing but the tensor that is made of it. Draws outside of such functions are refused.
+nothing but the tensor that is made of it. Of other draws only a comparison is answered that no number of the interval
+would answer otherwise, as of a layer that is skipped with probability 0; all else is refused.
 """
 
 from __future__ import annotations
 
+import operator
 import pickle
 import random
 import sys
@@ -30,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from strategies.capture.nodes import FUNCTION_CALL, beneath_tracing, replaced, users_line
 from strategies.core.errors import StrategyError
-from strategies.rules.drawing_calls import INSTANCES, called_name, drawing_call, fits, noticing
+from strategies.rules.drawing_calls import INSTANCES, Interval, called_name, drawing_call, fits, noticing
 from strategies.rules.function_calls import FunctionCall, drawn_function, tensors_in
 from strategies.rules.module_calls import Slot, as_text
 from strategies.rules.registry import function_class
@@ -93,13 +95,18 @@ class DrawingFunctions:
             if name not in seeded and pickle.dumps(state()) != before[name]:  # by a function of another name
                 raise StrategyError("MW906", f"The model's forward draws numbers with {name}, {DRAWN}")
 
-    def _notice(self, frame: FrameType, generator: str) -> None:
+    def _notice(self, frame: FrameType, generator: str, interval: Interval | None) -> DrawnNumber | None:
         if _tracer() is None:  # in a trial
-            return
+            return None
         call = drawing_call(frame)
         name = None if call is None else called_name(call)
         if name is None or name in self.chosen:
-            raise StrategyError("MW906", f"The model's forward draws numbers with {generator}{users_line()}, {DRAWN}")
+            refusal = StrategyError(
+                "MW906", f"The model's forward draws numbers with {generator}{users_line()}, {DRAWN}"
+            )
+            if call is not None or interval is None:
+                raise refusal
+            return DrawnNumber(interval, refusal)
         raise DrawsIn(name)
 
 
@@ -245,6 +252,43 @@ class DrawnArray:
 
     __array__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __invert__ = __neg__ = _refuse
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+
+
+class DrawnNumber:
+    """Stands in a traced forward for a number of an interval: comparisons are answered that hold for all of it or for
+    none. Raises StrategyError for anything else."""
+
+    def __init__(self, interval: Interval, refusal: StrategyError) -> None:
+        self.interval, self.refusal = interval, refusal
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise self.refusal
+
+    def _compared(self, compare: Callable[[float, Any], Any], other: Any) -> bool:
+        answers = [compare(end, other) for end in self.interval] if type(other) in (int, float) else []
+        if answers[:1] != answers[1:]:
+            self._refuse()
+        return bool(answers[0]) if answers else self._refuse()
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared(operator.lt, other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared(operator.le, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(operator.gt, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(operator.ge, other)
+
+    __float__ = __int__ = __index__ = __round__ = __bool__ = __array__ = __neg__ = __pow__ = __rpow__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
 

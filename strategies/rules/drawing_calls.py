@@ -13,7 +13,7 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -25,12 +25,16 @@ from torch.utils._pytree import tree_leaves
 
 from strategies.rules.registry import PLAIN, function_class
 
-Notice = Callable[[FrameType, str], None]
-"""What is called before numbers are drawn, with the frame that draws and the name of the generator's module."""
+Interval = tuple[float, float]
+Notice = Callable[[FrameType, str, Interval | None], Any]
+"""What is called before numbers are drawn, with the frame that draws, the name of the generator's module, and the
+interval of a single number. What it returns takes the number's place, but None."""
 INSTANCES: dict[Any, Any] = {random: random._inst, np.random: np.random.mtrand._rand}
 """Modules and the global generators whose methods they have as functions."""
 SILENT = frozenset(("seed", "getstate", "setstate", "get_state", "set_state"))
 """Methods of generators that draw nothing."""
+UNITS = frozenset(("random", "random_sample", "rand"))
+"""Functions that draw one number between 0 and 1 where they are given nothing."""
 UNBOUND = frozenset(("ranf", "sample"))
 """Functions of numpy.random that draw and are no methods."""
 
@@ -49,6 +53,15 @@ FUNCTIONS = {module: _drawing(module, instance) for module, instance in INSTANCE
 SEED = {module: module.seed for module in INSTANCES}
 
 
+def _interval(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Interval | None:
+    """Between which numbers the single one is that a function draws; None where it draws others."""
+    if name in UNITS and not args and not kwargs:
+        return 0.0, 1.0
+    if name == "uniform" and len(args) == 2 and not kwargs and all(type(one) in (int, float) for one in args):
+        return min(args), max(args)
+    return None
+
+
 @contextmanager
 def noticing(notice: Notice) -> Iterator[set[str]]:
     """Around a forward: calls `notice` before this thread draws numbers, unless the forward has seeded the generator
@@ -58,7 +71,9 @@ def noticing(notice: Notice) -> Iterator[set[str]]:
     def drawing(module: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if module.__name__ not in seeded and threading.get_ident() == thread:
-                notice(sys._getframe(1), module.__name__)
+                instead = notice(sys._getframe(1), module.__name__, _interval(function.__name__, args, kwargs))
+                if instead is not None:
+                    return instead
             return function(*args, **kwargs)
 
         return call

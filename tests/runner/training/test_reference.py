@@ -104,8 +104,20 @@ class Masked(nn.Module):
         return x.masked_fill(torch.from_numpy(mask(x.shape[:2], 0.7, lengths)).unsqueeze(-1), 0.5)
 
 
+class NeverSkipped(nn.Module):
+    """Layers that are skipped with probability 0, as in MusicGen, are no random operators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            if random.uniform(0, 1) < 0.0 or 0 > np.random.random():
+                continue
+            x = functional.dropout(x, 0.2)
+        return x
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "numpy and Python": Masked,
+    "skipped with probability 0": NeverSkipped,
     "attention": lambda: Attention(0.0),
     "attention with dropout": lambda: Attention(0.4),
     "heads": lambda: Heads(0.4, weights=False),

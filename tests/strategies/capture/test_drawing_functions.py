@@ -131,6 +131,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
         lambda net, x: net.inner(x) + torch.rand(4, generator=net.of_torch),
         r"rand at capture/test_drawing_functions.py:\d+ draws numbers from a torch.Generator of its own",
     ),
+    "a comparison": (
+        lambda net, x: net.inner(x) if random.uniform(0, 1) < 0.5 else x,
+        r"draws numbers with random at capture/test_drawing_functions.py:\d+",
+    ),
+    "a product": (lambda net, x: net.inner(x) * np.random.uniform(0, 1), "draws numbers with numpy.random at"),
     "a number": (lambda net, x: net.inner(x) * number(3), r"::number, .* returns a float, beside"),
     "torch": (lambda net, x: net.inner(x) * torch.tensor(with_torch(4)), "also draws with torch, or writes"),
     "another source": (lambda net, x: net.inner(x) * torch.tensor(from_elsewhere(4)), "returns other numbers where"),
