@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_verify_finds_a_wrong_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(*args: Any) -> Any:
         program = right(*args)
-        return program.__class__(**{**vars(program), "reductions": {**program.reductions, "0.bias": ()}})
+        return replace(program, reductions={**program.reductions, "0.bias": ()})
 
     monkeypatch.setattr(proof.lowering, "training_program", wrong)
     with pytest.raises(meshwright.CodedError) as failed:
