@@ -298,7 +298,7 @@ class JointDecision:
     def _made(self) -> Plan:
         started = time.perf_counter() - self.capturing
         with gc_paused():
-            decision = self._decide()
+            decision = self._with_own_plan(self._decide())
         seconds = round(time.perf_counter() - self.capturing - started, 4)
         decision, complete = self._with_complete(decision)
         plan, cost = decision.priced.plan, decision.priced.seconds
@@ -312,6 +312,21 @@ class JointDecision:
             if decision.priced.modules is not None and plan.recompute is not None:
                 search["decided"]["recompute"] = _modes(plan.recompute, self.searched(decision.choice).graph)
         return replace(plan, search=search)
+
+    def _with_own_plan(self, decision: Decision) -> Decision:
+        """The decision, with a faster plan that is made for its stage of ZeRO: all stages share the plan of stage 0
+        where it keeps the limit, but gathers of parameters that hide behind work favour other layouts at stage 3."""
+        choice, priced, parallel = decision.choice, decision.priced, self.config.parallel
+        if choice.zero != 3 or parallel.mode != "auto" or parallel.plan is not None:
+            return decision
+        try:
+            own = replace(self.best_plan(choice, min(self.limits(choice))), recompute=priced.plan.recompute)
+        except StrategyError:
+            return decision
+        price = self.estimate(choice, own)
+        if price.seconds >= (1 - WORTH) * priced.seconds or (size := self._peak(choice, price)) > self.limit:
+            return decision
+        return replace(decision, priced=replace(priced, plan=own, seconds=price.seconds, bytes=size))
 
     def _with_complete(self, decision: Decision) -> tuple[Decision, int]:
         """The decision, and `OptimizerSettings.complete`: as many elements stay complete at stage 3 as the memory that
