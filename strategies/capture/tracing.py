@@ -174,7 +174,8 @@ class _Unasked(TorchFunctionMode):
             args = base, torch.full((), exponent, dtype=base.dtype if exact else None, device=base.device)
         if function in SWITCHES:
             if (args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)) is False:
-                self.frozen[id(args[0])] = args[0]
+                if args[0].requires_grad:
+                    self.frozen[id(args[0])] = args[0]
                 return args[0]
             if self.frozen.pop(id(args[0]), None) is not None:
                 return args[0]

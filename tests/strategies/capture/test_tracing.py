@@ -96,3 +96,19 @@ class Uncertain(nn.Module):
 def test_checks_within_torch_are_left_out(net: type[nn.Module], draw: Any) -> None:
     torch.manual_seed(0)
     assert Model(net(), None, {"x": torch.randn(8, 4, 8)}).worst(draw, seeds=2) < TOLERANCE
+
+
+class Table(nn.Module):
+    """A tensor that is no buffer and a view of another, as tables of positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(8, 8), torch.randn(4, 8)[None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) + self.table).square().mean()
+
+
+def test_a_constant_may_be_a_view(draw: Any) -> None:
+    torch.manual_seed(0)
+    assert Model(Table(), None, {"x": torch.randn(8, 4, 8)}).worst(draw, seeds=1) < TOLERANCE
