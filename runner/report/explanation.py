@@ -13,7 +13,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from runner.report.layers import layer_of
 from runner.report.units import shown_bytes, shown_seconds, text_table
-from strategies.core.addressing import addresses, matches
+from strategies.core.addressing import addresses, meant
 from strategies.core.errors import closest
 from strategies.core.graph import Operator, OperatorGraph, TensorSpec
 from strategies.core.layout import Layout, stored
@@ -46,11 +46,10 @@ def explanations(prepared: Prepared, pattern: str) -> str:
     parts = [(stage.graph, stage.plan) for stage in prepared.stages] or [(prepared.graph, prepared.plan)]
     for group, (graph, plan) in zip(prepared.owners, parts, strict=True):
         own = cluster.of_group(group, plan.mesh.size)
-        for operator in graph.operators:
-            if matches(pattern, operator) is not None:
-                stage, config = prepared.config.parallel.zero.known, prepared.config
-                around = Neighbourhood(graph, plan, operator, own, stage, config.parts)
-                paragraphs.setdefault(tuple(_lines(around, config)), []).append(operator)
+        for operator, _ in meant(pattern, graph.operators):
+            stage, config = prepared.config.parallel.zero.known, prepared.config
+            around = Neighbourhood(graph, plan, operator, own, stage, config.parts)
+            paragraphs.setdefault(tuple(_lines(around, config)), []).append(operator)
     if not paragraphs:
         names = [name for operator in prepared.graph.operators for name in (operator.name, *addresses(operator))]
         hint = next(filter(None, (_around_it(pattern, name) for name in names)), None)
@@ -107,7 +106,8 @@ def _lines(around: Neighbourhood, config: Config) -> list[str]:
 def _why(around: Neighbourhood, config: Config) -> str:
     operator, plan = around.operator, around.plan
     if (origin := plan.operators[operator.name].origin) == "configured":
-        paths = [path for path in config.parallel.strategies if matches(path, operator) is not None]
+        operators = around.graph.operators
+        paths = [p for p in config.parallel.strategies if any(operator is one for one, _ in meant(p, operators))]
         return f"configured: parallel.strategies.{paths[-1]}" if paths else "configured where the plan was made"
     return REASONS.get(origin, f"chosen by {plan.search['algorithm']}")
 

@@ -7,6 +7,7 @@ w [k, n].
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from strategies.core.graph import Operator
@@ -28,6 +29,17 @@ def matches(pattern: str, operator: Operator) -> str | None:
             if segments_match(pattern, name):
                 return address
     return None
+
+
+def meant(pattern: str, operators: Iterable[Operator]) -> list[tuple[Operator, str]]:
+    """The operators that `pattern` means, each with the address by which it does."""
+    hits = [(operator, address) for operator in operators if (address := matches(pattern, operator))]
+    multiplying = {operator.module for operator, _ in hits if operator.op == "matmul"}
+    return [
+        (operator, address)
+        for operator, address in hits
+        if operator.op != "linear" or operator.module not in multiplying or address != f"{operator.module}.matmul"
+    ]
 
 
 def segments_match(pattern: str, name: str) -> bool:

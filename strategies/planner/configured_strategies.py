@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strategies.core.addressing import addresses, matches
+from strategies.core.addressing import addresses, meant
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.request import NamedDims, Operand, OperatorStrategy
@@ -34,7 +34,7 @@ def configured(
     matched: dict[str, tuple[int, str, str]] = {}
     for path in strategies:
         rank = 0 if any(mark in path for mark in "*?[") else 2 if "@" in path else 1
-        hits = [(operator, address) for operator in graph.operators if (address := matches(path, operator))]
+        hits = meant(path, graph.operators)
         if not hits:
             names = [operator.name for operator in graph.operators]
             names += [address for operator in graph.operators for address in addresses(operator)]

@@ -108,6 +108,28 @@ def test_operators_that_a_path_matches(graph: OperatorGraph, path: str, names: l
     assert meant(graph, path) == names
 
 
+class Attention(nn.Module):
+    """A module that calls both a linear function and matmul, as the shifted windows of torchvision do."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(F.linear(x, weight) @ x, weight)
+
+
+class Windows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.attention = nn.Parameter(torch.randn(8, 8)), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, self.weight).square().mean()
+
+
+def test_matmul_of_a_module_that_multiplies_is_no_linear_operator() -> None:
+    graph = capture(Objective(Windows(), None, ("x",), ()), (torch.randn(8, 8),), training=True).graph
+    assert meant(graph, "attention.linear@0") == ["attention.linear@0"]
+    assert meant(graph, "attention.matmul") == ["attention.matmul"]
+
+
 @pytest.mark.parametrize(
     "path",
     [
