@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import _lru_cache_wrapper, partial
 from itertools import count
+from os.path import isabs
 from types import FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -44,18 +45,24 @@ State = dict[Place, Any]
 
 
 class PythonState:
-    """What the modules of `root` and what they are made of hold when this is made."""
+    """What the modules of `root` and what they are made of, and the user's `files`, hold when this is made.
 
-    def __init__(self, root: nn.Module) -> None:
+    Args:
+        root: None: no modules.
+        files: Names of imported files.
+    """
+
+    def __init__(self, root: nn.Module | None, files: Iterable[str] = ()) -> None:
         self.values: State = {}
         self._functions: list[FunctionType] = []
         self._restores: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
-        for path, module in root.named_modules():
+        modules = {} if root is None else {module: path for path, module in root.named_modules()}
+        for module, path in modules.items():
             for name, value in vars(module).items():
                 if name not in INTERNAL:
                     self._look(value, path, name)
-        for owner, title, name, value in _around(root, self._functions):
+        for owner, title, name, value in _around(modules, files, self._functions):
             self._look(value, "", f"{title}.{name}")
             if type(value) in PLAIN or isinstance(value, Tensor):
                 self._restores.append(partial(_assign, owner, name, value))
@@ -182,13 +189,22 @@ def _assign(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _around(root: nn.Module, functions: list[FunctionType]) -> Iterator[tuple[Any, str, str, Any]]:
-    """Attributes of the classes of modules, and globals of the files of these classes and of `functions`, and of what
-    the user's files among them import from others of the user's: (owner, its name, name, value)."""
-    classes = {one: None for module in root.modules() for one in type(module).__mro__ if _of_user(one.__module__)}
+def users_files(imported: Iterable[str]) -> list[str]:
+    """Which of the imported files, by name, are the user's and not installed."""
+    return [
+        name for name in imported if isabs(file := _file_of(name)) and PACKAGES not in file and not in_library(file)
+    ]
+
+
+def _around(
+    modules: Iterable[nn.Module], more: Iterable[str], functions: list[FunctionType]
+) -> Iterator[tuple[Any, str, str, Any]]:
+    """Attributes of the classes of modules, and globals of the files of these classes, of `functions` and of `more`,
+    and of what the user's files among them import from others of the user's: (owner, its name, name, value)."""
+    classes = {one: None for module in modules for one in type(module).__mro__ if _of_user(one.__module__)}
     for one in classes:
         yield from ((one, one.__name__, name, value) for name, value in _held(one))
-    files = dict.fromkeys([one.__module__ for one in classes] + [function.__module__ for function in functions])
+    files = dict.fromkeys([*(one.__module__ for one in (*classes, *functions)), *more])
     waiting = [name for name in files if _of_user(name)]
     while waiting:
         file = waiting.pop()

@@ -7,20 +7,39 @@ that of the real model. Invariant: nothing of the size of a parameter or of an a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from strategies.capture.nodes import replaced
+from strategies.capture.python_state import PythonState, users_files
+
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Tensors that are made inside, without a device of their own, have shapes and no numbers."""
-    with torch.device("meta"):
-        yield
+    """Tensors that are made inside, without a device of their own, have shapes and no numbers, but for those that a
+    file makes when it is imported. What else is put into globals and caches of the user's files is taken out again."""
+    states, execute = [PythonState(None, users_files([*sys.modules]))], SourceFileLoader.exec_module
+
+    def imported(loader: SourceFileLoader, file: ModuleType) -> None:
+        with torch.device("cpu"):
+            execute(loader, file)
+        if mine := users_files([file.__name__]):
+            states.append(PythonState(None, mine))
+
+    with torch.device("meta"), replaced(SourceFileLoader, "exec_module", imported):
+        try:
+            yield
+        finally:
+            for state in states:
+                state.restore()
 
 
 def pretend(module: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:
