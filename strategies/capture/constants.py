@@ -1,11 +1,11 @@
 """Questions of a forward about values: what it is answered while it is traced.
 
-A tensor that is computed from Python numbers and literals alone has the same values in every step: the operators behind
-it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends on the batch, on
-parameters or on buffers has no values here. What has as many elements as values say (repeat_interleave, a mask as
-index) becomes a literal where these are known, and so does a size that is a tensor. Of a tensor without values only the
-question of an `assert`, or of an `if` that does nothing but raise what no `try` around it catches, is answered, by
-whatever goes on: the graph holds for every batch for which the model does not raise.
+A tensor that is computed from Python numbers, literals and constant buffers alone has the same values in every step:
+the operators behind it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends
+on the batch, on parameters or on other buffers has no values here. What has as many elements as values say
+(repeat_interleave, a mask as index) becomes a literal where these are known, and so does a size that is a tensor. Of a
+tensor without values only the question of an `assert`, or of an `if` that does nothing but raise what no `try` around
+it catches, is answered, by whatever goes on: the graph holds for every batch for which the model does not raise.
 Invariant: no answer decides what a later step would decide differently.
 """
 
@@ -43,7 +43,7 @@ SIZED_BY_VALUES = frozenset(
 )
 """Functions whose results have as many elements as values say; and indexing with a mask."""
 COUNTING = frozenset("arange linspace zeros ones empty full eye".split())
-RESIZING = frozenset("repeat tile expand view reshape split narrow interpolate".split())
+RESIZING = frozenset("repeat tile expand view reshape split narrow interpolate pad unflatten roll".split())
 """Functions that take sizes, RESIZING ones behind a tensor, and ask tensors that are given as such for their values."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 2**24
@@ -51,17 +51,18 @@ LARGEST = 2**24
 EXPORT = torch.export.export.__code__.co_filename
 """The file whose frames are around all that is traced."""
 TRIES: tuple[type[ast.Try], ...] = ast.Try, getattr(ast, "TryStar", ast.Try)
+VALUES, HAS_DECIDED = "constant_buffer", "has_decided"
+"""What the node of a constant buffer says of itself: the buffer, and that an answer has depended on it."""
 OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
 """Operators that read no value of their first operand."""
 
 
 def has_values(tensor: Any) -> bool:
     """Whether a traced tensor has the same values in every step."""
-    proxy, root = _traced(tensor)
-    return proxy is not None and _value(proxy.node, root) is not None
+    return _known(tensor) is not None
 
 
-def _traced(tensor: Any) -> tuple[fx.Proxy | None, Any]:
+def traced(tensor: Any) -> tuple[fx.Proxy | None, Any]:
     """What stands for a tensor in the graph that is traced, and the literals of that graph."""
     tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
     proxy = None if tracing is None else tracing.tracer.unwrap_proxy(tensor)
@@ -70,10 +71,9 @@ def _traced(tensor: Any) -> tuple[fx.Proxy | None, Any]:
 
 def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
     """The answer of a traced tensor to one of `QUESTIONS`, or None if its values are not known."""
-    proxy, root = _traced(tensor)
-    if proxy is None:
+    if traced(tensor)[0] is None:
         return None
-    if (value := _value(proxy.node, root)) is not None:
+    if (value := _known(tensor)) is not None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return (QUESTIONS[question](value),)
     asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)
@@ -92,16 +92,45 @@ def literal(function: Any, args: Any, kwargs: Any) -> Any:
         return None
     known: dict[int, Tensor] = {}
     for leaf in leaves:
-        proxy, root = _traced(leaf)
-        value = None if proxy is None else _value(proxy.node, root)
-        if value is None:
+        if (value := _known(leaf)) is None:
             return None
         known[id(leaf)] = value
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         args, kwargs = tree_map_only(Tensor, lambda leaf: known[id(leaf)], (args, kwargs))
         results = function(*args, **kwargs)
     device = leaves[0].device
-    return tree_map_only(Tensor, lambda one: torch.tensor(one.tolist(), dtype=one.dtype, device=device), results)
+    return tree_map_only(Tensor, lambda one: _as_literal(one, device), results)
+
+
+def _as_literal(value: Tensor, device: torch.device) -> Tensor:
+    return torch.tensor(value.tolist(), dtype=value.dtype, device=device)
+
+
+def places(function: Any, args: Any) -> tuple[Any, Any]:
+    """A function and its arguments; where it takes elements by a mask that is the same in every step, by their
+    places."""
+    if getattr(function, "__name__", "") == "masked_select" and len(args) == 2:
+        tensor, mask = args
+        shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+        if (value := _known(mask)) is not None:
+            return Tensor.__getitem__, (tensor.expand(shape), _places(value, shape, mask.device))
+    if function is not Tensor.__getitem__:
+        return function, args
+    tensor, index = args
+    parts: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        masking = isinstance(part, Tensor) and part.dtype is torch.bool and part.dim()
+        if masking and (value := _known(part)) is not None:
+            parts += _places(value, part.shape, part.device)
+        else:
+            parts.append(part)
+    return function, (tensor, parts[0] if len(parts) == 1 and not isinstance(index, tuple) else tuple(parts))
+
+
+def _places(mask: Tensor, shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        found = mask.expand(shape).nonzero(as_tuple=True)
+    return tuple(_as_literal(one, device) for one in found)
 
 
 def counted(function: Any, args: Any, kwargs: Any) -> Any:
@@ -120,6 +149,17 @@ def counted(function: Any, args: Any, kwargs: Any) -> Any:
     return args, {key: one if key == "input" else tree_map_only(Tensor, number, one) for key, one in kwargs.items()}
 
 
+def _known(tensor: Any) -> Tensor | None:
+    """The values of a tensor that are the same in every step: of one that is traced, or that a module has as a plain
+    attribute and the graph does not have yet."""
+    proxy, root = traced(tensor)
+    if proxy is not None:
+        return _value(proxy.node, root)
+    tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    plain = tracing is not None and type(tensor) is Tensor and not tensor.requires_grad
+    return tensor if plain else None
+
+
 def _value(node: fx.Node, literals: nn.Module) -> Tensor | None:
     """The values of a node that are the same in every step. Raises NotRepeated where a layer that stands for others
     asks about what comes from outside of it."""
@@ -127,10 +167,43 @@ def _value(node: fx.Node, literals: nn.Module) -> Tensor | None:
     for position, other in enumerate(nodes):
         if other.target is NOTE:
             begin = position if other.args[0] == "begin" else 0
-    value = _constants(nodes[begin:], literals).get(node)
-    if value is None and begin and _constants(nodes, literals).get(node) is not None:
+    behind = _behind(node, nodes)
+    value = _constants([one for one in nodes[begin:] if one in behind], literals).get(node)
+    if value is None and begin and _constants([one for one in nodes if one in behind], literals).get(node) is not None:
         raise NotRepeated
+    if value is not None:
+        for one in behind:
+            if VALUES in one.meta:
+                one.meta[HAS_DECIDED] = True
     return value
+
+
+def _behind(node: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What the values of a node may depend on: all that it reads, and what writes to memory that this may share."""
+    memory: dict[fx.Node, fx.Node] = {}
+
+    def root(one: fx.Node) -> fx.Node:
+        while (parent := memory.get(one, one)) is not one:
+            one = parent
+        return one
+
+    writers: list[fx.Node] = []
+    for one in nodes:
+        schema = one.target._schema if isinstance(one.target, OpOverload) else None
+        if schema is None or any(argument.alias_info is not None for argument in schema.arguments):
+            for read in one.all_input_nodes:
+                memory[root(read)] = root(one)
+        if schema is not None and schema.is_mutable:
+            writers.append(one)
+    writing: dict[fx.Node, list[fx.Node]] = {}
+    for one in writers:
+        writing.setdefault(root(one), []).append(one)
+    behind, waiting = set[fx.Node](), [node]
+    while waiting:
+        if (one := waiting.pop()) not in behind:
+            behind.add(one)
+            waiting += [*one.all_input_nodes, *writing.get(root(one), ())]
+    return behind
 
 
 def _constants(nodes: Sequence[fx.Node], literals: nn.Module) -> dict[fx.Node, Any]:
@@ -142,6 +215,8 @@ def _constants(nodes: Sequence[fx.Node], literals: nn.Module) -> dict[fx.Node, A
                 literal = getattr(literals, str(node.target))
                 if isinstance(literal, Tensor) and not isinstance(literal, FakeTensor):
                     known[node] = literal.cpu().clone()
+            elif VALUES in node.meta:
+                known[node] = node.meta[VALUES].detach().cpu().clone()
             elif node.target is getitem and node.args[0] in known:
                 known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
             elif isinstance(node.target, OpOverload):

@@ -24,6 +24,7 @@ from torch.utils import _pytree
 from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.changing_attributes import ChangingAttributes
+from strategies.capture.constant_buffers import ConstantBuffers
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
@@ -165,10 +166,10 @@ def capture(
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
     _check_calls(objective)
-    opaque, drawing = OpaqueModules(objective), DrawingFunctions(objective)
+    opaque, drawing, constant = OpaqueModules(objective), DrawingFunctions(objective), ConstantBuffers(objective)
     while True:
         try:
-            if (captured := _captured(objective, batch, training, opaque, drawing)) is not None:
+            if (captured := _captured(objective, batch, training, opaque, drawing, constant)) is not None:
                 given = objective.sections if like is None else sections_of(like)
                 return replace(captured, graph=packed(captured.graph, given))
         except DrawsIn as error:
@@ -183,9 +184,14 @@ def capture(
 
 
 def _captured(
-    objective: Objective, batch: Sequence[Tensor], training: bool, opaque: OpaqueModules, drawing: DrawingFunctions
+    objective: Objective,
+    batch: Sequence[Tensor],
+    training: bool,
+    opaque: OpaqueModules,
+    drawing: DrawingFunctions,
+    constant: ConstantBuffers,
 ) -> Captured | None:
-    """The captured objective; None where another module must be one node."""
+    """The captured objective; None where another module must be one node, or another buffer is no constant."""
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
     if training:
@@ -197,6 +203,7 @@ def _captured(
         with (
             traceable(objective),
             assigned.written(),
+            constant.known(),
             changing.watched(),
             refusing_unseen(training),
             functions_as_operators(training),
@@ -238,6 +245,8 @@ def _captured(
         if opaque.choose(around):
             return None
         raise
+    if constant.are_written(graph, tensors, assigned.names):
+        return None
     check_dtypes(graph)
     graph = unmerged(_needed(graph))
     changing.check(graph, tensors, batch, training)
@@ -358,8 +367,9 @@ def _capture_failure(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            "graph; use torch.where or another operator in place of the branch, or a module of its own in a list of "
-            "layers, which takes tensors and does nothing but compute."
+            "graph; use torch.where or another operator in place of the branch, a module of its own in a list of "
+            "layers, which takes tensors and does nothing but compute, or, for a constant, a Python number or a buffer "
+            "that is not saved (persistent=False)."
         )
     if "found a fake tensor in the exported program constant" in str(error):
         return (

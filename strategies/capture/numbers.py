@@ -122,7 +122,8 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
         raise StrategyError(
             "MW902",
             f"{op_of(node)}{at(node)} takes a shape or makes a choice from the values of a tensor (item), which are "
-            "not known when the model is captured; use torch.where, masks, or sizes that are python numbers.",
+            "not known when the model is captured; use torch.where, masks, sizes that are Python numbers, or, for a "
+            "constant, a buffer that is not saved (persistent=False).",
         )
     packet = node.target.overloadpacket
     if packet is aten.full and isinstance(node.args[1], fx.Node):

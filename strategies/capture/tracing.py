@@ -34,7 +34,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal
+from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places
 from strategies.capture.functional import CUMULATIVE
 from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
@@ -191,6 +191,7 @@ class _Unasked(TorchFunctionMode):
             return answer[0]
         if (found := literal(function, args, kwargs or {})) is not None:
             return found
+        function, args = places(function, args)
         args, kwargs = counted(function, args, kwargs)
         if function == READS_DATA:
             return args[0].detach()

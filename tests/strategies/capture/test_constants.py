@@ -96,6 +96,74 @@ def test_repeating_a_number_of_times_is_an_operator() -> None:
     assert not graph.of_kind("constant")
 
 
+class Strided(Net):
+    """A kernel's sizes in buffers, as Encodec has them."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor], saved: bool = False) -> None:
+        super().__init__(body)
+        self.register_buffer("stride", torch.tensor(2), persistent=saved)
+        self.register_buffer("rows", torch.arange(8) % 2 == 0, persistent=saved)
+
+
+def sized_by_buffers(net: Any, h: Tensor) -> Tensor:
+    if (extra := torch.ceil((h.shape[-1] + 1) / net.stride).long() * net.stride - h.shape[-1]) > 1:
+        h = nn.functional.pad(h, (extra, net.stride // 2))
+    return h.tanh()[net.rows][: net.stride]
+
+
+def test_decisions_by_buffers_that_never_change(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Strided(sized_by_buffers), None, {"x": torch.randn(8, 4)})
+    assert model.graph.by_name["tanh"].results[0].shape == (8, 7)
+    assert model.worst(draw, seeds=1) < TOLERANCE
+
+
+def pairs(net: Any, h: Tensor) -> Tensor:
+    """All other rows of a batch for each, as contrastive losses take them."""
+    apart = h @ h.mT
+    others = apart[net.others].view(8, 7)
+    upper = apart.masked_select(torch.ones(8, 8).triu(1).bool())
+    return others.logsumexp(1).sum() + upper.mean() + h[net.others[0] & net.others[1], :][..., net.others[:4, 0]].sum()
+
+
+def test_elements_by_a_constant_mask(draw: Any) -> None:
+    torch.manual_seed(0)
+    net = Net(pairs)
+    net.others = ~torch.eye(8, dtype=torch.bool)
+    model = Model(net, None, {"x": torch.randn(8, 4)})
+    assert model.worst(draw, seeds=1) < TOLERANCE
+
+
+def counted_before(net: Any, h: Tensor) -> Tensor:
+    h = h.tanh() if net.stride < 5 else h.exp()
+    net.stride.add_(1)
+    return h
+
+
+def counted_through_a_view(net: Any, h: Tensor) -> Tensor:
+    h = h.tanh() if net.stride < 5 else h.exp()
+    net.stride.view(1).copy_(h.detach().sum().long())
+    return h
+
+
+def replaced(net: Any, h: Tensor) -> Tensor:
+    h = h.tanh() if net.stride < 5 else h.exp()
+    net.stride = net.stride + 1
+    return h
+
+
+@pytest.mark.parametrize("body", [counted_before, counted_through_a_view, replaced])
+def test_decisions_by_buffers_that_change_are_refused(body: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(StrategyError, match=r"not saved \(persistent=False\)") as caught:
+        captured(Strided(body))
+    assert caught.value.code == "MW901"
+
+
+def test_decisions_by_buffers_that_a_checkpoint_may_change_are_refused() -> None:
+    with pytest.raises(StrategyError, match=r"persistent=False"):
+        captured(Strided(sized_by_buffers, saved=True))
+
+
 def branching_check(_: Net, h: Tensor) -> Tensor:
     if (h > 0).any():
         raise ValueError
