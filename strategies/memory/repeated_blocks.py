@@ -255,15 +255,27 @@ class _Repetition:
         return all(self.place.get(ref.id, end) >= end - 2 * blocks.period for ref in self.program.outputs)
 
 
-def trace_repeated(program: Program, settings: OptimizerSettings, slack: float = SLACK) -> Traced:
-    """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak."""
+Recorded = tuple[list["_Segment"], Traced]
+"""The moments of a step, and what else was counted; see `_recorded`."""
+
+
+def trace_repeated(
+    program: Program,
+    settings: OptimizerSettings,
+    slack: float = SLACK,
+    recorded: dict[Hashable, Recorded] | None = None,
+) -> Traced:
+    """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak. `recorded` are
+    the programs with few repetitions that were traced before: plans that recompute other numbers of layers share them.
+    """
     uneven = settings.offload.activations != "none" or settings.complete  # some layers are complete, others not
     if uneven or repeated_blocks(replace(program, updates=())) is None:
         return trace(program, settings)
     known = KnownBytes(program, settings)
     if known.joined and settings.overlap and not slack:
         return trace(program, settings)
-    traced = on_shapes(program, settings, lambda program, _: _extrapolated(program, settings, known))
+    recording = _Recordings(settings, known, {} if recorded is None else recorded)
+    traced = on_shapes(program, settings, lambda program, _: _extrapolated(program, recording))
     return trace(program, settings) if traced is None else traced
 
 
@@ -274,37 +286,63 @@ class Traces:
     not."""
 
     done: dict[Hashable, Traced] = field(default_factory=dict)
+    recorded: dict[Hashable, Recorded] = field(default_factory=dict)
 
     def of(self, program: Program, settings: OptimizerSettings) -> Traced:
         """The trace of a program."""
-        own = settings.stage, settings.engine, settings.overlap, settings.complete, settings.accumulate > 1
-        key = own, program_signature(program, settings.groups_for(program))
+        key = _varying(settings), program_signature(program, settings.groups_for(program))
         if key not in self.done:
-            self.done[key] = trace_repeated(program, settings)
+            self.done[key] = trace_repeated(program, settings, recorded=self.recorded)
         return self.done[key]
 
 
-def _extrapolated(program: Program, settings: OptimizerSettings, known: KnownBytes) -> Traced | None:
+def _varying(settings: OptimizerSettings) -> Hashable:
+    """What may differ between the settings of `Traces`."""
+    return settings.stage, settings.engine, settings.overlap, settings.complete, settings.accumulate > 1
+
+
+@dataclass(frozen=True)
+class _Recordings:
+    """The recordings of programs that have few repetitions of one complete program, of which something is `known`."""
+
+    settings: OptimizerSettings
+    known: KnownBytes
+    done: dict[Hashable, Recorded]
+
+    def of(self, program: Program) -> Recorded:
+        """Those of DeepSpeed have buffers of the complete program, so no other may share them."""
+        zero, settings = self.known.zero, self.settings
+        if isinstance(zero, ZeroBuffers):
+            return self._made(program)
+        limit = None if zero is None else zero.limit
+        key = _varying(settings), limit, program_signature(program, settings.groups_for(program))
+        if key not in self.done:
+            self.done[key] = self._made(program)
+        return self.done[key]
+
+    def _made(self, program: Program) -> Recorded:
+        recording = _Recording(program, self.settings, self.known)
+        traced = recording.run()
+        return recording.segments, traced
+
+
+def _extrapolated(program: Program, recordings: _Recordings) -> Traced | None:
     """None where traces of few repetitions do not agree, or where a joined bucket is too large to be counted without a
     moment."""
-    recorded = _recorded(program, settings, known, RUNS)
-    return None if recorded is None else _peaks(known, settings, *recorded)
+    recorded = _recorded(program, recordings, RUNS)
+    return None if recorded is None else _peaks(recordings.known, recordings.settings, *recorded)
 
 
-def _recorded(
-    program: Program, settings: OptimizerSettings, known: KnownBytes, runs: int
-) -> tuple[list[_Segment], Traced] | None:
+def _recorded(program: Program, recordings: _Recordings, runs: int) -> Recorded | None:
     """The moments of a step, at most `runs` runs of repetitions from traces of few; None where these do not agree in
     the longest run."""
     blocks = repeated_blocks(program) if runs else None
     if blocks is None:
-        recording = _Recording(program, settings, known)
-        traced = recording.run()
-        return recording.segments, traced
-    done: dict[int, tuple[list[_Segment], Traced]] = {}
+        return recordings.of(program)
+    done: dict[int, Recorded] = {}
     for few in TRACED:
         for count in {few, few + 1} - done.keys():
-            recorded = _recorded(truncated(program, blocks, count), settings, known, runs - 1)
+            recorded = _recorded(truncated(program, blocks, count), recordings, runs - 1)
             assert recorded is not None
             done[count] = recorded
         (one, less), (other, more) = done[few], done[few + 1]
@@ -312,7 +350,7 @@ def _recorded(
         if all(pair.few.phase == "update" or pair.agree for pair in pairs):
             left = blocks.count - few
             return [pair.lengthened(left) for pair in pairs], _grown(less, more, left)
-    return None if runs == RUNS else _recorded(program, settings, known, 0)
+    return None if runs == RUNS else _recorded(program, recordings, 0)
 
 
 def _grown(less: Traced, more: Traced, left: int) -> Traced:
@@ -405,7 +443,7 @@ class _Recording(Trace):
 
     def _open(self, phase: str) -> None:
         self.segments.append(_Segment(phase))
-        self.live.events = [(None, self.live.now)]
+        self.live.record()
 
     def _close(self) -> None:
         assert self.live.events is not None
@@ -422,10 +460,6 @@ class _Recording(Trace):
             end = "collect" if isinstance(updates, BucketedUpdates) else "finish"
             vars(updates)[end] = partial(self._after_backward, getattr(updates, end))
         return updates
-
-    def _learn(self, updates: ShardedUpdates) -> None:
-        super()._learn(updates)
-        self.segments.clear()
 
     def _zero(self) -> ZeroBuffers:
         return _RecordingBuffers(self)

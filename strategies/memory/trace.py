@@ -37,6 +37,7 @@ from strategies.optimizer.updates import BucketLimits
 from strategies.runtime.activation_offload import Activations, look_up_parameters, matching_modules
 from strategies.runtime.communicator import Communicator, Landing, Launcher
 from strategies.runtime.disk import Disk, Extent
+from strategies.runtime.gathering import GatheredParameters, Gathering
 from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import build
 
@@ -215,6 +216,30 @@ def persistent_bytes(
     return PersistentBytes(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
 
 
+class _CountedAhead(Gathering):
+    """Counts what is gathered ahead without doing so: the order is known after a pass, and that of the next is the
+    same. So when a bucket is gathered, it counts from the moment at which the one before it was.
+
+    Attributes:
+        ahead: bytes that are on their way when each bucket is needed.
+    """
+
+    def __init__(self, live: Live, buckets: Iterable[GatheredParameters]) -> None:
+        super().__init__(buckets, ahead=False)
+        self.live, self.ahead = live, list[int]()
+        self._before: Sequence[GatheredParameters] = ()  # complete when the last one was gathered
+
+    def _need(self, bucket: GatheredParameters) -> None:
+        if bucket.flat is not None:
+            return
+        size = 0 if not self.ahead or bucket in self._before else bucket.bytes
+        self.ahead.append(size)
+        self.live.add_since(size)
+        super()._need(bucket)
+        self.live.mark()
+        self._before = self._complete()
+
+
 class Trace:
     """One step, which is run once. Of several micro-batches only the last is: none before it needs more, because what
     they leave, their gradients, is there from the begin."""
@@ -235,19 +260,23 @@ class Trace:
         shapes = next((one.fake_mode for one in self.tensors.values() if isinstance(one, FakeTensor)), None)
         self.live = Live(torch.device(settings.device).type, shapes)
         self.offloaded = self.base = 0
-        self.peaks = {"forward": 0, "backward": 0, "update": 0}
+        self.phases: list[tuple[str, Sequence[tuple[object, int]]]] = []
+        """The events of each, or its peak."""
+        self.gathering: _CountedAhead | None = None
 
     def run(self) -> Traced:
         """The step."""
         program, live = self.program, self.live
         with live:
             updates = self._begin()
-            if isinstance(updates, ShardedUpdates) and self.settings.stage == 3:
-                self._learn(updates)
             if updates is not None and self.settings.accumulate > 1:
                 updates.skip(self.settings.accumulate - 1)
             activations, kept = self._forward()
+            number = 0 if self.gathering is None else len(self.gathering.ahead)
             self._backward(updates)
+            if self.gathering is not None:
+                kept += sum(self.gathering.ahead[number : number + 1])
+                activations = kept
             sent, gradients = dict(self.communicator.sent), live.now - self.base
             with self._phase("update"):
                 if isinstance(updates, BucketedUpdates | ShardedUpdates):
@@ -258,7 +287,9 @@ class Trace:
             update = zero.during_update()
         else:
             update = gradients + self.need.during([self.parameters[name].numel() for name in program.trainable_names])
-        self.peaks["update"] = max(self.peaks["update"], update)
+        peaks = {"forward": 0, "backward": 0, "update": update}
+        for name, events in self.phases:
+            peaks[name] = max(peaks[name], *(now - self.base for _, now in events))
         if self.activations is not None and self.activations.disk is not None:
             self.offloaded += self.activations.moved.stored
         return Traced(
@@ -267,20 +298,11 @@ class Trace:
             persistent_bytes(program, self.tensors, self.need, zero),
             kept,
             gradients,
-            self.peaks,
+            peaks,
             self.offloaded,
             0 if zero is None else zero.host_in_update(),
             dict(self.exchanging.sent),
         )
-
-    def _learn(self, updates: ShardedUpdates) -> None:
-        """One micro-batch before: only later ones know which bucket to gather ahead."""
-        self._forward()
-        self._backward(updates)
-        updates.forget()
-        self.communicator.sent.clear()
-        self.exchanging.sent.clear()
-        self.peaks = dict.fromkeys(self.peaks, 0)
 
     def _begin(self) -> BucketedUpdates | ShardedUpdates | ZeroBuffers | None:
         """Attaches offload and what takes the gradients; then all that stays from step to step is alive."""
@@ -292,6 +314,8 @@ class Trace:
         updates = self._updates()
         self.live.see(self.tensors.values())
         self.base = self.live.now
+        if self.gathering is not None:
+            self.live.record()
         return updates
 
     def _updates(self) -> BucketedUpdates | ShardedUpdates | ZeroBuffers | None:
@@ -303,7 +327,7 @@ class Trace:
             return ShardedUpdates(
                 self.module, program, self.exchanging, settings.factory, settings.groups_for(program),
                 stage=settings.stage, accumulate=settings.accumulate, limit=self.limit or settings.limit,
-                complete=settings.complete, overlap=settings.overlap,
+                complete=settings.complete, overlap=settings.overlap, gathering=self._gathering,
             )  # fmt: skip
         if settings.stage:
             zero = self._zero()
@@ -316,6 +340,12 @@ class Trace:
             accumulate=settings.accumulate, cut=self.cut or settings.cut, overlap=settings.overlap,
         )  # fmt: skip
 
+    def _gathering(self, buckets: Iterable[GatheredParameters]) -> Gathering:
+        if self.settings.stage < 3:
+            return Gathering(buckets)
+        self.gathering = _CountedAhead(self.live, buckets)
+        return self.gathering
+
     def _sharded(self) -> ShardedBytes | None:
         return ShardedBytes(self.program, self.need, self.settings) if self.settings.native else None
 
@@ -326,7 +356,7 @@ class Trace:
     def _phase(self, name: str) -> Iterator[None]:
         self.live.restart()
         yield
-        self.peaks[name] = max(self.peaks[name], self.live.peak - self.base)
+        self.phases.append((name, self.live.events or [(None, self.live.peak)]))
         self.offloaded = max(self.offloaded, self.live.host_peak)
 
     def _forward(self) -> tuple[int, int]:

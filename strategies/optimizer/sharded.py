@@ -10,7 +10,7 @@ flows into each parameter so that the sum over its replicas, divided by the numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -144,6 +144,7 @@ class ShardedUpdates(OwnUpdates):
         scale: the loss scale in fp16.
         limit, complete: see `sharded_buckets`.
         overlap: take gradients as they come, and add them up during backward; stage 3 always does.
+        gathering: gathers the buckets of stage 3.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class ShardedUpdates(OwnUpdates):
         limit: int | None = None,
         complete: int = 0,
         overlap: bool = True,
+        gathering: Callable[[Iterable[GatheredParameters]], Gathering] = Gathering,
         **shared: Any,
     ) -> None:
         super().__init__(module, program, communicator, groups, scale=scale, **shared)
@@ -169,7 +171,7 @@ class ShardedUpdates(OwnUpdates):
         buckets = sharded_buckets(program, self._members, limit, stage, complete)
         axes = dict.fromkeys(bucket.axes for bucket in buckets if bucket.axes)
         own = communicator.own_group if self._overlaps else communicator.group
-        gathering, adding = {names: own(names) for names in axes}, {names: own(names) for names in axes}
+        asked, adding = {names: own(names) for names in axes}, {names: own(names) for names in axes}
         self._buckets, self._gathered, self._sums, self._masters = buckets, [], [], []
         self._index = [mesh.index(communicator.rank, bucket.axes) if bucket.axes else 0 for bucket in buckets]
         self._at: dict[str, tuple[int, Member]] = {}
@@ -182,7 +184,7 @@ class ShardedUpdates(OwnUpdates):
                 part = flat[index * bucket.part : (index + 1) * bucket.part]
             place = recorder.place(f"the parameters {', '.join(member.name for member in bucket.members)}")
             placed_ = [(self._parameters[member.name], member.first) for member in bucket.members]
-            group = gathering.get(bucket.axes)
+            group = asked.get(bucket.axes)
             self._gathered.append(GatheredParameters(placed_, part, bucket.ranks, communicator, group, place, flat))
             self._sums.append(_Sums(bucket, part, communicator, adding.get(bucket.axes)))
             wide = getattr(torch, gradient_dtype(bucket))
@@ -203,7 +205,7 @@ class ShardedUpdates(OwnUpdates):
         )
         self._without = WithoutGradient(program, communicator, self._masters[0].device)
         check_optimizer(self._optimizer, program, stage)
-        self._gathering = Gathering(self._gathered)
+        self._gathering = gathering(self._gathered)
         evaluation = self.evaluation
         evaluations = list(evaluation.children()) if isinstance(evaluation, nn.ModuleDict) else [evaluation]
         for root in (module, self._short, *evaluations) if stage == 3 else ():

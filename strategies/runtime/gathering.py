@@ -60,6 +60,11 @@ class GatheredParameters:
         else:
             self.release()
 
+    @property
+    def bytes(self) -> int:
+        """Of the complete parameters, while they are gathered."""
+        return self._ranks * self.part.nbytes
+
     def launch(self) -> None:
         """Begin to gather."""
         if not self.gathers or self.flat is not None or self._pending is not None:

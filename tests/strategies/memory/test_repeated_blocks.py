@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -33,14 +33,16 @@ from strategies.memory.repeated_blocks import (
     trace_repeated,
     truncated,
 )
-from strategies.memory.trace import trace
+from strategies.memory.trace import Trace, Traced, on_shapes, trace
 from strategies.optimizer import sharded, sharding
 from strategies.optimizer.buckets import buckets
 from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.sharded import ShardedUpdates
 from strategies.optimizer.sharding import ShardedBucket
 from strategies.optimizer.updates import BucketLimits
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
+from strategies.runtime.gathering import GatheredParameters, Gathering
 from strategies.runtime.live_tensors import Live
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64, device="meta")
@@ -121,6 +123,62 @@ def test_layers_with_buckets_of_their_own_are_predicted(contracted_only, name, b
     program = program_of(name, again, 3)
     settings = OptimizerSettings(3, torch.optim.AdamW, accumulate=accumulate, bucket=bucket, engine="native")
     assert trace_repeated(program, settings) == trace(program, settings)
+
+
+class SecondPass(Trace):
+    """The second micro-batch, which gathers ahead in the order of the first."""
+
+    def _gathering(self, buckets: Iterable[GatheredParameters]) -> Gathering:
+        return Gathering(buckets)
+
+    def _begin(self) -> ShardedUpdates:
+        updates = super()._begin()
+        assert isinstance(updates, ShardedUpdates)
+        self._forward()
+        self._backward(updates)
+        updates.forget()
+        self.communicator.sent.clear()
+        self.exchanging.sent.clear()
+        self.phases.clear()
+        return updates
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket", "complete", "accumulate", "again"),
+    [
+        ("llama", 1000, 9000, 1, "full"), ("gpt", 100, 0, 1, None), ("gpt", 9000, 0, 2, "selective"),
+    ],
+)  # fmt: skip
+def test_one_pass_counts_what_a_second_gathers_ahead(name, bucket, complete, accumulate, again):
+    program = program_of(name, again, 3)
+    settings = OptimizerSettings(
+        3, torch.optim.AdamW, accumulate=accumulate, bucket=bucket, complete=complete, engine="native"
+    )
+    second = on_shapes(program, settings, lambda program, need: SecondPass(program, settings, need).run())
+    assert trace(program, settings) == second
+
+
+@pytest.mark.slow
+def test_plans_that_recompute_other_layers_share_what_was_traced(contracted_only, monkeypatch):
+    graph = graph_of("llama", 18, torch.float32)
+    plan = make_plan(graph, Request("data_parallel", 4))
+    rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+    recompute = recomputed(graph, rules, RecomputeRequest("full"))
+    settings = OptimizerSettings(3, torch.optim.AdamW, bucket=1000, engine="native")
+    traces, run, count = Traces(), Trace.run, [0]
+
+    def counted(self) -> Traced:
+        count[0] += 1
+        return run(self)
+
+    for again in (9, 8, 10):
+        part = replace(plan, recompute=replace(recompute, modules=recompute.modules[:again]))
+        program = lower(graph, part, LoweringOptions(partial_loss=True, sharded_optimizer=True))
+        alone = trace_repeated(program, settings)
+        with monkeypatch.context() as patched:
+            patched.setattr(Trace, "run", counted)
+            assert traces.of(program, settings) == alone
+    assert count[0] == 4
 
 
 @pytest.mark.parametrize(("stage", "overlap", "accumulate"), [(1, True, 2), (1, False, 2), (2, True, 1)])
@@ -275,9 +333,9 @@ def test_equivalent_programs_are_traced_once(monkeypatch):
     one_by_one = [trace_repeated(program, plain) for program in programs]
     traced, once = [], repeating.trace_repeated
 
-    def counted(program: Program, settings: OptimizerSettings):
+    def counted(program: Program, settings: OptimizerSettings, **others):
         traced.append(program)
-        return once(program, settings)
+        return once(program, settings, **others)
 
     monkeypatch.setattr(repeating, "trace_repeated", counted)
     assert [found.of(program, plain) for found in [Traces()] for program in programs] == one_by_one
