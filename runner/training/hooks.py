@@ -24,13 +24,18 @@ from runner.training.agreement import gather
 from strategies.core.errors import CodedError
 from strategies.core.program import Program
 from strategies.optimizer.updates import Updates
-from strategies.runtime.shards import Shards
+from strategies.runtime.shards import MODEL, Shard, Shards
+
+WRITING = frozenset({"start", "before_step", "before_update", "after_step", "checkpoint"})
+"""Hooks after which training goes on from the weights; those of an evaluation may bring others for a while."""
+HOLLOW = "refers to a single memory location"
+"""What torch says where a parameter is written that stands for no values, as all do that stage 3 has to gather."""
 
 
 @dataclass
 class TrainingState:
     """What a callback sees of a run, on one rank. What it may change are `stop`, `log`, the options of `optimizer`,
-    such as the learning rate, and `gradients`; then in the same way on all ranks.
+    such as the learning rate, `gradients` and `weights`; then in the same way on all ranks.
 
     Attributes:
         config: the config of the run.
@@ -75,6 +80,8 @@ class TrainingState:
     evaluated: int = 0
     logged: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """Of the weights, as callbacks may leave them."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -98,6 +105,24 @@ class TrainingState:
                     "servers would not use; set parallel.zero.engine=native, or write an optimizer that does so in its "
                     "step"
                 )
+
+    def parts(self) -> Iterator[tuple[str, list[Shard]]]:
+        """This rank's parts of every trained parameter, as its optimizer holds them."""
+        trained = set(self.program.trainable_names)
+        for batch in self.updates.pieces(write=True):
+            for key, shards in batch.items():
+                if key.startswith(MODEL) and (name := key.removeprefix(MODEL)) in trained:
+                    yield name, list(shards)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and values of this rank's part of every trained parameter, as the optimizer holds them: slices, blocks
+        of these under ZeRO, in fp32 where weights have fewer bits. Training goes on from what is written into them in
+        place, on all ranks in the same way. Collective: all ranks must go through all of it."""
+        for name, shards in self.parts():
+            yield from ((name, one.view.detach()) for one in shards)
+        with torch.no_grad():
+            self.updates.loaded()
+        self.marks = self.updates.marks()
 
     def stop(self, reason: str) -> None:
         """End training after the current step on all ranks, as after the last step; one rank's call is enough."""
@@ -203,17 +228,28 @@ class Hooks:
             CallbackFailed: one of them raised an exception; a CodedError is raised as it is.
         """
         for name, method in self._calls[hook]:
+            if hook in WRITING:
+                self.state.marks = self.state.updates.marks()
             try:
                 method(self.state, *args)
             except CodedError:
                 raise
             except (Exception, SystemExit) as error:
                 text = " ".join(str(error).split())
+                if HOLLOW in text:
+                    text = "parameters have no values here under ZeRO 3; write into those of state.weights()"
                 raise CallbackFailed(
                     "MW841",
                     f"train.callbacks: {name} fails in {hook} at step {self.state.step}: {type(error).__name__}"
                     f"{': ' if text else ''}{text}",
                 ) from error
+            if hook in WRITING and self.state.marks != self.state.updates.marks():
+                raise CallbackFailed(
+                    "MW841",
+                    f"train.callbacks: {name} writes weights in {hook} at step {self.state.step}, of which there are "
+                    "copies that would not follow, as in half precision and under ZeRO; write into those of "
+                    "state.weights()",
+                )
 
     def stopping(self) -> bool:
         """Whether a callback on any rank has asked to stop (collective). Rank 0 prints why."""

@@ -39,6 +39,7 @@ from strategies.optimizer.updates import (
     OptimizerFactory,
     check_optimizer,
     layout_of,
+    mark,
     parameters,
 )
 from strategies.runtime.communicator import Communicator
@@ -213,6 +214,9 @@ class BucketedUpdates(OwnUpdates):
         with torch.no_grad():
             for name, master in self._masters.items():
                 self._parameters[name].copy_(master)
+
+    def marks(self) -> list[tuple[int, int]]:
+        return [mark(one) for name, master in self._masters.items() for one in (master, self._parameters[name])]
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -24,7 +24,7 @@ from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.own_updates import OwnUpdates
 from strategies.optimizer.sharding import FROZEN, Member, ShardedBucket, Unit, gradient_dtype, sharded_buckets
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
-from strategies.optimizer.updates import Groups, OptimizerFactory, check_optimizer, parameters
+from strategies.optimizer.updates import Groups, OptimizerFactory, check_optimizer, mark, parameters
 from strategies.optimizer.without_gradient import WithoutGradient
 from strategies.optimizer.zero.partition import Range
 from strategies.runtime.communicator import Communicator
@@ -461,6 +461,15 @@ class ShardedUpdates(OwnUpdates):
         for work in works:
             if work is not None:
                 work.wait()
+
+    def marks(self) -> list[tuple[int, int]]:
+        found = [mark(one.holder) for one in self._updated]
+        for bucket, gathered, master in zip(self._buckets, self._gathered, self._masters, strict=True):
+            shared = gathered.part is master  # then what all ranks write into complete parameters is the optimizer's
+            for member in bucket.members:
+                version, memory = mark(self._parameters[member.name])
+                found.append((0 if shared else version, memory))
+        return found
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -165,6 +165,11 @@ class Updates(ABC):
     def loaded(self) -> None:
         """Recompute the derived values once all views are overwritten. Collective."""
 
+    def marks(self) -> list[tuple[int, int]]:
+        """Numbers that change where a caller writes or replaces a tensor, of which the optimizer or the module has a
+        copy that would not follow, as `pieces` and `loaded` make it do."""
+        return []
+
     @property
     @abstractmethod
     def loss_scale(self) -> LossScale | None:
@@ -182,6 +187,11 @@ class Updates(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release hooks and buffers; the object cannot be used afterwards."""
+
+
+def mark(tensor: Tensor) -> tuple[int, int]:
+    """Changes where a tensor is written or gets other memory."""
+    return tensor._version, tensor.data_ptr()
 
 
 def axes_needed(program: Program) -> list[tuple[str, ...]]:

@@ -72,3 +72,20 @@ class Clamped:
     def before_update(self, state):
         for _, gradient in state.gradients():
             gradient.clamp_(-0.01, 0.01)
+
+
+class ClippedWeights:
+    """Clips weights: those that the optimizer holds, those of the module, or those in the optimizer's groups."""
+
+    def __init__(self, of: str = "optimizer") -> None:
+        self.of = of
+
+    @torch.no_grad()
+    def after_step(self, state: Any) -> None:
+        weights = {
+            "optimizer": state.weights,
+            "module": state.module.named_parameters,
+            "groups": lambda: enumerate(one for group in state.optimizer.param_groups for one in group["params"]),
+        }[self.of]
+        for _, weight in weights():
+            weight.clamp_(-0.05, 0.05)

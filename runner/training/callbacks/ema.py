@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runner.training.hooks import Callback, TrainingState
-from strategies.runtime.shards import MODEL, Shard, Shards
+from strategies.runtime.shards import Shard, Shards
 
 
 class Ema(Callback):
@@ -44,7 +44,7 @@ class Ema(Callback):
     def tensors(self, state: TrainingState) -> Shards:
         """The average of this rank's part of every trained parameter, by name."""
         if not self._shards:
-            for name, shards in _parts(state):
+            for name, shards in state.parts():
                 copies = [replace(one, view=one.view.clone(), lasting=True) for one in shards]
                 self._shards.setdefault(name, []).extend(copies)
         return self._shards
@@ -91,16 +91,7 @@ class Ema(Callback):
     def _pairs(self, state: TrainingState) -> Iterator[tuple[Tensor, Tensor]]:
         """Average and weights of every part; the weights may be written."""
         position = dict.fromkeys(self._shards, 0)
-        for name, shards in _parts(state):
+        for name, shards in state.parts():
             for one in shards:
                 yield self._shards[name][position[name]].view, one.view
                 position[name] += 1
-
-
-def _parts(state: TrainingState) -> Iterator[tuple[str, list[Shard]]]:
-    """This rank's parts of every trained parameter, as its optimizer holds them."""
-    trained = set(state.program.trainable_names)
-    for batch in state.updates.pieces(write=True):
-        for key, shards in batch.items():
-            if key.startswith(MODEL) and (name := key.removeprefix(MODEL)) in trained:
-                yield name, list(shards)

@@ -28,6 +28,7 @@ from strategies.optimizer.updates import (
     Precision,
     Updates,
     check_optimizer,
+    mark,
     updated_together,
 )
 from strategies.optimizer.without_gradient import WithoutGradient
@@ -333,6 +334,9 @@ class ZeroUpdates(Updates):
 
     def loaded(self) -> None:
         self._state.loaded()
+
+    def marks(self) -> list[tuple[int, int]]:
+        return [mark(one) for one in (*self._parameters.values(), *self._state.masters())]
 
     @property
     def moved(self) -> Mapping[str, OffloadTraffic]:

@@ -5,6 +5,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def state(**values: Any) -> TrainingState:
     config = compose_config(*HOOKED, "evaluate.every=1")
     given: dict[str, Any] = {
         "config": config, "run_dir": Path(), "rank": 0, "world_size": 1, "device": "cpu", "first": 1, "last": 6,
-        "module": nn.Identity(), "program": None, "updates": None, "operators": {}, "repeat": lambda: None,
+        "module": nn.Identity(), "program": None, "updates": SimpleNamespace(marks=list), "operators": {},
+        "repeat": lambda: None,
     }  # fmt: skip
     return TrainingState(**given | values)
 
@@ -259,3 +261,34 @@ def test_gradients_that_a_callback_writes_are_used(start, tmp_path) -> None:
         torch.testing.assert_close(weights[1][name], alone, rtol=1e-10, atol=1e-12)
     with pytest.raises(RunFailed, match=r"hooked\.Clamped.*parallel\.zero\.engine=native"):
         start(*given, *more, "parallel.zero.engine=deepspeed", "train.precision=fp32", "run.overwrite=true")
+
+
+WRITTEN = "train.callbacks=[{target: hooked.ClippedWeights, args: {of: OF}}]"
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_weights_that_a_callback_writes(start) -> None:
+    given = (*SMALL, "train.precision=fp64", WRITTEN.replace("OF", "optimizer"), "run.overwrite=true")
+    parallel = MODES["data_parallel"]
+    alone = [one["loss"] for one in records(start(*given, *ALONE).folder)]
+    for more in (MODES["semi_auto"], *((*parallel, f"parallel.zero.stage={stage}") for stage in (1, 3))):
+        assert [one["loss"] for one in records(start(*given, *more).folder)] == pytest.approx(alone, rel=1e-10)
+    plain = [one["loss"] for one in records(start(*given, *ALONE, WRITTEN.replace("OF", "module")).folder)]
+    assert plain == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "more"),
+    [
+        ("module", ("train.precision=bf16",)),
+        ("groups", ("train.precision=bf16",)),
+        ("groups", ("parallel.zero.stage=1",)),
+        ("module", ("parallel.zero.stage=1", "parallel.zero.engine=deepspeed")),
+        ("module", ("parallel.zero.stage=3",)),
+    ],
+)
+def test_weights_of_which_there_are_copies_are_written_in_one_way(start, of, more) -> None:
+    with pytest.raises(RunFailed, match=r"hooked\.ClippedWeights.*after_step.*state\.weights") as found:
+        start(*SMALL, *MODES["data_parallel"], *more, WRITTEN.replace("OF", of))
+    assert found.value.code == "MW841"
