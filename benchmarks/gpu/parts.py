@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": f"verify {GPT}",
     **{f"zero {stage}": f"{GPT} parallel.zero.stage={stage}" for stage in (1, 2, 3)},
     "states on host": f"{GPT} {HOST}",
-    "states on disk": f"{GPT} parallel.zero.stage=3 parallel.offload.optimizer=disk",
+    "states on disk": f"{GPT} parallel.zero.stage=3 parallel.offload.optimizer=disk model.args.width=512",
     "activations on host": f"{GPT} parallel.offload.activations.to=host",
     "recompute": f"{GPT} parallel.recompute=full",
     "compile": f"{GPT} train.compile=true",
@@ -62,7 +62,7 @@ RECIPES = {
     "vit": "model.args.width=768 model.args.heads=12 model.args.layers=12 data.batch_size=256",
     "resnet": "model.args.width=64 data.batch_size=512 train.precision=fp32",
     "moe": "model.args.width=512 model.args.hidden=1024 model.args.layers=4 model.args.length=256 data.args.length=256",
-    "ffn_auto": "model.args.sizes=[784,4096,4096,4096,4096,10] data.batch_size=4096",
+    "ffn_auto": "model.args.sizes=[784,4096,4096,4096,4096,10] data.batch_size=1024",
 }
 """Models of the memory and of the step times: recipe, and the words that make it large enough for a GPU."""
 MEMORY = {
@@ -94,12 +94,14 @@ Part = Callable[[str, Path], dict[str, dict[str, Any]]]
 
 
 def run_command(words: str, device: str, folder: Path) -> tuple[int, str]:
-    """The exit code and the output of `run WORDS` in a run folder."""
+    """The exit code and the output of `run WORDS` in a run folder. The output of one that fails is shown."""
     given = [*words.split(), *([] if words in ("doctor", "env") else [f"device={device}", f"hydra.run.dir={folder}"])]
     done = subprocess.run(
         [sys.executable, "-m", "runner", *given],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=240,
     )  # fmt: skip
+    if done.returncode:
+        print(f"run {words}\n{done.stdout}", flush=True)
     return done.returncode, done.stdout
 
 
@@ -111,7 +113,7 @@ def command(name: str) -> Part:
         words = COMMANDS[name]
         code, output = run_command(words, device, folder / "run")
         if name == "resume" and not code:
-            longer = words.replace("train.steps=6", "train.steps=8")
+            longer = words.replace("train.steps=6", "train.steps=8 train.resume=auto")
             code, output = run_command(longer, device, folder / "run")
         lines = [line for line in output.splitlines() if line.strip()]
         row = {"said": lines[-1] if lines else "", "seconds": time.perf_counter() - started}
@@ -219,8 +221,9 @@ def memory(device: str, folder: Path) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, words in MEMORY.items():
         with _failing(rows, name):
-            _train(_words(name.partition(",")[0], device), f"{words} train.measure_memory=true", device, folder / name)
-            content = json.loads((folder / name / "memory.json").read_text(encoding="utf-8"))
+            place = folder / name.replace(", ", "_").replace(" ", "_")
+            _train(_words(name.partition(",")[0], device), f"{words} train.measure_memory=true", device, place)
+            content = json.loads((place / "memory.json").read_text(encoding="utf-8"))
             measured = content["measured"][0]
             predicted = content["predicted"]["peak"]
             rows[name] = {"predicted": predicted, "allocated": measured["peak"], "reserved": measured.get("reserved")}

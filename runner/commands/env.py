@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _lines() -> Iterator[tuple[str, str]]:
-    yield "meshwright", importlib.metadata.version("meshwright")
+    yield "meshwright", _version("meshwright")
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", f"{platform.platform()}, {' '.join(platform.libc_ver())}".rstrip(", ")
     for name in (*LIBRARIES, *OPTIONAL):

@@ -9,9 +9,10 @@ once they are added (see `loss_scale`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ from strategies.optimizer.updates import (
 )
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.shards import MODEL, OPTIMIZER, KnownShards, Shard, Shards, of_slice, replicated
+
+TOGETHER = 2**25
+"""Bytes of the gradients that become fp32 by one call, about."""
 
 
 class BucketedUpdates(OwnUpdates):
@@ -81,11 +85,12 @@ class BucketedUpdates(OwnUpdates):
             [{"params": [self._owned[name] for name in names], **options} for names, options in self._groups]
         )
         check_optimizer(self._optimizer, program, 0)
-        self._reduction = Reduction(buckets(program, cut), self._owned, communicator, apart=overlap)
+        cuts = buckets(program, cut)
+        self._reduction = Reduction(cuts, self._owned, communicator, apart=overlap)
         self._micro_batches, self._last, self._known_shards = 0, False, KnownShards()
         self._hooks = [
             self._parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
-            for name in (self._owned if overlap else ())
+            for name in (chain.from_iterable(bucket.names for bucket in cuts) if overlap else ())
         ]
         mesh, copies = program.mesh, {} if self._peers is None else self._peers.copies
         self._replicas = {
@@ -106,19 +111,28 @@ class BucketedUpdates(OwnUpdates):
             holder.grad = torch.zeros_like(holder)
 
     def collect(self) -> None:
-        for name in self._masters:
-            self._to_master(name)
+        self._to_masters(self._masters)
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
         """Backward has just completed the gradient of one micro-batch."""
         if self._last:
-            self._to_master(name)
+            self._to_masters([name])
             self._reduction.ready(name)
 
-    def _to_master(self, name: str) -> None:
-        if name in self._masters and (gradient := self._parameters[name].grad) is not None:
-            master, self._parameters[name].grad = self._masters[name], None
-            master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+    def _to_masters(self, names: Iterable[str]) -> None:
+        """Add gradients of less than 32 bits to those of the masters, by few calls and with few of them in memory
+        twice."""
+        first: list[tuple[nn.Parameter, Tensor]] = []
+        for name in names:
+            if name in self._masters and (gradient := self._parameters[name].grad) is not None:
+                master, self._parameters[name].grad = self._masters[name], None
+                if master.grad is not None:
+                    master.grad.add_(gradient)
+                    continue
+                first.append((master, gradient))
+                if sum(one.nbytes for _, one in first) >= TOGETHER:
+                    _widen(first)
+        _widen(first)
 
     def reduce(self) -> None:
         self._reduction.finish()
@@ -156,7 +170,7 @@ class BucketedUpdates(OwnUpdates):
         if not (gradients := self._present()):
             return torch.zeros((), dtype=torch.float64, device=device)
         replicas = [float(self._replicas[name]) for name, holder in self._owned.items() if holder.grad is not None]
-        squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
         return (squares / torch.tensor(replicas, dtype=torch.float64, device=device)).sum()
 
     def weight(self, name: str) -> Tensor:
@@ -211,9 +225,10 @@ class BucketedUpdates(OwnUpdates):
             self._optimizer.state[holder] = found
 
     def loaded(self) -> None:  # weights below 32 bits follow from their masters
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                self._parameters[name].copy_(master)
+        if self._masters:
+            with torch.no_grad():
+                weights: list[Tensor] = [self._parameters[name] for name in self._masters]
+                torch._foreach_copy_(weights, list[Tensor](self._masters.values()))
 
     def marks(self) -> list[tuple[int, int]]:
         return [mark(one) for name, master in self._masters.items() for one in (master, self._parameters[name])]
@@ -222,3 +237,13 @@ class BucketedUpdates(OwnUpdates):
         for hook in self._hooks:
             hook.remove()
         self._optimizer.zero_grad(set_to_none=True)
+
+
+def _widen(first: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Give each master its first gradient in its own dtype, and forget the pairs."""
+    if first:
+        wide = [torch.empty_like(master) for master, _ in first]
+        torch._foreach_copy_(wide, [gradient for _, gradient in first])
+        for (master, _), gradient in zip(first, wide, strict=True):
+            master.grad = gradient
+        first.clear()

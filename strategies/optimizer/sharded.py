@@ -361,7 +361,7 @@ class ShardedUpdates(OwnUpdates):
         """Each element is on one rank."""
         if not (gradients := self._present() if self._peers is None else self._led()):
             return torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
-        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
     def _led(self) -> list[Tensor]:
         """`_present`, without what an earlier group of a pipeline counts."""

@@ -455,6 +455,8 @@ class _Tree:
         if self.compiled:
             make_random_opaque(graph, constants)
         unit.graph = graph  # while no name is taken by the user's
+        # fx's own adds two calls of Python to each, and drops the traceback of an error in the code
+        type(unit).__call__ = nn.Module.__call__  # type: ignore[method-assign]
         own = {*vars(nn.Module()), "meta"}
         shared = {name: value for name, value in vars(unit).items() if name not in own}
         return unit, _Template(type(unit), shared, tensors, constants, [child.name for child in children], made)
