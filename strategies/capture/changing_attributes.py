@@ -5,7 +5,8 @@ A graph is the same in every step, so it would have what the first one has found
 it has traced a forward, not what is in lists, in classes or in globals. So where a forward has changed anything, the
 module is called twice, and put back: what a forward sets once, such as the length of a cached table, is the same in the
 second call. Numbers and flags that are read must be. What the first call has left behind may not matter to the second
-one: it computes the same where tensors of it are not numbers, and with what was added to lists.
+one: it computes the same where tensors of it are not numbers, and with what was added to lists. What it computes may
+not follow a clock either.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from strategies.capture.clocks import AHEAD, Clocks, advancing
 from strategies.capture.python_state import ENTRIES, INTERNAL, Place, PythonState, State, changed
 from strategies.capture.repeated_modules import reading
 from strategies.core.errors import StrategyError
@@ -43,13 +45,15 @@ class ChangingAttributes:
         self._counts = self._keeps = False
         """Whether a value of Python, and whether a tensor has changed."""
         self._replaced: dict[tuple[str, str], Tensor] = {}
+        self._clocks = Clocks()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around an export."""
         hooks = [self._root.register_forward_pre_hook(self._begin), self._root.register_forward_hook(self._end)]
         try:
-            yield
+            with self._clocks.watched():
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -75,7 +79,8 @@ class ChangingAttributes:
         self, graph: OperatorGraph, tensors: Mapping[str, Tensor], batch: Sequence[Tensor], training: bool
     ) -> None:
         """After the export. Raises StrategyError for a tensor that the forward replaces and the graph needs, for a
-        number or flag that it reads, and changes in every call, and for a tensor of the call before that it needs."""
+        number or flag that it reads, and changes in every call, for a tensor of the call before that it needs, and
+        for a clock."""
         places = {_memory(one): key for key, one in self._replaced.items()}
         for source in graph.of_kind("constant"):
             key = places.get(_memory(tensors[source.name]))
@@ -91,8 +96,26 @@ class ChangingAttributes:
             return
         small = sum(one.numel() * one.element_size() for one in held) <= LARGEST
         if self._counts or (self._keeps and small):
-            with torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
+            with advancing(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_twice(batch, training)
+        if self._clocks.read and small:
+            with torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
+                self._call_later(batch, training)
+
+    def _call_later(self, batch: Sequence[Tensor], training: bool) -> None:
+        module, clock = self._root.train(training), self._clocks.read[0]
+        put_back, results = _restoring(module), []
+        for seconds in (0, AHEAD):
+            with advancing(seconds):
+                results.append(_called(module, batch))
+            put_back()
+        if not _equal(*results):
+            raise StrategyError(
+                "MW906",
+                f"The model's forward computes with the time of day or a duration (time.{clock}), of which a graph "
+                "would have that of its capture in every step, and which no two ranks have in common. Count steps in a "
+                "buffer (register_buffer), or draw numbers with torch.",
+            )
 
     def _call_twice(self, batch: Sequence[Tensor], training: bool) -> None:
         module, read = self._root.train(training), dict[int, set[str]]()

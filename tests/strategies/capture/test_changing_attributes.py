@@ -4,9 +4,11 @@ not."""
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
+from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,9 +182,28 @@ def captured(change: Callable[[Any, Tensor], Any], training: bool) -> None:
     capture(Objective(Net(change), None, ("x",), ()), (torch.randn(8, 4),), training=training)
 
 
+def of_day(net: Any, x: Tensor) -> float:
+    return 1 + time.time() % 86400
+
+
+def of_clock(net: Any, x: Tensor) -> float:
+    return 2.0 if perf_counter_ns() % 1000 < 500 else 1.0 + perf_counter_ns() * 1e-9
+
+
+def measured(net: Any, x: Tensor) -> float:
+    """Measures how long it takes, and reports now and then."""
+    begin = time.perf_counter()
+    net.state["seconds"] = time.perf_counter() - begin
+    if begin > 1e6:
+        net.center = torch.ones(4)
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
+        (of_day, "time.time"),
+        (of_clock, "time.perf_counter_ns"),
         (number, "calls"),
         (late, "calls"),
         (nested, "state['step']"),
@@ -210,7 +231,9 @@ def test_refused(change: Callable[[Any, Tensor], Any], name: str) -> None:
     assert found.value.code == "MW906" and name in str(found.value)
 
 
-@pytest.mark.parametrize("change", [cached, noted, moved, remembered, collected, logged], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "change", [cached, noted, moved, remembered, collected, logged, measured], ids=lambda one: one.__name__
+)
 def test_captured(change: Callable[[Any, Tensor], Any]) -> None:
     captured(change, False)
     assert not TABLES and not LOG and type(table(4)) is Tensor  # nothing is left that was only traced
