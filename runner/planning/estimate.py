@@ -322,7 +322,8 @@ class Estimate:
     @property
     def likely(self) -> list[int]:
         """An estimate of the bytes of every group without a trace."""
-        return self.with_stored(TYPICAL_STORED)
+        pairs = zip(self.outlines, self.stored, strict=True)
+        return [one.likely(int(TYPICAL_STORED * stored)) for one, stored in pairs]
 
     def seconds_with_zero(self, settings: OptimizerSettings) -> float:
         """A lower bound of the seconds of this plan, which has no ZeRO, with the ZeRO stage of `settings`. The slowest
@@ -362,9 +363,9 @@ class Estimate:
         """Memory bounds of every group, without tracing this plan.
 
         Args:
-            similar: a traced estimate with the same forward: during and after that, a rank holds equally many bytes
-                besides persistent state. There are no gradients before the first backward; with several micro-batches
-                the peak may be in a later one.
+            similar: a traced estimate with the same forward, but for what is gathered: during and after that, a rank
+                holds equally many bytes besides persistent state. There are no gradients before the first backward;
+                with several micro-batches the peak may be in a later one.
         """
         if self.is_traced:
             recomputed = []
@@ -379,7 +380,7 @@ class Estimate:
         for own, one in zip(self.outlines, similar.memories, strict=True):
             forward = 0 if self.settings.accumulate > 1 else one.peaks["forward"] - one.persistent
             lower.append(max(own.persistent + forward, own.least(one.activations)))
-            likely.append(max(lower[-1], own.persistent + one.peak - one.persistent))
+            likely.append(max(lower[-1], own.persistent + own.gathered + one.peak - one.persistent))
         return MemoryBounds(lower, likely, recomputed)
 
 

@@ -244,23 +244,32 @@ class KnownBytes:
 
 @dataclass(frozen=True)
 class Outline:
-    """Lower bounds of a rank's bytes.
+    """Lower bounds of a rank's bytes, and estimates.
 
     Attributes:
         persistent: Bytes that stay from step to step; the others are in addition.
         gradients: Bytes between two micro-batches.
         ending: Bytes at the end of the last backward.
         update: Bytes during the optimizer's update.
+        moving: Bytes of the gradients that ZeRO adds up, about, by the share of backward that is left.
+        gathered: Bytes of the parameters that ZeRO has gathered at one moment, about.
     """
 
     persistent: int
     gradients: int
     ending: int
     update: int
+    moving: Sequence[tuple[float, int]] = ()
+    gathered: int = 0
 
     def least(self, stored: int) -> int:
         """A lower bound of the peak with `stored` bytes for backward."""
         return self.persistent + max(self.gradients + stored, self.ending, self.update)
+
+    def likely(self, stored: int) -> int:
+        """An estimate of the peak with `stored` bytes for backward."""
+        backward = max(stored, *(int(left * stored) + size for left, size in self.moving), 0)
+        return self.persistent + max(self.gradients + self.gathered + backward, self.ending, self.update)
 
     @classmethod
     def together(cls, stages: Sequence[Outline]) -> Outline:
@@ -270,6 +279,8 @@ class Outline:
             sum(one.gradients for one in stages),
             max(one.ending for one in stages),
             sum(one.update for one in stages),
+            [moment for one in stages for moment in one.moving],
+            max(one.gathered for one in stages),
         )
 
 
@@ -277,4 +288,12 @@ def outline(program: Program, settings: OptimizerSettings) -> Outline:
     """Of a program, which may have no trainable parameter."""
     known = KnownBytes(program, settings)
     added = known.gradients if settings.accumulate > 1 else 0
-    return Outline(known.persistent.total, added, known.ending, known.update(known.gradients))
+    zero = known.zero if isinstance(known.zero, ShardedBytes) else None
+    return Outline(
+        known.persistent.total,
+        added,
+        known.ending,
+        known.update(known.gradients),
+        () if zero is None else zero.moving,
+        0 if zero is None else zero.gathered,
+    )

@@ -19,7 +19,7 @@ class ShardedBytes:
 
     def __init__(self, program: Program, need: Need, settings: OptimizerSettings) -> None:
         groups = [group["names"] for group in settings.groups_for(program)]
-        self.stage, self.accumulate = settings.stage, settings.accumulate
+        self.stage, self.accumulate, self.device = settings.stage, settings.accumulate, settings.device
         self.limit = settings.limit or bucket_limit(program, self.stage)
         """Bytes of a bucket at most."""
         self.buckets = sharded_buckets(program, groups, self.limit, self.stage, settings.complete)
@@ -51,6 +51,25 @@ class ShardedBytes:
             return 0
         trained = (bucket for bucket in self.buckets if bucket.trained)
         return sum((one.elements if self.stage == 1 else one.part) * ITEM_BYTES[gradient_dtype(one)] for one in trained)
+
+    @property
+    def moving(self) -> list[tuple[float, int]]:
+        """The share of backward that is left when each bucket is complete, about, and the bytes of the gradients then:
+        those of it and of the one before, as they came and as they are received, which on a CPU is all of them."""
+        trained = [bucket for bucket in reversed(self.buckets) if bucket.trained]
+        total, done, before, found = sum(bucket.elements for bucket in trained), 0, 0, []
+        for bucket in trained:
+            size = bucket.elements * ITEM_BYTES[gradient_dtype(bucket)] * (2 if self.device == "cpu" else 1)
+            done += bucket.elements
+            found.append((1 - done / total, before + size))
+            before = size
+        return found
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the parameters that are complete at one moment of stage 3, about: a bucket and the one ahead."""
+        sizes = [one.elements * ITEM_BYTES[one.dtype] for one in self.buckets if one.ranks > 1 and not one.stay]
+        return sum(sorted(sizes)[-2:]) if self.stage == 3 else 0
 
     def during_update(self) -> int:
         """Bytes beside the persistent ones during an update, at most."""
