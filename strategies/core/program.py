@@ -7,12 +7,12 @@ the lockstep simulator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from strategies.core.graph import Ref, Source, TensorSpec, refs, with_refs
+from strategies.core.graph import Ref, Source, TensorSpec, refs, rewrite, with_refs
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Recompute
@@ -43,6 +43,10 @@ class Ordinal(int):
     operators."""
 
 
+_PLACED = (Ref, Ordinal)
+"""What differs between layers that do the same."""
+
+
 @dataclass(frozen=True)
 class Compute:
     """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
@@ -61,6 +65,11 @@ class Compute:
     def operands(self) -> tuple[Ref, ...]:
         """The values that it takes."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
+    @cached_property
+    def form(self) -> str:
+        """Its arguments, but for which values and ordinals they are."""
+        return repr(rewrite((self.args, self.kwargs), lambda leaf: type(leaf) if isinstance(leaf, _PLACED) else leaf))
 
 
 @dataclass(frozen=True)
@@ -227,9 +236,9 @@ class Program:
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
     batch_splits: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
-    cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def once(self, key: str, make: Callable[[], T]) -> T:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, which follows from the program; made for the first that asks, and kept for others."""
         if key not in self.cache:
             self.cache[key] = make()

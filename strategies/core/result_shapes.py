@@ -8,6 +8,7 @@ as they would without the cache, and of those that write numbers alone, whose re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -47,15 +48,13 @@ class _Unknown(Exception):
     """An argument that is not plain."""
 
 
-def call(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Tensor], mode: FakeTensorMode
-) -> Any:
+def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Tensor], mode: FakeTensorMode) -> Any:
     """`func(*args, **kwargs)` on tensors of `mode`, of which `given` are all. Where torch's cache is off, because
     memory is given away meanwhile and a remembered view would make it anew, nothing is remembered here either."""
     if not mode.cache_enabled or not _plain(func):
         return func(*args, **kwargs)
     try:
-        key = func, _key(args), _key(tuple(kwargs.items()))
+        key = func, _key(args, func.is_view), _key(tuple(kwargs.items()))
     except _Unknown:
         return func(*args, **kwargs)
     known = _known.get(key)
@@ -105,25 +104,27 @@ def _fake(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTenso
 
 @cache
 def _plain(func: Callable[..., Any]) -> bool:
-    """Whether an operator makes tensors of others and changes none, or only the numbers of its first operand."""
+    """Whether an operator makes tensors, of others or on a device, and changes none, or only the numbers of its first
+    operand."""
     if not isinstance(func, OpOverload):
         return False
-    tensors = any("Tensor" in str(one.type) for one in func._schema.arguments)
-    return tensors and (not func._schema.is_mutable or func._schema.name.removeprefix("aten::") in WRITES_NUMBERS)
+    makes = any("Tensor" in str(one.type) or one.name == "device" for one in func._schema.arguments)
+    return makes and (not func._schema.is_mutable or func._schema.name.removeprefix("aten::") in WRITES_NUMBERS)
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: Any, view: bool = False) -> Hashable:
     """The cache key of a value. Raises _Unknown for a value that is not plain: a zero-dim tensor may be a wrapped
-    number, whose dtype counts for less. 1, 1.0 and True are different keys."""
+    number, whose dtype counts for less, but in a `view`. 1, 1.0 and True are different keys."""
     kind = type(value)
     if kind is FakeTensor:
-        if not value.ndim or value.dtype.is_complex or value.layout is not torch.strided or value.constant is not None:
+        plain = value.layout is torch.strided and not value.dtype.is_complex and value.constant is None
+        if not plain or not (view or value.ndim):
             raise _Unknown
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if kind is tuple or kind is list:
-        return kind, *[_key(one) for one in value]
+        return kind, *[_key(one, view) for one in value]
     if value is None or kind in _SIMPLE:
-        return kind, value
+        return kind, "nan" if kind is float and math.isnan(value) else value  # which is not equal to itself
     raise _Unknown
 
 

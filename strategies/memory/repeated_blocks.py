@@ -24,14 +24,13 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from strategies.core.graph import Ref, Source, rewrite
+from strategies.core.graph import Ref, Source
 from strategies.core.program import (
     KEY,
     Compute,
     Copy,
     Fused,
     Instruction,
-    Ordinal,
     Program,
     Redistribute,
     Start,
@@ -41,7 +40,7 @@ from strategies.core.program import (
 from strategies.lowering.recompute import parts_of, region_of
 from strategies.memory.estimate import KnownBytes
 from strategies.memory.sharded import ShardedBytes
-from strategies.memory.trace import Trace, Traced, on_shapes, trace
+from strategies.memory.trace import Events, Trace, Traced, TracedStep, on_shapes, trace, trace_step, without_updates
 from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
@@ -74,6 +73,10 @@ class RepeatedBlocks:
 def repeated_blocks(program: Program) -> RepeatedBlocks | None:
     """The longest stretch of instructions that repeat; None where there are too few, or where a value made inside is
     used later than in the next two repetitions."""
+    return program.once("repeated blocks", partial(_repeated_blocks, program))
+
+
+def _repeated_blocks(program: Program) -> RepeatedBlocks | None:
     if program.batch_splits or program.updates or any(getattr(one, "host", False) for one in program.instructions):
         return None
     signatures = _Signatures(program)
@@ -197,7 +200,7 @@ class _Signatures:
 
     def _call(self, step: Instruction) -> Hashable:
         if isinstance(step, Compute):
-            return step.target, repr(rewrite((step.args, step.kwargs), _without_place)), step.multiple
+            return step.target, step.form, step.multiple
         if isinstance(step, Copy):
             return step.host
         parts = (step.of if isinstance(step, Start | Wait) else step).parts
@@ -208,10 +211,6 @@ class _Signatures:
         if id(steps) not in self.paths:
             self.paths[id(steps)] = self._number(steps)
         return self.paths[id(steps)]
-
-
-def _without_place(leaf: Any) -> Any:
-    return type(leaf) if isinstance(leaf, Ref | Ordinal) else leaf
 
 
 class _Repetition:
@@ -269,7 +268,8 @@ def trace_repeated(
     the programs with few repetitions that were traced before: plans that recompute other numbers of layers share them.
     """
     uneven = settings.offload.activations != "none" or settings.complete  # some layers are complete, others not
-    if uneven or repeated_blocks(replace(program, updates=())) is None:
+    program = without_updates(program)
+    if uneven or repeated_blocks(program) is None:
         return trace(program, settings)
     known = KnownBytes(program, settings)
     if known.joined and settings.overlap and not slack:
@@ -288,12 +288,24 @@ class Traces:
     done: dict[Hashable, Traced] = field(default_factory=dict)
     recorded: dict[Hashable, Recorded] = field(default_factory=dict)
 
+    steps: dict[Hashable, TracedStep] = field(default_factory=dict)
+
     def of(self, program: Program, settings: OptimizerSettings) -> Traced:
         """The trace of a program."""
-        key = _varying(settings), program_signature(program, settings.groups_for(program))
+        signature = program_signature(program, settings.groups_for(program))
+        key = _varying(settings), signature
         if key not in self.done:
-            self.done[key] = trace_repeated(program, settings, recorded=self.recorded)
+            if settings.native and settings.complete and settings.offload.activations == "none":
+                self.done[key] = self._step(program, settings, signature).with_complete(settings)
+            else:
+                self.done[key] = trace_repeated(program, settings, recorded=self.recorded)
         return self.done[key]
+
+    def _step(self, program: Program, settings: OptimizerSettings, signature: Hashable) -> TracedStep:
+        key = _varying(replace(settings, complete=0)), signature
+        if key not in self.steps:
+            self.steps[key] = trace_step(without_updates(program), settings)
+        return self.steps[key]
 
 
 def _varying(settings: OptimizerSettings) -> Hashable:
@@ -410,7 +422,7 @@ class _Segment:
     """
 
     phase: str
-    moments: list[tuple[object, int]] = field(default_factory=list)
+    moments: Events = field(default_factory=list)
     arrivals: list[tuple[int, int, int]] = field(default_factory=list)
     flushed: list[int] = field(default_factory=list)
 
@@ -429,7 +441,7 @@ class _Recording(Trace):
     def run(self) -> Traced:
         traced = super().run()
         for one in self.segments:
-            one.moments = [(call, now - self.base) for call, now in one.moments]
+            one.moments = self.with_ahead(one.moments)
             one.arrivals = [(place, elements, now - self.base) for place, elements, now in one.arrivals]
             one.flushed = [now - self.base for now in one.flushed]
         return traced

@@ -8,9 +8,12 @@ they will be in training.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +29,8 @@ from torch._subclasses.fake_tensor import (
 from strategies.core.graph import Source
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
-from strategies.core.steps import Step
+from strategies.core.steps import ALL_GATHER, Step
+from strategies.memory.gathers import CountedGathering, Gather, added, sent
 from strategies.memory.sharded import ShardedBytes
 from strategies.memory.zero import FP32, GatheredModule, PersistentBytes, ZeroBuffers, gather_late
 from strategies.optimizer.bytes_per_element import Need, needed
@@ -42,6 +46,8 @@ from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import build
 
 Result = TypeVar("Result")
+Events = Sequence[tuple[object, int]]
+"""Calls, with the bytes alive after each."""
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Shapes that depend on numbers, such as the tokens of an expert, and operators without a known shape."""
 
@@ -80,7 +86,7 @@ def trace(program: Program, settings: OptimizerSettings) -> Traced:
 
 def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
     """`work` of a program without its updates, on tensors without numbers if that is possible."""
-    program = replace(program, updates=())  # writing stores nothing, and looks at memory that does not exist
+    program = without_updates(program)
     need = optimizer_need(program, settings)
     try:
         with FakeTensorMode() as shapes:
@@ -88,6 +94,11 @@ def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Pro
             return work(program, need)
     except NEEDS_NUMBERS:
         return work(program, need)
+
+
+def without_updates(program: Program) -> Program:
+    """Writing into buffers stores nothing, and looks at memory that does not exist."""
+    return replace(program, updates=()) if program.updates else program
 
 
 def optimizer_need(program: Program, settings: OptimizerSettings) -> Need:
@@ -216,28 +227,59 @@ def persistent_bytes(
     return PersistentBytes(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
 
 
-class _CountedAhead(Gathering):
-    """Counts what is gathered ahead without doing so: the order is known after a pass, and that of the next is the
-    same. So when a bucket is gathered, it counts from the moment at which the one before it was.
+@dataclass(frozen=True)
+class TracedStep:
+    """A step of our own stage 3 that was traced with every bucket gathered.
 
     Attributes:
-        ahead: bytes that are on their way when each bucket is needed.
+        traced: what was counted.
+        phases: the name of each, the number of its first event, and the bytes beside those between steps after every
+            event, without what is gathered ahead.
+        gathers: in their order.
+        events: their number.
+        behind: the number of the first event behind forward.
     """
 
-    def __init__(self, live: Live, buckets: Iterable[GatheredParameters]) -> None:
-        super().__init__(buckets, ahead=False)
-        self.live, self.ahead = live, list[int]()
-        self._before: Sequence[GatheredParameters] = ()  # complete when the last one was gathered
+    program: Program
+    need: Need
+    traced: Traced
+    phases: Sequence[tuple[str, int, Sequence[int]]]
+    gathers: Sequence[Gather]
+    events: int
+    behind: int
 
-    def _need(self, bucket: GatheredParameters) -> None:
-        if bucket.flat is not None:
-            return
-        size = 0 if not self.ahead or bucket in self._before else bucket.bytes
-        self.ahead.append(size)
-        self.live.add_since(size)
-        super()._need(bucket)
-        self.live.mark()
-        self._before = self._complete()
+    def with_complete(self, settings: OptimizerSettings) -> Traced:
+        """The trace with these settings, which differ in what stays complete."""
+        none = ShardedBytes(self.program, self.need, replace(settings, complete=0)).persistent
+        zero = ShardedBytes(self.program, self.need, settings)
+        staying = {number for number, bucket in enumerate(zero.buckets) if bucket.stay}
+        extra, others = added(self.gathers, self.events, staying), self.traced.persistent.parameters - none.parameters
+        peaks = {"forward": 0, "backward": 0, "update": zero.during_update()}
+        for name, first, sizes in self.phases:
+            peaks[name] = max(peaks[name], *map(operator.add, sizes, extra[first:]))
+        kept = self.traced.kept + extra[self.behind] - added(self.gathers, self.events)[self.behind]
+        reduced = {kind: size for kind, size in self.traced.zero.items() if kind != ALL_GATHER}
+        return replace(
+            self.traced,
+            persistent=replace(zero.persistent, parameters=zero.persistent.parameters + others),
+            activations=kept,
+            kept=kept,
+            peaks=peaks,
+            zero=reduced | sent(self.gathers, staying),
+        )
+
+
+def trace_step(program: Program, settings: OptimizerSettings) -> TracedStep:
+    """As `trace`, of a step of our own stage 3, for any number of elements that stay complete."""
+
+    def work(program: Program, need: Need) -> TracedStep:
+        trace = Trace(program, replace(settings, complete=0), need)
+        traced, gathering = trace.run(), trace.gathering
+        assert gathering is not None
+        phases = [(name, trace.first(some), [now - trace.base for _, now in some]) for name, some in trace.phases]
+        return TracedStep(program, need, traced, phases, gathering.gathers, trace.live.position, trace.behind)
+
+    return on_shapes(program, settings, work)
 
 
 class Trace:
@@ -260,9 +302,11 @@ class Trace:
         shapes = next((one.fake_mode for one in self.tensors.values() if isinstance(one, FakeTensor)), None)
         self.live = Live(torch.device(settings.device).type, shapes)
         self.offloaded = self.base = 0
-        self.phases: list[tuple[str, Sequence[tuple[object, int]]]] = []
+        self.phases: list[tuple[str, Events]] = []
         """The events of each, or its peak."""
-        self.gathering: _CountedAhead | None = None
+        self.gathering: CountedGathering | None = None
+        self.behind = 0
+        """The number of the first event behind forward."""
 
     def run(self) -> Traced:
         """The step."""
@@ -272,16 +316,16 @@ class Trace:
             if updates is not None and self.settings.accumulate > 1:
                 updates.skip(self.settings.accumulate - 1)
             activations, kept = self._forward()
-            number = 0 if self.gathering is None else len(self.gathering.ahead)
+            self.behind = live.position
             self._backward(updates)
-            if self.gathering is not None:
-                kept += sum(self.gathering.ahead[number : number + 1])
-                activations = kept
             sent, gradients = dict(self.communicator.sent), live.now - self.base
             with self._phase("update"):
                 if isinstance(updates, BucketedUpdates | ShardedUpdates):
                     updates.reduce()
             gradients = max(gradients, live.now - self.base)
+        if self.gathering is not None:
+            kept += self._ahead[self.behind]
+            activations = kept
         zero = updates if isinstance(updates, ZeroBuffers) else None if updates is None else self._sharded()
         if zero is not None:
             update = zero.during_update()
@@ -289,7 +333,7 @@ class Trace:
             update = gradients + self.need.during([self.parameters[name].numel() for name in program.trainable_names])
         peaks = {"forward": 0, "backward": 0, "update": update}
         for name, events in self.phases:
-            peaks[name] = max(peaks[name], *(now - self.base for _, now in events))
+            peaks[name] = max(peaks[name], *(now for _, now in self.with_ahead(events)))
         if self.activations is not None and self.activations.disk is not None:
             self.offloaded += self.activations.moved.stored
         return Traced(
@@ -303,6 +347,20 @@ class Trace:
             0 if zero is None else zero.host_in_update(),
             dict(self.exchanging.sent),
         )
+
+    @cached_property
+    def _ahead(self) -> list[int]:
+        """Bytes that are gathered ahead, at every event."""
+        return [] if self.gathering is None else added(self.gathering.gathers, self.live.position)
+
+    def with_ahead(self, events: Events) -> Events:
+        """Recorded events with the bytes beside those between steps, and with what is gathered ahead."""
+        ahead = self._ahead[self.first(events) :] if self._ahead else [0] * len(events)
+        return [(call, now - self.base + more) for (call, now), more in zip(events, ahead, strict=False)]
+
+    def first(self, events: Events) -> int:
+        """The number of the first of recorded events."""
+        return sum(len(before) for before in takewhile(lambda some: some is not events, self.live.recorded))
 
     def _begin(self) -> BucketedUpdates | ShardedUpdates | ZeroBuffers | None:
         """Attaches offload and what takes the gradients; then all that stays from step to step is alive."""
@@ -343,7 +401,7 @@ class Trace:
     def _gathering(self, buckets: Iterable[GatheredParameters]) -> Gathering:
         if self.settings.stage < 3:
             return Gathering(buckets)
-        self.gathering = _CountedAhead(self.live, buckets)
+        self.gathering = CountedGathering(self.live, buckets)
         return self.gathering
 
     def _sharded(self) -> ShardedBytes | None:

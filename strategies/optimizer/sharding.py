@@ -101,6 +101,18 @@ def sharded_buckets(
         stage: of ZeRO, 1 to 3.
         complete: elements in the buckets that stay complete at stage 3, at most; see `staying`.
     """
+    key = "buckets", tuple(map(tuple, groups)), limit, stage
+    found = program.once(key, lambda: _buckets(program, groups, limit, stage))
+    if not complete or stage < 3:
+        return found
+    stay = {number for number, so_far in staying(found) if so_far <= complete}
+    return tuple(replace(bucket, stay=number in stay) for number, bucket in enumerate(found))
+
+
+def _buckets(
+    program: Program, groups: Sequence[Sequence[str]], limit: int | None, stage: int
+) -> tuple[ShardedBucket, ...]:
+    """Of which none stays complete at stage 3."""
     sources = {source.name: source for source in parameters(program)}
     elements = {name: local_elements(program, source) for name, source in sources.items()}
     size = {name: elements[name] * source.spec.item_bytes for name, source in sources.items()}
@@ -123,8 +135,6 @@ def sharded_buckets(
                 position += -(-elements[name] // ALIGNED) * ALIGNED
             part = -(-position // (ranks * ALIGNED)) * ALIGNED
             found.append(ShardedBucket(axes, ranks, dtype, tuple(members), part, stage < 3 and ranks > 1))
-    for number, elements_so_far in staying(found) if stage == 3 else ():
-        found[number] = replace(found[number], stay=elements_so_far <= complete)
     return tuple(found)
 
 

@@ -37,8 +37,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of live tensors: `now` in the memory of devices of type `device`, `peak` the maximum since the last
     `restart`. Where the device is a CPU, `host` counts the tensors that stand for host memory: those made there
     (`on_side`, `hosted`) or from tensors there. While `counting` is false, a new tensor is counted only when it is seen
-    again. `events`, if recorded, are all calls since the last `restart`, each with the live bytes after it; `add_since`
-    adds to those since the last `mark`. `shapes` is the mode of fake tensors."""
+    again. `events`, if recorded, are all calls since the last `restart`, each with the live bytes after it; `recorded`
+    are those of all times. `shapes` is the mode of fake tensors."""
 
     def __init__(self, device: str, shapes: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = self.peak = self.host = self.host_peak = 0
         self.counting = True
         self.events: list[tuple[object, int]] | None = None
-        self._marked: list[tuple[list[tuple[object, int]], int]] = []  # recorded events, and how many were before
+        self.recorded: list[list[tuple[object, int]]] = []
         self._known: dict[int, _Known] = {}
 
     @classmethod
@@ -117,22 +117,21 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.events is not None:
             self.record()
 
-    def record(self) -> list[tuple[object, int]]:
-        """Record the events anew, from now; returns them, as they will be."""
-        self.events = [(None, self.now)]
-        self._marked.append((self.events, 0))
-        return self.events
+    def record(self) -> None:
+        """Record the events anew, from now."""
+        self.events = []
+        self.recorded.append(self.events)
+        self.note()
 
-    def mark(self) -> None:
-        """Where `add_since` begins."""
+    def note(self) -> None:
+        """Record an event that is no call."""
         assert self.events is not None
-        self._marked = [(self.events, len(self.events))]
         self.events.append((None, self.now))
 
-    def add_since(self, size: int) -> None:
-        """Count `size` more bytes in all events since the last `mark`."""
-        for events, first in self._marked:
-            events[first:] = [(call, now + size) for call, now in events[first:]]
+    @property
+    def position(self) -> int:
+        """The number of events recorded so far."""
+        return sum(map(len, self.recorded))
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

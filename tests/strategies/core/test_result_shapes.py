@@ -34,6 +34,8 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "written in part": lambda a, b: (a := a.clone(), a[1].zero_(), a),
     "shaped anew": lambda a, b: a.clone().t_(),
     "like": lambda a, b: (torch.zeros_like(a), a.new_empty(3), a.detach()),
+    "new ones": lambda a, b: (torch.zeros(3, dtype=torch.int8), torch.empty(3, 2), torch.full((2,), 1.5)),
+    "views of numbers": lambda a, b: (torch.full((), torch.nan).expand(4, 8), torch.zeros(()).view(1, 1)),
     "complex": lambda a, b: torch.view_as_real(torch.view_as_complex(a.view(4, 4, 2)).conj() * 2),
 }
 

@@ -158,6 +158,34 @@ def test_one_pass_counts_what_a_second_gathers_ahead(name, bucket, complete, acc
     assert trace(program, settings) == second
 
 
+@pytest.mark.parametrize(
+    ("name", "again", "bucket", "accumulate", "dtype"),
+    [
+        ("llama", None, 1000, 1, torch.bfloat16),
+        pytest.param("gpt", "full", 9000, 2, torch.float32, marks=pytest.mark.slow),
+        pytest.param("llama", "selective", 3000, 1, torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_one_trace_counts_all_that_may_stay_complete(monkeypatch, name, again, bucket, accumulate, dtype):
+    program, traces, run, count = program_of(name, again, 3, dtype=dtype), Traces(), Trace.run, [0]
+    settings = OptimizerSettings(3, torch.optim.AdamW, accumulate=accumulate, bucket=bucket, engine="native")
+
+    def counted(self) -> Traced:
+        count[0] += 1
+        return run(self)
+
+    groups = [group["names"] for group in settings.groups_for(program)]
+    steps = [elements for _, elements in sharding.staying(sharding.sharded_buckets(program, groups, bucket))]
+    assert len(steps) >= 4
+    for complete in (steps[0], steps[len(steps) // 2], steps[-1]):
+        some = replace(settings, complete=complete)
+        true = trace(program, some)
+        with monkeypatch.context() as patched:
+            patched.setattr(Trace, "run", counted)
+            assert traces.of(program, some) == true
+    assert count[0] == 1
+
+
 @pytest.mark.slow
 def test_plans_that_recompute_other_layers_share_what_was_traced(contracted_only, monkeypatch):
     graph = graph_of("llama", 18, torch.float32)
