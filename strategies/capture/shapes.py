@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import _pop_mode, _push_mode
 
 from strategies.capture.nodes import replaced
 from strategies.capture.python_state import PythonState, users_files
@@ -27,10 +29,15 @@ def shapes_only() -> Iterator[None]:
     """Tensors that are made inside, without a device of their own, have shapes and no numbers, but for those that a
     file makes when it is imported. What else is put into globals and caches of the user's files is taken out again."""
     states, execute = [PythonState(None, users_files([*sys.modules]))], SourceFileLoader.exec_module
+    outside = _len_torch_function_stack()
 
     def imported(loader: SourceFileLoader, file: ModuleType) -> None:
-        with torch.device("cpu"):
-            execute(loader, file)
+        modes = [_pop_mode() for _ in range(_len_torch_function_stack() - outside)]  # type: ignore[no-untyped-call]
+        try:
+            execute(loader, file)  # which may set a default device, a mode of its own below these
+        finally:
+            for mode in reversed(modes):
+                _push_mode(mode)  # type: ignore[no-untyped-call]
         if mine := users_files([file.__name__]):
             states.append(PythonState(None, mine))
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 
+torch.set_default_device("cpu")
 MEAN = torch.ones(3)
 KEPT = {}
 
@@ -48,4 +49,5 @@ def test_the_users_files_hold_numbers(tmp_path, monkeypatch):
         assert module.KEPT == {}
         module.table.cache_clear()
     del sys.modules["tables_of_mine"]
+    torch.set_default_device(None)
     assert not torch.empty(1).is_meta
