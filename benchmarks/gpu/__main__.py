@@ -14,13 +14,15 @@ import json
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu import page
-from benchmarks.gpu.parts import PARTS, SMALL, config_of, measured
+from benchmarks.gpu.parts import BESIDE, PARTS, SMALL, TOGETHER, config_of, measured
 from runner import launch
 from runner.errors import ConfigError
 from runner.planning.clusters import device_of
@@ -41,6 +43,7 @@ def main() -> int:
     if options.device == "cpu" and options.out is None:
         parser.error("--device cpu needs --out FOLDER: docs/gpu.md is about GPUs.")
     folder = options.out or Path("docs")
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "gpu.json"
     stored = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     if not options.page:
@@ -64,18 +67,29 @@ def require(device: str) -> None:
 
 
 def run(names: list[str], device: str, before: dict[str, object]) -> dict[str, object]:
-    """Run parts, one after the other, and say how each went."""
-    started, parts = time.perf_counter(), dict(before)
+    """Run parts, those that time nothing at the same time, and say how each went."""
+    started, parts, said = time.perf_counter(), dict(before), count(1)
+
+    def note(name: str, outcome: str) -> None:
+        print(f"[{next(said)}/{len(names)}] {name}: {outcome}", flush=True)
+
+    def take(name: str) -> None:
+        if device == "cuda" and time.perf_counter() - started > LIMIT:
+            note(name, "left out, there is no time")
+            return
+        found = measured(name, device, Path(made))
+        parts[name] = asdict(found)
+        failed = "; ".join(f"{row} failed: {found.rows[row]['error']}" for row in found.failed)
+        note(name, f"{failed or 'ran'} ({found.seconds} s)")
+
     launch.warm()
     with tempfile.TemporaryDirectory() as made:
-        for number, name in enumerate(names, 1):
-            if device == "cuda" and time.perf_counter() - started > LIMIT:
-                print(f"[{number}/{len(names)}] {name}: left out, there is no time", flush=True)
-                continue
-            found = measured(name, device, Path(made))
-            parts[name] = asdict(found)
-            outcome = "; ".join(f"{row} failed: {found.rows[row]['error']}" for row in found.failed) or "ran"
-            print(f"[{number}/{len(names)}] {name}: {outcome} ({found.seconds} s)", flush=True)
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            for _ in pool.map(take, (name for name in names if name in BESIDE)):
+                pass
+        for name in names:
+            if name not in BESIDE:
+                take(name)
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
     return {
         "device": device,

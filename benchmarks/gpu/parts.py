@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from runner.config.load import validated
 from runner.config.origins import Origins
 from runner.config.schema import Config
 from runner.launch.orders import RankContext
+from runner.planning.calibration import cores
 from runner.planning.prepare import prepare
 
 ONE = (
@@ -61,7 +63,8 @@ RECIPES = {
     "model.args.layers=8 model.args.length=512 data.args.length=512",
     "vit": "model.args.width=768 model.args.heads=12 model.args.layers=12 data.batch_size=256",
     "resnet": "model.args.width=64 data.batch_size=512 train.precision=fp32",
-    "moe": "model.args.width=512 model.args.hidden=1024 model.args.layers=4 model.args.length=256 data.args.length=256",
+    "moe": "model.args.width=1024 model.args.hidden=4096 model.args.layers=4 model.args.length=256 "
+    "data.args.length=256",
     "ffn_auto": "model.args.sizes=[784,4096,4096,4096,4096,10] data.batch_size=1024",
 }
 """Models of the memory and of the step times: recipe, and the words that make it large enough for a GPU."""
@@ -219,10 +222,17 @@ def plain(comparison: sides.Comparison, rank: RankContext, precision: str, compi
 def memory(device: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The predicted peak against what CUDA's allocator has allocated and reserved."""
     rows: dict[str, dict[str, Any]] = {}
-    for name, words in MEMORY.items():
+
+    def train(name: str) -> None:
+        place = folder / name.replace(", ", "_").replace(" ", "_")
+        _train(_words(name.partition(",")[0], device), f"{MEMORY[name]} train.measure_memory=true", device, place)
+
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        trained = {name: pool.submit(train, name) for name in MEMORY}
+    for name, done in trained.items():
         with _failing(rows, name):
+            done.result()
             place = folder / name.replace(", ", "_").replace(" ", "_")
-            _train(_words(name.partition(",")[0], device), f"{words} train.measure_memory=true", device, place)
             content = json.loads((place / "memory.json").read_text(encoding="utf-8"))
             measured = content["measured"][0]
             predicted = content["predicted"]["peak"]
@@ -287,6 +297,7 @@ def capture(device: str, folder: Path) -> dict[str, dict[str, Any]]:
 def measure_capture(rank: RankContext, _: object) -> dict[str, Any]:
     from strategies.capture import Objective
     from strategies.capture import capture as captured
+    from strategies.core.graph import rewrite
 
     def graph(device: str) -> Any:
         net, loss = SMALL.model().to(device), SMALL.loss().to(device)
@@ -295,8 +306,12 @@ def measure_capture(rank: RankContext, _: object) -> dict[str, Any]:
         with torch.autocast(kind, torch.bfloat16):
             return captured(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True).graph
 
+    def anywhere(leaf: Any) -> Any:
+        return "device" if isinstance(leaf, torch.device) else leaf
+
     own, other = graph(rank.device), graph("cpu")
-    return {"operators": len(own.operators), "equal": own.signature() == other.signature()}
+    equal = rewrite(own.signature(), anywhere) == rewrite(other.signature(), anywhere)
+    return {"operators": len(own.operators), "equal": equal}
 
 
 def library(device: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -360,6 +375,10 @@ PARTS: Mapping[str, Part] = {
     "calibrate": calibrate,
 }
 """By name, in the order in which they run."""
+BESIDE = {*COMMANDS, "refusal"}
+"""What may run beside others: processes of their own, in which nothing is timed."""
+TOGETHER = max(1, min(6, cores() // 2))
+"""How many run at the same time."""
 
 
 def measured(name: str, device: str, folder: Path) -> Figures:

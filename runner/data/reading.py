@@ -39,8 +39,9 @@ from runner.launch.server import tie_to_parent
 
 LOOKS = 6
 """Micro-batches after which `data.workers=auto` decides; the first is not counted."""
-SHARE, SECONDS = 0.02, 0.01
-"""Reading that takes more of the time between two micro-batches, and longer, is left to workers."""
+SHARE, SECONDS, IDLE = 0.02, 0.01, 0.001
+"""Reading that takes more of the time between two micro-batches, and longer, is left to workers: more than IDLE seconds
+where a GPU has nothing to do meanwhile."""
 MOST = 16
 """Workers that `auto` starts at most."""
 
@@ -169,7 +170,7 @@ class Reader:
         looks = self._looks[1:]
         between = min(after[0] - before[0] for before, after in pairwise(looks))
         reading, computing = min(end - start for start, end, _ in looks), min(busy for *_, busy in looks)
-        if reading > SECONDS and reading > SHARE * between:
+        if reading > (IDLE if self._pinned else SECONDS) and reading > SHARE * between:
             enough = math.ceil(reading / max(between - reading, SECONDS / 10)) + 1
             room = max(2, int(torch.get_num_threads() * reading / max(computing, reading / MOST)))
             self._start(min(enough, room, MOST))

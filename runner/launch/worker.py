@@ -51,6 +51,9 @@ def work(orders: Orders) -> Any:
     backend = "gloo"
     if context.device != "cpu":
         backend = "nccl"
+        if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+            # 9.4 instead of 10.0 GB are reserved for the 8.9 GB of a Llama, 1.4 instead of 2.0 for the 1.2 of a ResNet
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         torch.cuda.set_device(context.device)
     for name, value in network.variables(orders.address).items():
         os.environ.setdefault(name, value)

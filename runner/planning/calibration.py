@@ -44,6 +44,9 @@ BUCKET, BUCKETS = 2**20, 4
 """Bytes, and how many there are, of gradients that are added while products run."""
 FACTOR = 64
 """By how much what GPUs copy and send is larger."""
+CYCLES, LONGEST_ISSUE, QUEUED = 2e9, 0.1, 8
+"""What a GPU counts in a second, about; seconds that issuing calls may take; calls at most that wait together, because
+a GPU's queue has room for about 1,000 kernels."""
 CHAIN = 32
 """Views in a row."""
 LAYERS, WIDTH, TOKENS = 2, 16, 8
@@ -118,6 +121,7 @@ class Timer:
     def __init__(self, world_size: int, device: torch.device, until: float) -> None:
         self._alone, self._device, self._until = world_size == 1, device, until
         self.left = until - time.monotonic()
+        self._issuing = 1e-3
         self.time(lambda: None)  # the last rank arrives
         missing = max(LEAST - self.left, 0.0)
         self._until, self.left, self.last = until + missing, self.left + missing, 0.0
@@ -127,11 +131,13 @@ class Timer:
         self._synchronize()
         if not self._alone:
             dist.barrier()
-        start = time.perf_counter()
-        for _ in range(count):
-            action()
-        self._synchronize()
-        seconds = (time.perf_counter() - start) / count
+        if self._device.type == "cpu":
+            start = time.perf_counter()
+            for _ in range(count):
+                action()
+            seconds = (time.perf_counter() - start) / count
+        else:
+            seconds = self._of_kernels(action, count)
         slowest = torch.tensor([seconds, time.monotonic() - self._until], dtype=torch.float64, device=self._device)
         if not self._alone:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -156,6 +162,23 @@ class Timer:
         total = torch.tensor(worked, dtype=torch.float64)
         dist.all_reduce(total)
         return seconds, float(total) / dist.get_world_size()
+
+    def _of_kernels(self, action: Callable[[], object], count: int) -> float:
+        """Seconds of the kernels of a call on a GPU: they wait until all calls have been issued, as those of a step
+        wait for the ones before them, so what issues them takes no time of its own."""
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        while True:
+            torch.cuda._sleep(round(self._issuing * CYCLES))  # type: ignore[no-untyped-call]
+            started = time.perf_counter()
+            begun.record()
+            for _ in range(count):
+                action()
+            ended.record()
+            issued = time.perf_counter() - started
+            self._synchronize()
+            waited, self._issuing = issued < self._issuing or self._issuing > LONGEST_ISSUE, 2 * issued
+            if waited:
+                return float(begun.elapsed_time(ended)) / 1e3 / count
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
@@ -262,7 +285,7 @@ class Bench:
         if not self.timer.fits():
             return None
         first = self.timer.time(action)
-        count = max(1, min(int(share / BATCHES / max(first, 1e-9)), 1000))
+        count = max(1, min(int(share / BATCHES / max(first, 1e-9)), 1000 if self.cpu else QUEUED))
         batches: list[float] = []
         while len(batches) < BATCHES and self.timer.left > end and self.timer.fits(count * first):
             batches.append(self.timer.time(action, count))

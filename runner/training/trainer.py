@@ -437,13 +437,12 @@ class Trainer:
 
         axes, divisor = self.execution.program.loss_axes, self.execution.loss_divisor
         if rows == self.order.batch_size and shares is None:
-            return self._over_ranks({axes: self._equal(load)}) / self.config.parts / divisor, rows
+            return self._equal(load, over=axes)() / self.config.parts / divisor, rows
         totals = {axes: self._zero(), axes if short is None else short.loss_axes: self._zero()}
         if rows == self.order.batch_size and self.execution.runner is not None:
-            totals[axes] += self._equal(load, shares)
-        else:
-            self._unequal(load, rows, totals, shares)
-        return self._over_ranks(totals) / divisor, rows
+            return self._equal(load, shares, over=axes)() / divisor, rows
+        self._unequal(load, rows, totals, shares)
+        return self._over_ranks(totals)() / divisor, rows
 
     def _shares(self, counted: Counted, micro_batches: Mapping[int, Sequence[Tensor]], rows: int) -> list[float]:
         """The share that each micro-batch of a step of so many rows has of the tokens that the loss counts
@@ -469,23 +468,32 @@ class Trainer:
         return [1 / len(counts)] * len(counts) if total == 0 else (counts / total).tolist()
 
     def _equal(
-        self, load: Callable[[int, int], tuple[list[Tensor], int]], shares: Sequence[float] | None = None
-    ) -> Tensor:
-        """All micro-batches of a full batch. Returns the sum of this rank's losses, of a pipeline times `shares`."""
+        self,
+        load: Callable[[int, int], tuple[list[Tensor], int]],
+        shares: Sequence[float] | None = None,
+        *,
+        over: tuple[str, ...],
+    ) -> Callable[[], float]:
+        """All micro-batches of a full batch. Returns what waits for the sum of the losses over these axes, of a
+        pipeline times `shares`. A GPU sends it before the last backward, so that what comes after is begun meanwhile
+        and does not find it idle."""
         total = self._zero()
-        runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
-        for turn in range(self.config.train.accumulate):
+        runner, parts, last = self.execution.runner, self.config.parallel.pipeline.parts, self.config.train.accumulate
+        for turn in range(last):
             if runner is None:
                 with self._phase("forward"):
                     loss = self.execution.forward(self.updates.module, *load(turn, 0))
+                    total += loss.detach().double()
+                early = self._over_ranks({over: total}) if turn == last - 1 and self.rank.device != "cpu" else None
                 with self._phase("backward"):
                     self.updates.backward(loss)
-                total += loss.detach().double()
+                if early is not None:
+                    return early
             else:
                 with self._phase("backward"):
                     own = None if shares is None else shares[turn * parts : (turn + 1) * parts]
                     total += runner.step(partial(load, turn * parts), self.updates, own)
-        return total
+        return self._over_ranks({over: total})
 
     def _unequal(
         self,
@@ -520,8 +528,9 @@ class Trainer:
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
-    def _over_ranks(self, totals: Mapping[tuple[str, ...], Tensor]) -> float:
-        """The sum of the ranks' losses, each total over its axes, from the last stage of a pipeline."""
+    def _over_ranks(self, totals: Mapping[tuple[str, ...], Tensor]) -> Callable[[], float]:
+        """Begin the sum of the ranks' losses, each total over its axes, from the last stage of a pipeline; what returns
+        waits for it."""
         communicator, runner, loss = self.execution.communicator, self.execution.runner, self._zero()
         self.faults.at("collective")  # where the program itself has none
         for axes, total in totals.items():
@@ -533,7 +542,7 @@ class Trainer:
             loss += total
         if runner is not None:
             runner.peers.share_loss(loss)
-        return float(loss)
+        return _on_host(loss)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         recorder.at(PHASES.index(name))
@@ -671,6 +680,22 @@ def _found_in_training() -> Iterator[None]:
 def _placed(tensor: Tensor, device: str) -> Tensor:
     """A batch entry on the device of the rank. The copy to a GPU is asynchronous from pinned memory."""
     return tensor if device == "cpu" else tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def _on_host(value: Tensor) -> Callable[[], float]:
+    """What waits for a number of the device, and not for what is computed there after it."""
+    if value.device.type == "cpu":
+        return partial(float, value)
+    copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+    copy.copy_(value, non_blocking=True)
+    there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    there.record()
+
+    def wait() -> float:
+        there.synchronize()
+        return float(copy)
+
+    return wait
 
 
 def train(rank: RankContext, job: TrainingJob) -> dict[str, Any]:

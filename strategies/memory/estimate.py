@@ -202,7 +202,7 @@ class KnownBytes:
             self.zero = ShardedBytes(program, self.need, settings)
         elif trained and settings.stage:
             self.zero = ZeroBuffers(program, parameters, self.need, settings)
-        self.persistent = persistent_bytes(program, tensors, self.need, self.zero)
+        self.persistent = persistent_bytes(program, tensors, self.need, self.zero, settings.device)
         wide = ITEM_BYTES["float32"] if settings.stage == 0 else 0  # where weights have masters
         self._added = sum(one.numel() * max(one.itemsize, wide) for one in trained)
         sums = buckets(program, settings.cut) if settings.stage == 0 else ()

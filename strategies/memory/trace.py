@@ -48,6 +48,9 @@ from strategies.runtime.module_tree import build
 Result = TypeVar("Result")
 Events = Sequence[tuple[object, int]]
 """Calls, with the bytes alive after each."""
+WORKSPACES = 2 * 2**25
+"""Bytes that cuBLAS takes on GPUs since Hopper (on those before a quarter) for products of the thread that runs forward
+and of the one that runs backward."""
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Shapes that depend on numbers, such as the tokens of an expert, and operators without a known shape."""
 
@@ -213,18 +216,18 @@ def parameters_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
 
 
 def persistent_bytes(
-    program: Program, tensors: Mapping[str, Tensor], need: Need, zero: ZeroBuffers | ShardedBytes | None
+    program: Program, tensors: Mapping[str, Tensor], need: Need, zero: ZeroBuffers | ShardedBytes | None, device: str
 ) -> PersistentBytes:
     """What stays from step to step of a rank's `tensors`, with the optimizer's states."""
-    parameters = parameters_of(tensors)
+    parameters, workspaces = parameters_of(tensors), 0 if device == "cpu" else WORKSPACES
     if zero is not None:
         persistent = zero.persistent
         others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in parameters)
-        return replace(persistent, parameters=persistent.parameters + others)
+        return replace(persistent, parameters=persistent.parameters + others, buffers=persistent.buffers + workspaces)
     trained = [parameters[name] for name in program.trainable_names]
     states = sum(int(one.numel() * need.kept) for one in trained)
     masters = sum(FP32 * one.numel() for one in trained if one.element_size() < FP32)
-    return PersistentBytes(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
+    return PersistentBytes(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, workspaces)
 
 
 @dataclass(frozen=True)
@@ -261,7 +264,11 @@ class TracedStep:
         reduced = {kind: size for kind, size in self.traced.zero.items() if kind != ALL_GATHER}
         return replace(
             self.traced,
-            persistent=replace(zero.persistent, parameters=zero.persistent.parameters + others),
+            persistent=replace(
+                zero.persistent,
+                parameters=zero.persistent.parameters + others,
+                buffers=self.traced.persistent.buffers,
+            ),
             activations=kept,
             kept=kept,
             peaks=peaks,
@@ -339,7 +346,7 @@ class Trace:
         return Traced(
             activations,
             sent,
-            persistent_bytes(program, self.tensors, self.need, zero),
+            persistent_bytes(program, self.tensors, self.need, zero, self.settings.device),
             kept,
             gradients,
             peaks,
