@@ -167,18 +167,18 @@ def _value(node: fx.Node, literals: nn.Module) -> Tensor | None:
     for position, other in enumerate(nodes):
         if other.target is NOTE:
             begin = position if other.args[0] == "begin" else 0
-    behind = _behind(node, nodes)
-    value = _constants([one for one in nodes[begin:] if one in behind], literals).get(node)
-    if value is None and begin and _constants([one for one in nodes if one in behind], literals).get(node) is not None:
+    needed = behind(node, nodes)
+    value = _constants([one for one in nodes[begin:] if one in needed], literals).get(node)
+    if value is None and begin and _constants([one for one in nodes if one in needed], literals).get(node) is not None:
         raise NotRepeated
     if value is not None:
-        for one in behind:
+        for one in needed:
             if VALUES in one.meta:
                 one.meta[HAS_DECIDED] = True
     return value
 
 
-def _behind(node: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def behind(node: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """What the values of a node may depend on: all that it reads, and what writes to memory that this may share."""
     memory: dict[fx.Node, fx.Node] = {}
 

@@ -25,6 +25,7 @@ from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.changing_attributes import ChangingAttributes
 from strategies.capture.constant_buffers import ConstantBuffers
+from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
@@ -207,6 +208,7 @@ def _captured(
             changing.watched(),
             refusing_unseen(training),
             functions_as_operators(training),
+            derivatives_as_operators(),
             opaque.as_nodes(),
             drawing.as_nodes(),
             warnings.catch_warnings(),

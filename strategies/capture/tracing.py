@@ -34,6 +34,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from strategies.capture.checking_operators import bincount, istft
 from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places
 from strategies.capture.functional import CUMULATIVE
 from strategies.capture.nodes import beneath_tracing, replaced
@@ -184,6 +185,10 @@ class _Unasked(TorchFunctionMode):
             args, kwargs = tree_map(detached, (tuple(args), kwargs))
         if function is functional.ctc_loss:
             return ctc_loss(*args, **(kwargs or {}))
+        if function in (torch.istft, Tensor.istft):
+            return istft(*args, **(kwargs or {}))
+        if function in (torch.bincount, Tensor.bincount) and (len(args) > 2 or (kwargs or {}).get("minlength", 0)):
+            return bincount(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") in ("quantile", "nanquantile"):
             with _all_equal():
                 return function(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """Reject, with its line, what a forward graph cannot express, before export misreads it.
 
 Hooks change or watch gradients from outside of the operators: export drops them silently, and the graph would train to
-other numbers. Derivatives within a forward, packed sequences and sparse gradients end in torch errors that do not name
+other numbers. Packed sequences and sparse gradients end in torch errors that do not name
 the cause.
 """
 
@@ -25,10 +25,6 @@ from strategies.rules.registry import named
 HOOK = (
     "which would never be called: the ranks run operators of their own, not this module. Remove it, or write what it "
     "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
-)
-DERIVATIVE = (
-    "which is not captured: only derivatives of the loss are made. Write it as operators, or train with "
-    "parallel.mode=stand_alone."
 )
 PACKED = (
     "whose shape depends on the values of lengths, so it is not one graph. Give the network the padded sequences, and "
@@ -60,7 +56,6 @@ def refusing_unseen(training: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if training:
             stack.enter_context(_refused(Tensor, "register_hook", "registers a hook on a gradient", HOOK))
-        stack.enter_context(_refused(torch.autograd, "_engine_run_backward", "computes a derivative", DERIVATIVE))
         stack.enter_context(_refused(rnn, "_packed_sequence_init", "packs sequences", PACKED))
         yield
 

@@ -1,4 +1,5 @@
-"""The plans of the matrix: data parallel, a search that starts from strategies on the big products, and random."""
+"""The plans of the matrix: data parallel, a search that starts from strategies on the big products (where none of them
+divides, one without), and random."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def plan_for(graph: OperatorGraph, mode: Mode, world: int = 4, seed: int = 0) ->
     if mode == "data_parallel":
         return make_plan(graph, Request("data_parallel", world))
     if mode == "auto":
-        return make_plan(graph, Request("auto", world, strategies=seeds(graph, world)))
+        strategies = seeds(graph, world)
+        search = "sharding_propagation" if strategies else "recursive_programming"
+        return make_plan(graph, Request("auto", world, search, strategies=strategies))
     shape = (2, world // 2) if world % 2 == 0 and world > 2 else (world,)
     return random_plan(random.Random(seed), graph, Mesh(tuple(zip("ab", shape, strict=False))))
 

@@ -41,6 +41,8 @@ ROUNDINGS, MOST_ROUNDING = 3.0, 1e-4
 """A run may differ by this multiple of one device's rounding, and never by more than this."""
 CHANGES = 3
 """Random changes of all weights in their last bits that are tried."""
+ZERO = 1e-12
+"""A gradient that such a change moves, and that is smaller than this share of the largest, is nothing but rounding."""
 NOISE = 1e5
 """A gradient that such a change moves by more than its size divided by this is compared with what it moves by."""
 
@@ -169,12 +171,15 @@ def last_bits(architecture: Architecture, seed: int = 0) -> float:
 
 def cancelling(architecture: Architecture, seed: int = 0) -> dict[str, float]:
     """Gradients of terms that cancel, as of what a normalization takes out again, with the most that they change by
-    where every weight changes in its last bit: by about themselves where they are zero in exact arithmetic."""
+    where every weight changes in its last bit: by about themselves where they are zero in exact arithmetic, so these
+    may be as wrong as they are large."""
     exact, changed = _last_bits_changed(architecture, seed)
     sizes = {name: float(one.abs().max()) for name, one in exact.items() if one.numel()}
     tiny = MOST_ROUNDING * max(sizes.values())
     moved = {name: max(float((other[name] - exact[name]).abs().max()) for other in changed) for name in sizes}
-    return {name: size for name, size in moved.items() if 0 < sizes[name] / NOISE < size < tiny}
+    noisy = {name: size for name, size in moved.items() if 0 < sizes[name] / NOISE < size < tiny}
+    zero = ZERO * max(sizes.values())
+    return {name: max(size, sizes[name]) if sizes[name] < zero else size for name, size in noisy.items()}
 
 
 def _last_bits_changed(architecture: Architecture, seed: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

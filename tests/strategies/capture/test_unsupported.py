@@ -39,9 +39,21 @@ def hooked(net: Net, x: Tensor) -> Tensor:
     return h
 
 
-def penalized(net: Net, x: Tensor) -> Tensor:
+def drawn(net: Net, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
-    return grad(net.inner(x).tanh().sum(), x, create_graph=True)[0]
+    return grad(F.dropout(net.inner(x), 0.5).tanh().sum(), x, create_graph=True)[0]
+
+
+def propagated(net: Net, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    net.inner(x).tanh().sum().backward()
+    return net.inner(x)
+
+
+def under_autocast(net: Net, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        return grad(net.inner(x).sum(), x, create_graph=True)[0]
 
 
 def packed(net: Net, x: Tensor) -> Tensor:
@@ -51,7 +63,12 @@ def packed(net: Net, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "hook": (hooked, r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called"),
-    "derivative": (penalized, r"computes a derivative at capture/test_unsupported.py:\d+, which is not captured"),
+    "derivative of what is drawn": (
+        drawn,
+        r"computes a derivative at capture/test_unsupported.py:\d+, which is not captured: it goes through dropout",
+    ),
+    "derivative by backward": (propagated, r"which is not captured: backward\(\) writes to .grad"),
+    "derivative under autocast": (under_autocast, r"which is not captured: it is under autocast"),
     "gradient of a function": (
         lambda net, x: torch.func.grad(lambda y: net.inner(y).tanh().sum())(x),
         r"computes a derivative at capture/test_unsupported.py:\d+",
