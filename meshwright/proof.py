@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, RunFailed
 from runner.planning import lowering
 from runner.report.comparison import (
-    MAGNIFIED,
     ROUNDING,
+    SMALL,
     TOLERANCE,
     Comparison,
+    below,
     computes_in_less,
     differences,
     of_step,
@@ -70,8 +70,8 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     gap, found = of_step(ours, theirs, limit, rounding)
     written = {name: eager.tensors()[name] for name in buffers}
     weights = {("weight", name): value for name, value in differences(buffers, written).items()}
-    comparison = Comparison(gap, found | weights, limit, 1)
-    magnified = not comparison.passed and comparison.worst <= MAGNIFIED and tolerance is None
+    comparison = Comparison(gap, found | weights, limit, 1, small=below(theirs["gradients"], SMALL))
+    magnified = comparison.may_be_rounding and tolerance is None
     if magnified and precision == "fp64" and (less := computes_in_less(planned.prepared.graph)) is not None:
         limit = TOLERANCE[less[0]]
         gap, found = of_step(ours, theirs, limit, ROUNDING[less[0]])
@@ -80,7 +80,10 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         exact = Eager(duplicate(planned.step_of(module)).train().double(), single_draws=True)
         doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
         truth = _on_one_device(exact, doubled, key, ours)
-        comparison = replace(comparison, rounding=of_step(theirs, truth, limit, rounding)[1])
+        zero = below(truth["gradients"], ROUNDING["fp64"])
+        gap, found = of_step(ours, theirs, limit, rounding, zero)
+        distance = of_step(theirs, truth, limit, rounding, zero)[1]
+        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance)
     if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
         first = first_not_finite(lambda: eager(*tensors, key=key).backward())
         where = "" if first is None else f": the first {first[2]} is made in {first[1]} at {first[0]}"

@@ -10,14 +10,15 @@ compound (Adam turns noise around zero into full steps); a wrong update shows in
 
 Some networks magnify the rounding of fp32. Where a difference is beyond the tolerance of fp32, the single process runs
 again in fp64, from the same weights and with the same random numbers. That gives the distance of the reference's
-fp32 from fp64, per tensor; up to three times as much counts as rounding.
+fp32 from fp64, per tensor; up to three times as much counts as rounding. It also shows which small gradients cancel
+out: those are compared relative to the largest one.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,12 @@ from runner.report.comparison import (
     LOSS,
     MAGNIFIED,
     ROUNDING,
+    SMALL,
     TIMES,
     TOLERANCE,
     Comparison,
     Differences,
+    below,
     computes_in_less,
     differences,
     of_step,
@@ -96,7 +99,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         tolerance = config.verify.tolerance or TOLERANCE[precision]
         published = prepared.published or frozenset()
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision], published)
-        magnified = not comparison.passed and comparison.worst <= MAGNIFIED and config.verify.tolerance is None
+        magnified = comparison.may_be_rounding and config.verify.tolerance is None
         if magnified and precision == "fp64" and (less := computes_in_less(prepared.graph)) is not None:
             kind, operator = less
             print(
@@ -111,7 +114,9 @@ def run(config: Config, run_dir: Path) -> float | None:
                 double = prepare(_changed(reference.config, train={"precision": "fp64"}), None, say=lambda _: None)
                 job = TrainingJob(replace(double, single_draws=True), folder, None, exact, ours)
                 start(ENTRY, job, world_size=1, run_dir=run_dir / "reference_fp64")
-                rounding = compare(theirs, exact, tolerance, ROUNDING["fp32"], published).differences
+                zero = frozenset.intersection(*(below(one["gradients"], ROUNDING["fp64"]) for one in _steps(exact)))
+                comparison = compare(ours, theirs, tolerance, ROUNDING["fp32"], published, zero)
+                rounding = compare(theirs, exact, tolerance, ROUNDING["fp32"], published, zero).differences
                 comparison = replace(comparison, rounding=rounding)
             except (ConfigError, StrategyError, RunFailed) as error:
                 comparison = replace(comparison, unmeasured=str(error).partition("\n")[0])
@@ -189,21 +194,30 @@ def _reference(config: Config) -> Config:
     return Config.model_validate(content)
 
 
-def compare(ours: Path, theirs: Path, tolerance: float, rounding: float, published: Set[str]) -> Comparison:
+def compare(
+    ours: Path, theirs: Path, tolerance: float, rounding: float, published: Set[str], zero: Set[str] = frozenset()
+) -> Comparison:
     """Compare the records of two runs; see `of_step`. `published` are the names of the model's state dict: of other
     buffers, a graph lacks those that it computes anew in every step. Raises ConfigError where the models have different
     parameters."""
     import torch
 
-    absolute, steps = 0.0, 0
+    absolute, steps, small = 0.0, 0, frozenset[str]()
     found: Differences = {LOSS: 0.0}
-    for file in sorted(theirs.glob("step-*.pt")):
-        truth, sharded = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
-        gap, of_this = of_step(sharded, truth, tolerance, rounding)
-        absolute = max(absolute, gap)
+    for sharded, truth in zip(_steps(ours, theirs), _steps(theirs), strict=True):
+        gap, of_this = of_step(sharded, truth, tolerance, rounding, zero)
+        absolute, small = max(absolute, gap), small | below(truth["gradients"], SMALL)
         found |= {key: max(found.get(key, 0.0), value) for key, value in of_this.items()}
         steps += 1
     sharded, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
     truth = {name: tensor for name, tensor in truth.items() if name in sharded or name in published}
     weights = {("weight", name): value for name, value in differences(sharded, truth).items()}
-    return Comparison(absolute, {**found, **weights}, tolerance, steps)
+    return Comparison(absolute, {**found, **weights}, tolerance, steps, small=small)
+
+
+def _steps(records: Path, like: Path | None = None) -> Iterator[dict[str, Any]]:
+    """The record of every step, or of every one that `like` has."""
+    import torch
+
+    for file in sorted((like or records).glob("step-*.pt")):
+        yield torch.load(records / file.name, weights_only=True)

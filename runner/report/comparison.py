@@ -7,7 +7,7 @@ batch norm) is rounding alone; see `differences`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,11 @@ from runner.errors import ConfigError
 from strategies.core.graph import Operator, OperatorGraph, Ref
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_autocast": 2e-2}
-ROUNDING = {"fp64": 2e-15, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
-"""Ten times the distance of neighbouring numbers at 1."""
+ROUNDING = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
+"""Gradients below this times the model's largest one are rounding: at least ten times the distance of neighbouring
+numbers at 1, in fp64 what is left where the terms of a long sum cancel."""
+SMALL = 1e-3
+"""Gradients below this times the model's largest one may cancel out, which fp64 decides."""
 LESS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Precisions below fp64, by dtype."""
 MAGNIFIED = 0.1
@@ -52,7 +55,7 @@ def _to_json(differences: Differences) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Comparison:
     """The content of verify.json. `rounding` is the distance of the reference from its fp64 run where it was measured,
-    and `unmeasured` says why it could not be."""
+    and `unmeasured` says why it could not be; gradients of the reference that are `small` may cancel out."""
 
     loss_max_abs_diff: float
     differences: Differences
@@ -60,6 +63,7 @@ class Comparison:
     steps: int
     rounding: Differences | None = None
     unmeasured: str | None = None
+    small: Set[str] = frozenset()
 
     def own(self, key: tuple[str, str]) -> float:
         """The reference's own rounding; 0 where it was not measured."""
@@ -76,6 +80,14 @@ class Comparison:
     @property
     def passed(self) -> bool:
         return all(gap <= self.bound(key) for key, gap in self.differences.items())
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether a failure may be rounding that the network magnifies, or that is all of a gradient."""
+        return not self.passed and all(
+            gap <= MAGNIFIED or (kind == "grad" and name in self.small)
+            for (kind, name), gap in self.differences.items()
+        )
 
     @property
     def worst(self) -> float:
@@ -95,10 +107,14 @@ class Comparison:
 
 
 def differences(
-    sharded: Mapping[str, Any], truth: Mapping[str, Any], noise: float = 0.0, scale: float = 0.0
+    sharded: Mapping[str, Any],
+    truth: Mapping[str, Any],
+    noise: float = 0.0,
+    scale: float = 0.0,
+    least: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Per tensor: max |sharded - truth| / max |truth|, or / `scale` where max |truth| is at most `noise`; 0 where both
-    are equal, infinities included."""
+    """Per tensor: max |sharded - truth| / max |truth|, or / `scale` where max |truth| is at most `noise`, or / its
+    `least` where that is more; 0 where both are equal, infinities included."""
     missing = sorted(set(sharded) ^ set(truth))
     if missing:
         raise ConfigError(
@@ -117,13 +133,17 @@ def differences(
         variance = truth.get(f"{name.removesuffix('running_mean')}running_var")
         if name.endswith("running_mean") and variance is not None:
             size = max(size, _largest(variance) ** 0.5)
-        size = size if size > noise else scale
+        size = max(size if size > noise else scale, (least or {}).get(name, 0.0))
         values[name] = 0.0 if gap == 0 else _finite(gap / size if size else math.inf)
     return values
 
 
 def of_step(
-    sharded: Mapping[str, Any], truth: Mapping[str, Any], tolerance: float, rounding: float
+    sharded: Mapping[str, Any],
+    truth: Mapping[str, Any],
+    tolerance: float,
+    rounding: float,
+    zero: Set[str] = frozenset(),
 ) -> tuple[float, Differences]:
     """The absolute difference of the losses of one step, and all relative differences of its record.
 
@@ -132,15 +152,24 @@ def of_step(
         tolerance: relative.
         rounding: a reference gradient below this times the model's largest is rounding itself (a bias before a batch
             norm: truly zero), and has to stay below that.
+        zero: gradients that are rounding in fp64, too; they are compared relative to the model's largest.
 
     Raises:
         ConfigError: the models have different parameters.
     """
     gap = abs(sharded["loss"] - truth["loss"])
-    noise = rounding * max(map(_largest, truth["gradients"].values()), default=0.0)
-    gradients = differences(sharded["gradients"], truth["gradients"], noise, noise / tolerance)
+    largest = max(map(_largest, truth["gradients"].values()), default=0.0)
+    noise, least = rounding * largest, dict.fromkeys(zero, largest)
+    gradients = differences(sharded["gradients"], truth["gradients"], noise, noise / tolerance, least)
     relative = _finite(gap / max(abs(truth["loss"]), 1e-30))
     return gap, {LOSS: relative, **{("grad", name): value for name, value in gradients.items()}}
+
+
+def below(gradients: Mapping[str, Any], share: float) -> frozenset[str]:
+    """The gradients that are at most `share` times the largest of all."""
+    sizes = {name: _largest(gradient) for name, gradient in gradients.items()}
+    limit = share * max(sizes.values(), default=0.0)
+    return frozenset(name for name, size in sizes.items() if size <= limit)
 
 
 def _largest(tensor: Any) -> float:

@@ -182,6 +182,36 @@ def test_verify_finds_a_wrong_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed.value.code == "MW731" and "0.bias" in str(failed.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_verify_takes_gradients_that_cancel_out_for_rounding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of biases before batch norms, which amplify small weights: 1e-14 of the largest gradient in fp64, 2e-5 in
+    fp32."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+    module = nn.Sequential(*layers, nn.Linear(64, 4)).to(dtype)
+    with torch.no_grad():
+        for layer in layers[::3]:
+            layer.weight.mul_(0.01)
+    batch = points(256, dtype)
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=4, mode="data_parallel", plan_cache=None)
+    assert meshwright.verify(module, batch, plan).passed
+
+    from meshwright import proof
+
+    right = proof.lowering.training_program
+
+    def wrong(*args: Any) -> Any:
+        program = right(*args)
+        return replace(program, reductions={**program.reductions, "1.bias": ()})
+
+    monkeypatch.setattr(proof.lowering, "training_program", wrong)
+    with pytest.raises(meshwright.CodedError) as failed:
+        meshwright.verify(module, batch, plan)
+    assert failed.value.code == "MW731" and "1.bias" in str(failed.value)
+
+
 class Root(nn.Module):
     """The root of 0, whose gradient is infinite."""
 

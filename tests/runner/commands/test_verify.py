@@ -45,6 +45,29 @@ def test_a_running_mean_is_compared_relative_to_its_deviation(
     assert compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"], frozenset()).passed == passed
 
 
+@pytest.mark.parametrize(
+    ("size", "error", "zero", "passed"),
+    [
+        (5e-4, 1e-6, False, False),
+        (5e-4, 1e-6, True, True),  # fp64 has shown that it cancels out
+        (5e-4, 1e-4, True, False),
+        (1e-7, 1e-8, False, True),
+        (1e-7, 1e-5, False, False),
+    ],
+)
+def test_a_gradient_that_cancels_out_is_compared_relative_to_the_largest(
+    tmp_path: Path, size: float, error: float, zero: bool, passed: bool
+) -> None:
+    found, truth = (
+        recorded(tmp_path / name, {}, {"bias": torch.full((2,), value), "weight": torch.ones(2)})
+        for name, value in (("ours", size + error), ("theirs", size))
+    )
+    zeros = frozenset({"bias"} if zero else ())
+    comparison = compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"], frozenset(), zeros)
+    assert comparison.passed == passed and comparison.small == {"bias"}
+    assert comparison.may_be_rounding != passed
+
+
 class Casts(nn.Module):
     """Computes in double precision but for its loss, or for a mask alone."""
 
