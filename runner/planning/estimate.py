@@ -284,6 +284,11 @@ class Estimate:
         """Peak bytes, the maximum over ranks."""
         return max(self.peaks)
 
+    @property
+    def peaks_once(self) -> list[int]:
+        """Peak bytes of a rank of every group but in backward, which runs recomputed layers for the second time."""
+        return [max(size for phase, size in one.peaks.items() if phase != "backward") for one in self.memories]
+
     def peaks_within(self, limits: Sequence[int]) -> list[int]:
         """Peak bytes of a rank of every group; 0 of those that are left once one exceeds its limit. Likely candidates
         are traced first, to skip the other groups."""

@@ -728,7 +728,9 @@ class JointDecision:
         every = self.memory_bounds(choice).likely or self.fastest(choice).peaks
         if self._most(choice, every) > self.limit:
             return
-        yield bound(self.memory_bounds(choice).least)
+        if self.fastest(choice).is_traced:
+            every = self.fastest(choice).peaks_once
+        yield bound(every)
         selection = RecomputeSelection(limits, fronts, without, every, measured=none.is_traced)
         best: Priced | None = None
         while (modes := selection.next()) is not None and (recompute := self.mixed(choice, modes)) != plan.recompute:

@@ -20,6 +20,8 @@ CLOSE = 0.97
 FLATTEST, USUAL = 0.25, 0.65
 """What a rank saves of a byte that the search saves: the least that is believed, and before any plan has shown it (a 7B
 llama on 8 devices: 0.48 to 0.68)."""
+SURE = 0.9
+"""What recompute must save at least, of what interpolation between none and all of it says (a 7B llama: 0.93)."""
 
 
 @dataclass
@@ -131,10 +133,19 @@ class _GroupSelection:
 
     @property
     def guess(self) -> int:
+        return self.at(1.0)
+
+    @property
+    def least(self) -> int:
+        """About what is recomputed in any case."""
+        return max(self.at(SURE) - 1, 0)
+
+    def at(self, share: float) -> int:
+        """The position that saves a `share` of what is wanted by interpolation."""
         if self.high - self.low <= 1:
             return self.high
         first, last = self.front[max(self.low, 0)].saves, self.front[self.high].saves
-        wanted = first + (last - first) * (self.above - self.limit) / (self.above - self.below)
+        wanted = first + share * (last - first) * (self.above - self.limit) / (self.above - self.below)
         guess = bisect_left(self.front, wanted, key=lambda one: one.saves)
         return min(max(guess, self.low + 1), self.high - 1)
 
@@ -180,7 +191,7 @@ class RecomputeSelection:
     @property
     def lower_bound(self) -> dict[str, Mode]:
         """About the least that is recomputed in any case: the mode of every layer, by path."""
-        return self._layers([max(group.guess - 1, 0) for group in self.groups])
+        return self._layers([group.least for group in self.groups])
 
     def next(self) -> dict[str, Mode] | None:
         """The mode of every layer to try; None where the last ones are the best, or all are too few."""

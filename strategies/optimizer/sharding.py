@@ -101,7 +101,7 @@ def sharded_buckets(
         stage: of ZeRO, 1 to 3.
         complete: elements in the buckets that stay complete at stage 3, at most; see `staying`.
     """
-    key = "buckets", tuple(map(tuple, groups)), limit, stage
+    key = "buckets", tuple(map(tuple, groups)), limit, stage == 3
     found = program.once(key, lambda: _buckets(program, groups, limit, stage))
     if not complete or stage < 3:
         return found

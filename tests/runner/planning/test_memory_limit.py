@@ -137,6 +137,8 @@ def test_the_lower_bound_is_no_more_than_is_selected():
     fronts = [equal_layers(group, 16) for group in range(3)]
     first = RecomputeSelection([LIMIT] * len(fronts), fronts, [100, 80, 50], [one[-1] for one in sizes], measured=True)
     assert count(first.lower_bound, 3) == [7, 3, 0] and select(sizes)[0] == [8, 4, 0]
+    more = RecomputeSelection([LIMIT], [equal_layers(0, 40)], [100], [20], measured=True)  # 20 by interpolation
+    assert count(more.lower_bound, 1) == [17]
 
 
 def test_a_layer_of_two_groups_leaves_none_too_small():
