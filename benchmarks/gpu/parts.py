@@ -252,10 +252,15 @@ def calibrate(device: str, folder: Path) -> dict[str, dict[str, Any]]:
         return {"calibrate": {"error": output[-400:]}}
     for name in RECIPES:
         with _failing(rows, name):
-            _train(_words(name, device), f"cluster.file={file} train.steps=12", device, folder / name)
+            _train(
+                _words(name, device),
+                f"cluster.file={file} train.steps=24 data.workers={READERS}",
+                device,
+                folder / name,
+            )
             plan = json.loads((folder / name / "plan.json").read_text(encoding="utf-8"))
             lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            steps = [one["seconds"] for one in map(json.loads, lines) if "seconds" in one][WARM:]
+            steps = [one["seconds"] for one in map(json.loads, lines) if "seconds" in one][2 * WARM :]
             rows[name] = {"predicted": plan["cost"]["total"], "measured": statistics.median(steps)}
     return rows
 
@@ -379,6 +384,8 @@ BESIDE = {*COMMANDS, "refusal"}
 """What may run beside others: processes of their own, in which nothing is timed."""
 TOGETHER = max(1, min(6, cores() // 2))
 """How many run at the same time."""
+READERS = min(6, cores() - 1)
+"""Processes that read, so that no step of the small pictures waits for them."""
 
 
 def measured(name: str, device: str, folder: Path) -> Figures:

@@ -33,9 +33,9 @@ LARGEST = 2000
 """The most nodes of a unit that is compiled as one graph; compile time grows faster than the unit."""
 REPEATED = 3
 """How often a unit must have the same code for being compiled by itself, once for all."""
-AT_ONCE = 600
-"""The most nodes of a program for a GPU that is compiled as one graph although it has repeated units: a call of each
-takes longer than some of their kernels (GPT of 8 layers in fp16 on an H200: 19.6 ms in 13 graphs, 18.0 in one)."""
+AT_ONCE = 1000
+"""The most nodes of a program for a GPU (a GPT of 12 layers) that is compiled as one graph although it has repeated
+units: a call of each takes longer than some of their kernels."""
 SHAPES = 256
 """Of how many shapes the inputs of one code may be; beyond them it would not be compiled."""
 
