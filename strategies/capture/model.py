@@ -35,7 +35,7 @@ from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
-from strategies.capture.unsupported import check_dtypes, check_hooks, check_nodes, refusing_unseen
+from strategies.capture.unsupported import check_hooks, check_nodes, check_operands, refusing_unseen
 from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph, Packed
@@ -249,7 +249,7 @@ def _captured(
         raise
     if constant.are_written(graph, tensors, assigned.names):
         return None
-    check_dtypes(graph)
+    check_operands(graph)
     graph = unmerged(_needed(graph))
     changing.check(graph, tensors, batch, training)
     return Captured(graph, tensors)

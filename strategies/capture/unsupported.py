@@ -92,12 +92,18 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
             )
 
 
-def check_dtypes(graph: OperatorGraph) -> None:
-    """Raises StrategyError for dtypes that torch refuses when it computes, but not when it traces: products of two
-    dtypes, norms whose weights have another one, and labels that are neither int64 nor uint8."""
+def check_operands(graph: OperatorGraph) -> None:
+    """Raises StrategyError for what torch refuses when it computes, but not when it traces: products of two dtypes,
+    norms whose weights have another one, labels that are neither int64 nor uint8, and those of other pictures."""
     for operator in graph.operators:
-        dtypes = [spec.dtype for spec in graph.operand_specs(operator)]
-        if operator.op in PRODUCTS and len({*dtypes}) > 1:
+        specs = graph.operand_specs(operator)
+        dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
+        classes = operator.op in CLASSES
+        pictures = (shapes[0][0], *shapes[0][2:]) if classes and len(shapes[0]) == len(shapes[1]) + 1 > 2 else None
+        if pictures is not None and shapes[1] != pictures:
+            what = f"has scores of {list(shapes[0])} and labels of {list(shapes[1])}"
+            cure = f"labels of {list(pictures)} belong to these scores"
+        elif operator.op in PRODUCTS and len({*dtypes}) > 1:
             what, cure = (
                 f"multiplies {' and '.join(dict.fromkeys(dtypes))}",
                 f"cast to one of them, e.g. x.to({dtypes[-1]})",
@@ -106,7 +112,7 @@ def check_dtypes(graph: OperatorGraph) -> None:
             one != dtypes[0] and (one != "float32" or dtypes[0] not in HALVES) for one in dtypes[1:3]
         ):
             what, cure = f"has an operand of {dtypes[0]} and weights of {dtypes[1]}", f"cast it, e.g. x.to({dtypes[1]})"
-        elif operator.op in CLASSES and dtypes[1].startswith("int") and dtypes[1] != "int64":
+        elif classes and dtypes[1].startswith("int") and dtypes[1] != "int64":
             what, cure = f"has labels of {dtypes[1]}", "give them as int64 (labels.long() in the dataset)"
         else:
             continue

@@ -136,6 +136,15 @@ DTYPES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+def test_labels_of_other_pictures_than_the_scores() -> None:
+    net = Net(lambda net, x: F.cross_entropy(net.inner(x).view(2, 4, 2, 2), torch.zeros(2, 1, 2, dtype=torch.long)))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        net(torch.randn(8, 4))
+    with pytest.raises(StrategyError, match=r"scores of \[2, 4, 2, 2\] and labels of \[2, 1, 2\]") as error:
+        captured(net)
+    assert error.value.code == "MW901"
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_dtypes_that_torch_refuses_only_when_it_computes(name: str) -> None:
     body, message = DTYPES[name]
