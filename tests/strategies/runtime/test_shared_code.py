@@ -155,7 +155,8 @@ def test_compiled_graphs_and_groups_do_not_grow_with_the_depth(tmp_path: Any) ->
 def test_layers_that_repeat_are_the_parts_that_are_compiled() -> None:
     module = module_of(gpt(6), compiling=True)
     names = {unit: name for name, unit in module.named_modules()}
-    parts = [names[unit] for unit in compiled._chosen(module)]
+    parts = [names[unit] for unit in compiled._chosen(module, at_once=0)]
     assert {f"layers.{layer}" for layer in range(6)} <= set(parts) and "" not in parts
     few = module_of(gpt(2), compiling=True)
-    assert list(compiled._chosen(few)) == [few]
+    assert list(compiled._chosen(few, at_once=0)) == [few]
+    assert list(compiled._chosen(module, at_once=compiled.AT_ONCE)) == [module]
