@@ -147,7 +147,7 @@ MASKED = ("SwitchTransformers", "LongT5", "Udop")
 """Models that make a mask where there is none, but not for an exporter."""
 DECODER_MASKED = ("FSMT",)
 """Models that decide by the values of a batch whether to make one."""
-TIME_LAST = ("Whisper", "Qwen2Audio", "Voxtral", "Moonshine", "AudioFlamingo3", "MusicFlamingo")
+TIME_LAST = ("Whisper", "Qwen2Audio", "Voxtral", "Moonshine", "AudioFlamingo3", "MusicFlamingo", "MossTranscribe")
 VIDEOS = ("Timesformer", "TimeSformer", "VideoMAE", "Vivit", "XCLIP", "Tvp", "VideoPrism", "InstructBlipVideo")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tests.matrix.zoo.architecture import Batch, Example, set_dropout
 from tests.survey.batches import batches, literals
@@ -38,7 +39,7 @@ TASKS = (
     "TIME_SERIES_PREDICTION",
 )
 """The task of a type of model that is tried by default: the first of these that it has; else its base model."""
-LARGEST = 40_000_000
+LARGEST = 60_000_000
 """Parameters: what the rules do not make smaller is not surveyed."""
 
 PATIENCE = 8.0
@@ -141,7 +142,7 @@ def loss_of(output: Any) -> Tensor:
     if isinstance(output, Mapping) and isinstance(loss := output.get("loss"), Tensor):
         return loss.mean()
     values = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
-    for value in values:
+    for value in tree_leaves(list(values)):
         if isinstance(value, Tensor) and value.is_floating_point():
             rising = torch.linspace(0.5, 1.5, value.shape[-1] if value.dim() else 1, dtype=value.dtype)
             return (value.square() * rising).mean()

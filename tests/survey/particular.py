@@ -87,6 +87,13 @@ PARTICULARS: tuple[tuple[str, Particular], ...] = (
             }
         ),
     ),
+    ("GlmImageModel", Particular(config={"text_config.rope_parameters": _rotary(2, 1, 1)})),
+    ("GlmImageTextModel", Particular(config={"rope_parameters": _rotary(2, 1, 1)})),
+    ("MuseSparkAudioModel", Particular(inputs={"input_values": _normal(4032)})),
+    (
+        "OneFormer*",
+        Particular(inputs={"task_inputs": lambda config: torch.randint(0, 48, (BATCH, config.task_seq_len))}),
+    ),
     (
         "Lxmert*",
         Particular(

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -64,7 +65,6 @@ SMALLER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("quantized", {"quantize": False}),
     ("inception", {"aux_logits": False}),  # whose pictures have 299 x 299 pixels
     ("vit", {"image_size": 64}),
-    ("mvit", {"spatial_size": (64, 64), "temporal_size": 8}),
 )
 """Options of builders of torchvision by the beginning of their names."""
 MAXVIT: dict[str, Any] = {
@@ -76,6 +76,20 @@ MAXVIT: dict[str, Any] = {
     "head_dim": 8,
     "stochastic_depth_prob": 0.0,
 }
+MVIT: dict[str, Any] = {
+    "spatial_size": (32, 32),
+    "temporal_size": 8,
+    "residual_pool": True,
+    "residual_with_cls_embed": False,
+    "rel_pos_embed": True,
+    "proj_after_attn": True,
+}
+MVIT_BLOCKS = (
+    (1, 8, 8, (3, 3, 3), (3, 3, 3), (1, 1, 1), (1, 4, 4)),
+    (2, 8, 16, (3, 3, 3), (3, 3, 3), (1, 2, 2), (1, 2, 2)),
+    (2, 16, 16, (3, 3, 3), (3, 3, 3), (1, 1, 1), (1, 2, 2)),
+)
+"""Heads, channels in and out, kernels and strides of queries and of keys."""
 
 
 def _vision(name: str, attempt: Attempt) -> Example:
@@ -86,13 +100,16 @@ def _vision(name: str, attempt: Attempt) -> Example:
     options |= {"weights_backbone": None} if "segmentation" in module else {}
     if name.startswith("maxvit"):
         model: nn.Module = models.MaxVit(**MAXVIT, num_classes=10)
+    elif name.startswith("mvit"):
+        block = import_module(module).MSBlockConfig
+        model = models.video.MViT(block_setting=[block(*one) for one in MVIT_BLOCKS], **MVIT, num_classes=10)
     elif "optical_flow" in module:
         model = models.get_model(name, weights=None)
     else:
         model = models.get_model(name, weights=None, num_classes=10, **options)
     video = (8,) if "video" in module else ()
     pictures = ("x", "y") if "optical_flow" in module else ("x",)
-    size = attempt.size or 224
+    size = (attempt.size or 224) // (2 if video and attempt.size else 1)
     batch = {key: torch.randn(BATCH, 3, *video, size, size) for key in pictures}
     return Squares(_small(model, attempt)), batch
 
