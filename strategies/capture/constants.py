@@ -43,7 +43,7 @@ SIZED_BY_VALUES = frozenset(
 )
 """Functions whose results have as many elements as values say; and indexing with a mask."""
 COUNTING = frozenset("arange linspace zeros ones empty full eye".split())
-RESIZING = frozenset("repeat tile expand view reshape split narrow interpolate pad unflatten roll".split())
+RESIZING = frozenset("repeat tile expand view reshape split narrow interpolate pad unflatten roll multinomial".split())
 """Functions that take sizes, RESIZING ones behind a tensor, and ask tensors that are given as such for their values."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 2**24
@@ -103,7 +103,8 @@ def literal(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_literal(value: Tensor, device: torch.device) -> Tensor:
-    return torch.tensor(value.tolist(), dtype=value.dtype, device=device)
+    made = torch.tensor(value.tolist(), dtype=value.dtype, device=device)
+    return made if value.numel() else made.reshape(value.shape)  # a list says nothing of dims behind an empty one
 
 
 def places(function: Any, args: Any) -> tuple[Any, Any]:

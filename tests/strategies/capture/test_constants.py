@@ -134,6 +134,20 @@ def test_elements_by_a_constant_mask(draw: Any) -> None:
     assert model.worst(draw, seeds=1) < TOLERANCE
 
 
+def shuffled(_: Net, h: Tensor) -> Tensor:
+    """The rows of a batch in an order that is drawn, less those that no mask hides, as ViLT takes patches."""
+    hidden = (1 - torch.ones(8, 4, dtype=torch.long)).nonzero()
+    left = hidden[hidden[:, 0] == 0]
+    drawn = torch.multinomial(torch.ones(8), torch.full((2,), 8).max())
+    return h.tanh()[drawn][left.shape[0] :]
+
+
+def test_no_elements_keep_their_shape(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Net(shuffled), None, {"x": torch.randn(8, 4)})
+    assert model.worst(draw, seeds=1) < TOLERANCE
+
+
 def counted_before(net: Any, h: Tensor) -> Tensor:
     h = h.tanh() if net.stride < 5 else h.exp()
     net.stride.add_(1)
