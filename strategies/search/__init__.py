@@ -2,21 +2,21 @@
 
                    problem             elimination                        1  search problem; factor graphs
                       |                     |
-       +--------------+---------------------+-----+---------+
-   plan_cost   strategy_space        repeated_blocks   dual_bound         2  costs, candidates, contraction, bounds
-       |              |                           |         |
-   mesh_choice    cost_graph                      |         |             3  factorisations; variables and factors
-       |              |                           |         |
-       +------+-------+-------------------+-------+---------+
-              |                           |
-    recursive_programming        dynamic_programming                      4  one axis per round; exact on three axes
-              |                           |
-    sharding_propagation              algorithms                          5  from configured operators; registry
+       +--------------+---------------------+-----+----------+
+   plan_cost   strategy_space    equivalence_classes   dual_bound         2  costs, candidates, classes, bounds
+       |              |                   |              |
+   mesh_choice    cost_graph              |              |                3  factorisations; variables and factors
+       |              |                   |              |
+       +------+-------+-------------------+-------+------+
+              |                                   |
+    recursive_programming                dynamic_programming              4  one axis per round; exact on three axes
+              |                                   |
+    sharding_propagation                      algorithms                  5  from configured operators; registry
 
     joint stands alone: it optimises ZeRO, pipelines and recompute jointly with plans.
 
 One cost graph: a variable per operator with its candidate strategies, factors of seconds from
-`strategies.cost.resharding_matrix` and `strategies.cost.roofline`. One solver: elimination, with repeated blocks
-contracted, or message passing and reduced-cost fixing where that is too wide. One memory limit: a Lagrange multiplier
+`strategies.cost.resharding_matrix` and `strategies.cost.roofline`. One solver: elimination, where repeated blocks share
+their minima, or message passing and reduced-cost fixing where that is too wide. One memory limit: a Lagrange multiplier
 in seconds per byte. Three algorithms: dynamic programming, recursive programming, sharding propagation.
 """

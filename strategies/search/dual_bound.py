@@ -17,9 +17,8 @@ more are included. Source: G. Dantzig, R. Fulkerson, S. Johnson (1954).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -30,8 +29,8 @@ from strategies.search.elimination import (
     Integers,
     Seconds,
     Table,
+    Variables,
     constant,
-    eliminate,
     elimination_effort,
 )
 
@@ -127,33 +126,19 @@ class ReducedCostFixing:
     """The solver of one graph, solved again when seconds rise. `tolerance` is the gap that matters to its user."""
 
     def __init__(self, graph: FactorGraph, tolerance: float = 0.0) -> None:
-        self.memo, tables = graph.memo, [one.table for one in graph.factors]
-        self.first = Elimination(dict(enumerate(graph.sizes)), graph.factors, largest=CHEAP, stopping=True)
+        self.memo = graph.memo
+        self.first = Elimination(dict(enumerate(graph.sizes)), graph.factors, largest=CHEAP)
         """Of the variables that are cheap to eliminate."""
-        self.made: list[Seconds] = []
-        """The seconds that it makes."""
-        self.tables = [Table(partial(self._made, place)) for place in range(len(self.first.order))]
-        tables += self.tables
         self.graph = FactorGraph([graph.sizes[v] for v in self.first.kept])
         """Of the other variables."""
         numbers = {v: number for number, v in enumerate(self.first.kept)}
         for place in sorted(self.first.left):
             variables = tuple([numbers[v] for v in self.first.scopes[place]])
-            self.graph.factors.append(Factor(variables, tables[place]))
+            self.graph.factors.append(Factor(variables, self.first.tables[place]))
         self.dual = DualBound(self.graph, max(RISE, RISE_SHARE * tolerance))
         self.lower_bound = -math.inf
         """Seconds that any solution costs at least."""
         self.candidates: list[Integers] = []
-
-    def _made(self, place: int) -> Seconds:
-        return self.made[place]
-
-    def _eliminate(self) -> None:
-        """With the seconds as they are now."""
-        with self.memo.solving():
-            self.made = self.first.made(self.memo)
-        for table in self.tables:
-            table.refresh()
 
     def _completed(self, indices: Sequence[int]) -> list[int]:
         """With the candidates of eliminated variables."""
@@ -163,13 +148,13 @@ class ReducedCostFixing:
 
     def again(self) -> tuple[list[int], float]:
         """The best solution of the candidates that were taken last, and the bound from then."""
-        self._eliminate()
+        self.first.renew(self.memo)
         return self._completed(self._best(self.candidates)[0]), self.lower_bound
 
     def solve(self, enough: float = math.inf) -> tuple[list[int], float]:
         """The candidate of every variable in the best solution found, and seconds that any solution costs at least;
         where these are `enough`, no more is proven."""
-        self._eliminate()
+        self.first.renew(self.memo)
         bound = self.dual.bound(enough)
         for effort in EFFORTS:
             self.candidates, beyond = self._taken(effort)
@@ -212,8 +197,20 @@ class ReducedCostFixing:
             factors[varied] = factors[varied] + part if varied in factors else part
         offset = float(factors.pop((), np.zeros(())))
         sizes = {v: len(one) for v, one in enumerate(candidates) if len(one) > 1}
-        rest = eliminate(sizes, [constant(*one) for one in factors.items()], largest=math.inf)
-        indices = {v: 0 for v, one in enumerate(candidates) if len(one) == 1}
-        rest.complete(indices)
+        indices, seconds = Elimination(sizes, [constant(*one) for one in factors.items()], largest=math.inf).solve()
+        indices |= {v: 0 for v, one in enumerate(candidates) if len(one) == 1}
         found = [int(one[indices[v]]) for v, one in enumerate(candidates)]
-        return found, float(rest.factor.seconds) + offset
+        return found, seconds + offset
+
+
+def minimum(sizes: Sequence[int], tables: Mapping[Variables, Seconds], largest: int) -> list[int]:
+    """The candidate of every variable for which the sum of the tables is least.
+
+    Exact while no table of the elimination has more than `largest` entries, else the first of reduced-cost fixing.
+    """
+    factors = [constant(*one) for one in tables.items()]
+    elimination = Elimination(dict(enumerate(sizes)), factors, largest)
+    if elimination.kept:
+        return ReducedCostFixing(FactorGraph(list(sizes), factors)).solve(enough=-math.inf)[0]
+    indices, _ = elimination.solve()
+    return [indices[v] for v in range(len(sizes))]

@@ -1,10 +1,9 @@
 """Dynamic programming over the operator graph: the plan that costs least, with a certificate, on at most three axes.
 
-problem -> strategy space -> cost graph -> repeated blocks contracted -> elimination -> assignments. Factors hold lower
-bounds first: entries that a solution uses are evaluated exactly, and values for which it pays too little are shared,
-until the solution costs what the graph says. Each solution is a plan, and each minimum of the graph a lower bound, so
-both are known at any time. A graph that is too wide to be eliminated is bounded by message passing, and solved by
-reduced-cost fixing.
+problem -> strategy space -> cost graph -> elimination -> assignments. Factors hold lower bounds first: entries that a
+solution uses are evaluated exactly, and values for which it pays too little are shared, until the solution costs what
+the graph says. Each solution is a plan, and each minimum of the graph a lower bound, so both are known at any time. A
+graph that is too wide to be eliminated is bounded by message passing, and solved by reduced-cost fixing.
 
 A memory limit enters as a Lagrange multiplier, seconds per byte. For any multiplier, the least cost minus the
 multiplier times the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The next multiplier is
@@ -29,7 +28,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.resharding_matrix import ReshardingCosts
 from strategies.search.cost_graph import CostGraph
 from strategies.search.dual_bound import ReducedCostFixing
-from strategies.search.elimination import TooWide
+from strategies.search.elimination import Elimination
 from strategies.search.mesh_choice import (
     ENOUGH,
     Chosen,
@@ -43,7 +42,6 @@ from strategies.search.mesh_choice import (
 )
 from strategies.search.plan_cost import MOST_AXES
 from strategies.search.problem import Problem, Solution, too_large
-from strategies.search.repeated_blocks import Contraction
 from strategies.search.strategy_space import StrategySpace
 
 TOLERANCE = {1: 1e-12, 2: 1e-12, 3: 0.01}
@@ -108,25 +106,25 @@ class PlanSearch:
         self.graph = self._build(shared if wide else frozenset())
 
     def _build(self, shared: frozenset[Ref], like: CostGraph | None = None) -> CostGraph:
-        with gc_paused():
-            graph = CostGraph(self.problem, self.space, shared, wide=self.wide, like=like)
-            factors = graph.factors
-            self.solver: Contraction | ReducedCostFixing = (
-                ReducedCostFixing(factors, self.tolerance) if self.wide else Contraction(factors)
-            )
+        graph = CostGraph(self.problem, self.space, shared, wide=self.wide, like=like)
+        factors = graph.factors
+        self.solver: Elimination | ReducedCostFixing = (
+            ReducedCostFixing(factors, self.tolerance)
+            if self.wide
+            else Elimination(dict(enumerate(factors.sizes)), factors.factors)
+        )
         return graph
 
     def solve(self, prove: bool = True, enough: float = math.inf) -> tuple[list[int], float]:
         """The candidates of a solution, and seconds that every one costs at least. A wide graph takes long to `prove`
         anything beyond `enough` seconds: else its best candidates are compared again, and the bound is the last one."""
+        if isinstance(self.solver, Elimination) and self.solver.kept:
+            self.wide = prove = True
+            self.graph = self._build(self.shared, self.graph)
         if isinstance(self.solver, ReducedCostFixing):
             return self.solver.solve(enough) if prove else self.solver.again()
-        try:
-            return self.solver.solve()
-        except TooWide:
-            self.wide = True
-            self.graph = self._build(self.shared, self.graph)
-            return self.solve(True, enough)
+        indices, seconds = self.solver.solve(self.graph.factors.memo)
+        return [indices[v] for v in range(len(indices))], seconds
 
     def cheapest(self, multiplier: float, tolerance: float, enough: float = math.inf) -> Point:
         """The plan that costs least where a byte costs `multiplier` seconds; its `lower_bound` includes that of its
@@ -299,6 +297,7 @@ class MemoryBudget:
         return found
 
 
+@gc_paused()
 def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Solution:
     """The best plan within the problem's memory on its own axes, of which there are at most three.
 
@@ -330,6 +329,7 @@ class DynamicProgramming:
             prime = finest(problem.mesh)
             self.bounds |= {runs: least_work(problem, cluster, runs) for runs in self.meshes if runs != prime}
 
+    @gc_paused()
     def within(self, memory: float | None) -> Chosen:
         """The best plan over all meshes within a memory limit in bytes per rank.
 

@@ -3,10 +3,10 @@
 A factor graph has variables with a few candidates each, and factors: tables of seconds over some of the variables. Its
 minimum is an assignment for which the factors add up to the least. Eliminating a variable adds the factors that it is
 in and keeps, for every choice of its neighbours, the least sum. The variable whose elimination makes the smallest table
-goes first. Going back through the eliminated variables, each takes the candidate that is best in the factors that it
-was in (to note all of them would take as long as the minima). The order depends on the scopes alone: a graph whose
-seconds have changed is eliminated in the same order again, and sums of tables that are still the same objects are
-reused.
+goes first. Variables with the same tables around them share one sum: those of repeated layers are made once. Going back
+through the eliminated variables, each takes the candidate that is best in the factors that it was in (to note all of
+them would take as long as the minima). The order depends on the scopes alone: a graph whose seconds have changed is
+eliminated in the same order again, and sums of tables that are still the same objects are reused.
 
 Source: R. Dechter, "Bucket elimination: a unifying framework for reasoning" (1999).
 """
@@ -34,10 +34,6 @@ LARGEST = 2**24
 """Entries of a table above which a graph is too wide: reduced-cost fixing is then faster than elimination."""
 CACHED = 2**17
 """Entries of a table that are minimised at once."""
-
-
-class TooWide(Exception):
-    """A table would be too large."""
 
 
 @dataclass(eq=False)
@@ -154,252 +150,184 @@ class Elimination:
     Args:
         sizes: candidates by variable.
         factors: over these variables.
-        kept: variables that stay.
         largest: entries of a table that are too many; None for `LARGEST`.
         most: entries of all tables together that are too many.
-        fixing: where a table would have more entries, go on without the variable that is in most factors, which is
-            then one of `fixed`. Nothing can be solved before these are taken out of the factors.
-        stopping: where a table would have more entries, the variables that are left stay, too. `left` are the factors
-            over these.
 
-    Raises:
-        TooWide: a table would have more entries, and neither `fixing` nor `stopping`; or all of them together would.
+    Attributes:
+        kept: variables that stay, because eliminating any of them would make too many entries.
+        left: numbers of the factors over these.
+        entries: of all tables that the elimination makes.
     """
 
     def __init__(
         self,
         sizes: Mapping[int, int],
         factors: Iterable[Factor],
-        kept: Sequence[int] = (),
         largest: float | None = None,
-        *,
         most: float = math.inf,
-        fixing: bool = False,
-        stopping: bool = False,
     ) -> None:
-        self.sizes, self.factors, self.kept = sizes, list(factors), tuple(sorted(kept))
+        self.sizes, self.factors = sizes, list(factors)
         self.scopes = [one.variables for one in self.factors]
         """The variables of the given factors, then of those that eliminations make."""
         self.divided = {number for number, one in enumerate(self.factors) if one.table.make_parts is not None}
-        self.of_variable: dict[int, set[int]] = {variable: set() for variable in sizes}
-        """The factors that a variable is in at the moment."""
-        for number, scope in enumerate(self.scopes):
-            for variable in scope:
-                self.of_variable[variable].add(number)
         self.order: list[tuple[int, Variables, set[int]]] = []
         """The variables with those around each, and the factors that its elimination adds up."""
         self.entries = 0.0
-        """Of all tables that the elimination makes."""
         self.left = set(range(len(self.scopes)))
-        """The factors that were not added up yet."""
-        self.most, self.fixed = most, list[int]()
-        self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest, fixing, stopping)
-        self.rest_seconds: list[Seconds] = []
-        self.rest: Rest | None = None
+        self.kept: Variables = ()
+        self._plan(LARGEST if largest is None else largest, most)
 
-    def solve(self, memo: Memo | None = None) -> Rest:
-        """The minimum with the factors' seconds as they are now."""
-        made = self.made(Memo() if memo is None else memo)
-        count, numbers = len(self.factors), sorted(self.left)
-        left = [self.factors[n].seconds if n < count else made[n - count] for n in numbers]
-        if self.rest is None or not _same(left, self.rest_seconds):
-            dims = [tuple([self.kept.index(v) for v in self.scopes[n]]) for n in numbers]
-            parts = [expanded(one, at, len(self.kept)) for one, at in zip(left, dims, strict=True)]
-            total = np.broadcast_to(_added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.kept])
-            self.rest_seconds, self.rest = left, Rest(constant(self.kept, total), self.complete)
-        return self.rest
+    def solve(self, memo: Memo | None = None) -> tuple[dict[int, int], float]:
+        """The candidate of every variable in a minimum, and its seconds, with the factors as they are now; none may be
+        `kept`."""
+        assert not self.kept
+        indices = dict[int, int]()
+        self.renew(Memo() if memo is None else memo)
+        self.complete(indices)
+        return indices, float(sum(self.tables[number].seconds for number in sorted(self.left)))
 
-    def made(self, memo: Memo) -> list[Seconds]:
-        """The factors that eliminations make, with the given ones as they are now."""
-        made: list[Seconds] = []
-        for step in self.steps:
-            made.append(step.least(self.factors, made, memo))
-        return made
+    def renew(self, memo: Memo) -> None:
+        """Makes the tables again, with the given factors as they are now."""
+        with memo.solving():
+            for one in self.minima:
+                one.renew(memo)
 
     def complete(self, indices: dict[int, int]) -> None:
         """Adds the candidates of eliminated variables to those of the variables that stay."""
-        for step in reversed(self.steps):
-            indices[step.variable] = step.best(indices)
+        for (variable, around, _), least in zip(reversed(self.order), reversed(self.tables), strict=False):
+            assert isinstance(least, _Minimum)
+            indices[variable] = least.best(tuple([indices[v] for v in around]))
 
     @cached_property
-    def steps(self) -> list[_Step]:
-        return [
-            _Step(one, around, {n: self.scopes[n] for n in sorted(used)}, used & self.divided)
-            for one, around, used in self.order
-        ]
+    def tables(self) -> list[Table]:
+        """Those of the given factors, then those that eliminations make: variables with the same tables around them,
+        as in repeated layers, have one minimum."""
+        tables, minima = [one.table for one in self.factors], dict[tuple[tuple[Variables, int], ...], _Minimum]()
+        for variable, around, used in self.order:
+            dim = {v: place for place, v in enumerate((variable, *around))}
+            terms = [(tuple([dim[v] for v in self.scopes[number]]), tables[number]) for number in sorted(used)]
+            key = tuple(sorted([(dims, id(table)) for dims, table in terms]))
+            if key not in minima:
+                minima[key] = _Minimum(len(dim), terms)
+            tables.append(minima[key])
+        return tables
 
-    def _plan(self, alive: set[int], largest: float, fixing: bool, stopping: bool) -> None:
-        heap = [(self._entries(variable), variable) for variable in alive]
+    @cached_property
+    def minima(self) -> list[_Minimum]:
+        return list(dict.fromkeys(one for one in self.tables if isinstance(one, _Minimum)))
+
+    def _plan(self, largest: float, most: float) -> None:
+        factors: dict[int, set[int]] = {variable: set() for variable in self.sizes}
+        near: dict[int, set[int]] = {variable: {variable} for variable in self.sizes}
+        for number, scope in enumerate(self.scopes):
+            for v in scope:
+                factors[v].add(number)
+                near[v].update(scope)
+        joint = {v: math.prod([self.sizes[other] for other in around]) for v, around in near.items()}
+        """Entries over all variables that are near one; those near many others are not counted again each time."""
+
+        def priority(v: int) -> tuple[int, int, int]:
+            return self._entries(v, joint[v], factors[v]), len(near[v]), v
+
+        current = {v: priority(v) for v in self.sizes}
+        heap = list(current.values())
         heapq.heapify(heap)
-        while alive:
-            size, variable = heapq.heappop(heap)
-            if variable not in alive:
+        while heap:
+            first = heapq.heappop(heap)
+            size, _, variable = first
+            if current.get(variable) != first:
                 continue
-            now = self._entries(variable)
-            if now != size:
-                heapq.heappush(heap, (now, variable))
-                continue
-            if size > largest:
-                if stopping:
-                    self.kept = tuple(sorted(alive | set(self.kept)))
-                    return
-                if not fixing:
-                    raise TooWide
-                widest = max(alive, key=lambda v: (len(self.of_variable[v]), -v))
-                heapq.heappush(heap, (size, variable))
-                for v in self._fix(widest) & alive:
-                    heapq.heappush(heap, (self._entries(v), v))
-                alive.discard(widest)
-                continue
-            used = self.of_variable.pop(variable)
-            around = tuple(sorted({v for number in used for v in self.scopes[number]} - {variable}))
-            self.order.append((variable, around, used))
+            if size > largest or self.entries + size > most:
+                self.kept = tuple(sorted(current))
+                return
+            used, around = factors[variable], near[variable] - {variable}
+            del current[variable]
             self.entries += size
-            if self.entries > self.most:
-                raise TooWide
+            self.order.append((variable, tuple(sorted(around)), used))
             self.left -= used  # in place: with a copy the plan of thousands of variables took quadratic time
             self.left.add(len(self.scopes))
-            alive.discard(variable)
             for v in around:
-                self.of_variable[v] -= used
-                self.of_variable[v].add(len(self.scopes))
-            self.scopes.append(around)
+                factors[v] -= used
+                factors[v].add(len(self.scopes))
+                joint[v] //= self.sizes[variable]
+                joint[v] *= math.prod([self.sizes[other] for other in around - near[v]])
+                near[v] |= around
+                near[v].discard(variable)
+            self.scopes.append(self.order[-1][1])
             for v in around:
-                if v in alive:
-                    heapq.heappush(heap, (self._entries(v), v))
+                if current[v] != (now := priority(v)):
+                    current[v] = now
+                    heapq.heappush(heap, now)
 
-    def _fix(self, variable: int) -> set[int]:
-        """Takes a variable out of all factors; returns those that were around it."""
-        self.fixed.append(variable)
-        around: set[int] = set()
-        for number in self.of_variable.pop(variable):
-            self.scopes[number] = tuple([v for v in self.scopes[number] if v != variable])
-            around.update(self.scopes[number])
-        return around
-
-    def _entries(self, variable: int) -> int:
+    def _entries(self, variable: int, joint: int, used: set[int]) -> int:
         """Of the tables that eliminating a variable adds up and makes."""
-        used, sizes = self.of_variable[variable], self.sizes
-        divided = used & self.divided
-        result = math.prod([sizes[v] for v in {v for number in used for v in self.scopes[number]} if v != variable])
+        sizes = self.sizes
+        divided = used & self.divided if self.divided else ()
         if len(divided) != 1:
-            return result * sizes[variable]
+            return joint
         (one,) = divided
         others = {v for number in used if number != one for v in self.scopes[number]}
         scopes = [[self.scopes[one][dim] for dim in dims] for dims, _ in self.factors[one].table.parts]
-        return result + sum(math.prod([sizes[v] for v in others.union(scope)]) for scope in scopes)
+        return joint // sizes[variable] + sum(math.prod([sizes[v] for v in others.union(scope)]) for scope in scopes)
 
 
-class _Step:
-    """A variable with the factors that it was in: `scopes` by number, of which a single `divided` one is taken in
-    parts."""
+class _Minimum(Table):
+    """The least sum of tables over the candidates of an eliminated variable, which is dim 0 of the sum. `terms` are the
+    tables, and where their dims are in the sum, of `count` dims; a single one that has parts is taken in parts."""
 
-    def __init__(self, variable: int, around: Variables, scopes: Mapping[int, Variables], divided: set[int]) -> None:
-        self.variable, self.around = variable, around
-        self.divided = next(iter(divided)) if len(divided) == 1 else None
-        order = {v: dim for dim, v in enumerate((variable, *around))}
-        dims = {number: tuple([order[v] for v in scope]) for number, scope in scopes.items()}
-        """Per factor, where its dims are among the variable itself and those around."""
-        self.divided_dims = () if self.divided is None else dims.pop(self.divided)
-        self.numbers, self.dims = list(dims), list(dims.values())
+    def __init__(self, count: int, terms: Sequence[tuple[Variables, Table]]) -> None:
+        super().__init__()
+        self.count = count
+        divided = [one for one in terms if one[1].make_parts is not None]
+        self.divided = divided if len(divided) == 1 else []
+        self.single = [one for one in terms if one not in self.divided]
         self.used: list[Seconds] = []
         """The arrays of the most recent sum."""
-        self.parts: list[tuple[Part, ...]] = []
-        """The same by factor: one array, or several of which the table is the least."""
+        self.terms: list[tuple[Part, ...]] = []
+        """The same by table: one array, or several of which the table is the least."""
         self.key: Key = ()
-        self.made: Seconds = np.zeros(())
+        self.candidates: dict[Variables, int] = {}
+        """The best one by the candidates of the variables around."""
 
-    def least(self, factors: Sequence[Factor], made: Sequence[Seconds], memo: Memo) -> Seconds:
-        """The least sum for all candidates of the variables around; `made` are the results of the steps before."""
-        count = len(factors)
-        single = [factors[n].seconds if n < count else made[n - count] for n in self.numbers]
-        several = () if self.divided is None else factors[self.divided].table.parts
+    def renew(self, memo: Memo) -> None:
+        """Makes the seconds again."""
+        single = [table.seconds for _, table in self.single]
+        several = [part for _, table in self.divided for part in table.parts]
         used = [*single, *[seconds for _, seconds in several]]
-        if self.used and _same(used, self.used):
-            return memo.least(self.key, self.parts, lambda: self.made)
-        self.used = used  # which holds the arrays, and so their identities
-        self.parts = [((dims, seconds),) for dims, seconds in zip(self.dims, single, strict=True)]
-        if several:
-            self.parts.append(tuple((tuple([self.divided_dims[d] for d in dims]), x) for dims, x in several))
-        self.key = tuple(sorted([(len(one), dims, id(seconds)) for one in self.parts for dims, seconds in one]))
-        self.made = memo.least(self.key, self.parts, self._least)
-        return self.made
+        known = self._seconds
+        if known is not None and _same(used, self.used):
+            memo.least(self.key, self.terms, lambda: known)
+            return
+        self.used, self.candidates = used, {}  # the arrays stay, and so do their identities
+        self.terms = [((dims, seconds),) for (dims, _), seconds in zip(self.single, single, strict=True)]
+        for own, _ in self.divided:
+            self.terms.append(tuple([(tuple([own[dim] for dim in dims]), seconds) for dims, seconds in several]))
+        self.key = tuple(sorted([(len(one), dims, id(seconds)) for one in self.terms for dims, seconds in one]))
+        self._seconds = memo.least(self.key, self.terms, self._least)
 
     def _least(self) -> Seconds:
-        count = 1 + len(self.around)
-        every = [[expanded(seconds, dims, count) for dims, seconds in parts] for parts in self.parts]
+        every = [[expanded(seconds, dims, self.count) for dims, seconds in parts] for parts in self.terms]
         single = [one[0] for one in every if len(one) == 1]
         several = [one for parts in every if len(parts) > 1 for one in parts]
         return reduce(np.minimum, [minimised([*single, x]) for x in several]) if several else minimised(single)
 
-    def best(self, indices: Mapping[int, int]) -> int:
-        """The candidate that costs least where its neighbours take `indices`."""
-        chosen: list[Any] = [slice(None), *[indices[v] for v in self.around]]
-        seconds = [
-            reduce(np.minimum, [array[tuple([chosen[dim] for dim in dims])] for dims, array in parts])
-            for parts in self.parts
-        ]
-        return int(reduce(np.add, seconds).argmin()) if seconds else 0
-
-
-@dataclass(frozen=True, eq=False)
-class Rest:
-    """`factor` has the least seconds over the variables that stay; `complete` adds the candidates of the others to
-    theirs, until the same graph is eliminated again."""
-
-    factor: Factor
-    complete: Callable[[dict[int, int]], None]
-
-
-def eliminate(
-    sizes: Mapping[int, int], factors: Iterable[Factor], kept: Sequence[int] = (), largest: float | None = None
-) -> Rest:
-    """Eliminates all variables of `sizes` but `kept`, which the resulting factor has in order; see `Elimination`."""
-    return Elimination(sizes, factors, kept, largest).solve()
+    def best(self, around: Variables) -> int:
+        """The candidate that costs least where the variables around have these candidates."""
+        if around not in self.candidates:
+            chosen: list[Any] = [slice(None), *around]
+            seconds = [
+                reduce(np.minimum, [array[tuple([chosen[dim] for dim in dims])] for dims, array in parts])
+                for parts in self.terms
+            ]
+            self.candidates[around] = int(reduce(np.add, seconds).argmin()) if seconds else 0
+        return self.candidates[around]
 
 
 def elimination_effort(sizes: Mapping[int, int], scopes: Iterable[Variables], most: float) -> float:
     """Entries of all tables that an elimination over `scopes` makes; infinite where they are more than `most`."""
     table = Table()
-    try:
-        return Elimination(sizes, [Factor(scope, table) for scope in scopes], largest=most, most=most).entries
-    except TooWide:
-        return math.inf
-
-
-def minimum(sizes: Sequence[int], tables: Mapping[Variables, Seconds], largest: int) -> list[int]:
-    """The candidate of every variable for which the sum of the tables is least.
-
-    Exact while no table grows beyond `largest` entries. Where one would, the variable that is in most factors is fixed
-    to the candidate that is the least with every factor minimised by itself.
-    """
-    around: dict[int, list[Variables]] = {}
-    for variables in tables:
-        for v in variables:
-            around.setdefault(v, []).append(variables)
-    fixed = {v: 0 for v, size in enumerate(sizes) if size == 1}
-    while True:
-        free = {v: size for v, size in enumerate(sizes) if v not in fixed}
-        factors = [constant(*_conditioned(variables, table, fixed)) for variables, table in tables.items()]
-        elimination = Elimination(free, factors, largest=largest, fixing=True)
-        if not elimination.fixed:
-            indices: dict[int, int] = {}
-            elimination.solve().complete(indices)
-            return [fixed.get(v, indices.get(v, 0)) for v in range(len(sizes))]
-        for variable in elimination.fixed:
-            least = np.zeros(sizes[variable])
-            for variables in around[variable]:
-                left, seconds = _conditioned(variables, tables[variables], fixed)
-                dim = left.index(variable)
-                least += seconds.min(tuple(d for d in range(seconds.ndim) if d != dim))
-            fixed[variable] = int(least.argmin())
-
-
-def _conditioned(variables: Variables, table: Seconds, fixed: Mapping[int, int]) -> tuple[Variables, Seconds]:
-    if fixed.keys().isdisjoint(variables):
-        return variables, table
-    index: list[Any] = [fixed.get(v, slice(None)) for v in variables]
-    return tuple(v for v in variables if v not in fixed), np.asarray(table[tuple(index)])
+    elimination = Elimination(sizes, [Factor(scope, table) for scope in scopes], most=most, largest=most)
+    return math.inf if elimination.kept else elimination.entries
 
 
 def minimised(parts: Sequence[Seconds]) -> Seconds:

@@ -24,9 +24,9 @@ from strategies.core.mesh import Mesh
 from strategies.core.mesh_refinement import Axes, grouped
 from strategies.cost.cluster import Cluster
 from strategies.rules.sharding import Assignment
+from strategies.search.equivalence_classes import equivalence_classes
 from strategies.search.plan_cost import MOST_AXES, approximate_cost
 from strategies.search.problem import Problem, Solution, too_large
-from strategies.search.repeated_blocks import equivalence_classes
 
 Factorisation = tuple[Axes, ...]
 """Runs of prime axes, outermost first; each run is one axis."""

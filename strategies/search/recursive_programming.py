@@ -34,11 +34,12 @@ from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.elimination import Seconds, Variables, minimum
+from strategies.search.dual_bound import minimum
+from strategies.search.elimination import Seconds, Variables
+from strategies.search.equivalence_classes import Classes, Edge, equivalence_classes
 from strategies.search.mesh_choice import Chosen, Factorisation, choose, factorisations, finest, least_work
 from strategies.search.plan_cost import PlanCost, approximate_cost, few_axes
 from strategies.search.problem import Problem, Solution, operator_bytes, plan_bytes, too_large
-from strategies.search.repeated_blocks import Classes, Edge, equivalence_classes
 
 SWEEPS = 2
 """The maximum number of sweeps over all axes."""
@@ -51,7 +52,7 @@ MULTIPLIERS = 12
 FEW_OPERATORS = 300
 """Operators up to which equivalent ones decide for themselves at the end."""
 LARGEST = 200_000
-"""Entries of a table in a round."""
+"""Entries of a table in a round that is solved by elimination alone."""
 
 UseLayouts = tuple[int, int]
 """The numbers of the layouts in which a use wants a value and returns its gradient (-1: there is none)."""

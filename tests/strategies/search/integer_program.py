@@ -10,17 +10,16 @@ from scipy.sparse import coo_array
 from strategies.cost.cluster import Cluster
 from strategies.cost.resharding_matrix import ReshardingCosts
 from strategies.search.cost_graph import CostGraph
-from strategies.search.elimination import FactorGraph
+from strategies.search.elimination import Elimination, FactorGraph
 from strategies.search.problem import Problem
-from strategies.search.repeated_blocks import Contraction
 from strategies.search.strategy_space import StrategySpace
 
 
 def evaluated(problem: Problem, cluster: Cluster) -> FactorGraph:
     """The graph with exact costs around its optimum, built again: each solution evaluates the costs that it uses."""
     graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, cluster)))
-    folded = Contraction(graph.factors)
-    while graph.evaluate(folded.solve()[0]):
+    elimination = Elimination(dict(enumerate(graph.factors.sizes)), graph.factors.factors)
+    while graph.evaluate([index for _, index in sorted(elimination.solve()[0].items())]):
         pass
     return graph.factors
 

@@ -1,4 +1,4 @@
-"""Elimination and contraction against enumeration and a mixed-integer program; bounds against costs; memory limits."""
+"""Elimination against enumeration and a mixed-integer program; bounds against costs; memory limits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from strategies.rules import rule_of
 from strategies.search import elimination
 from strategies.search.cost_graph import CostGraph
 from strategies.search.dynamic_programming import search
-from strategies.search.elimination import Elimination, Factor, FactorGraph, Table, constant, eliminate
+from strategies.search.elimination import Elimination, Factor, FactorGraph, Memo, Table, constant
 from strategies.search.problem import Problem
-from strategies.search.repeated_blocks import Contraction
 from strategies.search.strategy_space import StrategySpace
 from tests.strategies.search.integer_program import evaluated, integer_optimum
 
@@ -96,24 +95,23 @@ def random_network(rng: random.Random, blocks: int) -> FactorGraph:
 def test_elimination_equals_enumeration() -> None:
     for seed in range(200):
         graph = random_network(random.Random(seed), 2)
-        rest = eliminate(dict(enumerate(graph.sizes)), graph.factors)
-        indices: dict[int, int] = {}
-        rest.complete(indices)
+        indices, seconds = Elimination(dict(enumerate(graph.sizes)), graph.factors).solve()
         least = min(graph.cost(one) for one in product(*map(range, graph.sizes)))
-        assert float(rest.factor.seconds) == pytest.approx(least)
+        assert seconds == pytest.approx(least)
         assert graph.cost([indices[v] for v in range(len(graph.sizes))]) == pytest.approx(least)
 
 
-def test_contraction_changes_nothing() -> None:
-    folded_any = 0
-    for seed in range(60):
-        graph = random_network(random.Random(seed), 3 + seed % 14)
-        folded = Contraction(graph)
-        folded_any += bool(folded.runs)
-        indices, least = folded.solve()
-        assert least == pytest.approx(float(eliminate(dict(enumerate(graph.sizes)), graph.factors).factor.seconds))
-        assert graph.cost(indices) == pytest.approx(least)
-    assert folded_any > 40
+def test_layers_with_the_same_tables_share_minima() -> None:
+    """The minimum is that of tables that are equal but not the same, where every variable has a minimum of its own."""
+    problem = problem_of(gpt(6), 2, 4)
+    graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, NODES))).factors
+    sizes = dict(enumerate(graph.sizes))
+    shared = Elimination(sizes, graph.factors)
+    apart = Elimination(sizes, [constant(one.variables, one.seconds.copy()) for one in graph.factors])
+    indices, seconds = shared.solve()
+    assert seconds == pytest.approx(apart.solve()[1])
+    assert graph.cost([indices[v] for v in sizes]) == pytest.approx(seconds)
+    assert len(apart.minima) == len(sizes) and len(shared.minima) < 0.6 * len(sizes)
 
 
 @pytest.mark.parametrize(
@@ -204,17 +202,13 @@ def changed(graph: FactorGraph, rng: np.random.Generator, share: float) -> None:
 def test_a_graph_is_solved_again_when_its_seconds_change() -> None:
     for seed in range(30):
         graph, rng = random_network(random.Random(seed), 3 + seed % 9), np.random.default_rng(seed)
-        contracted, sizes = Contraction(graph), dict(enumerate(graph.sizes))
-        full = Elimination(sizes, graph.factors)
+        sizes = dict(enumerate(graph.sizes))
+        again = Elimination(sizes, graph.factors)
         for share in (0.0, 0.3, 1.0, 0.3):
             changed(graph, rng, share)
-            least = float(eliminate(sizes, graph.factors).factor.seconds)
-            indices, found = contracted.solve()
-            assert found == pytest.approx(least) and graph.cost(indices) == pytest.approx(least)
-            rest, completed = full.solve(), dict[int, int]()
-            rest.complete(completed)
-            assert float(rest.factor.seconds) == pytest.approx(least)
-            assert graph.cost([completed[v] for v in sizes]) == pytest.approx(least)
+            indices, least = again.solve()
+            assert least == pytest.approx(Elimination(sizes, graph.factors).solve()[1])
+            assert graph.cost([indices[v] for v in sizes]) == pytest.approx(least)
 
 
 def test_a_graph_reuses_minima_of_another_with_the_same_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,23 +218,20 @@ def test_a_graph_reuses_minima_of_another_with_the_same_tables(monkeypatch: pyte
     graph, rng = random_network(random.Random(5), 12), np.random.default_rng(5)
     for share in (0.0, 0.4):
         changed(graph, rng, share)
-        fresh = FactorGraph(graph.sizes, graph.factors)
-        alone, sums = Contraction(fresh).solve(), len(made)
+        sizes, memo = dict(enumerate(graph.sizes)), Memo()
+        alone, sums = Elimination(sizes, graph.factors).solve(memo), len(made)
         made.clear()
-        again = Contraction(FactorGraph(graph.sizes, graph.factors, fresh.memo)).solve()
-        assert 0 < 2 * len(made) < sums and again == alone
+        again = Elimination(sizes, graph.factors).solve(memo)
+        assert sums and not made and again == alone
         made.clear()
 
 
 def test_equal_sums_are_reused_where_their_dims_match() -> None:
+    """Two pairs of equal tables around 0 and 3, once turned: their sums differ."""
     numbers = np.random.default_rng(0)
-    first, second = numbers.random((3, 3)), numbers.random((3, 3))
-    turned = eliminate({0: 3, 1: 3, 2: 3}, [constant((0, 1), first), constant((0, 2), second)], kept=(1, 2))
-    other = eliminate({0: 3, 1: 3, 2: 3}, [constant((1, 0), first), constant((0, 2), second)], kept=(1, 2))
-    both = eliminate(
-        {0: 3, 1: 3, 2: 3, 3: 3},
-        [constant((0, 1), first), constant((0, 2), second), constant((1, 3), first), constant((3, 2), second)],
-        kept=(1, 2),
-    )
-    assert np.allclose(both.factor.seconds, turned.factor.seconds + other.factor.seconds)
-    assert not np.allclose(turned.factor.seconds, other.factor.seconds)
+    first, second = (constant((0, 1), numbers.random((3, 3))).table for _ in range(2))
+    graph = FactorGraph([3] * 4)
+    graph.factors += [Factor((0, 1), first), Factor((0, 2), second), Factor((1, 3), first), Factor((2, 3), second)]
+    indices, seconds = Elimination(dict(enumerate(graph.sizes)), graph.factors).solve()
+    least = min(graph.cost(one) for one in product(range(3), repeat=4))
+    assert seconds == pytest.approx(least) == graph.cost([indices[v] for v in range(4)])

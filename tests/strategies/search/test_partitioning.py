@@ -15,9 +15,9 @@ from models.moe import MoE
 from strategies.core.graph import OperatorGraph
 from strategies.cost.resharding_estimate import estimated_seconds
 from strategies.rules.sharding import Assignment
+from strategies.search.equivalence_classes import equivalence_classes
 from strategies.search.plan_cost import PlanCost
 from strategies.search.recursive_programming import Partitioning, partitioned
-from strategies.search.repeated_blocks import equivalence_classes
 from tests.strategies.search.problems import gpt, llama, node, nodes, prime_mesh, problem, shaped, tokens
 
 

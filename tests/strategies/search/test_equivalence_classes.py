@@ -1,4 +1,4 @@
-"""Equivalent operators: repeated layers are contracted, and nothing else."""
+"""Equivalent operators: repeated layers share classes, and nothing else does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from strategies.core.graph import Ref
-from strategies.search.repeated_blocks import equivalence_classes
+from strategies.search.equivalence_classes import equivalence_classes
 from tests.strategies.search.problems import gpt, llama, prime_mesh, problem, shaped
 
 MESH = prime_mesh(8)
