@@ -16,7 +16,7 @@ from strategies.search.dynamic_programming import exact_search
 from strategies.search.mesh_choice import finest
 from strategies.search.plan_cost import PlanCost, few_axes
 from strategies.search.problem import Problem, Solution, plan_bytes
-from strategies.search.recursive_programming import SWEPT_AXES, partitioned, recursive_choice, recursive_search, refined
+from strategies.search.recursive_programming import SWEPT_AXES, partitioned, recursive_choice, recursive_search
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,15 @@ def dynamic_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ..
 
 
 def _on_all_axes(problem: Problem, cluster: Cluster, found: Solution) -> Solution:
-    """The best plan on at most three axes, or a cheaper one on all prime axes: around it, with single axes decided
-    again, or, on few enough axes, of recursive programming."""
-    if few_axes(problem.mesh):
+    """The best plan on at most three axes, or that of recursive programming on all prime axes, of which there are a few
+    more, where it costs less."""
+    if few_axes(problem.mesh) or len(finest(problem.mesh)) > SWEPT_AXES:
         return found
-    others = [refined(problem, cluster, found.assignments)]
-    if len(finest(problem.mesh)) <= SWEPT_AXES:
-        others.append(partitioned(problem, cluster))
-    cost, every = PlanCost(problem, cluster), [found]
-    for other in others:
-        size = plan_bytes(problem, other.assignments)
-        if problem.memory is None or size <= problem.memory:
-            every.append(Solution(other.assignments, cost.total(other.assignments), size, found.lower_bound))
-    return min(every, key=lambda one: one.cost)
+    other = partitioned(problem, cluster)
+    cost, size = PlanCost(problem, cluster).total(other.assignments), plan_bytes(problem, other.assignments)
+    if cost >= found.cost or (problem.memory is not None and size > problem.memory):
+        return found
+    return Solution(other.assignments, cost, size, found.lower_bound)
 
 
 def recursive_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solve:
