@@ -207,6 +207,19 @@ class OperatorGraph:
         return frozenset(returning)
 
     @cached_property
+    def from_parameters(self) -> frozenset[str]:
+        """The operators with a gradient that compute from parameters, and from no input, what other operators use."""
+        fed = {Ref(source.id) for source in self.of_kind("input")}
+        computed: set[str] = set()
+        for operator in self.operators:
+            results = [Ref(operator.id, index) for index in range(len(operator.results))]
+            if not fed.isdisjoint(operator.operands):
+                fed.update(results)
+            elif operator.id in self.returning and not self.trained.isdisjoint(results):
+                computed.add(operator.id)
+        return frozenset(computed - {ref.id for ref in self.outputs})
+
+    @cached_property
     def without_gradient(self) -> frozenset[str]:
         """The trainable parameters to which none comes back."""
         return frozenset(
@@ -219,7 +232,8 @@ class OperatorGraph:
     @cached_property
     def looks(self) -> dict[str, int]:
         """A number per operator, by id: equal where operators have the same arguments, but for the names of values, and
-        take and make values of the same shapes, with gradients and from parameters of one use where the others do."""
+        take and make values of the same shapes, with gradients, from parameters of one use or from parameters alone
+        where the others do."""
         numbers: dict[tuple[Any, ...], int] = {}
         values: dict[tuple[Any, ...], int] = {}
         lone = {source.id for source in self.of_kind("parameter") if len(self.users[Ref(source.id)]) == 1}
@@ -236,6 +250,7 @@ class OperatorGraph:
                     tuple([numbers_of_values[ref] for ref in operator.operands]),
                     operator.results,
                     operator.id in self.returning,
+                    operator.id in self.from_parameters,
                 ),
                 len(numbers),
             )

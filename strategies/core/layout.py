@@ -31,20 +31,24 @@ def indices(block: Block, origin: Block | None = None) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """`dims[d]` are the axes that slice dim d; `partial` are axes over which the ranks' tensors must be added."""
+    """`dims[d]` are the axes that slice dim d; `partial` are axes over which the ranks' tensors must be added; over
+    `deferred` the tensor is replicated, but its gradient stays a partial sum."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: frozenset[str] = frozenset()
+    deferred: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        used = [axis for dim in self.dims for axis in dim] + list(self.partial)
+        used = [axis for dim in self.dims for axis in dim] + list(self.partial) + list(self.deferred)
         if len(set(used)) != len(used):
             twice = sorted({axis for axis in used if used.count(axis) > 1})
             raise StrategyError("MW408", f"Layout {self} uses mesh axis {', '.join(twice)} more than once.")
 
     def __str__(self) -> str:
         dims = ", ".join("*".join(dim) if dim else "-" for dim in self.dims)
-        return f"({dims})" + (f" partial over {'*'.join(sorted(self.partial))}" if self.partial else "")
+        partial = f" partial over {'*'.join(sorted(self.partial))}" if self.partial else ""
+        deferred = f" gradient partial over {'*'.join(sorted(self.deferred))}" if self.deferred else ""
+        return f"({dims}){partial}{deferred}"
 
     @staticmethod
     def replicated(dims: int) -> Layout:
@@ -58,7 +62,12 @@ class Layout:
     @property
     def reduced(self) -> Layout:
         """The layout once its partial sums are reduced: the same slices, nothing partial."""
-        return Layout(self.dims) if self.partial else self
+        return Layout(self.dims) if self.partial or self.deferred else self
+
+    @property
+    def gradient(self) -> Layout:
+        """The layout in which a value's gradient comes back."""
+        return Layout(self.dims, self.deferred)
 
     def counts(self, mesh: Mesh) -> tuple[int, ...]:
         """Slices per dim."""

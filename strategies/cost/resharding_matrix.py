@@ -31,12 +31,14 @@ from strategies.resharding.path import LARGE, resharding_path
 Integers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 Booleans = npt.NDArray[np.bool_]
-REPLICATED, PARTIAL = -1, -2
+REPLICATED, PARTIAL, UNREDUCED = -1, -2, -3
 """Values in place of the dim of an axis that slices none."""
 AT_ONCE, MANY = 64, 4096
 """Patterns of a pair of tables up to which all become exact at once; pairs of layouts that surely have more."""
 EQUAL = 1e-6
 """Relative difference of bounds that count as the same."""
+UNREACHABLE = 1e4
+"""Seconds between layouts that no path connects: more than any plan takes, and little enough to be added exactly."""
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
 MIXING = np.int64(-7046029254386353131)
 """An odd number whose multiples differ in many bits (2**64 over the golden ratio)."""
@@ -50,10 +52,11 @@ Pattern = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class LayoutTable:
-    """Layouts of one tensor, each once: `dims` [layouts, dims] and `partial` [layouts]."""
+    """Layouts of one tensor, each once: `dims` [layouts, dims], `partial` and `deferred` [layouts]."""
 
     dims: Integers
     partial: Integers
+    deferred: Integers
 
     def __len__(self) -> int:
         return len(self.partial)
@@ -129,34 +132,38 @@ class ReshardingCosts:
         return self.numbers[axes]
 
     def table(self, sliced: Integers, dims: int) -> LayoutTable:
-        """Make a table from the dim that every axis slices [layouts, axes], or REPLICATED or PARTIAL."""
+        """Make a table from the dim that every axis slices [layouts, axes], or REPLICATED, PARTIAL or UNREDUCED."""
         bits = 1 << np.arange(len(self.axes))
         numbers = (sliced[:, None, :] == np.arange(dims)[:, None]) @ bits
-        return self._unique(numbers, (sliced == PARTIAL) @ bits)
+        return self._unique(numbers, (sliced == PARTIAL) @ bits, (sliced == UNREDUCED) @ bits)
 
     def table_of(self, layouts: Sequence[Layout]) -> LayoutTable:
         """Make a table of layouts, whose axes may be in any order."""
         single = {name for name, size in self.mesh.axes if size == 1}
         dims = [[self._number(tuple(a for a in dim if a not in single)) for dim in one.dims] for one in layouts]
-        partial = [sum(1 << self.axes.index(a) for a in one.partial if a not in single) for one in layouts]
-        return self._unique(
-            np.array(dims, dtype=np.int64).reshape(len(layouts), len(layouts[0].dims)),
-            np.array(partial, dtype=np.int64),
+        partial, deferred = (
+            np.array([sum(1 << self.axes.index(a) for a in one if a not in single) for one in every], dtype=np.int64)
+            for every in ([one.partial for one in layouts], [one.deferred for one in layouts])
         )
+        numbers = np.array(dims, dtype=np.int64).reshape(len(layouts), len(layouts[0].dims))
+        return self._unique(numbers, partial, deferred)
 
-    def reduced(self, table: LayoutTable) -> LayoutTable:
-        """The same layouts with nothing partial."""
-        return self._unique(table.dims, np.zeros_like(table.partial))
+    def gradients(self, table: LayoutTable) -> LayoutTable:
+        """The layouts of the gradients of values with these."""
+        return self._unique(table.dims, table.deferred, np.zeros_like(table.deferred))
 
-    def _unique(self, dims: Integers, partial: Integers) -> LayoutTable:
+    def _unique(self, dims: Integers, partial: Integers, deferred: Integers) -> LayoutTable:
         """Equal tables are one object."""
-        key = (dims.shape, dims.tobytes(), partial.tobytes())
-        return self._tables.setdefault(key, LayoutTable(dims, partial))
+        key = (dims.shape, dims.tobytes(), partial.tobytes(), deferred.tobytes())
+        return self._tables.setdefault(key, LayoutTable(dims, partial, deferred))
 
     def layout(self, table: LayoutTable, index: int) -> Layout:
         """One layout of a table."""
-        partial = frozenset(axis for i, axis in enumerate(self.axes) if table.partial[index] >> i & 1)
-        return Layout(tuple(self.tuples[number] for number in table.dims[index]), partial)
+        partial, deferred = (
+            frozenset(axis for i, axis in enumerate(self.axes) if bits[index] >> i & 1)
+            for bits in (table.partial, table.deferred)
+        )
+        return Layout(tuple(self.tuples[number] for number in table.dims[index]), partial, deferred)
 
     def seconds(self, before: LayoutTable, after: LayoutTable, spec: TensorSpec, at_once: int | None = None) -> Seconds:
         """[before, after]: seconds of resharding a tensor like `spec`, or a lower bound where they are not exact yet.
@@ -180,11 +187,18 @@ class ReshardingCosts:
             made.values[:, after.partial > 0] = 0.0  # what may stay partial need not be sent
         else:
             made.values[:] = np.inf
+        unreachable = (after.partial & ~self._varying(before)[:, None]) != 0
+        made.values[unreachable], made.exact[unreachable] = UNREACHABLE, True
         self._groups.setdefault(_ordered(kinds), _Group()).adopt(made, self._pattern_seconds)
         while not many and not made.exact.all():  # patterns with one hash become exact one after the other
             self._evaluate(made, np.argwhere(~made.exact).tolist())
         made.changes = 0
         return made
+
+    def _varying(self, table: LayoutTable) -> Integers:
+        """The bits of the axes along which ranks hold something else."""
+        bits = np.array([sum(1 << self.axes.index(axis) for axis in axes) for axes in self.tuples], dtype=np.int64)
+        return np.asarray(np.bitwise_or.reduce(bits[table.dims], 1) | table.partial)
 
     def evaluate(self, before: LayoutTable, after: LayoutTable, spec: TensorSpec, row: int, column: int) -> None:
         """Makes one entry exact, with all that have its pattern. Where its bound was too low, so are probably equal

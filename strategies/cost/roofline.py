@@ -17,7 +17,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster, Pace
 from strategies.rules import rule_of
-from strategies.rules.sharding import Assignment, Dims, Sharding
+from strategies.rules.sharding import DEFERRED, Assignment, Dims, Sharding
 from strategies.rules.traits import traits
 
 
@@ -119,6 +119,8 @@ def shares(sharding: Sharding, assignment: Assignment, mesh: Mesh) -> dict[str, 
     """The share of every sliced factor that one rank has, padding included."""
     share = {}
     for factor, axes in assignment.items():
+        if factor == DEFERRED:
+            continue
         size, count = sharding.sizes[factor], mesh.product(axes)
         if mesh.share is not None and mesh.share.axis in axes:
             share[factor] = float(1 / mesh.parts(axes))

@@ -1,9 +1,10 @@
 """Lowering: operator graph + plan -> the program of all ranks.
 
 Between a value (layout A) and its use (layout B) stands one redistribution: forward A -> B, backward (B, partial over
-the operator's other axes) -> A. A parameter's gradient may stay partial over its replica axes: that sum is left to the
-optimizer parallel, and each use carries the factor that makes the sum right. Ranks add up results of less than 32 bits
-in fp32: an operator whose contraction is sliced computes in fp32, and its result is rounded when it is complete.
+the operator's other axes) -> A, still partial over the axes that A defers. A parameter's gradient may stay partial over
+its replica axes: that sum is left to the optimizer parallel, and each use carries the factor that makes the sum right.
+Ranks add up results of less than 32 bits in fp32: an operator whose contraction is sliced computes in fp32, and its
+result is rounded when it is complete.
 
 What a rule's local program calls on its `Emitter` becomes instructions of the program.
 """
@@ -141,6 +142,13 @@ def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh
                 break
             left.add(axis)
     return frozenset(left)
+
+
+def _returned(returned: Layout, have: Layout, mesh: Mesh) -> tuple[Pair, float]:
+    """The layouts between which the gradient of a value with the layout `have` is carried back from a use, and its
+    factor: what is deferred is added later, so over axes where the gradient is complete already it is counted once."""
+    left = have.deferred & returned.partial
+    return (returned, Layout(have.dims, left)), 1 / mesh.product(have.deferred - left)
 
 
 def unpacked(shape: Sequence[int], packed: Packed, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -510,9 +518,11 @@ class _Lowering(Emission):
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
                 gradient = self.gradient[ref] and operator.id in self.graph.returning
-                back = (after.reduced, natural[index].reduced) if gradient else None
+                back, scale = _returned(after.reduced, natural[index], self.mesh) if gradient else (None, 1.0)
                 name = f"{operator.id}_out"
-                self.local[ref] = self._redistribute(ref, after, back, name, operator.name, operator.path)
+                self.local[ref] = self._redistribute(
+                    ref, after, back, name, operator.name, operator.path, scale=scale
+                )  # fmt: skip
                 self.layouts[ref] = after
                 self.added_wide.discard(ref)
 
@@ -531,20 +541,19 @@ class _Lowering(Emission):
         if gradient and parameter:
             key = (ref, operator.id if operator.batch_slice is None else operator.batch_slice.of, position)
         if key not in self.slices:
-            back, scale = have.reduced, 1.0
+            back, scale = _returned(returned, have, self.mesh) if gradient else (None, 1.0)
             if gradient and parameter:
                 left = left_axes(have, returned, spec.shape, self.mesh)
-                back, scale = Layout(have.dims, left), self._scale(source.name, left)
+                back, scale = (returned, Layout(have.dims, left)), self._scale(source.name, left)
             self.slices[key] = self._redistribute(
-                ref, wanted, (returned, back) if gradient else None, f"{ref.id}_for_{operator.id}", operator.name,
-                operator.path, position, scale,
-            )  # fmt: skip
+                ref, wanted, back, f"{ref.id}_for_{operator.id}", operator.name, operator.path, position, scale
+            )
         return self.slices[key]
 
     def _handed_on(self, ref: Ref, wanted: Layout, name: str, gradient: bool) -> Ref:
         """The slice of a value that leaves the program, in the layout `wanted`."""
-        back = (wanted, self.layouts[ref].reduced) if gradient else None
-        return self._redistribute(ref, wanted, back, name, self.graph.by_id[ref.id].name, ())
+        back, scale = _returned(wanted, self.layouts[ref], self.mesh) if gradient else (None, 1.0)
+        return self._redistribute(ref, wanted, back, name, self.graph.by_id[ref.id].name, (), scale=scale)
 
     def _redistribute(
         self,

@@ -232,7 +232,7 @@ class Neighbourhood:
 def legal_assignments(sharding: Sharding, mesh: Mesh) -> Iterator[Assignment]:
     """Every legal way to slice an operator's factors, each dim by axes in mesh order."""
     axes = [name for name, size in mesh.axes if size > 1]
-    options: tuple[str | None, ...] = (*sharding.factors, None)
+    options: tuple[str | None, ...] = (*sharding.sizes, None)
     for placement in product(options, repeat=len(axes)):
         if len(options) ** len(axes) > MOST and not _runs(placement):
             continue

@@ -99,7 +99,7 @@ def operator_entry(
     chosen, sharding, mesh = plan.operators[operator.name], rule_of(operator, graph), plan.mesh
     operands = sharding.operand_layouts(chosen.assignment)
     results = chosen.outputs or sharding.result_layouts(chosen.assignment)
-    counts = [mesh.product(chosen.assignment.get(factor, ())) for factor in sharding.factors]
+    counts = [mesh.product(chosen.assignment.get(factor, ())) for factor in sharding.sizes]
     used = mesh.product(sharding.used(chosen.assignment))
     return {
         "name": model_name(operator),

@@ -29,6 +29,7 @@ from strategies.rules.packed import unsliced_dims
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import traits
 from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
+from strategies.search.deferral import deferred
 from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
 
@@ -490,7 +491,7 @@ class Planning:
                     have = problem.result_layout(operator.operands[0], assignments[shown.id])
                     assignment = as_shown(problem, operator, have, assignment)
             assignments[operator.id] = assignment
-        return assignments
+        return deferred(problem, self.cluster, assignments)
 
     def _axes(self) -> tuple[Axes, ...] | None:
         """The axes that a user named; None where the mesh is to be chosen, with its runner-up."""
@@ -589,7 +590,9 @@ class SlicedModules:
 
 
 def _unsliced(sharding: Sharding, operator: Operator, specs: Sequence[TensorSpec], request: Request) -> Sharding:
-    """The rule of an operator, where no slice is allowed of the dims that the request wants replicated."""
+    """The rule of an operator, where no slice is allowed of the dims that the request wants replicated. What slices
+    modules reduces gradients where it returns them."""
+    sharding = replace(sharding, defers=sharding.defers and not request.by_module)
     wanted = request.unsliced.get(operator.label, ())
     every = enumerate(sharding.operands)
     factors = {dims[dim] for place, dims in every for dim in unsliced_dims(operator, specs, place, wanted)} - {None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pkgutil
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
 from strategies.core.graph import Operator, OperatorGraph, TensorSpec
@@ -31,7 +32,10 @@ def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     """The sharding of `operator`; without factors if no rule knows it, or its rule does not cover this form of call."""
     known = _of_graph(graph)
     if id(operator) not in known:
-        known[id(operator)] = operator, sharding_of(operator, graph.operand_specs(operator))
+        found = sharding_of(operator, graph.operand_specs(operator))
+        # backward of torch's operators is linear; a function of the user's may clip its gradient
+        defers = operator.id in graph.from_parameters and operator.target.startswith("aten.")
+        known[id(operator)] = operator, replace(found, defers=True) if defers else found
     return known[id(operator)][1]
 
 

@@ -3,7 +3,8 @@
 A factor is a loop of the operator, written like an einsum index. A dim carries one factor or none (then it is
 replicated). From the factors and an assignment (factor -> mesh axes) follow the layouts of operands and results and of
 the gradients: with U all assigned axes, the gradient of an operand has the operand's layout and is partial over U minus
-the operand's own axes.
+the operand's own axes. Backward is linear in the gradients of the results, so these may be partial over more axes,
+those of `DEFERRED`: then the operands' are, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from strategies.core.mesh import Mesh
 Dims = tuple[str | None, ...]
 Assignment = Mapping[str, tuple[str, ...]]
 """Factor -> mesh axes that slice it, major to minor. Factors that are missing stay replicated."""
+DEFERRED = "deferred"
+"""The factor of no dim: over its axes ranks compute the same, each for a part of the results' gradients alone."""
 
 
 class Local(Protocol):
@@ -110,6 +113,8 @@ class Sharding:
     `gathered` are the factors along which the local program gathers operands: a configured strategy may replicate
     these, which means the same.
 
+    `defers`: whether a search may assign axes to `DEFERRED`, as it may for what is computed from parameters alone.
+
     `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators
     without a rule.
     """
@@ -124,14 +129,20 @@ class Sharding:
     padded: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
     lengths: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    defers: bool = False
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
-        return tuple(self.sizes)
+        """What a search may assign axes to."""
+        return (*self.sizes, DEFERRED) if self.defers else tuple(self.sizes)
+
+    def divides(self, factor: str, count: int) -> bool:
+        """Whether a factor can be cut into `count` equal slices."""
+        return factor == DEFERRED or self.sizes[factor] % count == 0
 
     def fits(self, factor: str, count: int) -> bool:
         """Whether a factor can be cut into `count` slices: equal ones, or padded ones of which none is empty."""
-        if self.sizes[factor] % count == 0:
+        if self.divides(factor, count):
             return True
         return factor in self.padded and all(-(-n // count) * (count - 1) < n for n in self.lengths_of(factor))
 
@@ -146,7 +157,7 @@ class Sharding:
     def legal(self, assignment: Assignment, mesh: Mesh) -> bool:
         """Whether every factor can be cut as `assignment` says."""
         return all(
-            factor in self.sizes and self.fits(factor, mesh.product(axes)) for factor, axes in assignment.items()
+            factor in self.factors and self.fits(factor, mesh.product(axes)) for factor, axes in assignment.items()
         )
 
     def used(self, assignment: Assignment) -> frozenset[str]:
@@ -187,9 +198,11 @@ def _layouts(
     axes, named = dict(assignment), {factor for dims in (*operands, *results) for factor in dims}
     used = frozenset(axis for factor, some in assignment if factor in named for axis in some)
     partial = frozenset(axis for factor in sums for axis in axes.get(factor, ()))
+    deferred = frozenset(axes.get(DEFERRED, ()))
     taken = tuple(_layout(dims, axes) for dims in operands)
-    gradients = tuple(Layout(layout.dims, used - layout.axes) for layout in taken)
-    return _Layouts(used, taken, gradients, tuple(_layout(dims, axes, partial) for dims in results))
+    gradients = tuple(Layout(layout.dims, (used | deferred) - layout.axes) for layout in taken)
+    made = [_layout(dims, axes, partial) for dims in results]
+    return _Layouts(used, taken, gradients, tuple([replace(one, deferred=deferred) for one in made]))
 
 
 def forget() -> None:

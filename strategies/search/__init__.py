@@ -5,7 +5,7 @@
        +--------------+---------------------+-----+----------+
    plan_cost   strategy_space    equivalence_classes   dual_bound         2  costs, candidates, classes, bounds
        |              |                   |              |
-   mesh_choice    cost_graph              |              |                3  factorisations; variables and factors
+   mesh_choice    cost_graph    deferral  |              |                3  factorisations; variables; later sums
        |              |                   |              |
        +------+-------+-------------------+-------+------+
               |                                   |

@@ -24,7 +24,7 @@ import numpy as np
 
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
-from strategies.cost.resharding_matrix import LayoutTable, ReshardingCosts
+from strategies.cost.resharding_matrix import UNREACHABLE, LayoutTable, ReshardingCosts
 from strategies.cost.styled_modules import FORBIDDEN
 from strategies.rules.sharding import Assignment
 from strategies.search.elimination import Factor, FactorGraph, Integers, Part, Seconds, Table, constant, expanded
@@ -42,9 +42,9 @@ MOST_ENTRIES = 2**23
 @dataclass(eq=False)
 class UseCost:
     """What one use of a value costs: `seconds` [layouts of the value, targets]. A target is the layout in which the
-    value comes (`come`, a row of `wanted`) and the one in which its gradient goes back (`go`, a row of `returned`);
-    `of_candidate` is the target of every candidate of the user; `penalty` [layouts of the value, rows of `wanted`] is
-    added where a value must not come so."""
+    value comes (`come`, a row of `wanted`) and the one in which its gradient goes back (`go`, a row of `returned`):
+    partial over what the value's layout defers, at least. `of_candidate` is the target of every candidate of the user;
+    `penalty` [layouts of the value, rows of `wanted`] is added where a value must not come so."""
 
     resharding: ReshardingCosts
     spec: TensorSpec
@@ -57,7 +57,7 @@ class UseCost:
     penalty: Seconds | None = None
 
     def __post_init__(self) -> None:
-        self.reduced = self.resharding.reduced(self.given)
+        self.back = self.resharding.gradients(self.given)
         there = [row.tobytes() for row in self.wanted.dims[self.come]]
         back = [b""] * len(there) if self.returned is None else [x.tobytes() for x in self.returned.partial[self.go]]
         self.targets = tuple(zip(there, back, strict=True))
@@ -68,7 +68,7 @@ class UseCost:
         """Reads the matrices again if they were updated; whether they were."""
         changes = self.resharding.changes(self.given, self.wanted, self.spec)
         if self.returned is not None:
-            changes += self.resharding.changes(self.returned, self.reduced, self.spec)
+            changes += self.resharding.changes(self.returned, self.back, self.spec)
         if changes == self.changes:
             return False
         self.changes = changes
@@ -80,13 +80,15 @@ class UseCost:
         if self.penalty is not None:
             self.seconds = self.seconds + self.penalty[:, self.come]
         if self.returned is not None:
-            self.seconds = self.seconds + self.resharding.seconds(self.returned, self.reduced, self.spec)[self.go].T
+            back = self.resharding.seconds(self.returned, self.back, self.spec)
+            back[(self.back.partial & ~self.returned.partial[:, None]) != 0] = UNREACHABLE
+            self.seconds = self.seconds + back[self.go].T
 
     def evaluate(self, row: int, target: int) -> None:
         """Makes one entry exact."""
         self.resharding.evaluate(self.given, self.wanted, self.spec, row, int(self.come[target]))
         if self.returned is not None:
-            self.resharding.evaluate(self.returned, self.reduced, self.spec, int(self.go[target]), row)
+            self.resharding.evaluate(self.returned, self.back, self.spec, int(self.go[target]), row)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import resharding_seconds
 from strategies.cost.resharding_estimate import estimated_seconds
+from strategies.cost.resharding_matrix import UNREACHABLE
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import left_axes
 from strategies.rules.sharding import Assignment
@@ -50,8 +51,13 @@ class PlanCost:
 
     def used(self, have: Layout, wanted: Layout, returned: Layout | None, spec: TensorSpec) -> float:
         """Seconds to carry a value to a use and its gradient back (None: there is none)."""
-        back = 0.0 if returned is None else self.resharded(returned, have.reduced, spec)
+        back = 0.0 if returned is None else self.returned(returned, have, spec)
         return self.resharded(have, wanted, spec) + back
+
+    def returned(self, returned: Layout, have: Layout, spec: TensorSpec) -> float:
+        """Seconds to carry the gradient of a value with the layout `have` back from a use: partial over what `have`
+        defers, at least."""
+        return self.resharded(returned, have.gradient, spec) if have.deferred <= returned.partial else UNREACHABLE
 
     def operator(self, operator: Operator, assignment: Assignment) -> float:
         """Seconds of an operator's own work, forward and backward, of what its local program sends, and of results that

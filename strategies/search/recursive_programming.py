@@ -149,7 +149,7 @@ class Partitioning:
         every: list[Assignment] = [rest]
         for factor in sharding.factors:
             run = tuple(sorted((*rest.get(factor, ()), *axes), key=self.place.__getitem__))
-            if sharding.sizes[factor] % self.mesh.product(run) == 0:
+            if sharding.divides(factor, self.mesh.product(run)):
                 every.append({**rest, factor: run})
         if staying and now not in every:
             every.append(now)
@@ -259,15 +259,15 @@ class Partitioning:
         """Seconds by the layout of a value and those of its use."""
         key = tuple(given), tuple(uses), self._specs.setdefault(spec, len(self._specs))
         if key not in self._use_seconds:
-            reduced = [self._number(self._layouts[number].reduced) for number in given]
+            layouts = self._layouts
             self._use_seconds[key] = np.array(
                 [
                     [
                         self._resharding(before, wanted, spec)
-                        + (0.0 if returned < 0 else self._resharding(returned, after, spec))
+                        + (0.0 if returned < 0 else self.cost.returned(layouts[returned], layouts[before], spec))
                         for wanted, returned in uses
                     ]
-                    for before, after in zip(given, reduced, strict=True)
+                    for before in given
                 ]
             )
         return self._use_seconds[key]

@@ -36,6 +36,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.resharding_estimate import shares
 from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.deferral import deferred
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.equivalence_classes import repeats
 from strategies.search.mesh_choice import finest
@@ -114,6 +115,7 @@ def sharding_propagation(
     chosen = Propagation(problem, LinkSeconds(problem.mesh, cluster)).run()
     reached = frozenset(chosen)
     chosen |= {one.id: default(one) for one in problem.graph.operators if one.id not in reached}
+    chosen = deferred(problem, cluster, chosen)
     limit = problem.memory or math.inf
     first = Solution(chosen, approximate_cost(problem, cluster).total(chosen), plan_bytes(problem, chosen))
     every = (first, *_around(problem, cluster, axes, chosen))
@@ -366,7 +368,7 @@ def _extensions(sharding: Sharding, problem: Problem, start: Assignment) -> Iter
     mesh = problem.mesh
     taken = {axis for axes in start.values() for axis in axes}
     free = [axis for axis in mesh.names if axis not in taken and mesh.sizes[axis] > 1]
-    options: tuple[str | None, ...] = (*sharding.factors, None)
+    options: tuple[str | None, ...] = (*sharding.sizes, None)
     if len(options) ** len(free) > MOST_CANDIDATES:
         placements = _contiguous(options, len(free))
     else:

@@ -20,6 +20,7 @@ from strategies.cost.collectives import resharding_seconds
 from strategies.cost.resharding_matrix import (
     PARTIAL,
     REPLICATED,
+    UNREDUCED,
     Integers,
     LayoutTable,
     ReshardingCosts,
@@ -27,7 +28,7 @@ from strategies.cost.resharding_matrix import (
 )
 from strategies.cost.roofline import operator_work, roofline
 from strategies.lowering.lowering import left_axes
-from strategies.rules.sharding import Assignment, Dims, Sharding
+from strategies.rules.sharding import DEFERRED, Assignment, Dims, Sharding
 from strategies.search.elimination import Table
 from strategies.search.problem import NodeCost, Problem, parameter_bytes
 
@@ -153,9 +154,11 @@ class StrategySpace:
             partial = (sliced >= 0) & (of_axis == REPLICATED)
             returned.append(self._side(np.where(partial, PARTIAL, of_axis), len(dims)))
         summed = np.array([factor in sharding.sums for factor in sharding.factors] + [False])[sliced]
+        deferred = np.array([factor == DEFERRED for factor in sharding.factors] + [False])[sliced]
         for dims in sharding.results:
             of_axis = self._dims_of_axes(sharding, dims, sliced)
             of_axis = np.where(summed & (of_axis == REPLICATED), PARTIAL, of_axis)
+            of_axis = np.where(deferred, UNREDUCED, of_axis)
             natural.append(self._side(of_axis, len(dims)))
             if styled is not None and gathered.any():
                 own = np.array([axis in styled.axes for axis in self.axes])
@@ -194,7 +197,7 @@ class StrategySpace:
         legal = np.ones(len(grid), dtype=bool)
         for number, factor in enumerate(sharding.factors):
             count = np.where(grid == number, self.sizes, 1).prod(1)
-            legal &= sharding.sizes[factor] % count == 0
+            legal &= factor == DEFERRED or sharding.sizes[factor] % count == 0
         if self.problem.styled is not None:
             legal &= self.problem.styled.legal(operator, grid, self.axes)
         return np.asarray(grid[legal], dtype=np.int64)
@@ -202,7 +205,7 @@ class StrategySpace:
     def _shares(self, sharding: Sharding, sliced: Integers) -> dict[str, Seconds]:
         """Per factor the share of it that a rank has, by candidate."""
         shares = {}
-        for number, factor in enumerate(sharding.factors):
+        for number, factor in enumerate(sharding.sizes):
             count, size = np.where(sliced == number, self.sizes, 1).prod(1), sharding.sizes[factor]
             shares[factor] = -(-size // count) / size if size else np.ones(len(sliced))
         return shares
@@ -216,8 +219,8 @@ class StrategySpace:
         """The layouts of [candidates, axes]; equal ones are one object."""
         key = dims, of_axis.tobytes()
         if key not in self._layouts:
-            base = of_axis.max(initial=0) + 3
-            numbers = ((of_axis + 2) * base ** np.arange(of_axis.shape[1])).sum(1)
+            base = of_axis.max(initial=0) + 4
+            numbers = ((of_axis + 3) * base ** np.arange(of_axis.shape[1])).sum(1)
             _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
             self._layouts[key] = Layouts(self.resharding.table(of_axis[first], dims), inverse)
         return self._layouts[key]

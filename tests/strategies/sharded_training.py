@@ -294,7 +294,7 @@ def _random_assignment(
     sharding = rule_of(operator, graph)
     assignment: dict[str, tuple[str, ...]] = {}
     for axis, size in mesh.axes:
-        fits = [f for f in sharding.factors if sharding.sizes[f] % (size * mesh.product(assignment.get(f, ()))) == 0]
+        fits = [f for f in sharding.factors if sharding.divides(f, size * mesh.product(assignment.get(f, ())))]
         factor = draw.choice([*fits, None])
         if factor:
             assignment[factor] = (*assignment.get(factor, ()), axis)
@@ -304,7 +304,7 @@ def _random_assignment(
 def _over_batch(operator: Any, graph: OperatorGraph, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Shard the first factor that divides: for these nets the batch, if there is one."""
     sharding = rule_of(operator, graph)
-    fits = [factor for factor in sharding.factors if sharding.sizes[factor] % mesh.size == 0]
+    fits = [factor for factor, size in sharding.sizes.items() if size % mesh.size == 0]
     return {fits[0]: mesh.names} if fits and mesh.size > 1 else {}
 
 

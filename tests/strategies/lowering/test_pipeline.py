@@ -202,7 +202,7 @@ class Shift(nn.Module):
         self.by = by
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.by.square()
+        return x + self.by * x.mean()
 
 
 class Shifted(nn.Module):
