@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as every_module
 from torch.nn.utils import rnn
 
-from strategies.capture.nodes import at, op_of, replaced, users_line
+from strategies.capture.nodes import at, fakes, op_of, replaced, users_line
 from strategies.capture.vmapped import is_functional
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -61,7 +61,8 @@ def refusing_unseen(training: bool) -> Iterator[None]:
 
 
 def check_nodes(graph: fx.Graph, training: bool) -> None:
-    """Raises StrategyError for what is left of torch.func, and in training for lookups whose gradients are sparse."""
+    """Raises StrategyError for what is left of torch.func, for sparse tensors, and in training for lookups whose
+    gradients are sparse."""
     for node in graph.nodes:
         if is_functional(node):
             raise StrategyError(
@@ -82,9 +83,16 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
                 f"{op_of(node)}{at(node)} draws numbers from a torch.Generator of its own, whose state no graph has; "
                 "leave it out: numbers of the global one depend on train.seed and the step alone.",
             )
-        if not training or not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if named(str(node.target), node.args, dict(node.kwargs)).get("sparse"):
+        given = (fake for one in (node, *node.all_input_nodes) for fake in fakes(one.meta.get("val")))
+        if any(fake.layout != torch.strided for fake in given):
+            raise StrategyError(
+                "MW906",
+                f"{op_of(node)}{at(node)} takes or makes a sparse tensor, of which a rank would have no slices; use a "
+                "dense one (to_dense()), or indices and values with index_select and index_add.",
+            )
+        if training and named(str(node.target), node.args, dict(node.kwargs)).get("sparse") is True:
             raise StrategyError(
                 "MW906",
                 f"{op_of(node)}{at(node)} has sparse=True, but gradients are dense here; leave it out (and take a "

@@ -136,6 +136,14 @@ DTYPES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+def test_sparse_tensors() -> None:
+    net = Net(lambda net, x: torch.sparse.mm(net.adjacency, net.inner(x)[:4]).sum())
+    net.register_buffer("adjacency", torch.eye(4).to_sparse())
+    with pytest.raises(StrategyError, match=r"sparse_mm.*sparse tensor.*to_dense") as error:
+        captured(net)
+    assert error.value.code == "MW906"
+
+
 def test_labels_of_other_pictures_than_the_scores() -> None:
     net = Net(lambda net, x: F.cross_entropy(net.inner(x).view(2, 4, 2, 2), torch.zeros(2, 1, 2, dtype=torch.long)))
     with pytest.raises(RuntimeError, match="size mismatch"):
