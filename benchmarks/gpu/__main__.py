@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import count
@@ -52,8 +53,9 @@ def main() -> int:
         except ConfigError as error:
             print(f"benchmarks.gpu: {error}", file=sys.stderr)
             return 2
-        stored = run(options.only, options.device, (stored or {}).get("parts", {}) if options.out is None else {})
-        file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        before = (stored or {}).get("parts", {}) if options.out is None else {}
+        for stored in run(options.only, options.device, before):  # what is measured stays if it ends early
+            file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     (folder / "gpu.md").write_text(page.text(stored), encoding="utf-8")
     failed = any(
         "error" in row for part in (stored or {"parts": {}})["parts"].values() for row in part["rows"].values()
@@ -66,8 +68,8 @@ def require(device: str) -> None:
     device_of(config_of(SMALL, device, "fp32", compiled=False))
 
 
-def run(names: list[str], device: str, before: dict[str, object]) -> dict[str, object]:
-    """Run parts, those that time nothing at the same time, and say how each went."""
+def run(names: list[str], device: str, before: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Run parts, those that time nothing at the same time, and say how each went. Yields all that is there so far."""
     started, parts, said = time.perf_counter(), dict(before), count(1)
 
     def note(name: str, outcome: str) -> None:
@@ -86,18 +88,21 @@ def run(names: list[str], device: str, before: dict[str, object]) -> dict[str, o
     with tempfile.TemporaryDirectory() as made:
         with ThreadPoolExecutor(TOGETHER) as pool:
             for _ in pool.map(take, (name for name in names if name in BESIDE)):
-                pass
+                yield _stored(device, started, parts)
         for name in names:
             if name not in BESIDE:
                 take(name)
-    name = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+                yield _stored(device, started, parts)
+
+
+def _stored(device: str, started: float, parts: dict[str, object]) -> dict[str, object]:
     return {
         "device": device,
-        "name": name,
+        "name": torch.cuda.get_device_name() if device == "cuda" else "a CPU",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.perf_counter() - started, 1),
-        "parts": parts,
+        "parts": dict(parts),
     }
 
 

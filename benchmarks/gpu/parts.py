@@ -55,6 +55,10 @@ COMMANDS: Mapping[str, str] = {
     "fp16, zero 2": f"{GPT} train.precision=fp16 parallel.zero.stage=2",
     "profiler": f"{GPT} train.callbacks=[profiler]",
     "resume": f"{GPT} checkpoint.at_end=true checkpoint.every=3",
+    **{
+        f"verify {name}": f"verify +recipe={name} {ONE} train.steps=2"
+        for name in ("llama", "moe", "vit", "gpt_packed", "hf_llama")
+    },
 }
 """Words of `run`, by part. `resume` is run twice in one folder, the second time for two more steps."""
 RECIPES = {

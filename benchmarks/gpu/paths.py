@@ -48,6 +48,7 @@ PATHS = {
     "strategies/capture/repeated_modules.py": ("Autocast on a GPU is part of what repeated modules share", "capture"),
     "strategies/capture/tracing.py": ("Autocast on a GPU is captured", "capture"),
     "strategies/cost/step.py": ("The optimizer updates all parameters by one call", "calibrate"),
+    "strategies/memory/sharded.py": ("The states of our own ZeRO's optimizer", NOT_HERE),
     "strategies/memory/trace.py": ("The states of such an optimizer, and what the allocator holds", "memory"),
     "strategies/memory/zero.py": ("ZeRO 3 keeps bf16 parameters in bf16", "zero 3"),
     "strategies/optimizer/sharded.py": ("Gradients are reduce-scattered by nccl", NOT_HERE),
