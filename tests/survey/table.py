@@ -15,14 +15,14 @@ Written by `python -m tests.survey --write docs/survey.md` from results that `--
 type of model that the installed packages have (`--all`: every class; transformers: the first of causal, masked and
 sequence-to-sequence language model, classifier, ..., base model that the type has) is built small and at random,
 nothing is downloaded: configs of transformers are shrunk, models of timm and torchvision get pictures of 64 pixels a
-side where they take them, and of consecutive equal blocks two. Vision towers whose forward takes the sizes of pictures
-get them as constants. It is trained for one step eagerly and on 4 simulated ranks under three plans: data parallel, a
-search, and a random one, which also runs as generated modules in threads.
+side (videos of 32) where they take them, and of consecutive equal blocks two. Vision towers whose forward takes the
+sizes of pictures get them as constants. It is trained for one step eagerly and on 4 simulated ranks under three plans:
+data parallel, a search, and a random one, which also runs as generated modules in threads.
 
 * `exact`: loss, every gradient and every buffer agree (1e-10 in double precision; classes that do not compute in it:
   1e-5; or 3 times one device's own rounding where that is more: in double precision 3 times what its gradients change
   by where every weight changes in its last bit, as sums in another order do, a gradient of terms that cancel by
-  itself; in single precision their error).
+  itself, and by its size where it is nothing but rounding; in single precision their error).
 * `refused`: an error with a code says what to change.
 * `late`: over the time limit for one class.
 * `unbuilt`: no config or batch of the survey suits the class, or eager torch does not train it. Not counted.
