@@ -21,7 +21,7 @@ class ConstantBuffers:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        saved = {id(root.get_buffer(name)) for name in root.state_dict(keep_vars=True) if _is_buffer(root, name)}
+        saved = {*map(id, root.state_dict(keep_vars=True).values())}
         self._values = {
             name: buffer
             for name, buffer in root.named_buffers(remove_duplicate=False)
@@ -58,11 +58,6 @@ class ConstantBuffers:
         for name in wrong:
             del self._values[name]
         return bool(wrong)
-
-
-def _is_buffer(root: nn.Module, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    return last in root.get_submodule(path)._buffers
 
 
 def _memory(tensor: Tensor) -> int:
