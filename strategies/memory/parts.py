@@ -21,7 +21,7 @@ class Memory:
         gradients: Gradients after backward, and those for which ZeRO reserves memory.
         optimizer: The optimizer's states and copies of weights.
         activations: Of all micro-batches that are under way.
-        buffers: Of communication.
+        buffers: Of communication, and on a GPU the workspaces of products.
         persistent: Stay from step to step, of all parts.
         peaks: The most at one moment, by phase.
         host: On the host, at most, by offload and placed operators.
@@ -130,7 +130,8 @@ def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes:
     """
     order = ("activations", "optimizer", "parameters", "gradients", "buffers")
     parts = {name: needed.by_part[name] for name in order}
-    largest = max(parts, key=lambda name: parts[name])
+    reducible = [name for name in order if name != "buffers" or settings.stage]  # cuBLAS's own have one size
+    largest = max(reducible, key=lambda name: parts[name])
     shown = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
     what = "even with all repeated layers recomputed the plan" if all_of_it else "the plan"
     return (

@@ -71,8 +71,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.events is not None:
             self.events.append((func, self.now))
         if func in CONVOLUTIONS and self.device == "cuda":
-            moved = given if func is BACKWARD else [*given, *_tensors((results,))]
-            self._pass(func, sum(tensor.nbytes for tensor in moved if tensor.dim() > 2 and tensor.stride(1) != 1))
+            x, moved = (given[1], given) if func is BACKWARD else (given[0], [*given, *_tensors((results,))])
+            if x.stride(1) != 1:  # of its channels
+                self._pass(func, sum(tensor.nbytes for tensor in moved if tensor.dim() > 2))
         return results
 
     def _pass(self, func: object, size: int) -> None:

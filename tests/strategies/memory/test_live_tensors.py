@@ -52,6 +52,19 @@ def test_tensors_made_on_the_host_or_from_host_tensors_are_on_the_host():
         assert (live.host, live.host_peak) == (2048, 3072)
 
 
+def test_convolutions_on_a_gpu_copy_operands_whose_channels_are_not_last():
+    with FakeTensorMode() as shapes:
+        x, weight = torch.empty(4, 8, 6, 6, device="cuda"), torch.empty(8, 8, 3, 3, device="cuda")
+        for form, copied in ((x, True), (x.to(memory_format=torch.channels_last), False)):
+            live = Live("cuda", shapes)
+            with live:
+                live.see([form, weight])
+                y = torch.nn.functional.conv2d(form, weight)
+            operands = form.nbytes + weight.nbytes + y.nbytes
+            assert live.now == operands
+            assert live.peak == operands + operands * copied
+
+
 def test_a_step_takes_the_same_without_numbers():
     def step() -> list[int]:
         net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
