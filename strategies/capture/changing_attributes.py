@@ -2,7 +2,7 @@
 state that it left behind, a running average in a plain tensor.
 
 A graph is the same in every step, so it would have what the first one has found. The exporter restores attributes after
-it has traced a forward, not what is in lists, in classes or in globals. So where a forward has changed anything, the
+it has traced a forward, not the content of lists, classes or globals. So where a forward has changed anything, the
 module is called twice, and put back: what a forward sets once, such as the length of a cached table, is the same in the
 second call. Numbers and flags that are read must be. What the first call has left behind may not matter to the second
 one: it computes the same where tensors of it are not numbers, and with what was added to lists. What it computes may
@@ -91,10 +91,10 @@ class ChangingAttributes:
                     "it: a graph would have its first values in every step. Register it as a buffer "
                     "(register_buffer).",
                 )
-        held = (*self._root.parameters(), *self._root.buffers())
-        if any(one.is_meta or isinstance(one, FakeTensor) for one in held):
+        own = (*self._root.parameters(), *self._root.buffers())
+        if any(one.is_meta or isinstance(one, FakeTensor) for one in own):
             return
-        small = sum(one.numel() * one.element_size() for one in held) <= LARGEST
+        small = sum(one.numel() * one.element_size() for one in own) <= LARGEST
         if self._counts or (self._keeps and small):
             with advancing(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_twice(batch, training)

@@ -27,9 +27,9 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")), type(iter(range(0))))
 """Of Python, which say how much is left of them."""
 CONTAINERS = frozenset({dict, list, set, deque, Counter, OrderedDict, defaultdict})
-"""Classes derived from these may make what they are asked for."""
+"""Classes derived from these may make any attribute."""
 PACKAGES = "-packages"
-"""In the paths of what is installed, by which the user's own files are told from others."""
+"""In the paths of what is installed, by which the user's own files are distinguished."""
 LARGEST = 256
 """Of containers with more entries only the number of these is looked at; arrays with more elements are left out."""
 DEEPEST = 5
@@ -73,7 +73,7 @@ class PythonState:
             restore()
 
     def _look(self, value: Any, path: str, name: str, place: str = "", depth: int = 0) -> None:
-        """Note what is in `value`, at a place of an attribute or global."""
+        """Note the content of `value`, at a place of an attribute or global."""
         if type(value) in PLAIN or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
             self.values[path, name, place] = value
         elif isinstance(value, count):
@@ -126,7 +126,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, partial):
         yield from (("", value.func), ("", value.args), ("", value.keywords))
     elif _is_object(value):
-        yield from ((f".{name}", inner) for name, inner in _held(value))
+        yield from ((f".{name}", inner) for name, inner in _members(value))
 
 
 def _is_object(value: Any) -> bool:
@@ -203,12 +203,12 @@ def _around(
     and of what the user's files among them import from others of the user's: (owner, its name, name, value)."""
     classes = {one: None for module in modules for one in type(module).__mro__ if _of_user(one.__module__)}
     for one in classes:
-        yield from ((one, one.__name__, name, value) for name, value in _held(one))
+        yield from ((one, one.__name__, name, value) for name, value in _members(one))
     files = dict.fromkeys([*(one.__module__ for one in (*classes, *functions)), *more])
     waiting = [name for name in files if _of_user(name)]
     while waiting:
         file = waiting.pop()
-        for name, value in _held(sys.modules[file]):
+        for name, value in _members(sys.modules[file]):
             if not isinstance(value, ModuleType | FunctionType | type):
                 yield sys.modules[file], file, name, value
                 continue
@@ -220,7 +220,7 @@ def _around(
                 waiting.append(whose)
 
 
-def _held(owner: Any) -> list[tuple[str, Any]]:
+def _members(owner: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(owner).items() if not name.startswith("__")]
 
 
