@@ -32,12 +32,13 @@ from models.vocabulary import VocabularyFFN
 from runner.planning.clusters import described, shipped
 from strategies.core.graph import OperatorGraph
 from strategies.cost.cluster import Cluster
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
 from strategies.planner.default_strategies import batch_factors
 from strategies.rules.sharding import Assignment
 from strategies.search.dynamic_programming import search
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import Problem, Solution
 from strategies.search.recursive_programming import recursive_search
+from strategies.search.solution import Solution
 from tests.strategies.search.problems import prime_mesh, problem, propagated, shaped, tokens
 
 SMALL, LARGE = "laptop_gloo", "dgx_h100"

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from strategies.cost.cluster import Cluster
-from strategies.search.problem import Problem
+from strategies.cost.problem import Problem
 from strategies.search.recursive_programming import recursive_search
 from tests.strategies.search.problems import line, llama, nodes, prime_mesh, problem
 

@@ -25,9 +25,9 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh, primes
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.problem import Problem
 from strategies.rules import rule_of
 from strategies.search.algorithms import dynamic_programming
-from strategies.search.problem import Problem
 from tests.strategies.search.problems import shaped, tokens
 
 TITLE = "The exact search on open meshes"

@@ -24,9 +24,10 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.problem import Problem
 from strategies.rules import rule_of
 from strategies.search.dynamic_programming import search
-from strategies.search.problem import Problem, Solution
+from strategies.search.solution import Solution
 
 TITLE = "The exact search on large models"
 SHAPES = {

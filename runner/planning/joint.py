@@ -41,8 +41,10 @@ from strategies.core.plan import Plan, Recompute
 from strategies.core.request import RecomputeRequest, Request
 from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import step_lower_bound
+from strategies.cost.problem import Problem
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.recompute import recomputed, repeated_layers
+from strategies.memory.estimate import plan_bytes
 from strategies.memory.parts import over
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import COMPLETE, PERSISTING, OptimizerSettings, keeps
@@ -54,7 +56,6 @@ from strategies.rules import rule_of
 from strategies.runtime import compiled
 from strategies.search.algorithms import with_cost
 from strategies.search.joint import AGAIN, KEEPING, Bound, Choice, Decision, Priced, decide
-from strategies.search.problem import Problem, plan_bytes
 
 ZERO = (0, 1, 2, 3)
 SMALLER_PLANS = 4

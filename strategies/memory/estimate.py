@@ -1,9 +1,9 @@
 """The memory of a rank, estimated without running anything: from shapes, layouts and what autograd saves by the traits
 of operators.
 
-`saved` says which results stay for backward; the search adds up their bytes. `stored_lower_bound` counts the bytes that
-a plan stores at least, `Outline` those that are there beside them. Invariant: lower bounds are never above what
-`strategies.memory.trace` counts.
+`plan_bytes` adds up parameters with their gradients and optimizer states, and results that stay for backward: searches
+minimise time within a limit of these. `stored_lower_bound` counts the bytes that a plan stores at least, `Outline`
+those that are there beside them. Invariant: lower bounds are never above what `strategies.memory.trace` counts.
 """
 
 from __future__ import annotations
@@ -19,38 +19,54 @@ from strategies.core.graph import ITEM_BYTES, Operator, OperatorGraph, Ref
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Program
+from strategies.cost.problem import Problem
+from strategies.cost.step import MASTER
 from strategies.memory.sharded import ShardedBytes
 from strategies.memory.trace import local_tensors, optimizer_need, parameters_of, persistent_bytes
 from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.buckets import buckets
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
-from strategies.rules.traits import traits
+from strategies.rules.sharding import Assignment
+from strategies.rules.traits import saves_operand, traits
 
 
-def saved(graph: OperatorGraph) -> frozenset[Ref]:
-    """The results of operators that autograd saves; in place of views the tensors that they show."""
-    refs: set[Ref] = set()
-
-    def saves(user: Operator, position: int) -> bool:
-        """Whether a user keeps its operand: for its own gradient, or as a view of which others keep something."""
-        if traits(user.op).view:
-            return any(Ref(user.id, index) in refs for index in range(len(user.results)))
-        return user.id in graph.returning and _saves_operand(graph, user, position)
-
-    for operator in reversed(graph.operators):
-        for index in range(len(operator.results)):
-            ref = Ref(operator.id, index)
-            by_itself = operator.id in graph.returning and traits(operator.op).saves_result(index)
-            if by_itself or any(saves(user, position) for user, position in graph.users[ref]):
-                refs.add(ref)
-    views = {operator.id for operator in graph.operators if traits(operator.op).view}
-    return frozenset(ref for ref in refs if ref.id not in views)
+def parameter_bytes(problem: Problem, layout: Layout, ref: Ref) -> float:
+    """Bytes per element of a rank's shard that it keeps of a parameter, its gradient and its optimizer states."""
+    spec = problem.graph.specs[ref]
+    replicas = problem.mesh.product(layout.replica_axes(problem.mesh))
+    shards = [replicas if problem.stage >= stage else 1 for stage in (3, 2, 1)]
+    if ref not in problem.graph.trained:
+        return spec.item_bytes / shards[0]
+    masters = MASTER if spec.item_bytes < MASTER else 0
+    gradient = max(spec.item_bytes, MASTER) if problem.stage > 1 else spec.item_bytes  # then they are added in fp32
+    states = max(spec.item_bytes, MASTER) * problem.optimizer_state_factor + masters
+    return spec.item_bytes / shards[0] + gradient / shards[1] + states / shards[2]
 
 
-def _saves_operand(graph: OperatorGraph, user: Operator, position: int) -> bool:
-    """Whether the gradients of an operator need its operand at `position`."""
-    return traits(user.op).saves_operand(position, [ref in graph.trained for ref in user.operands])
+def operator_bytes(problem: Problem, operator: Operator, assignment: Assignment) -> float:
+    """Of an operator's results, and of the parameters of which it is the first user: they have the layout that it
+    wants."""
+    graph, sharding, total = problem.graph, problem.shardings[operator.id], 0.0
+    given = problem.outputs.get(operator.id) or sharding.result_layouts(assignment)
+    for index, (layout, spec) in enumerate(zip(given, operator.results, strict=True)):
+        if Ref(operator.id, index) in problem.stored:
+            total += layout.local_elements(spec.shape, problem.mesh) * spec.item_bytes
+    wanted = sharding.operand_layouts(assignment)
+    for position, ref in enumerate(operator.operands):
+        node = graph.by_id[ref.id]
+        if isinstance(node, Operator) or node.kind != "parameter":
+            continue
+        user, at = graph.users[ref][0]
+        if user.id == operator.id and at == position:
+            elements = wanted[position].local_elements(node.spec.shape, problem.mesh)
+            total += elements * parameter_bytes(problem, wanted[position], ref)
+    return total
+
+
+def plan_bytes(problem: Problem, chosen: Mapping[str, Assignment]) -> float:
+    """Memory estimate of a plan by its assignments, in bytes per rank."""
+    return sum(operator_bytes(problem, operator, chosen[operator.id]) for operator in problem.graph.operators)
 
 
 @dataclass(frozen=True)
@@ -108,7 +124,7 @@ def _uses_of(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
                 yield from _uses_of(graph, Ref(user.id, index))
         else:
             sure = traits(user.op).certain and user.id in graph.returning
-            yield _Use(user, position, sure and _saves_operand(graph, user, position))
+            yield _Use(user, position, sure and saves_operand(graph, user, position))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from strategies.core.graph import Operator, Ref
 from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Meshing
+from strategies.cost.problem import Problem
 from strategies.resharding.path import path_elements, resharding_path
 from strategies.rules.sharding import Assignment
-from strategies.search.problem import Problem
 
 
 def divisors(number: int) -> list[int]:

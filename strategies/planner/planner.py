@@ -18,8 +18,10 @@ from strategies.core.mesh_refinement import Axes, Meshing, merged, meshing
 from strategies.core.plan import OperatorPlan, Origin, Plan
 from strategies.core.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.cost.cluster import Cluster, one_level
+from strategies.cost.problem import Problem
 from strategies.cost.styled_modules import ModuleLayouts
 from strategies.lowering.recompute import recomputed
+from strategies.memory.estimate import plan_bytes
 from strategies.planner.by_module import MODULES, ROWS, beyond_borders, by_module, sliced_modules, violated
 from strategies.planner.configured_strategies import Configured, configured
 from strategies.planner.default_strategies import as_shown, batch_parallel, divisors, largest_fit
@@ -30,8 +32,8 @@ from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import traits
 from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
 from strategies.search.deferral import deferred
-from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
+from strategies.search.solution import Solution
 
 EXACT = "dynamic_programming"
 """The search that bounds what it finds."""

@@ -30,11 +30,13 @@ from strategies.core.mesh_refinement import Axes
 from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.exposed_communication import main_calls
+from strategies.cost.node_cost import NodeCost
+from strategies.cost.plan_cost import PlanCost, few_axes
+from strategies.cost.problem import Problem, Relaxation
 from strategies.cost.roofline import operator_work
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.mesh_choice import mesh_of, mesh_to_json
-from strategies.search.plan_cost import PlanCost, few_axes
-from strategies.search.problem import NodeCost, Problem, Relaxation, Solution
+from strategies.search.solution import Solution
 
 SHARE, BACKWARD = 1.0, 0.0
 """Mixtures of what hides gradient reductions: only a share of them, only backward."""

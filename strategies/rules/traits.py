@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from strategies.core.graph import Operator, OperatorGraph, Ref
+
 Result = Literal["new", "maybe", "identity", "permutation", "reshape", "expansion", "split", "part", "reinterpretation"]
 """The aliasing of a result. "new": it has new memory. "maybe": it is the operand where nothing has to be done. The
 others are views of the operand (a reshape copies where strides do not allow a view; it counts as one nevertheless):
@@ -263,3 +265,28 @@ TRAITS = _table(ROWS)
 def traits(op: str) -> Traits:
     """The traits of a torch operator, by name without overload."""
     return TRAITS.get(op, DEFAULT)
+
+
+def saved(graph: OperatorGraph) -> frozenset[Ref]:
+    """The results of operators that autograd saves; in place of views the tensors that they show."""
+    refs: set[Ref] = set()
+
+    def saves(user: Operator, position: int) -> bool:
+        """Whether a user keeps its operand: for its own gradient, or as a view of which others keep something."""
+        if traits(user.op).view:
+            return any(Ref(user.id, index) in refs for index in range(len(user.results)))
+        return user.id in graph.returning and saves_operand(graph, user, position)
+
+    for operator in reversed(graph.operators):
+        for index in range(len(operator.results)):
+            ref = Ref(operator.id, index)
+            by_itself = operator.id in graph.returning and traits(operator.op).saves_result(index)
+            if by_itself or any(saves(user, position) for user, position in graph.users[ref]):
+                refs.add(ref)
+    views = {operator.id for operator in graph.operators if traits(operator.op).view}
+    return frozenset(ref for ref in refs if ref.id not in views)
+
+
+def saves_operand(graph: OperatorGraph, user: Operator, position: int) -> bool:
+    """Whether the gradients of an operator need its operand at `position`."""
+    return traits(user.op).saves_operand(position, [ref in graph.trained for ref in user.operands])

@@ -1,17 +1,20 @@
 """The searches: strategies for all operators of a graph that minimise the step time within the memory limit.
 
-                   problem             elimination                        1  search problem; factor graphs
-                      |                     |
-       +--------------+---------------------+-----+----------+
-   plan_cost   strategy_space    equivalence_classes   dual_bound         2  costs, candidates, classes, bounds
-       |              |                   |              |
-   mesh_choice    cost_graph    deferral  |              |                3  factorisations; variables; later sums
-       |              |                   |              |
-       +------+-------+-------------------+-------+------+
-              |                                   |
-    recursive_programming                dynamic_programming              4  one axis per round; exact on three axes
-              |                                   |
-    sharding_propagation                      algorithms                  5  from configured operators; registry
+    elimination       equivalence_classes      solution       deferral     1  factors, classes, results, later sums
+     |       |                 |                  |              |
+     |       |                 +---------+--------+              |
+     |       |                           |                       |
+strategy_space   dual_bound         mesh_choice                  |         2  candidates, bounds, factorisations
+     |               |                   |                       |
+     |               +---------+---------+                       |
+     |                         |                                 |
+cost_graph           recursive_programming                       |         3  variables; one axis per round
+     |                         |                                 |
+dynamic_programming            |                                 |         4  exact on three axes
+     |                         |                                 |
+     +-------------------------+------+--------------------------+
+     |                                |
+algorithms                  sharding_propagation                           5  registry; from configured operators
 
     joint stands alone: it optimises ZeRO, pipelines and recompute jointly with plans.
 

@@ -12,11 +12,13 @@ from typing import Any
 
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
+from strategies.cost.plan_cost import PlanCost, few_axes
+from strategies.cost.problem import Problem
+from strategies.memory.estimate import plan_bytes
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.mesh_choice import finest
-from strategies.search.plan_cost import PlanCost, few_axes
-from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.recursive_programming import SWEPT_AXES, partitioned, recursive_choice, recursive_search
+from strategies.search.solution import Solution
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ import numpy as np
 
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import UNREACHABLE, LayoutTable, ReshardingCosts
 from strategies.cost.styled_modules import FORBIDDEN
 from strategies.rules.sharding import Assignment
 from strategies.search.elimination import Factor, FactorGraph, Integers, Part, Seconds, Table, constant, expanded
-from strategies.search.problem import Problem
 from strategies.search.strategy_space import Candidates, Layouts, SharedParameter, StrategySpace, Use
 
 MOST_SHARING = 3

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from strategies.core.graph import Operator, Ref
 from strategies.cost.cluster import Cluster
+from strategies.cost.plan_cost import PlanCost, approximate_cost
+from strategies.cost.problem import Problem
 from strategies.rules.sharding import DEFERRED, Assignment
-from strategies.search.plan_cost import PlanCost, approximate_cost
-from strategies.search.problem import Problem
 
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""

@@ -25,6 +25,8 @@ from strategies.core.gc_paused import gc_paused
 from strategies.core.graph import Ref
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
+from strategies.cost.plan_cost import MOST_AXES
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import ReshardingCosts
 from strategies.search.cost_graph import CostGraph
 from strategies.search.dual_bound import ReducedCostFixing
@@ -40,8 +42,7 @@ from strategies.search.mesh_choice import (
     finest,
     least_work,
 )
-from strategies.search.plan_cost import MOST_AXES
-from strategies.search.problem import Problem, Solution, too_large
+from strategies.search.solution import Solution, too_large
 from strategies.search.strategy_space import StrategySpace
 
 TOLERANCE = {1: 1e-12, 2: 1e-12, 3: 0.01}

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from strategies.core.graph import Operator, Ref, Source
+from strategies.cost.problem import Problem
 from strategies.rules.sharding import Assignment
-from strategies.search.problem import Problem
 
 DEPTH = 2
 

@@ -23,10 +23,11 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.mesh_refinement import Axes, grouped
 from strategies.cost.cluster import Cluster
+from strategies.cost.plan_cost import MOST_AXES, approximate_cost
+from strategies.cost.problem import Problem
 from strategies.rules.sharding import Assignment
 from strategies.search.equivalence_classes import equivalence_classes
-from strategies.search.plan_cost import MOST_AXES, approximate_cost
-from strategies.search.problem import Problem, Solution, too_large
+from strategies.search.solution import Solution, too_large
 
 Factorisation = tuple[Axes, ...]
 """Runs of prime axes, outermost first; each run is one axis."""

@@ -33,13 +33,15 @@ from strategies.core.graph import Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
+from strategies.cost.plan_cost import PlanCost, approximate_cost, few_axes
+from strategies.cost.problem import Problem
+from strategies.memory.estimate import operator_bytes, plan_bytes
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.dual_bound import minimum
 from strategies.search.elimination import Seconds, Variables
 from strategies.search.equivalence_classes import Classes, Edge, equivalence_classes
 from strategies.search.mesh_choice import Chosen, Factorisation, choose, factorisations, finest, least_work
-from strategies.search.plan_cost import PlanCost, approximate_cost, few_axes
-from strategies.search.problem import Problem, Solution, operator_bytes, plan_bytes, too_large
+from strategies.search.solution import Solution, too_large
 
 SWEEPS = 2
 """The maximum number of sweeps over all axes."""

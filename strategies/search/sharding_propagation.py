@@ -33,16 +33,18 @@ from strategies.core.mesh import Mesh
 from strategies.core.mesh_refinement import Axes
 from strategies.core.steps import LOCAL
 from strategies.cost.cluster import Cluster
+from strategies.cost.plan_cost import approximate_cost
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_estimate import shares
+from strategies.memory.estimate import plan_bytes
 from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.deferral import deferred
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.equivalence_classes import repeats
 from strategies.search.mesh_choice import finest
-from strategies.search.plan_cost import approximate_cost
-from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.recursive_programming import improved, partitioned, refined
+from strategies.search.solution import Solution
 
 EXACT_AXES = 2
 """Axes of a mesh up to which dynamic programming ends with the cheapest plan; on three it ends near it."""

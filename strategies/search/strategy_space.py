@@ -17,6 +17,8 @@ import numpy as np
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.cost.collectives import resharding_seconds
+from strategies.cost.node_cost import NodeCost
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import (
     PARTIAL,
     REPLICATED,
@@ -28,9 +30,9 @@ from strategies.cost.resharding_matrix import (
 )
 from strategies.cost.roofline import operator_work, roofline
 from strategies.lowering.lowering import left_axes
+from strategies.memory.estimate import parameter_bytes
 from strategies.rules.sharding import DEFERRED, Assignment, Dims, Sharding
 from strategies.search.elimination import Table
-from strategies.search.problem import NodeCost, Problem, parameter_bytes
 
 
 @dataclass(frozen=True, eq=False)

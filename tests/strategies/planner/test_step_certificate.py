@@ -17,6 +17,7 @@ from strategies.core.mesh_refinement import merged
 from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import ReshardingCosts
 from strategies.cost.step import calling_seconds, need_of, norm_seconds, step_cost
 from strategies.lowering.fusion import KINDS, LARGEST, fuse
@@ -24,7 +25,6 @@ from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.step_certificate import StepSavings, step_bounds
-from strategies.search.problem import Problem
 from strategies.search.strategy_space import StrategySpace
 from tests.strategies.search.problems import prime_mesh, problem, shaped
 from tests.strategies.search.test_dynamic_programming import MESHES, Solution, plan_of, problem_of

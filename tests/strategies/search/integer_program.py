@@ -8,10 +8,10 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from strategies.cost.cluster import Cluster
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import ReshardingCosts
 from strategies.search.cost_graph import CostGraph
 from strategies.search.elimination import Elimination, FactorGraph
-from strategies.search.problem import Problem
 from strategies.search.strategy_space import StrategySpace
 
 

@@ -17,10 +17,10 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh, primes
 from strategies.core.mesh_refinement import meshing
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.problem import Problem
 from strategies.planner.default_strategies import batch_parallel
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment
-from strategies.search.problem import Problem
 from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
 
 FLOPS = {"float32": 47e12, "bfloat16": 692e12}

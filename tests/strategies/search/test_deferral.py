@@ -15,12 +15,12 @@ from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions, Program
 from strategies.core.request import Request
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE
+from strategies.cost.plan_cost import PlanCost
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from strategies.rules.sharding import DEFERRED
 from strategies.search.dynamic_programming import search
-from strategies.search.plan_cost import PlanCost
 from strategies.search.sharding_propagation import candidates
 from tests.strategies.search.problems import node, problem
 from tests.strategies.simulated_model import TOLERANCE, Model

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from models.losses import NextTokenLoss
 from strategies.core.graph import Ref
 from strategies.core.mesh import Mesh
+from strategies.cost.plan_cost import PlanCost
 from strategies.search.cost_graph import JointUses
 from strategies.search.dual_bound import DualBound, ReducedCostFixing
 from strategies.search.dynamic_programming import PlanSearch, search
 from strategies.search.elimination import Elimination, Factor, FactorGraph, constant, elimination_effort
-from strategies.search.plan_cost import PlanCost
 from tests.strategies.search.problems import nodes, problem, shaped, tokens
 from tests.strategies.search.test_dynamic_programming import CLUSTER, MESHES, problem_of
 

@@ -18,6 +18,9 @@ from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Redistribute
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.collectives import path_seconds
+from strategies.cost.node_cost import NodeCost
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import ReshardingCosts
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import lower
@@ -26,9 +29,8 @@ from strategies.search.cost_graph import CostGraph
 from strategies.search.dual_bound import ReducedCostFixing
 from strategies.search.dynamic_programming import search
 from strategies.search.elimination import FactorGraph
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import NodeCost, Problem, Solution
 from strategies.search.recursive_programming import recursive_search
+from strategies.search.solution import Solution
 from strategies.search.strategy_space import StrategySpace
 from tests.fuzz.cases import random_case
 from tests.strategies.search.problems import node, problem, shaped, tokens

@@ -19,13 +19,13 @@ from strategies.core.graph import OperatorGraph, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import ReshardingCosts
 from strategies.rules import rule_of
 from strategies.search import elimination
 from strategies.search.cost_graph import CostGraph
 from strategies.search.dynamic_programming import search
 from strategies.search.elimination import Elimination, Factor, FactorGraph, Memo, Table, constant
-from strategies.search.problem import Problem
 from strategies.search.strategy_space import StrategySpace
 from tests.strategies.search.integer_program import evaluated, integer_optimum
 

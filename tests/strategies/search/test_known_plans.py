@@ -18,11 +18,12 @@ from models.resnet import resnet_digits
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
+from strategies.memory.estimate import plan_bytes
 from strategies.planner.default_strategies import batch_factors
 from strategies.rules.sharding import Assignment
 from strategies.search.dynamic_programming import search
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import Problem, plan_bytes
 from strategies.search.recursive_programming import recursive_search
 from tests.strategies.search.problems import gpt, llama, node, nodes, problem, propagated, shaped, tokens
 

@@ -33,7 +33,7 @@ def level(name: str) -> int:
 def test_at_most_five_levels() -> None:
     levels = {path.stem: level(path.stem) for path in FOLDER.glob("*.py")}
     assert max(levels.values()) <= MOST_LEVELS, levels
-    assert levels["problem"] == levels["elimination"] == 1 and levels["algorithms"] == MOST_LEVELS
+    assert levels["solution"] == levels["elimination"] == 1 and levels["algorithms"] == MOST_LEVELS
 
 
 def test_the_drawing_names_every_module() -> None:

@@ -8,9 +8,10 @@ from functools import cache
 import pytest
 
 from strategies.core.errors import StrategyError
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
+from strategies.memory.estimate import plan_bytes
 from strategies.search.dynamic_programming import MemoryBudget, PlanSearch, search
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import Problem, plan_bytes
 from tests.strategies.search.test_factor_graph import NODES, llama, problem_of
 
 

@@ -9,10 +9,11 @@ import pytest
 from strategies.core.errors import StrategyError
 from strategies.core.mesh import Mesh
 from strategies.core.request import Request
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
+from strategies.memory.estimate import plan_bytes
 from strategies.planner.planner import make_plan
 from strategies.search.dynamic_programming import search
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import Problem, plan_bytes
 from strategies.search.recursive_programming import recursive_search
 from tests.strategies.search.problems import gpt, node, problem
 

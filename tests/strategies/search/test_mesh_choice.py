@@ -16,6 +16,8 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
 from strategies.planner.planner import make_plan
 from strategies.rules.sharding import Assignment
 from strategies.search.algorithms import dynamic_programming
@@ -30,9 +32,8 @@ from strategies.search.mesh_choice import (
     mesh_of,
     refines,
 )
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import Problem, Solution
 from strategies.search.recursive_programming import partitioned, recursive_choice, recursive_search
+from strategies.search.solution import Solution
 from tests.strategies.search.problems import gpt, line, llama, node, nodes, prime_mesh, problem, shaped
 from tests.strategies.search.test_dynamic_programming import CLUSTER, executed_seconds, problem_of
 

@@ -13,10 +13,10 @@ from torch import nn
 from models.losses import NextTokenLoss
 from models.moe import MoE
 from strategies.core.graph import OperatorGraph
+from strategies.cost.plan_cost import PlanCost
 from strategies.cost.resharding_estimate import estimated_seconds
 from strategies.rules.sharding import Assignment
 from strategies.search.equivalence_classes import equivalence_classes
-from strategies.search.plan_cost import PlanCost
 from strategies.search.recursive_programming import Partitioning, partitioned
 from tests.strategies.search.problems import gpt, llama, node, nodes, prime_mesh, problem, shaped, tokens
 

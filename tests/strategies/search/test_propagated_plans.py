@@ -11,11 +11,12 @@ from torch import nn
 from models.quickstart import Net
 from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
+from strategies.memory.estimate import plan_bytes
 from strategies.planner.planner import make_plan
 from strategies.rules.sharding import Assignment
 from strategies.search.dynamic_programming import search
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import Problem, plan_bytes
 from strategies.search.sharding_propagation import DEARER, LinkSeconds, Propagated, Propagation
 from tests.strategies.search.problems import gpt, node, prime_mesh, problem, propagated, shaped
 

@@ -22,11 +22,11 @@ from strategies.core.mesh import accumulate
 from strategies.core.plan import Plan
 from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.plan_cost import PlanCost
+from strategies.cost.problem import Problem
 from strategies.planner.default_strategies import batch_factors
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of, sharding
-from strategies.search.plan_cost import PlanCost
-from strategies.search.problem import Problem
 from strategies.search.recursive_programming import recursive_search
 from tests.strategies.search.problems import gpt, line, llama, nodes, prime_mesh, problem, shaped
 from tests.strategies.simulated_model import TOLERANCE, Model

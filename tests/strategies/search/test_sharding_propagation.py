@@ -19,11 +19,11 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import Operand, OperatorStrategy, Request
+from strategies.cost.problem import Problem
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from strategies.search import sharding_propagation
-from strategies.search.problem import Problem
 from strategies.search.sharding_propagation import MOST_CANDIDATES, LinkSeconds, candidates
 from tests.strategies.search.problems import all_layouts, node
 from tests.strategies.simulated_model import TOLERANCE, Model

@@ -16,6 +16,8 @@ from strategies.core.program import LoweringOptions
 from strategies.core.request import OperatorStrategy, Request
 from strategies.core.steps import MIRROR, ROTATE
 from strategies.cost.exposed_communication import added_seconds
+from strategies.cost.node_cost import NodeCost
+from strategies.cost.problem import Problem
 from strategies.cost.step import step_cost, works_of
 from strategies.lowering.lowering import lower
 from strategies.optimizer.bytes_per_element import needed
@@ -23,7 +25,6 @@ from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import Engine
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
-from strategies.search.problem import NodeCost, Problem
 from tests.strategies.search.test_factor_graph import NODES, llama, problem_of
 
 MICRO_BATCHES = 4

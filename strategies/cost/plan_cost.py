@@ -15,12 +15,13 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import resharding_seconds
+from strategies.cost.node_cost import NodeCost
+from strategies.cost.problem import Problem
 from strategies.cost.resharding_estimate import estimated_seconds
 from strategies.cost.resharding_matrix import UNREACHABLE
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import left_axes
 from strategies.rules.sharding import Assignment
-from strategies.search.problem import NodeCost, Problem
 
 ReshardingSeconds = Callable[[Layout, Layout, tuple[int, ...], int, Mesh, Cluster], float]
 """Layouts before and after, shape, bytes per element, mesh, cluster -> seconds."""
