@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, RunFailed
 from runner.planning import lowering
 from runner.report.comparison import (
+    FINER,
     ROUNDING,
     SMALL,
     TOLERANCE,
@@ -76,14 +78,15 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         limit = TOLERANCE[less[0]]
         gap, found = of_step(ours, theirs, limit, ROUNDING[less[0]])
         comparison = Comparison(gap, found | weights, limit, 1)
-    elif magnified and precision == "fp32":
-        exact = Eager(duplicate(planned.step_of(module)).train().double(), single_draws=True)
-        doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
-        truth = _on_one_device(exact, doubled, key, ours)
-        zero = below(truth["gradients"], ROUNDING["fp64"])
+    elif magnified and precision in FINER:
+        widen = methodcaller("double" if FINER[precision] == "fp64" else "float")
+        exact = Eager(widen(duplicate(planned.step_of(module)).train()), single_draws=True)
+        wide = [widen(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+        truth = _on_one_device(exact, wide, key, ours)
+        zero = below(truth["gradients"], ROUNDING[FINER[precision]])
         gap, found = of_step(ours, theirs, limit, rounding, zero)
         distance = of_step(theirs, truth, limit, rounding, zero)[1]
-        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance)
+        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=precision)
     if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
         first = first_not_finite(lambda: eager(*tensors, key=key).backward())
         where = "" if first is None else f": the first {first[2]} is made in {first[1]} at {first[0]}"

@@ -8,10 +8,10 @@ mean is compared relative to the standard deviation: the mean of normalized valu
 reference's optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not
 compound (Adam turns noise around zero into full steps); a wrong update shows in the weights.
 
-Some networks magnify the rounding of fp32. Where a difference is beyond the tolerance of fp32, the single process runs
-again in fp64, from the same weights and with the same random numbers. That gives the distance of the reference's
-fp32 from fp64, per tensor; up to three times as much counts as rounding. It also shows which small gradients cancel
-out: those are compared relative to the largest one.
+Some networks magnify rounding. Where a difference is beyond the tolerance of fp32, the single process runs again in
+fp64, and in fp32 beyond that of half precision, from the same weights and with the same random numbers. That gives the
+distance of the reference from the finer precision, per tensor; up to three times as much counts as rounding. It also
+shows which small gradients cancel out: those are compared relative to the largest one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from runner.errors import ConfigError, RunFailed
 from runner.launch.failure import NOT_FINITE
 from runner.launch.temporary_folder import offload_folder
 from runner.report.comparison import (
+    FINER,
     LOSS,
     MAGNIFIED,
     ROUNDING,
@@ -108,18 +109,19 @@ def run(config: Config, run_dir: Path) -> float | None:
                 flush=True,
             )
             comparison = compare(ours, theirs, TOLERANCE[kind], ROUNDING[kind], published)
-        elif magnified and precision == "fp32":
-            print(f"verify: a difference is beyond {tolerance:g}; now the same on one process in fp64", flush=True)
+        elif magnified and precision in FINER:
+            finer = FINER[precision]
+            print(f"verify: a difference is beyond {tolerance:g}; now the same on one process in {finer}", flush=True)
             try:
-                double = prepare(_changed(reference.config, train={"precision": "fp64"}), None, say=lambda _: None)
-                job = TrainingJob(replace(double, single_draws=True), folder, None, exact, ours)
-                start(ENTRY, job, world_size=1, run_dir=run_dir / "reference_fp64")
-                zero = frozenset.intersection(*(below(one["gradients"], ROUNDING["fp64"]) for one in _steps(exact)))
-                comparison = compare(ours, theirs, tolerance, ROUNDING["fp32"], published, zero)
-                rounding = compare(theirs, exact, tolerance, ROUNDING["fp32"], published, zero).differences
-                comparison = replace(comparison, rounding=rounding)
+                fine = prepare(_changed(reference.config, train={"precision": finer}), None, say=lambda _: None)
+                job = TrainingJob(replace(fine, single_draws=True), folder, None, exact, ours)
+                start(ENTRY, job, world_size=1, run_dir=run_dir / f"reference_{finer}")
+                zero = frozenset.intersection(*(below(one["gradients"], ROUNDING[finer]) for one in _steps(exact)))
+                comparison = compare(ours, theirs, tolerance, ROUNDING[precision], published, zero)
+                rounding = compare(theirs, exact, tolerance, ROUNDING[precision], published, zero).differences
+                comparison = replace(comparison, rounding=rounding, precision=precision)
             except (ConfigError, StrategyError, RunFailed) as error:
-                comparison = replace(comparison, unmeasured=str(error).partition("\n")[0])
+                comparison = replace(comparison, unmeasured=str(error).partition("\n")[0], precision=precision)
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
     print(table(comparison))
     if not comparison.passed:
@@ -157,8 +159,8 @@ def _check_finite(sharded: RunFailed | None, alone: RunFailed | None) -> None:
 def _about_rounding(comparison: Comparison, precision: str) -> str:
     if comparison.rounding is not None:
         return (
-            f" It is more than {TIMES:g} times the distance of one process from its own fp64, so it is not rounding "
-            "alone."
+            f" It is more than {TIMES:g} times the distance of one process from its own {FINER[precision]}, so it is "
+            "not rounding alone."
         )
     if precision == "fp64" or comparison.worst >= MAGNIFIED:
         return ""
@@ -168,7 +170,8 @@ def _about_rounding(comparison: Comparison, precision: str) -> str:
     )
     if comparison.unmeasured is None:
         return text + "train.precision=fp64 shows which it is."
-    return text + f"by how much this one does is not known, because it does not run in fp64: {comparison.unmeasured}"
+    finer = FINER[precision]
+    return text + f"by how much this one does is not known, because it does not run in {finer}: {comparison.unmeasured}"
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:

@@ -306,7 +306,7 @@ class Optimizer(Section):
 class Verify(Section):
     steps: Count = setting(3, "Optimizer steps to compare", unit="steps")
     tolerance: Positive | None = setting(
-        None, "Relative tolerance; null: by precision, in fp32 1e-5 or 3 times the distance of one process from fp64"
+        None, "Relative tolerance; null: by precision, or 3 times the distance of one process from a finer one"
     )
     reference: Reference = setting(Reference(), "What to compare a hybrid module with")
 

@@ -20,6 +20,8 @@ ROUNDING = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autoc
 numbers at 1, in fp64 what is left where the terms of a long sum cancel."""
 SMALL = 1e-3
 """Gradients below this times the model's largest one may cancel out, which fp64 decides."""
+FINER = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32", "bf16_autocast": "fp32"}
+"""The precision in which one process shows how much it rounds in another one."""
 LESS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Precisions below fp64, by dtype."""
 MAGNIFIED = 0.1
@@ -54,8 +56,9 @@ def _to_json(differences: Differences) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The content of verify.json. `rounding` is the distance of the reference from its fp64 run where it was measured,
-    and `unmeasured` says why it could not be; gradients of the reference that are `small` may cancel out."""
+    """The content of verify.json. `rounding` is the distance of the reference in `precision` from its `FINER` run where
+    it was measured, and `unmeasured` says why it could not be; gradients of the reference that are `small` may cancel
+    out."""
 
     loss_max_abs_diff: float
     differences: Differences
@@ -64,15 +67,16 @@ class Comparison:
     rounding: Differences | None = None
     unmeasured: str | None = None
     small: Set[str] = frozenset()
+    precision: str = "fp32"
 
     def own(self, key: tuple[str, str]) -> float:
         """The reference's own rounding; 0 where it was not measured."""
         return (self.rounding or {}).get(key, 0.0)
 
     def bound(self, key: tuple[str, str]) -> float:
-        """The tolerance of a loss or tensor: more where the reference itself differs from fp64."""
-        rounding = TIMES * self.own(key)
-        return max(self.tolerance, rounding) if rounding <= MAGNIFIED else self.tolerance
+        """The tolerance of a loss or tensor: more where the reference itself differs from its finer run."""
+        own = self.own(key)
+        return max(self.tolerance, min(TIMES * own, MAGNIFIED)) if own <= MAGNIFIED else self.tolerance
 
     def __str__(self) -> str:
         return table(self)
@@ -191,21 +195,22 @@ def _finite(value: float) -> float:
 def table(comparison: Comparison) -> str:
     """The verdict and the worst offenders."""
     verdict, differences = "passed" if comparison.passed else "FAILED", comparison.differences
+    finer = FINER.get(comparison.precision, "")
 
     def shown(key: tuple[str, str]) -> str:
         text = f"{differences[key]:.2e}"
         if not (own := comparison.own(key)) or differences[key] <= comparison.tolerance:
             return text
-        return f"{text}  (one process: {own:.2e} from fp64; {comparison.bound(key):.2e} allowed)"
+        return f"{text}  (one process: {own:.2e} from {finer}; {comparison.bound(key):.2e} allowed)"
 
     gradients, weights = ([key for key in differences if key[0] == kind] for kind in TENSORS)
     worst = sorted(gradients, key=lambda key: differences[key] / comparison.bound(key), reverse=True)[:WORST]
     width = max((len(name) for _, name in worst), default=0)
     lines = [f"verify {verdict}: {comparison.steps} steps, tolerance {comparison.tolerance:g} relative"]
     if comparison.rounding is not None:
-        lines[0] += f", or {TIMES:g} times how far one process in fp32 is from fp64"
+        lines[0] += f", or {TIMES:g} times how far one process in {comparison.precision} is from {finer}"
     elif comparison.unmeasured is not None:
-        lines[0] += f"; how much of it is rounding is unknown, fp64 does not run: {comparison.unmeasured}"
+        lines[0] += f"; how much of it is rounding is unknown, {finer} does not run: {comparison.unmeasured}"
     lines.append(f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({shown(LOSS)} relative)")
     lines.append(f"  gradients of {len(gradients)} parameters, the worst:")
     lines += [f"    {key[1]:<{width}}  {shown(key)}" for key in worst]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
-from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, parameters
+from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, kind_of, parameters
 
 VALUES = torch.linspace(1.0, 2.0, 16).view(2, 8) * torch.tensor([[0.01], [10.0]])
 GRADIENTS = (torch.linspace(2.0, 1.0, 16).view(2, 8), torch.linspace(-1.0, 3.0, 16).view(2, 8))
@@ -29,18 +29,31 @@ def check_slices(factory: OptimizerFactory, groups: Groups, program: Program, st
     sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
     if program.mesh.size == 1 or not (stage or sliced):
         return
+    what = f"ZeRO stage {stage} flattens and cuts up parameters" if stage else f"this plan slices {sliced[0]}"
+    check_elementwise(factory, groups, device, what, flat=stage > 0)
+
+
+def check_elementwise(
+    factory: OptimizerFactory, groups: Groups, device: torch.device, what: str, *, flat: bool = True
+) -> None:
+    """Raises StrategyError if the optimizer updates slices of parameters, `flat` ones or those along a dim, otherwise
+    than complete ones; `what` slices them."""
     for group in groups:
         options = {key: value for key, value in group.items() if key != "names"}
         kind = _kind(factory, options, device)
-        if kind not in BY_SHAPE and not is_elementwise(factory, options, device, flat=stage > 0):
-            what = f"ZeRO stage {stage} flattens and cuts up parameters" if stage else f"this plan slices {sliced[0]}"
-            raise StrategyError(
-                "MW323",
-                f"Optimizer {kind} does not update every element by itself (tried out: halves of a parameter come out "
-                f"otherwise than the complete one, as with LARS and LAMB, which take its norm), but {what}: the "
-                "updates would differ from training on one device. Use an elementwise optimizer such as "
-                "torch.optim.AdamW, or data_parallel with parallel.zero.stage=0.",
-            )
+        if kind not in BY_SHAPE and is_elementwise(factory, options, device, flat=flat):
+            continue
+        reason = (
+            "treats every parameter as one matrix"
+            if kind in BY_SHAPE
+            else "does not update every element by itself (tried out: halves of a parameter come out otherwise than "
+            "the complete one, as with LARS and LAMB, which take its norm)"
+        )
+        raise StrategyError(
+            "MW323",
+            f"Optimizer {kind} {reason}, but {what}: the updates would differ from training on one device. Use an "
+            "elementwise optimizer such as torch.optim.AdamW, or parallel=data_parallel with parallel.zero.stage=0.",
+        )
 
 
 def is_elementwise(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, *, flat: bool) -> bool:
@@ -80,4 +93,4 @@ def _kind(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.d
     """The class of the optimizer. Raises StrategyError for one that no plan can use."""
     optimizer = factory([{"params": [nn.Parameter(VALUES.to(device))], **options}])
     check_kind(optimizer)
-    return type(optimizer).__name__
+    return kind_of(optimizer, BY_SHAPE) or type(optimizer).__name__

@@ -254,7 +254,7 @@ def updated_together(program: Program, names: Sequence[str]) -> list[list[str]]:
 
 def check_kind(optimizer: Optimizer) -> None:
     """Raises StrategyError for an optimizer that no plan can use."""
-    if kind := _kind(optimizer, UNFIT):
+    if kind := kind_of(optimizer, UNFIT):
         raise StrategyError(
             "MW323",
             f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices.",
@@ -265,7 +265,7 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
     """Raises StrategyError if the optimizer cannot do the same on shards as on global parameters."""
     check_kind(optimizer)
     sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
-    if (kind := _kind(optimizer, BY_SHAPE)) and (stage or sliced):
+    if (kind := kind_of(optimizer, BY_SHAPE)) and (stage or sliced):
         what = f"ZeRO stage {stage} flattens them" if stage else f"this plan slices {sliced[0]}"
         raise StrategyError(
             "MW323",
@@ -275,15 +275,6 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
         )
 
 
-def check_elementwise(optimizer: Optimizer, who: str) -> None:
-    """Raises StrategyError for an optimizer that cannot update slices of a flattened parameter, as `who` do."""
-    if kind := _kind(optimizer, BY_SHAPE):
-        raise StrategyError(
-            "MW323",
-            f"Optimizer {kind} treats every parameter as one matrix, but {who} hold pieces of it. Use an elementwise "
-            "optimizer such as torch.optim.AdamW, or parallel=data_parallel.",
-        )
-
-
-def _kind(optimizer: Optimizer, known: Container[str]) -> str:
+def kind_of(optimizer: Optimizer, known: Container[str]) -> str:
+    """Which of the `known` classes the optimizer is, or ""."""
     return next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in known), "")

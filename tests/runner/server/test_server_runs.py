@@ -195,6 +195,7 @@ def test_a_fault_that_never_happens_on_a_rank_is_refused(start, rank, phase):
         (("launch=torchrun",), "MW205"),
         (("train.precision=fp16", "parallel.server.consistency=async"), "MW205"),
         (("optimizer={target: torch.optim.Adafactor, args: {lr: 0.1}}",), "MW323"),
+        (("optimizer={target: networks.Lars, args: {lr: 0.1}}",), "MW323"),
         (("parallel=data_parallel", "world_size=4"), "MW205"),
         (("+model.args.norm=true",), "MW413"),
     ],
