@@ -10,7 +10,8 @@
 
 Parameters are DTensors, laid out as PARAMETERS says; over the axes of SHARDED, `fully_shard` slices them, their
 gradients and the optimizer's states (ZeRO 3), block by block. Modules receive and return what INPUTS and OUTPUTS say;
-torch propagates layouts in between. A `*` in a name stands for the number of a layer.
+torch propagates layouts in between, and computes the operators of REPLICATED on complete tensors. A `*` in a name
+stands for the number of a layer.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 Placed = tuple[Placement, ...]
 """A placement for every axis of MESH."""
@@ -41,7 +44,23 @@ PARAMETERS: dict[str, Placed] = {}
 INPUTS: dict[str, Placed] = {}
 OUTPUTS: dict[str, Placed] = {}
 SHARDED: tuple[str, ...] = ()
+REPLICATED: tuple[str, ...] = ()
 # The end of the plan
+
+
+def _replicated(name: str) -> None:
+    """Let DTensor (torch 2.13) compute an operator that it has no rule for on complete tensors."""
+    function = attrgetter(name)(torch.ops)
+
+    def placed(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+        tensors = [one for one in tree_leaves(args) if hasattr(one, "placements")]
+        return [([Replicate()] * len(function._schema.returns), [Replicate()] * len(tensors))]
+
+    register_sharding(function)(placed)
+
+
+for name in REPLICATED:
+    _replicated(name)
 
 
 def make_mesh(device_type: str = "cuda") -> DeviceMesh:

@@ -26,7 +26,7 @@ from strategies.planner.boundaries import boundaries
 from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
 from strategies.rules.packed import taken_apart, unsliced_dims
-from strategies.runtime.dtensors import GATHERED, placements
+from strategies.runtime.dtensors import OPAQUE, gathered, placements, unknown
 
 SKELETON = Path(__file__).with_name("plain_torch.py")
 BEGIN, END = "# The plan\n", "# The end of the plan\n"
@@ -75,7 +75,9 @@ def program(prepared: Prepared, title: str) -> str:
         _table("INPUTS", {name: laid_out(one.layout, graph.specs[one.ref]) for name, one in received.items()}),
         _table("OUTPUTS", {name: laid_out(one.layout, graph.specs[one.ref]) for name, one in returned.items()}),
     ]
+    names = tuple(sorted({name for found in unknown(graph, prepared.device).values() for name in found}))
     tables.append(f"SHARDED: tuple[str, ...] = {_sharded(prepared, graph, plan)!r}".replace("'", '"'))
+    tables.append(f"REPLICATED: tuple[str, ...] = {names!r}".replace("'", '"'))
     head, rest = SKELETON.read_text(encoding="utf-8").split(BEGIN)
     _, tail = rest.split(END)
     head = head.replace('"""A plan of Meshwright in plain torch:', f'"""{title}, in plain torch:', 1)
@@ -134,14 +136,15 @@ def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterato
 
 
 def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan, *, stripes: bool = False) -> Iterator[Change]:
-    """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there; and modules that
-    are one operator, since DTensor has no operators whose shapes values decide. `stripes`: sections of one size are
-    taken apart as they are."""
+    """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there, as for those that
+    it does not know; and modules that are one operator, since DTensor has no operators whose shapes values decide.
+    `stripes`: sections of one size are taken apart as they are."""
     cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
+    unsliced = gathered(graph, prepared.device)
     for operator in graph.operators:
-        if operator.op in ("called_module", "drawn_function"):
+        if operator.op in OPAQUE:
             yield Change("operator", operator.name, "one operator", "operators of DTensor, which may lack them", 0, 0.0)
-        specs, wanted = graph.operand_specs(operator), GATHERED.get(operator.label, ())
+        specs, wanted = graph.operand_specs(operator), unsliced.get(operator.label, ())
         layouts = operand_layouts(operator, graph, plan)
         for position, (layout, spec) in enumerate(zip(layouts, specs, strict=True)):
             dims = list(layout.dims)

@@ -31,7 +31,7 @@ from runner.planning.datasets import datasets, order_of
 from runner.planning.estimate import Estimate, MemoryBounds, Programs, estimate, settings_of, step_price
 from runner.planning.memory_limit import MODES, Mode, RecomputeSelection, SearchBudget
 from runner.planning.prepare import Accept, Prepared, accept_any, check_model, prepare
-from runner.planning.sources import cached, from_file, request_of, wanted_recompute
+from runner.planning.sources import cached, for_target, from_file, request_of, wanted_recompute
 from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, Objective
 from strategies.core.errors import StrategyError, TooLarge
@@ -503,7 +503,7 @@ class JointDecision:
     @cached_property
     def _open_request(self) -> Request:
         """The request with all open keys undecided."""
-        return request_of(self.config, self.ranks)
+        return for_target(request_of(self.config, self.ranks), self.captured(self.rows)[1].graph, self.device)
 
     def _request(self, choice: Choice) -> Request:
         return replace(

@@ -47,7 +47,7 @@ from runner.planning.estimate import Programs, estimate, settings_of, step_price
 from runner.planning.neighbours import check_neighbours
 from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
-from runner.planning.sources import planned, request_of
+from runner.planning.sources import for_target, planned, request_of
 from runner.planning.vocabulary import check_vocabulary
 from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError, closest
@@ -344,7 +344,7 @@ def with_plan(
     if plan is None:
         cluster = cluster_of(config, device, world_size)
         price = step_price(config, graph, step_of, device, world_size, cluster)
-        request = request_of(config, lowering.planned_ranks(config, world_size))
+        request = for_target(request_of(config, lowering.planned_ranks(config, world_size)), graph, device)
         plan = planned(config, graph, request, cluster, price, say)
     plan = with_batch_rows(config, graph, plan, settings_of(config, graph, device))
     in_step = step_of(plan)

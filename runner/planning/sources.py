@@ -33,7 +33,7 @@ from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
 from strategies.planner.step_certificate import StepEvaluation
 from strategies.rules import rule_of
-from strategies.runtime.dtensors import GATHERED
+from strategies.runtime.dtensors import GATHERED, unknown
 from strategies.search.algorithms import with_cost
 
 STYLES_OF = {"deepspeed": AUTOTP, "transformers": FOR_TRANSFORMERS}
@@ -80,6 +80,13 @@ def request_of(config: Config, world_size: int) -> Request:
         ring=parallel.context_parallel == "ring",
         borders=parallel.for_target == "torchtitan",
     )
+
+
+def for_target(request: Request, graph: OperatorGraph, device: str) -> Request:
+    """The request for a graph: a target that gathers for some operators does so for all that DTensor does not know."""
+    if not request.unsliced:
+        return request
+    return replace(request, unsliced={**request.unsliced, **dict.fromkeys(unknown(graph, device), ("all",))})
 
 
 def wanted_recompute(section: RecomputeForm) -> RecomputeRequest | None:

@@ -8,16 +8,30 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.core.layout import Layout, Stripes, indices
 from strategies.core.mesh import Mesh
+from strategies.rules.registry import resolve
 
 GATHERED: dict[str, tuple[int | str, ...]] = {
     "scaled_dot_product_attention": (-2,),
@@ -28,6 +42,80 @@ GATHERED: dict[str, tuple[int | str, ...]] = {
     **dict.fromkeys(("chunk", "glu", "narrow", "slice", "split", "split_with_sizes"), ("part",)),
 }
 """Dims that the plan may slice and DTensor replicates, by operator; see `unsliced_dims`."""
+OPAQUE = ("called_module", "drawn_function")
+"""Operators that run code of the user."""
+
+
+def gathered(graph: OperatorGraph, device: str) -> Mapping[str, tuple[int | str, ...]]:
+    """Dims that DTensor replicates, by label of an operator: those of `GATHERED`, and all of what it does not know."""
+    return GATHERED | dict.fromkeys(unknown(graph, device), ("all",))
+
+
+def unknown(graph: OperatorGraph, device: str) -> dict[str, frozenset[str]]:
+    """What DTensor has no rule for: the names of torch's operators, by the label of the operator of a graph that calls
+    them, forward or backward.
+
+    Args:
+        graph: of a step of training.
+        device: the type of the devices that run it.
+    """
+    found: dict[str, frozenset[str]] = {}
+    tried: set[object] = set()
+    for operator in graph.operators:
+        specs = graph.operand_specs(operator)
+        trained = [ref in graph.trained for ref in operator.operands]
+        call = operator.target, *trained, *((one.shape, one.dtype) for one in specs)
+        if operator.op in OPAQUE or call in tried:
+            continue
+        tried.add(call)
+        with FakeTensorMode(allow_non_fake_inputs=True), attention_of(device), _Unknown() as mode:
+            values = {
+                ref: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=device).requires_grad_(learns)
+                for ref, one, learns in zip(operator.operands, specs, trained, strict=True)
+            }
+            try:
+                _call(operator, values)
+            except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+                mode.names |= {str(error.func)}  # DTensor needs the shape of a result, too
+        if mode.names:
+            found[operator.label] = found.get(operator.label, frozenset()) | mode.names
+    return found
+
+
+def attention_of(device: str) -> AbstractContextManager[None]:
+    """Attention made of products where torch has no sharded kernel: on CPUs."""
+    return sdpa_kernel(SDPBackend.MATH) if device == "cpu" else nullcontext()
+
+
+def _call(operator: Operator, values: Mapping[Ref, Tensor]) -> None:
+    """One call, and its backward."""
+
+    def value(leaf: Any) -> Any:
+        return values[leaf] if isinstance(leaf, Ref) else leaf
+
+    results = resolve(operator.target)(*rewrite(operator.args, value), **rewrite(operator.keywords, value))
+    trained = [one for one in tree_leaves(results) if isinstance(one, Tensor) and one.requires_grad]
+    torch.autograd.backward(trained, [torch.empty_like(one) for one in trained])
+
+
+class _Unknown(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the operators on tensors that DTensor has neither a rule for nor takes apart into others."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        rules = DTensor._op_dispatcher.sharding_propagator
+        handled = DTensor._op_dispatcher._custom_op_handlers
+        self.tables = rules.op_strategy_funcs, rules.op_single_dim_strategy_funcs, rules.op_to_rules, handled
+        self.names: frozenset[str] = frozenset()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        given, made = (
+            [one for one in tree_leaves(some) if isinstance(one, Tensor)] for some in ((args, kwargs), results)
+        )
+        if given and made and not any(func in table for table in self.tables):
+            self.names |= frozenset(() if DecompShardingStrategy.has_decomp(func) else (str(func),))
+        return results
 
 
 def placements(

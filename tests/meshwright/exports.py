@@ -54,6 +54,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return fused(torch.float32), batches
     if model == "gpt2":
         return Gpt2(), batches
+    if model == "recurrent":
+        return Recurrent(), batches
     if model == "grouped":
         return Grouped(), batches
     if model == "vit":
@@ -125,6 +127,19 @@ class Grouped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(self.table(x)).split([16, 8, 8], -1)
         logits: Tensor = self.head(query * torch.cat([key, value], -1).sigmoid())
+        return logits
+
+
+class Recurrent(nn.Module):
+    """Operators that DTensor (torch 2.13) does not know, an LSTM and a bilinear form: tokens -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cells, self.pairs = nn.Embedding(TOKENS, 8), nn.LSTM(8, 12), nn.Bilinear(12, 8, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        logits: Tensor = self.pairs(self.cells(h)[0], h)
         return logits
 
 

@@ -124,7 +124,7 @@ def more_sent(on_ranks: Callable[..., Any], file: Path, model: str, options: dic
     sends is predicted."""
     module, batches = built(model)
     plan = meshwright.plan(module, batches[0], loss=loss_of, plan_cache=None, **options)
-    worst = on_ranks("exported", (plan.export("torch", file), model), module="exports")
+    worst = on_ranks("exported", (plan.export("torch", file, allow_changes=True), model), module="exports")
     assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
     assert worst["bytes"] == pytest.approx(predicted(plan), abs=2)
     return float(worst["bytes"]) - sum(plan.content["communication"].values())
@@ -213,15 +213,16 @@ def test_what_the_target_cannot_say_is_listed_and_refused(tmp_path: Path) -> Non
     assert "Shard(" in sliced.export("torch", file, allow_changes=True).read_text(encoding="utf-8")
 
 
-class Renormed(nn.Module):
-    """An operator that DTensor does not know, behind a linear layer."""
+class Pairs(nn.Module):
+    """A bilinear form, whose operator DTensor does not know: [rows, 8] -> [rows, 8]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.form = nn.Bilinear(8, 8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.renorm(self.linear(x), 2, 0, 1.0)
+        pairs: Tensor = self.form(x, x.exp())
+        return pairs
 
 
 def test_collectives_of_the_exported_program_are_listed() -> None:
@@ -232,10 +233,31 @@ def test_collectives_of_the_exported_program_are_listed() -> None:
     parameters = sum(one.nbytes for one in module.parameters())
     assert (change.kind, change.name) == ("collectives", "all_reduce") and plan.expressible("torch") == []
     assert plan.content["communication"]["all_reduce"] + change.bytes == parameters * 2 * 3 // 4  # and no loss
-    other = meshwright.plan(Renormed(), (torch.randn(8, 8), torch.randn(8, 8)), **options)
+    module = nn.Sequential(nn.Linear(8, 8), Chosen())
     with pytest.raises(meshwright.CodedError) as error:
-        other.expressible("torch", collectives=True)
+        meshwright.plan(module, (torch.randn(8, 8),) * 2, **options).expressible("torch", collectives=True)
     assert error.value.code == "MW883"
+
+
+def test_operators_that_dtensor_does_not_know_are_gathered_and_listed(tmp_path: Path) -> None:
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 4, "plan_cache": None}
+    plan = meshwright.plan(Pairs(), batch, mode="data_parallel", **options)
+    changes = plan.expressible("torch")
+    gathered = ("form", "(-, -)", 8 * 8 * 4 * 3 // 4)
+    assert [(change.name, change.exported, change.bytes) for change in changes] == [gathered] * 2
+    text = plan.export("torch", tmp_path / "exported.py", allow_changes=True).read_text(encoding="utf-8")
+    assert 'REPLICATED: tuple[str, ...] = ("aten._trilinear.default",)' in text
+    assert {change.kind for change in plan.expressible("torch", collectives=True)} == {"operator", "collectives"}
+    assert meshwright.plan(Pairs(), batch, for_target="torch", **options).expressible("torch") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SEARCHED, DATA_PARALLEL], ids=["searched", "data_parallel"])
+def test_operators_that_dtensor_does_not_know_train_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    more_sent(on_ranks, tmp_path / "exported.py", "recurrent", options)
 
 
 def test_layers_that_differ_have_entries_of_their_own(tmp_path: Path) -> None:
