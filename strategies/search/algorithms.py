@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strategies.core.gc_paused import gc_paused
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
 from strategies.cost.plan_cost import PlanCost, few_axes
@@ -17,7 +18,7 @@ from strategies.cost.problem import Problem
 from strategies.memory.estimate import plan_bytes
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.mesh_choice import finest
-from strategies.search.recursive_programming import SWEPT_AXES, partitioned, recursive_choice, recursive_search
+from strategies.search.recursive_programming import SWEPT_AXES, partitioned, recursive_choice, recursive_search, refined
 from strategies.search.solution import Solution
 
 
@@ -38,10 +39,12 @@ Algorithm = Callable[[Problem, Cluster, tuple[Axes, ...] | None], Solve]
 mesh."""
 
 
+@gc_paused()
 def dynamic_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solve:
     """The cheapest plan with its certificate; on more than three axes that of recursive programming, without one."""
     exact = exact_search(problem, cluster, axes)
 
+    @gc_paused()
     def solve(memory: float | None) -> Searched:
         if exact is None:
             heuristic = recursive_programming(problem, cluster, axes)(memory)
@@ -59,11 +62,12 @@ def dynamic_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ..
 
 
 def _on_all_axes(problem: Problem, cluster: Cluster, found: Solution) -> Solution:
-    """The best plan on at most three axes, or that of recursive programming on all prime axes, of which there are a few
-    more, where it costs less."""
-    if few_axes(problem.mesh) or len(finest(problem.mesh)) > SWEPT_AXES:
+    """The best plan on at most three axes, or that of recursive programming on all prime axes where it costs less: on
+    a few axes from the beginning, on many with single axes of the best plan decided again."""
+    if few_axes(problem.mesh):
         return found
-    other = partitioned(problem, cluster)
+    few = len(finest(problem.mesh)) <= SWEPT_AXES
+    other = partitioned(problem, cluster) if few else refined(problem, cluster, found.assignments, single=True)
     cost, size = PlanCost(problem, cluster).total(other.assignments), plan_bytes(problem, other.assignments)
     if cost >= found.cost or (problem.memory is not None and size > problem.memory):
         return found
@@ -73,6 +77,7 @@ def _on_all_axes(problem: Problem, cluster: Cluster, found: Solution) -> Solutio
 def recursive_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solve:
     """A cheap plan; on an open mesh the best of those on all meshes."""
 
+    @gc_paused()
     def solve(memory: float | None) -> Searched:
         limited = problem.within(memory)
         if axes is not None:

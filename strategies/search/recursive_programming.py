@@ -20,7 +20,7 @@ all at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strategies.core.gc_paused import gc_paused
 from strategies.core.graph import Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Axes
@@ -352,8 +351,7 @@ def recursive_search(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = 
     Raises:
         TooLarge: no plan within the problem's memory was found.
     """
-    with gc_paused():
-        found = improved(problem, cluster, partitioned(problem, cluster, axes), axes)
+    found = improved(problem, cluster, partitioned(problem, cluster, axes), axes)
     if problem.memory is not None and found.bytes > problem.memory:
         raise too_large(problem.memory, found.bytes)
     return found
@@ -369,9 +367,8 @@ def recursive_choice(problem: Problem, cluster: Cluster) -> Chosen:
     def search(runs: Factorisation, enough: float) -> Solution:
         return partitioned(problem, cluster, runs)
 
-    with gc_paused():
-        chosen = choose(problem, bounds, search)
-        best = improved(problem, cluster, chosen.best)
+    chosen = choose(problem, bounds, search)
+    best = improved(problem, cluster, chosen.best)
     return replace(chosen, best=replace(best, bytes=plan_bytes(problem, best.assignments)))
 
 
@@ -403,11 +400,11 @@ def _at(problem: Problem, cluster: Cluster, axes: Sequence[Axes], multiplier: fl
     best = first.restarted()
     total = [best.decide(run, staying=False) for run in runs][-1]
     if len(runs) <= SWEPT_AXES:
-        total = _decide_again(best, runs)
+        total = _decide_again(best, _runs(runs))
     others = {tuple(runs[::-1]), (*runs[1:], runs[0])} if few_axes(problem.mesh) and len(runs) > 1 else set()
     for order in sorted(others):
         other = first.restarted(decided=problem.mesh.names)
-        if (cheaper := _decide_again(other, order)) < total:
+        if (cheaper := _decide_again(other, _runs(order))) < total:
             best, total = other, cheaper
     return best.solution(total)
 
@@ -416,46 +413,50 @@ def improved(problem: Problem, cluster: Cluster, found: Solution, axes: Sequence
     """A plan, where there is time for it with every operator decided again for itself."""
     if not few_axes(problem.mesh) or len(problem.graph.operators) > FEW_OPERATORS:
         return found
-    again = _again(problem, cluster, equivalence_classes(problem, single=True), found, axes)
+    runs = _runs(_units(problem, axes))
+    again = _again(problem, cluster, equivalence_classes(problem, single=True), found, runs)
     fits = problem.memory is None or again.bytes <= max(found.bytes, problem.memory)
     return again if fits and again.cost < found.cost else found
 
 
 def refined(
-    problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment], axes: Sequence[Axes] = ()
+    problem: Problem,
+    cluster: Cluster,
+    chosen: Mapping[str, Assignment],
+    axes: Sequence[Axes] = (),
+    *,
+    single: bool = False,
 ) -> Solution:
-    """A plan by its assignments, with other strategies where they lower the total cost; configured ones stay."""
-    given = Solution(dict(chosen), math.inf, math.inf)
-    again = _again(problem, cluster, equivalence_classes(problem, chosen), given, axes)
+    """A plan by its assignments, with other strategies where they lower the total cost; configured ones stay. With
+    `single` only single axes are decided again, in a third of the time."""
+    given, units = Solution(dict(chosen), math.inf, math.inf), _units(problem, axes)
+    again = _again(problem, cluster, equivalence_classes(problem, chosen), given, units if single else _runs(units))
     return improved(problem, cluster, again, axes)
 
 
-def _again(problem: Problem, cluster: Cluster, classes: Classes, given: Solution, axes: Sequence[Axes]) -> Solution:
+def _again(problem: Problem, cluster: Cluster, classes: Classes, given: Solution, runs: Sequence[Axes]) -> Solution:
     chosen = [given.assignments[one.id] for one in classes.representatives]
     partitioning = _partitioning(problem, cluster, classes, given.multiplier).restarted(chosen, problem.mesh.names)
-    return partitioning.solution(_decide_again(partitioning, _units(problem, axes)))
+    return partitioning.solution(_decide_again(partitioning, runs))
 
 
 def _units(problem: Problem, axes: Sequence[Axes]) -> list[Axes]:
     return [run for run in axes if run] or [(axis,) for axis in problem.mesh.names]
 
 
-def _decide_again(partitioning: Partitioning, axes: Sequence[Axes]) -> float:
-    """Sweep over all axes and runs of them until one gains little. Returns the seconds of the plan."""
+def _decide_again(partitioning: Partitioning, runs: Sequence[Axes]) -> float:
+    """Sweep over runs of axes until one gains little. Returns the seconds of the plan."""
     total = math.inf
     for _ in range(SWEEPS):
         before = total
-        for run in _runs(axes):
+        for run in runs:
             total = partitioning.decide(run, staying=True)
         if total > before * (1 - GAIN):
             break
     return total
 
 
-def _runs(axes: Sequence[Axes]) -> Iterator[Axes]:
+def _runs(axes: Sequence[Axes]) -> list[Axes]:
     """Every axis, then all axes before and all axes behind every place, and all."""
-    yield from axes
-    for place in range(1, len(axes)):
-        yield tuple(chain.from_iterable(axes[:place]))
-        yield tuple(chain.from_iterable(axes[place:]))
-    yield tuple(chain.from_iterable(axes))
+    parts = [part for place in range(1, len(axes)) for part in (axes[:place], axes[place:])]
+    return [*axes, *(tuple(chain.from_iterable(part)) for part in (*parts, axes))]

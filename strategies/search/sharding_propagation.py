@@ -27,6 +27,7 @@ from itertools import product
 from typing import Any
 
 from strategies.core.errors import TooLarge
+from strategies.core.gc_paused import gc_paused
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -98,6 +99,7 @@ class Propagated:
         return {"followed": self.propagated_cost, "cheapest": self.cheapest_cost, "by_price": self.by_cost}
 
 
+@gc_paused()
 def sharding_propagation(
     problem: Problem,
     cluster: Cluster,

@@ -151,6 +151,16 @@ def test_on_an_open_mesh_all_prime_axes_are_tried() -> None:
     assert total <= found.solution.cost * (1 + 1e-9)
 
 
+def test_on_many_prime_axes_single_ones_are_decided_again() -> None:
+    """Three axes cannot cut 16,384 rows and columns as seven can; the reported cost is that of the plan."""
+    made, machine = problem(line(6, batch=2**14), prime_mesh(128)), nodes(16)
+    exact = exact_search(made, machine, None)
+    assert exact is not None
+    best, found = exact.within(None).best, dynamic_programming(made, machine, None)(None)
+    assert found.solution.cost < 0.99 * best.cost
+    assert math.isclose(PlanCost(made, machine).total(found.solution.assignments), found.solution.cost, rel_tol=1e-9)
+
+
 def test_a_configured_strategy_may_cut_a_named_axis() -> None:
     made, machine = slow()
     halves = {"matmul": OperatorStrategy(((2, 1), (1, 1)), None)}
