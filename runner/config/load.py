@@ -74,8 +74,11 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     for name, replaced in (("cluster", cluster.from_file), ("launch", launch.from_files)):
         if isinstance(section := values.get(name), Mapping):
             values |= {name: replaced(section)}
-    values = _decoded(values, composed)
-    config = validated(values, origins)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        values = _decoded(values, composed, error)
+        config = validated(values, origins)
     ranks = config.launch.ranks or sum(group.devices for group in config.cluster.groups) or None
     if config.world_size is None and ranks is not None:
         config = validated(values | {"world_size": ranks}, origins)
@@ -89,15 +92,10 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     return config
 
 
-def _decoded(values: Any, composed: DictConfig) -> Any:
+def _decoded(values: Any, composed: DictConfig, error: ValidationError) -> Any:
     """The values, with numbers and booleans for strings that references stand for (`${oc.env:NAME}` always is one),
-    where the schema asks for them."""
-    try:
-        Config.model_validate(values)
-        return values
-    except ValidationError as error:
-        wrong = [one["loc"] for one in error.errors() if one["type"] in SCALARS and isinstance(one["input"], str)]
-    for place in wrong:
+    where the schema asks for them by `error`."""
+    for place in [one["loc"] for one in error.errors() if one["type"] in SCALARS and isinstance(one["input"], str)]:
         section: Any = composed
         for count, key in enumerate(place):
             if not OmegaConf.is_config(section) or key not in section:
