@@ -34,8 +34,11 @@ from strategies.rules.traits import traits
 
 Function = Callable[..., Any]
 DROPOUTS = frozenset({functional.dropout, torch.dropout})
-COMPOSED = frozenset({functional.gumbel_softmax})
-"""Functions that draw once, through an operator of another name."""
+COMPOSED = frozenset({functional.gumbel_softmax, torch.svd_lowrank, torch.pca_lowrank})
+FRACTIONAL = frozenset(
+    getattr(functional, f"fractional_max_pool{end}") for end in ("2d", "3d", "2d_with_indices", "3d_with_indices")
+)
+"""Functions that draw once, through an operator of another name; FRACTIONAL ones unless they are given the numbers."""
 INITIALISERS = frozenset(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")) - frozenset(
     "constant_ dirac_ eye_ ones_ zeros_".split()
 )
@@ -154,6 +157,8 @@ class ExactRandom(TorchFunctionMode):
         if name in INITIALISERS and getattr(func, "__module__", "") == nn.init.__name__:
             with seeding(self.key, self._next()):
                 return func(*args, **kwargs)
+        if func in FRACTIONAL and (kwargs.get("_random_samples", *args[5:6] or (None,))) is None:
+            return self._seeded(func, name, args, kwargs)
         if func in COMPOSED or _drawing(name):
             return self._seeded(func, name, args, kwargs)
         return func(*args, **kwargs)

@@ -1,13 +1,22 @@
 """Operators of torch that look at values to check them, or to say how long their result is, as operators that do not.
 
-An inverse short-time Fourier transform asks whether its windows cover the signal, and counts of integers whether one is
-larger than the last that is counted; what has shapes alone, as a trace of memory, cannot answer.
+An inverse short-time Fourier transform asks whether its windows cover the signal, counts of integers whether one is
+larger than the last that is counted, a covariance whether there are more samples than it corrects for, and combinations
+which elements a mask of theirs has; what has shapes alone, as a trace of memory, cannot answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import combinations as chosen
+from itertools import combinations_with_replacement
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from strategies.rules.ctc import ctc_loss
 
 
 def istft(
@@ -57,3 +66,56 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     elif weights.dtype != torch.float32:
         weights = weights.double()
     return torch.zeros(minlength, dtype=weights.dtype, device=input.device).scatter_add(0, input.long(), weights)
+
+
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """torch.cov: covariances of the rows of `input`, whose columns are samples."""
+    samples = input.reshape(1, -1) if input.dim() < 2 else input
+    given = [one for one in (fweights, aweights) if one is not None]
+    if not given:
+        centred, weighted = (both := samples - samples.mean(1, keepdim=True)), both
+        freedom: Any = max(samples.shape[1] - correction, 0)
+    else:
+        weights = given[0] if len(given) == 1 else given[0] * given[1]
+        total = weights.sum()
+        centred = samples - ((samples * weights).sum(1) / total)[:, None]
+        weighted = centred * weights
+        taken = total if aweights is None or not correction else (weights * aweights).sum()
+        freedom = (total - correction * taken / total).clamp(min=0)
+    found: Tensor = (centred @ weighted.transpose(0, 1).conj()) / freedom
+    return found.squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """torch.corrcoef: covariances of the rows of `input`, over the deviations of both."""
+    found = cov(input)
+    if not found.dim():
+        return found / found
+    variances = found.diagonal()
+    deviations = (variances.real if found.is_complex() else variances).sqrt()
+    found = found / deviations[:, None] / deviations
+    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1)) if found.is_complex() else found.clip(-1, 1)
+
+
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """torch.combinations: all choices of `r` elements of a vector, a row each."""
+    choices = (combinations_with_replacement if with_replacement else chosen)(range(len(input)), r)
+    return input[torch.tensor(list(choices), dtype=torch.int64, device=input.device).reshape(-1, r)]
+
+
+def narrow(input: Tensor, dim: int, start: Any, length: int) -> Tensor:
+    """torch.narrow, by places where `start` is a tensor."""
+    if not isinstance(start, Tensor):
+        return torch.narrow(input, dim, start, length)
+    first = start.where(start >= 0, start + input.shape[dim])
+    return input.index_select(dim, first + torch.arange(length, device=input.device))
+
+
+WITHOUT_QUESTIONS: dict[Any, Callable[..., Tensor]] = {
+    functional.ctc_loss: ctc_loss,
+    **{getattr(owner, one.__name__): one for owner in (torch, Tensor) for one in (istft, cov, corrcoef)},
+    torch.combinations: combinations,
+}
+"""The functions that ask, with ours."""

@@ -34,12 +34,11 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from strategies.capture.checking_operators import bincount, istft
+from strategies.capture.checking_operators import WITHOUT_QUESTIONS, bincount, narrow
 from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places
 from strategies.capture.functional import CUMULATIVE
 from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
-from strategies.rules.ctc import ctc_loss
 
 READS_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 WRITES_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -186,10 +185,8 @@ class _Unasked(TorchFunctionMode):
         elif self.frozen:
             detached = lambda leaf: leaf.detach() if id(leaf) in self.frozen else leaf  # noqa: E731
             args, kwargs = tree_map(detached, (tuple(args), kwargs))
-        if function is functional.ctc_loss:
-            return ctc_loss(*args, **(kwargs or {}))
-        if function in (torch.istft, Tensor.istft):
-            return istft(*args, **(kwargs or {}))
+        if function in WITHOUT_QUESTIONS:
+            return WITHOUT_QUESTIONS[function](*args, **(kwargs or {}))
         if function in (torch.bincount, Tensor.bincount) and (len(args) > 2 or (kwargs or {}).get("minlength", 0)):
             return bincount(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") in ("quantile", "nanquantile"):
@@ -201,6 +198,8 @@ class _Unasked(TorchFunctionMode):
             return found
         function, args = places(function, args)
         args, kwargs = counted(function, args, kwargs)
+        if function in (torch.narrow, Tensor.narrow):
+            return narrow(*args, **(kwargs or {}))
         if function == READS_DATA:
             return args[0].detach()
         if function == WRITES_DATA and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype):

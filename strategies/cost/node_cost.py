@@ -70,7 +70,7 @@ class NodeCost:
         if problem.stage:
             copies = WORK[problem.engine].copies
             work = work / ranks + elements * width * copies / cluster.memory_bandwidth
-        if ranks == 1:
+        if ranks == 1 or not elements:
             return work
 
         def seconds(kind: str, item_bytes: int) -> float:

@@ -54,11 +54,17 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.ctc_loss` by our operator where it takes a batch, padded targets and lengths in tensors."""
-    lengths = input_lengths, target_lengths
-    tensors = all(isinstance(length, Tensor) and length.dim() == 1 for length in lengths)
-    if not tensors or log_probs.dim() != 3 or targets.dim() != 2 or reduction not in ("none", "mean", "sum"):
-        return functional.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+    """`torch.nn.functional.ctc_loss` by our operator where it takes a batch; targets that are one behind the other are
+    padded."""
+    given = (torch.as_tensor(one, device=targets.device) for one in (input_lengths, target_lengths))
+    input_lengths, target_lengths = lengths = tuple(one.to(torch.int64) for one in given)
+    batched = log_probs.dim() == 3 and all(length.dim() == 1 for length in lengths)
+    if not batched or targets.dim() > 2 or not targets.numel() or reduction not in ("none", "mean", "sum"):
+        return functional.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    if targets.dim() == 1:
+        starts, last = target_lengths.cumsum(0) - target_lengths, len(targets) - 1
+        places = starts[:, None] + torch.arange(len(targets), device=targets.device)
+        targets = targets[places.clamp(max=last)]
     if torch.is_autocast_enabled(log_probs.device.type) and log_probs.dtype in (torch.bfloat16, torch.float16):
         log_probs = log_probs.float()  # as torch's does, which autocast knows
     losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)[0]

@@ -132,7 +132,7 @@ def exchanged(
     present: dict[int, Sequence[Interval]] = {}
     for dim, (factor, rows, intervals) in wanted.items():
         own = -(-rows // local.slices(factor))
-        present[dim] = [(min(start, rows), min(start + own, rows)) for start in range(0, own * len(intervals), own)]
+        present[dim] = [(min(i * own, rows), min((i + 1) * own, rows)) for i in range(len(intervals))]
         pairs = zip(intervals, present[dim], strict=True)
         if any(start < stop and (start < a or stop > b) for (start, stop), (a, b) in pairs):
             far[dim], present[dim] = (factor, intervals), intervals

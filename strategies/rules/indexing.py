@@ -197,11 +197,25 @@ def gather(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     return sharding(operator, specs, [read, result], [result], sums=["v"], local=_read, padded=("v",))
 
 
+@local_function
+def take_along_all(x: Tensor, index: Tensor) -> Tensor:
+    """`aten.take_along_dim` without a dim, which takes no tensors that are not contiguous."""
+    return x.reshape(-1).gather(0, index.reshape(-1))
+
+
+def _take_along_all(_: Operator, local: Local) -> Ref:
+    return local.call("local.take_along_all", local.arguments["self"], local.arguments["indices"])
+
+
 @rule("take_along_dim")
 def take_along_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Like gather, with broadcast dims; `dim` of x stays replicated. Without dim it runs over the flattened tensor."""
+    """Like gather, with broadcast dims; `dim` of x stays replicated. Without dim it runs over the flattened tensor,
+    replicated."""
     rank, dim = len(specs[0].shape), arguments(operator)["dim"]
-    if dim is None or not rank or rank != len(specs[1].shape):
+    if dim is None:
+        dims: list[Dims] = [(None,) * len(spec.shape) for spec in specs]
+        return sharding(operator, specs, dims, [(None,)], local=_take_along_all)
+    if not rank or rank != len(specs[1].shape):
         return None
     x, index = broadcast_dims(specs, operator.results[0].shape)
     result, dim = numbered(rank), dim % rank

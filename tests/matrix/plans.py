@@ -70,6 +70,8 @@ def _cut(graph: OperatorGraph, operator: Operator, world: int, rows: bool) -> Op
     or of its rows (the contraction); of whichever divides."""
     sharding = rule_of(operator, graph)
     begin = 1 if operator.op in BIASED else 0
+    if len(sharding.operands) < begin + 2:
+        return None
     first, second = sharding.operands[begin : begin + 2]
     columns = [f for f in second if f is not None and f not in first and f not in sharding.sums]
     contracted = [f for f in second if f is not None and f in first and f in sharding.sums]

@@ -57,9 +57,16 @@ class Recurrent(nn.Module):
 class Noise(nn.Module):
     """Uses in-place random operators and random functions that are composed of others."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.empty_like(x).uniform_(-1, 1) + torch.randn_like(x)
-        return functional.dropout1d(x + noise, 0.3) + functional.gumbel_softmax(x, dim=-1)
+        pooled, _ = functional.fractional_max_pool2d(x, (1, 2), output_size=(2, 2), return_indices=True)
+        pooled = functional.fractional_max_pool3d(x[None], (2, 1, 2), output_size=(2, 1, 2)).mean() + pooled.mean()
+        low = torch.svd_lowrank(self.weight, 1, niter=0)[1].sum()  # a parameter: torch switches modes off within
+        return functional.dropout1d(x + noise, 0.3) + functional.gumbel_softmax(x, dim=-1) + pooled + low
 
 
 class Fresh(nn.Module):

@@ -44,6 +44,18 @@ def test_trains_as_torch_does(reduction: str, zero_infinity: bool, draw: Any) ->
     assert model.worst(draw, 4) < TOLERANCE
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_targets_one_behind_the_other_and_lengths_in_lists(reduction: str, draw: Any) -> None:
+    counts = [3, 1, 2, 0]
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.ctc_loss(output, targets.flatten()[:6], [7, 7, 5, 7], counts, reduction=reduction)
+
+    torch.manual_seed(0)
+    model = Model(Speech(), LossFunction(loss, {}), (torch.randn(4, 7, 6), torch.randint(1, 5, (4, 2))))
+    assert model.worst(draw, 2) < TOLERANCE
+
+
 def test_autocast_computes_in_fp32() -> None:
     torch.manual_seed(0)
     given = torch.randint(1, 5, (8, 3)), torch.full((8,), 7), torch.full((8,), 3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strategies.core.mesh import Mesh
-from strategies.rules.indexing import own_index
+from strategies.rules.indexing import own_index, take_along_all
 
 torch.manual_seed(1)
 
@@ -62,9 +62,13 @@ def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases)
 
 
-def test_a_search_per_row_and_a_flattened_one_run_replicated(cases, known):
+def test_a_search_per_row_runs_replicated(cases, known):
     assert known(cases, "searchsorted") == [True, False]
-    assert known(cases, "take_along_dim") == [True, True, False]
+
+
+def test_a_flattened_tensor_needs_no_order_in_memory():
+    table, places = torch.arange(6.0).reshape(2, 3).mT, torch.tensor([[5, 0], [3, 3]]).mT
+    assert torch.equal(take_along_all(table, places), table.contiguous().take_along_dim(places.contiguous()))
 
 
 @pytest.mark.parametrize("index", [12, -13])
