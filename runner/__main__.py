@@ -1,17 +1,47 @@
 """The command `run`, also as `python -m runner`: without Python's traceback on Ctrl-C, whenever it comes.
 
 Before anything is imported, Ctrl-C ends the process at once, since there is nothing to clean up yet; after the command
-it is ignored, since only interpreter shutdown remains.
+it is ignored, since only interpreter shutdown remains. That is cut short: to take apart all modules of torch, one by
+one, frees nothing that the end of a process would not.
 """
 
+import atexit
 import gc
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 
 def main() -> None:
+    """The console script. Ends the process, unless an exception that nobody expects is on its way."""
+    try:
+        _main()
+    except SystemExit as left:
+        if left.code is not None and not isinstance(left.code, int):
+            raise  # a message, which the interpreter prints
+        _end(left.code or 0)
+        raise
+    _end(0)
+
+
+def _end(code: int) -> None:
+    """End the process as the interpreter would, but for taking its modules apart. Returns where that must be left to
+    the interpreter: it waits for threads, and reports what cannot be written."""
+    if any(one is not threading.current_thread() and not one.daemon for one in threading.enumerate()):
+        return
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):  # nobody reads it, or it is closed
+        return
+    os._exit(code & 0xFF)
+
+
+def _main() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _at_once)
     try:
@@ -25,7 +55,7 @@ def main() -> None:
         command()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        gc.freeze()  # or the interpreter would go through all objects twice before it ends
+        gc.freeze()  # or the interpreter, if it ends the process, would go through all objects twice before
 
 
 def _hydra_knows() -> bool:

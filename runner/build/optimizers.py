@@ -14,6 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -118,29 +119,47 @@ def _matches(glob: str, names: Sequence[str], where: str) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
+class _Factory:
+    """Makes an optimizer from torch's parameter groups. Equal for equal arguments: what was tried with one is known of
+    the other."""
+
+    function: Callable[..., Any]
+    target: str
+    written: str
+    args: Mapping[str, Any] = field(compare=False)
+
+    @classmethod
+    def of(cls, config: Optimizer) -> _Factory:
+        return cls(resolve(config.target, "optimizer.target"), config.target, repr(config.args), config.args)
+
+    def __call__(self, groups: list[dict[str, Any]]) -> TorchOptimizer:
+        return self.with_args(groups, {}, "optimizer")
+
+    def with_args(self, groups: list[dict[str, Any]], more: Mapping[str, Any], what: str) -> TorchOptimizer:
+        """With `more` arguments, of the section `what`."""
+        args = {**self.args, **more}
+        check_annotations(self.function, args, self.target, what)
+        made = call(partial(self.function, groups), args, self.target, what)
+        if not isinstance(made, TorchOptimizer):
+            raise ConfigError(
+                "MW305",
+                f"optimizer.target = {self.target!r} made a {type(made).__name__}; a torch.optim.Optimizer is needed.",
+            )
+        return made
+
+
 def optimizer_factory(config: Optimizer) -> OptimizerFactory:
     """The function that makes the optimizer from torch's parameter groups.
 
     Raises ConfigError, here and not later, for an unknown target or for arguments that the optimizer does not take,
     also those of the groups.
     """
-    function = resolve(config.target, "optimizer.target")
-
-    def make(groups: list[dict[str, Any]], args: dict[str, Any], what: str = "optimizer") -> TorchOptimizer:
-        check_annotations(function, args, config.target, what)
-        made = call(partial(function, groups), args, config.target, what)
-        if not isinstance(made, TorchOptimizer):
-            raise ConfigError(
-                "MW305",
-                f"optimizer.target = {config.target!r} made a {type(made).__name__}; a torch.optim.Optimizer "
-                "is needed.",
-            )
-        return made
-
-    make(_probe(), config.args)
+    factory = _Factory.of(config)
+    factory(_probe())
     for number, group in enumerate(config.groups):
-        make(_probe(), {**config.args, **group.args}, f"optimizer.groups[{number}]")
-    return lambda groups: make(groups, config.args)
+        factory.with_args(_probe(), group.args, f"optimizer.groups[{number}]")
+    return factory
 
 
 def _probe() -> list[dict[str, Any]]:
@@ -154,7 +173,7 @@ def need_of(config: Optimizer) -> Need:
     make = optimizer_factory(config)
     check_kind(make(_probe()))
     try:
-        return needed(make, torch.float32)
+        return needed(make, torch.float32, at_once=False)
     except Exception as error:  # whatever a step raises
         raise ConfigError("MW323", f"optimizer: {config.target} fails in a step: {describe(error)}.") from error
 

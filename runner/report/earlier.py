@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,19 +95,19 @@ class Reports:
             plan.replace(f'"search": {before}', f'"search": {after}', 1),
             plan_files.page(content | {"search": search}, prepared),
             content["cost"]["total"],
-            _state({*filter(self._lasts, self.opened), *_modules()}),
+            _state({*self._lasting(), *_modules()}),
         )
-        plan_cache.store(self.folder, self.key, asdict(report), print)
+        plan_cache.store(self.folder, self.key, vars(report), print)
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
             self.opened.add(os.path.abspath(args[0]))
 
-    def _lasts(self, file: str) -> bool:
-        """Whether the next command meets a file as this one has left it."""
+    def _lasting(self) -> list[str]:
+        """The opened files that the next command meets as this one has left them."""
         assert self.folder is not None
-        ours = self.run_dir.resolve(), self.folder.parent.resolve()
-        return not file.startswith(CHANGING) and not any(Path(file).is_relative_to(one) for one in ours)
+        changing = *CHANGING, *(f"{one.resolve()}{os.sep}" for one in (self.run_dir, self.folder.parent))
+        return [file for file in self.opened if not file.startswith(changing)]
 
     def _say(self, line: str) -> None:
         print(line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from runner.planning.estimate import Estimate, StageEstimate
@@ -53,7 +53,7 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
         for operator in model_operators(part.graph, part.plan):
             entry = next(entries)
             entry["inputs"] = [_sender(part, ref, made) for ref in operator.operands]
-            entry["predicted"] = asdict(together[model_name(operator)])
+            entry["predicted"] = dict(vars(together[model_name(operator)]))
     seconds, needed, limit = content["cost"]["total"], content["memory"], cluster.memory
     if "pipeline" in content:
         groups = content["pipeline"]

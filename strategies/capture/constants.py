@@ -83,10 +83,11 @@ def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
 def literal(function: Any, args: Any, kwargs: Any) -> Any:
     """The results of a function whose shapes values decide, as new literals; None for other functions, and where not
     all of its tensors have the same values in every step."""
+    name, indexing = getattr(function, "__name__", ""), function is Tensor.__getitem__
+    if not indexing and name not in SIZED_BY_VALUES:
+        return None
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    masked = function is Tensor.__getitem__ and any(leaf.dtype is torch.bool for leaf in leaves[1:])
-    name = getattr(function, "__name__", "")
-    if not leaves or not (masked or name in SIZED_BY_VALUES):
+    if not leaves or (indexing and all(leaf.dtype is not torch.bool for leaf in leaves[1:])):
         return None
     if name == "repeat_interleave" and isinstance(kwargs.get("repeats", *args[1:2] or (None,)), int):
         return None
@@ -140,7 +141,7 @@ def counted(function: Any, args: Any, kwargs: Any) -> Any:
     """`args` and `kwargs` of a function that takes sizes, with numbers for tensors of integers that are the same in
     every step."""
     name = getattr(function, "__name__", "")
-    if name not in COUNTING | RESIZING:
+    if name not in COUNTING and name not in RESIZING:
         return args, kwargs
     begin = 1 if name in RESIZING else 0
     args, kwargs = (*args[:begin], *tree_map_only(Tensor, _number, tuple(args[begin:]))), dict(kwargs or {})

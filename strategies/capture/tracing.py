@@ -171,7 +171,10 @@ class _Unasked(TorchFunctionMode):
         self.frozen: dict[int, Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):
+        name = getattr(function, "__name__", "")
+        if name == "__get__" and not self.frozen and function != READS_DATA:  # half of all calls
+            return function(*args)
+        if name in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):
             base, exponent = args
             exact = isinstance(exponent, torch.SymFloat) and (base.is_floating_point() or base.is_complex())
             args = base, torch.full((), exponent, dtype=base.dtype if exact else None, device=base.device)
@@ -189,7 +192,7 @@ class _Unasked(TorchFunctionMode):
             return WITHOUT_QUESTIONS[function](*args, **(kwargs or {}))
         if function in (torch.bincount, Tensor.bincount) and (len(args) > 2 or (kwargs or {}).get("minlength", 0)):
             return bincount(*args, **(kwargs or {}))
-        if getattr(function, "__name__", "") in ("quantile", "nanquantile"):
+        if name in ("quantile", "nanquantile"):
             with _all_equal():
                 return function(*args, **(kwargs or {}))
         if function in QUESTIONS and (answer := answered(function, args[0])):

@@ -45,7 +45,7 @@ class Need:
 
 
 @lru_cache(maxsize=8)
-def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dtype, *, at_once: bool = False) -> Need:
+def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dtype, *, at_once: bool) -> Need:
     """What the optimizer that `factory` makes from torch's parameter groups needs for parameters of `dtype`; with
     `at_once` it may update all of them by one call, as optimizers do on a GPU."""
     one, four = (_tried(factory, dtype, count, at_once) for count in (1, 4))

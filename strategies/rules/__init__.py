@@ -30,13 +30,13 @@ _known: dict[int, dict[int, tuple[Operator, Sharding]]] = {}
 
 def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     """The sharding of `operator`; without factors if no rule knows it, or its rule does not cover this form of call."""
-    known = _of_graph(graph)
-    if id(operator) not in known:
+    known, key = _of_graph(graph), id(operator)
+    if (entry := known.get(key)) is None:
         found = sharding_of(operator, graph.operand_specs(operator))
         # backward of torch's operators is linear; a function of the user's may clip its gradient
         defers = operator.id in graph.from_parameters and operator.target.startswith("aten.")
-        known[id(operator)] = operator, replace(found, defers=True) if defers else found
-    return known[id(operator)][1]
+        entry = known[key] = operator, replace(found, defers=True) if defers else found
+    return entry[1]
 
 
 def share_rules(part: OperatorGraph, graph: OperatorGraph) -> None:
@@ -46,10 +46,11 @@ def share_rules(part: OperatorGraph, graph: OperatorGraph) -> None:
 
 
 def _of_graph(graph: OperatorGraph) -> dict[int, tuple[Operator, Sharding]]:
-    if id(graph) not in _known:
-        _known[id(graph)] = {}
-        weakref.finalize(graph, _known.pop, id(graph), None)
-    return _known[id(graph)]
+    key = id(graph)
+    if (known := _known.get(key)) is None:
+        known = _known[key] = {}
+        weakref.finalize(graph, _known.pop, key, None)
+    return known
 
 
 def sharding_of(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:

@@ -21,6 +21,14 @@ def parameters(*names):
     return [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in names]
 
 
+def test_what_an_optimizer_needs_is_tried_once():
+    lr = {"lr": 0.1}
+    assert optimizer_factory(config()) == optimizer_factory(config(groups=[{"match": ["*"], "args": {"lr": 0.5}}]))
+    assert optimizer_factory(config()) != optimizer_factory(config(args={**lr, "momentum": 0.9}))
+    assert optimizer_factory(config(args=lr)) != optimizer_factory(config(target="torch.optim.Adam", args=lr))
+    assert need_of(config()) is need_of(config())
+
+
 def test_without_groups_there_is_one():
     assert parameter_groups(NAMES, NAMES, config()) == [{"names": list(NAMES)}]
 

@@ -283,6 +283,26 @@ def test_every_key_that_a_help_names_is_explained():
     assert [row for row in rows if not re.fullmatch(r"  \S+=.*?  +\S.*", row)] == []
 
 
+def test_the_end_of_a_command_is_that_of_a_process():
+    """What runs at exit has run, threads have ended, and nothing that was printed is lost."""
+    begin = (
+        "import atexit, sys, threading; sys.argv[1:] = ['--version']; atexit.register(print, 'exit')",
+        "last = lambda: (threading.main_thread().join(), print('thread'))",
+        "if sys.stdin.read(): threading.Thread(target=last).start()",
+        "from runner.__main__ import main; main()",
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for given, said in (("", ["exit"]), ("thread", ["thread", "exit"])):
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(begin)],
+            env=environment,
+            input=given,
+            capture_output=True,
+            encoding="utf-8",
+        )
+        assert (done.returncode, done.stdout.split()[2:]) == (0, said), done.stderr
+
+
 def test_version_is_ours(command):
     assert re.fullmatch(r"meshwright \d+\.\d+\.\d+\n", command("--version").out)
 
