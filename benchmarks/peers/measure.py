@@ -27,7 +27,7 @@ from runner.config.origins import Origins
 from runner.config.schema import Config
 from runner.export.targets import exported
 from runner.launch.orders import RankContext
-from runner.planning.prepare import prepare
+from runner.planning.joint import prepare_decided
 
 WARM = 3
 """Rounds that are not timed."""
@@ -147,7 +147,7 @@ def run(
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
             config = config_of(part, family, size, ranks, device)
-            prepared = prepare(config, folder, say=lambda line: None)
+            prepared = prepare_decided(config, folder, say=lambda line: None)
             if name == "export":
                 text = exported("torch", prepared, f"{family} on {ranks} ranks", allow_changes=True)
                 (folder / sides.EXPORTED).write_text(text, encoding="utf-8")

@@ -60,6 +60,10 @@ from strategies.rules import rule_of
 
 ID = 8
 """Bytes of the id, the version or the position of a row."""
+FILLED = 4
+"""Traces of steps with more or fewer complete parameters, at most."""
+WORTH = 0.005
+"""Of the seconds: what more complete parameters must save."""
 TYPICAL_STORED = 1.5
 """Bytes stored for backward, relative to their lower bound (a 7B llama on 8 devices: 1.3 to 1.8)."""
 
@@ -209,6 +213,34 @@ class Estimate:
             if bucket is not buckets[-1] or settings.accumulate > 1:
                 steps.append((elements, size))
         return steps
+
+    @property
+    def may_fill(self) -> bool:
+        """Whether parameters may stay complete at stage 3: not with ranks of several kinds, nor beside offload."""
+        offload = self.settings.offload
+        kept = {offload.optimizer, offload.parameters, offload.activations} == {"none"}
+        return self.settings.stage == 3 and kept and not self.kinds
+
+    def filling(self, size: int, limit: int) -> Estimate:
+        """The estimate with as many elements complete at stage 3 as `limit` bytes of a rank hold, where that saves
+        time. Without them it needs `size`, and with them about what is added to its parts: less where what is complete
+        is not gathered where it needs most, more where a larger bucket is gathered ahead instead. So a few steps are
+        traced, each with what the one before left."""
+        steps = self.completing
+        room, fits, low, high = limit - size, self, 0, len(steps)
+        for _ in range(FILLED):
+            number = min(sum(more <= room for _, more in steps), high)
+            if number <= low:
+                break
+            more = self.with_settings(replace(self.settings, complete=steps[number - 1][0]))
+            if more.seconds > (1 - WORTH * bool(low)) * fits.seconds:
+                break
+            room += limit - more.peak
+            if more.peak <= limit:
+                low, fits = number, more
+            else:
+                high = number - 1
+        return fits
 
     @property
     def groups(self) -> int:

@@ -64,8 +64,6 @@ BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5)
 """Of the limit: budgets of a search where no plan that was measured before keeps it."""
 WORTH = 0.005
 """Of the seconds: what another plan must gain."""
-FILLED = 4
-"""Traces of steps with more or fewer complete parameters, at most."""
 EVERY = 5.0
 """Seconds between lines of progress."""
 
@@ -73,7 +71,8 @@ EVERY = 5.0
 def prepare_decided(
     config: Config, folder: Path | None, say: Callable[[str], None] = print, accept: Accept = accept_any
 ) -> Prepared:
-    """`prepare`, after the joint optimisation of open keys and of the plan within `parallel.memory_limit`.
+    """`prepare`, after the joint optimisation of open keys and of the plan within `parallel.memory_limit`. Without one
+    DeepSpeed's stage 3 may fill the memory of a device, as it does by its own defaults.
 
     Raises:
         ConfigError, StrategyError: as `prepare`, and if no choice fits into the memory of a rank.
@@ -91,7 +90,27 @@ def prepare_decided(
         if parallel.open:
             config = with_choice(config, choice_of(plan.search["decided"]), plan.recompute)
     search = plan.search if plan is not None else {} if parallel.plan is None else _search_in(parallel.plan)
-    return prepare(with_complete(config, search.get("complete", 0)), folder, say, plan, accept)
+    prepared = prepare(with_complete(config, search.get("complete", 0)), folder, say, plan, accept)
+    zero = prepared.config.parallel.zero
+    fills = zero.known == 3 and prepared.config.zero_engine == "deepspeed" and not keeps(zero.options)
+    return _filling(prepared) if fills and plan is None and parallel.plan is None else prepared
+
+
+def _filling(prepared: Prepared) -> Prepared:
+    """`prepared` with as many parameters complete at stage 3 as the memory of a device holds."""
+    config, plan = prepared.config, prepared.plan
+    if prepared.graph is None or plan is None or prepared.step is None or config.train.compile:
+        return prepared
+    cluster = cluster_of(config, prepared.device, prepared.world_size)
+    settings = settings_of(config, prepared.graph, prepared.device)
+    with gc_paused():
+        found = estimate(config, prepared.step, settings, cluster, Programs(), Traces(), prepared.schedule)
+        filled = found.filling(found.peak, found.limits(None)[0]) if found.may_fill else found
+    if filled is found:
+        return prepared
+    complete = filled.settings.complete
+    search = {**with_cost(plan.search, filled.seconds), "complete": complete}
+    return replace(prepared, config=with_complete(config, complete), plan=replace(plan, search=search))
 
 
 def with_complete(config: Config, elements: int) -> Config:
@@ -330,36 +349,17 @@ class JointDecision:
         return replace(decision, priced=replace(priced, plan=own, seconds=price.seconds, bytes=size))
 
     def _with_complete(self, decision: Decision) -> tuple[Decision, int]:
-        """The decision, and `OptimizerSettings.complete`: as many elements stay complete at stage 3 as the memory that
-        is left holds. A rank needs about what it needed and what is added to its parts: less where what is complete is
-        not gathered where it needs most, more where a larger bucket is gathered ahead instead. So a few steps are
-        traced, each with what the one before left."""
-        choice, priced, parallel = decision.choice, decision.priced, self.config.parallel
-        found, size = self.estimate(choice, priced.plan), priced.bytes
-        if choice.zero != 3 or keeps(parallel.zero.options) or found.kinds:
+        """The decision, and `OptimizerSettings.complete`: as much as the memory that is left holds."""
+        choice, priced, config = decision.choice, decision.priced, self.config
+        if choice.zero != 3 or keeps(config.parallel.zero.options) or config.train.compile:
             return decision, 0
-        offload = found.settings.offload
-        if self.config.train.compile or {offload.optimizer, offload.parameters, offload.activations} != {"none"}:
+        found = self.estimate(choice, priced.plan)
+        assert priced.bytes is not None
+        filled = found.filling(priced.bytes, self.limits(choice)[0]) if found.may_fill else found
+        if filled is found:
             return decision, 0
-        assert size is not None
-        limit, steps = self.limits(choice)[0], found.completing
-        room, fits, low, high = limit - size, found, 0, len(steps)
-        for _ in range(FILLED):
-            number = min(sum(more <= room for _, more in steps), high)
-            if number <= low:
-                break
-            more = found.with_settings(replace(found.settings, complete=steps[number - 1][0]))
-            if more.seconds > (1 - WORTH * bool(low)) * fits.seconds:
-                break
-            room += limit - more.peak
-            if more.peak <= limit:
-                low, fits = number, more
-            else:
-                high = number - 1
-        if not low:
-            return decision, 0
-        priced = replace(priced, seconds=fits.seconds, bytes=fits.peak)
-        return replace(decision, priced=priced), fits.settings.complete
+        priced = replace(priced, seconds=filled.seconds, bytes=filled.peak)
+        return replace(decision, priced=priced), filled.settings.complete
 
     def _decide(self) -> Decision:
         """Raises StrategyError; where only recompute could be chosen, with the parts of the plan that needs least."""

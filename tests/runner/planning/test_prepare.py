@@ -1,5 +1,6 @@
 """Errors that are found before any rank starts, but not from the config alone."""
 
+import math
 from types import SimpleNamespace
 
 import hydra
@@ -97,3 +98,16 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_prepared(m
     given = compose_config(*SMALL, *MODES["semi_auto"], *words).model_dump_json()
     with pytest.raises(ConfigError, match="missing"):
         entries.prepare_alone(SimpleNamespace(run_dir=tmp_path), {"config": given, "folder": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("engine", "memory", "fills"), [("deepspeed", 10**9, True), ("deepspeed", 1, False), ("native", 10**9, False)]
+)
+def test_deepspeeds_stage_3_fills_the_memory_of_a_device(engine, memory, fills):
+    """As its own defaults do; what is beyond it is not refused without a limit."""
+    zero = f"parallel.zero={{stage: 3, engine: {engine}}}"
+    words = (*SMALL, "parallel=data_parallel", "cluster=laptop_gloo", f"cluster.machine.memory={memory}", zero)
+    prepared = prepare_decided(compose_config(*words), None)
+    threshold = prepared.config.parallel.zero.options.get("stage3_param_persistence_threshold", 0)
+    sizes = [math.prod(one.spec.shape) for one in prepared.graph.of_kind("parameter")]
+    assert threshold == prepared.plan.search.get("complete", 0) == (max(sizes) if fills else 0)
