@@ -20,13 +20,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
@@ -202,10 +203,10 @@ def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Te
 @contextmanager
 def running(mesh: DeviceMesh) -> Iterator[None]:
     """Around forward and backward: tensors that the model makes itself are the same on all ranks, attention is made of
-    products where torch has no sharded kernel (on CPUs), fused weights are taken apart where every rank has a slice of
-    each section, and losses are means over all slices."""
+    products where torch has no sharded kernel (on CPUs), convolutions run on slices, fused weights are taken apart
+    where every rank has a slice of each section, and losses are means over all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
-    with implicit_replication(), attention, _Means(), _Sections():
+    with implicit_replication(), attention, _Means(), _Sections(), _Convolutions():
         yield
 
 
@@ -230,6 +231,60 @@ class _Means(TorchFunctionMode):
         if func is not functional.cross_entropy or args[1].is_floating_point():
             return losses.mean()
         return losses.sum() / (args[1] != given.get("ignore_index", -100)).sum()
+
+
+class _Convolutions(TorchFunctionMode):
+    """Runs convolutions on slices of rows, channels or groups. DTensor (torch 2.13) slices rows over one axis of the
+    mesh alone, and takes weights for replicated."""
+
+    NAMES = tuple(f"{kind}{dims}d" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3))
+    FUNCTIONS = tuple(getattr(functional, name) for name in NAMES)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sliced = func in self.FUNCTIONS and any(isinstance(one, DTensor) for one in (*args, *(kwargs or {}).values()))
+        return (partial(_convolved, func) if sliced else func)(*args, **(kwargs or {}))
+
+
+def _convolved(func: Any, input: Tensor, weight: Tensor, bias: Any = None, *options: Any, **named: Any) -> Tensor:
+    """Where the weight is sliced along an axis, the input follows; elsewhere rows stay sliced."""
+    given, transposed = dict(zip(("stride", "padding"), options, strict=False)) | named, "transpose" in func.__name__
+    names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    given |= dict(zip(names, options[2:], strict=False))
+    groups = given.get("groups", 1)
+    into, out = (0, 0) if groups > 1 else (0, 1) if transposed else (1, 0)  # dims of the weight
+    mesh = next(one for one in (input, weight) if isinstance(one, DTensor)).device_mesh
+    replicated = (Replicate(),) * mesh.ndim
+    ours, theirs = (getattr(one, "placements", replicated) for one in (input, weight))
+    slices = math.prod(size for size, own in zip(mesh.shape, theirs, strict=True) if own == Shard(0))
+    rows = input.ndim == weight.ndim  # else it is one picture
+    if not rows or (groups > 1 and groups % slices):
+        theirs = replicated
+    elif groups > 1:
+        given["groups"] = groups // slices
+    placed: list[tuple[Placement, ...]] = []  # input, weight, bias, result; gradients of the first three
+    shares = 1
+    for have, own, size in zip(ours, theirs, mesh.shape, strict=True):
+        if own == Shard(out):
+            its = Shard(1) if groups > 1 else Replicate()
+            placed.append((its, own, Shard(0), Shard(1), its if groups > 1 else Partial(), own, Shard(0)))
+        elif own == Shard(into):
+            placed.append((Shard(1), own, Replicate(), Partial(), Shard(1), own, Partial()))
+            shares *= size  # of the bias
+        elif have == Shard(0) and rows:
+            placed.append((have, Replicate(), Replicate(), have, have, Partial(), Partial()))
+        else:
+            placed.append((Replicate(),) * 7)
+    of_input, of_weight, of_bias, result, *gradients = zip(*placed, strict=True)
+
+    def local(value: Tensor, at: Placed, gradient: Placed) -> Tensor:
+        return laid_out(value, mesh, at).to_local(grad_placements=gradient)  # type: ignore[attr-defined, no-any-return]
+
+    own_bias = None if bias is None else local(bias, of_bias, gradients[2]) / shares
+    made = func(local(input, of_input, gradients[0]), local(weight, of_weight, gradients[1]), own_bias, **given)
+    shape = (weight.shape[1] * groups if transposed else weight.shape[0], *made.shape[2 - weight.ndim :])
+    shape = (*input.shape[: int(rows)], *shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(made, mesh, result, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class _Sections(TorchFunctionMode):

@@ -54,6 +54,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return fused(torch.float32), batches
     if model == "gpt2":
         return Gpt2(), batches
+    if model == "pictures":
+        return pictures(), [(torch.randn(ROWS, 4, 8, 8), torch.arange(ROWS)) for _ in range(2)]
     if model == "recurrent":
         return Recurrent(), batches
     if model == "grouped":
@@ -128,6 +130,13 @@ class Grouped(nn.Module):
         query, key, value = self.qkv(self.table(x)).split([16, 8, 8], -1)
         logits: Tensor = self.head(query * torch.cat([key, value], -1).sigmoid())
         return logits
+
+
+def pictures() -> nn.Module:
+    """Convolutions, in groups and transposed: [rows, 4, 8, 8] -> [rows, 8]."""
+    up = nn.ConvTranspose2d(8, 4, 2, stride=2, bias=False)
+    middle = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.BatchNorm2d(8), nn.ReLU(), up, nn.AvgPool2d(2)
+    return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *middle, nn.Conv2d(4, 8, 4), nn.Flatten())
 
 
 class Recurrent(nn.Module):

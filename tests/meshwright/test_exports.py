@@ -252,6 +252,33 @@ def test_operators_that_dtensor_does_not_know_are_gathered_and_listed(tmp_path: 
     assert meshwright.plan(Pairs(), batch, for_target="torch", **options).expressible("torch") == []
 
 
+CHANNELS = {
+    "0": [[2, 1, 1, 1], [2, 1, 1, 1], [2]],  # those that are made
+    "1": [[2, 2, 1, 1], [2, 1, 1, 1], [2]],  # groups
+    "4": [[2, 2, 1, 1], [2, 1, 1, 1]],  # those that are added up
+    "6": [[4, 1, 1, 1], [1, 1, 1, 1], [1]],  # rows, over both axes
+}
+"""How convolutions are sliced on the mesh {dp 2, tp 2}."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"mesh": SEARCHED["mesh"], "strategies": CHANNELS}, DATA_PARALLEL])
+def test_convolutions_train_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    more_sent(on_ranks, tmp_path / "exported.py", "pictures", options)
+
+
+def test_convolutions_run_on_slices() -> None:
+    module, batches = built("pictures")
+    options: dict[str, Any] = {"loss": loss_of, "mesh": {"dp": 2, "tp": 2}, "strategies": CHANNELS, "plan_cache": None}
+    plan = meshwright.plan(module, batches[0], **options)
+    weights = [plan.content["tensors"][f"{path}.weight"]["dims"][0] for path in (0, 1, 4)]
+    assert weights == [["tp"]] * 3
+    assert {change.name for change in plan.expressible("torch")} == {"5"}  # the gradient of a mean
+    assert any(change.kind == "collectives" for change in plan.expressible("torch", collectives=True))  # it runs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [SEARCHED, DATA_PARALLEL], ids=["searched", "data_parallel"])
 def test_operators_that_dtensor_does_not_know_train_as_one_device(
