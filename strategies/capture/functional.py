@@ -58,6 +58,7 @@ class _Rewriting:
         self.now: dict[fx.Node, fx.Node] = {}  # a base tensor -> its value
         self.version: dict[fx.Node, int] = {}  # a base tensor -> how often it was written
         self.seen: dict[fx.Node, tuple[int, fx.Node]] = {}  # a view -> its value at a version of its base tensor
+        self.given: dict[fx.Node, Any] = {}  # a view -> its arguments as they were
         self.replaced: list[fx.Node] = []
         for node in list(graph.nodes):
             with graph.inserting_before(node):
@@ -101,7 +102,9 @@ class _Rewriting:
         version = self.version[self._base_of(node)]
         known, value = self.seen[node]
         if known != version:
-            value = self.graph.node_copy(node, lambda arg: self.read(arg))
+            args, kwargs = fx.map_arg(self.given[node], self.read)  # new nodes of other views come before
+            value = self.graph.node_copy(node, lambda arg: arg)
+            value.args, value.kwargs = args, kwargs
             self.seen[node] = version, value
         return value
 
@@ -143,6 +146,7 @@ class _Rewriting:
     def _call(self, node: fx.Node) -> None:
         if node.target is python_operator.getitem:
             (above,) = node.all_input_nodes
+            self.given[node] = node.args, node.kwargs
             node.args = (self.read(above), node.args[1])
             self._register(node, above if above in self.parent else None)
             return
@@ -158,6 +162,7 @@ class _Rewriting:
             self._in_place(node, op)
             return
         shown = _shown(node)
+        self.given[node] = node.args, node.kwargs
         node.args, node.kwargs = fx.map_arg(node.args, self.read), fx.map_arg(node.kwargs, self.read)
         self._register(node, None if shown is None else self._name(shown))
 
@@ -228,6 +233,7 @@ class _Rewriting:
                 "MW903", f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}."
             )
         view = call(self.graph, node, target, self.read(above), *node.args[1:], **node.kwargs)
+        self.given[view] = (above, *node.args[1:]), node.kwargs
         self._register(view, above)
         for name in [other for other in self.same if self._name(other) is above] + [above, node]:
             for user in [user for user in name.users if user > node]:

@@ -23,6 +23,7 @@ from torch.utils import _pytree
 
 from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
+from strategies.capture.branches import Branches, NotChosen
 from strategies.capture.changing_attributes import ChangingAttributes
 from strategies.capture.constant_buffers import ConstantBuffers
 from strategies.capture.derivatives import derivatives_as_operators
@@ -168,19 +169,24 @@ def capture(
     """
     _check_calls(objective)
     opaque, drawing, constant = OpaqueModules(objective), DrawingFunctions(objective), ConstantBuffers(objective)
+    branches = Branches(objective)
     while True:
         try:
-            if (captured := _captured(objective, batch, training, opaque, drawing, constant)) is not None:
+            if (captured := _captured(objective, batch, training, opaque, drawing, constant, branches)) is not None:
                 given = objective.sections if like is None else sections_of(like)
                 return replace(captured, graph=packed(captured.graph, given))
         except DrawsIn as error:
             drawing.chosen.add(error.name)
         except NotOpaque as error:
             opaque.refuse(error.owner)
+        except NotChosen as error:
+            branches.refuse(error.owner)
         except StrategyError as error:
-            if not isinstance(cause := error.__cause__, UNKNOWN) or not (
-                drawing.choose(cause) or opaque.choose(_running(cause))
-            ):
+            if not isinstance(cause := error.__cause__, UNKNOWN):
+                raise
+            running = _running(cause)
+            branching = isinstance(cause, GuardOnDataDependentSymNode) and branches.choose(running)
+            if not (branching or drawing.choose(cause) or opaque.choose(running)):
                 raise
 
 
@@ -191,8 +197,10 @@ def _captured(
     opaque: OpaqueModules,
     drawing: DrawingFunctions,
     constant: ConstantBuffers,
+    branches: Branches,
 ) -> Captured | None:
-    """The captured objective; None where another module must be one node, or another buffer is no constant."""
+    """The captured objective; None where other modules must be one node, other buffers are no constants, or other
+    branches cannot be captured."""
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
     if training:
@@ -211,13 +219,16 @@ def _captured(
             derivatives_as_operators(),
             opaque.as_nodes(),
             drawing.as_nodes(),
+            branches.as_choices(),
             warnings.catch_warnings(),
         ):
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
             try:
-                if opaque.chosen or drawing.chosen:  # what they read is not seen while they are traced
+                if (
+                    opaque.chosen or drawing.chosen or branches.chosen
+                ):  # what they read is not seen while they are traced
                     raise NotRepeated
                 with repeated.traced_once():
                     exported = export()
@@ -236,6 +247,8 @@ def _captured(
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
+    if branches.refuse_one_sided(exported):
+        return None
     around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)
     replace_vmap(exported.graph)
@@ -369,9 +382,10 @@ def _capture_failure(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            "graph; use torch.where or another operator in place of the branch, a module of its own in a list of "
-            "layers, which takes tensors and does nothing but compute, or, for a constant, a Python number or a buffer "
-            "that is not saved (persistent=False)."
+            "graph: of a branch, all sides must return tensors of the same shapes, change nothing outside of tensors "
+            "and train the same parameters. Use torch.where or another operator in its "
+            "place, a module of its own in a list of layers, which takes tensors and does nothing but compute, or, for "
+            "a constant, a Python number or a buffer that is not saved (persistent=False)."
         )
     if "found a fake tensor in the exported program constant" in str(error):
         return (

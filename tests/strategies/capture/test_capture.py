@@ -373,7 +373,7 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         print("forward of the user", file=sys.stderr)
         y = super().forward(x if way == "works" else x[:, 1:] if way == "shape" else x)
-        return y.sum() if way != "branch" or y.sum() > 0 else -y.sum()
+        return y.sum() if way != "branch" or y.sum() > 0 else -y[y > 0].sum()
 
 for way in ("works", "shape", "branch"):
     try:
@@ -388,7 +388,7 @@ def test_a_failing_capture_prints_nothing_itself() -> None:
     words = [sys.executable, "-c", THREE_CAPTURES]
     ended = subprocess.run(words, cwd=Path(__file__).parents[3], capture_output=True, encoding="utf-8", check=True)
     assert ended.stdout.splitlines() == ["shape refused", "branch refused"]
-    assert ended.stderr.splitlines() == ["forward of the user"]
+    assert set(ended.stderr.splitlines()) == {"forward of the user"}
 
 
 def test_custom_backward_is_no_matter_in_evaluation() -> None:

@@ -137,6 +137,15 @@ def moving_average(net: Net, x: Tensor) -> Tensor:
     return h * net.mean + before
 
 
+def shown_between_writes(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    net.mean.mul_(0.9)
+    shown = net.mean.view(2, -1)
+    row = shown[1]
+    net.mean.add_(h.detach().mean(0))
+    return h * net.mean + shown.sum() + row.sum()
+
+
 def following(net: Net, x: Tensor) -> Tensor:
     """Frozen parameters follow the trainable ones."""
     with torch.no_grad():
@@ -210,7 +219,7 @@ def data(net: Net, x: Tensor) -> Tensor:
 
 BODIES = [
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowed, other_names, out_argument, parts_of_complex,
-    counting, moving_average, following, detached, exchanged, copied, assigned, swapped,
+    counting, moving_average, shown_between_writes, following, detached, exchanged, copied, assigned, swapped,
     queue, normed, batch_in_place, data,
 ]  # fmt: skip
 

@@ -34,6 +34,12 @@ def warm_up(net: Net, x: Tensor) -> Tensor:
     return net.dense(x) * (net.steps.item() / 10)
 
 
+def capped(net: Net, x: Tensor) -> Tensor:
+    """The smaller of two numbers is a branch."""
+    net.steps += 6
+    return net.dense(x) * min(1.0, net.steps.item() / 10)
+
+
 def as_an_argument(net: Net, x: Tensor) -> Tensor:
     power = net.steps.item()
     filled = torch.full((8, 8), x.mean().item(), dtype=x.dtype)
@@ -52,7 +58,9 @@ def sizes(net: Net, x: Tensor) -> Tensor:
     return net.dense(x)[:half].repeat(2, 1) / len(x) + x.numel()
 
 
-@pytest.mark.parametrize("body", [arithmetic, warm_up, as_an_argument, powers, sizes], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [arithmetic, warm_up, capped, as_an_argument, powers, sizes], ids=lambda body: body.__name__
+)
 def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)
     loss = LossFunction(lambda out, target: (out.square().sum() - target.sum()) / 100, {})
@@ -64,7 +72,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "slice": (lambda net, x: net.dense(x)[: net.steps.item()], "values of a tensor"),
     "mask": (lambda net, x: net.dense(x)[x > 0], "whose shape depends on values"),
     "branch": (lambda net, x: net.dense(x) if net.steps.item() > 2 else x, "branch or a shape from the values"),
-    "choice": (lambda net, x: net.dense(x) * min(1.0, net.steps.item() / 10), "branch or a shape from the"),
     "loop": (lambda net, x: sum((net.dense(x) for _ in range(net.steps.item())), x), "branch or a shape from the"),
 }
 

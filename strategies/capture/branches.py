@@ -1,0 +1,543 @@
+"""Branches on values: an `if`, a `while` or an early `break` that asks a tensor, in a captured graph: both sides, and a
+choice between their results.
+
+The forward of a module that asks is traced once for every sequence of answers. What these paths have in common stands
+in the graph once: all up to a question, and all that is equal again at their ends, behind choices between what differs.
+Both sides are computed. A side that is not taken returns no gradient, not even where it divides by the zero that the
+question is about: what it reads from outside passes `where(truth, x, x.detach())`. What it writes in place is written
+back. Attributes that the sides set to different tensors are chosen, too.
+
+Invariant: for all values the graph computes what the module computes. What cannot be chosen (results of different
+shapes, Python values that differ, statistics of a batch norm, parameters that one side alone trains, which torch would
+leave without a gradient) is not captured so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from strategies.capture.constants import answered, traced
+from strategies.capture.nodes import WHENCE, beneath_tracing, call, fakes, floating, inferred, op_of, replaced
+from strategies.capture.python_state import INTERNAL, PythonState, changed
+from strategies.core.errors import StrategyError
+from strategies.rules.registry import PLAIN
+
+aten = torch.ops.aten
+MOST_PATHS = 8
+"""Sequences of answers of one call."""
+STATISTICS = frozenset({"batch_norm", "instance_norm"})
+"""Operators that write to buffers unseen, in training."""
+HARMLESS = (*PLAIN, torch.dtype, torch.device, torch.Size, nn.Module, FunctionType, type)
+"""Arguments that a forward does not change."""
+GRADIENTS = torch._C._set_grad_enabled
+EXITS = torch.amp.autocast_mode._exit_autocast
+AUTOCAST = frozenset({torch.amp.autocast_mode._enter_autocast, EXITS})
+
+
+class NotChosen(BaseException):
+    """Modules of this class cannot be captured with both sides. Not an Exception, which a forward may handle."""
+
+    def __init__(self, owner: type) -> None:
+        super().__init__(owner)
+        self.owner = owner
+
+
+class _Different(Exception):
+    """Two paths differ in what no operator chooses."""
+
+
+class Branches:
+    """The modules in `root` whose branches are captured, by their classes."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root, self.chosen, self.refused = root, set[type](), set[type]()
+        self.known = {id(vars(module)): type(module) for module in root.modules()}
+        """By what the exporter's stand-ins for a module share with it."""
+        self.running: list[_Path] = []
+
+    def choose(self, modules: Sequence[nn.Module]) -> bool:
+        """Choose the class of the first of these modules, which asks, unless it was tried."""
+        owner = next((self.known[id(vars(one))] for one in modules if id(vars(one)) in self.known), None)
+        if owner is None or owner in self.chosen | self.refused:
+            return False
+        self.chosen.add(owner)
+        return True
+
+    def refuse(self, owner: type) -> None:
+        self.chosen.discard(owner)
+        self.refused.add(owner)
+
+    def refuse_one_sided(self, exported: torch.export.ExportedProgram) -> bool:
+        """Refuse the classes that an exported graph has a parameter of which one side alone trains; whether any has."""
+        parameters, modules = exported.graph_signature.inputs_to_parameters, dict(self.root.named_modules())
+        found = False
+        for node in exported.graph.find_nodes(op="placeholder") if self.chosen else ():
+            name = parameters.get(node.name)
+            if name is None or _trained_always(node) or not self.root.get_parameter(name).requires_grad:
+                continue
+            around = {
+                type(modules[path]) for user in node.users for path, _ in user.meta.get("nn_module_stack", {}).values()
+            }
+            for owner in around & self.chosen:
+                self.refuse(owner)
+                found = True
+        return found
+
+    @contextmanager
+    def as_choices(self) -> Iterator[None]:
+        """Around an export. Raises NotChosen within."""
+        if not self.chosen:
+            yield
+            return
+        truth: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+
+        def asked(symbol: torch.SymBool) -> bool:
+            try:
+                return truth(symbol)
+            except GuardOnDataDependentSymNode:
+                if not self.running or symbol.node.shape_env.size_like & symbol.node.expr.free_symbols:  # a shape
+                    raise
+                return self.running[-1].answer(torch.full((), symbol, dtype=torch.bool))  # type: ignore[call-overload]
+
+        own: dict[Any, Any] = {cls: vars(cls).get("forward") for cls in self.chosen}
+        for cls in own:
+            cls.forward = self._watched(cls.forward)
+        try:
+            with _Asking(self.running), replaced(torch.SymBool, "__bool__", asked):
+                yield
+        finally:
+            self.running.clear()
+            for cls, forward in own.items():
+                if forward is None:
+                    del cls.forward
+                else:
+                    cls.forward = forward
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+            if tracing is None or id(vars(module)) not in self.known:
+                return forward(module, *args, **kwargs)
+            try:
+                return self._traced(module, forward, (args, kwargs), tracing.tracer)
+            except _Different as error:
+                raise NotChosen(self.known[id(vars(module))]) from error
+
+        return call
+
+    def _traced(self, module: nn.Module, forward: Callable[..., Any], given: Any, tracer: Any) -> Any:
+        """What `forward` returns, chosen among what it returns for all sequences of answers."""
+        before, paths, answers = _Attributes(module), list[_Path](), list[bool]()
+        arguments, structure = tree_flatten(given)
+        while True:
+            path = _Path(answers, tracer)
+            paths.append(path)
+            self.running.append(path)
+            try:
+                args, kwargs = tree_unflatten(arguments, structure)  # of its own lists and dicts
+                returned = forward(module, *args, **kwargs)
+            except (GuardOnDataDependentSymNode, StrategyError):  # of a module that is to be chosen itself, or refused
+                raise
+            except Exception as error:
+                if path.asked:
+                    raise _Different from error
+                raise
+            finally:
+                self.running.pop()
+            path.end(returned, before)
+            now = tree_flatten((args, kwargs))[0]
+            unchanged = len(now) == len(arguments) and all(map(operator.is_, now, arguments))
+            harmless = all(isinstance(leaf, (Tensor, *HARMLESS)) for leaf in arguments)
+            if path.asked and not (unchanged and harmless):
+                raise _Different
+            answers = list(path.answers)
+            while answers and not answers[-1]:
+                answers.pop()
+            if not answers:
+                break
+            if len(paths) == MOST_PATHS:
+                raise _Different
+            answers[-1] = False
+            before.restore()
+        return paths[0].returned if len(paths) == 1 else _Merger(tracer, paths, before).result()
+
+
+class _Asking(TorchFunctionMode):
+    """Answers questions about the truth of tensors whose values are not known."""
+
+    def __init__(self, running: list[_Path]) -> None:
+        super().__init__()
+        self.running = running
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__bool__ and self.running and traced(args[0])[0] is not None and args[0].numel() == 1:
+            if (answer := answered(function, args[0])) is not None:
+                return answer[0]
+            return self.running[-1].answer(args[0].detach().reshape(()) != 0)
+        return function(*args, **(kwargs or {}))
+
+
+class _Attributes:
+    """What the modules in `module` have in attributes and buffers, when this is made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.root = nn.Sequential(module)  # a path of its own for each module
+        self.tables = [(part, table, dict(table)) for part in module.modules() for table in (vars(part), part._buffers)]
+        self.state = PythonState(self.root)
+
+    def restore(self) -> None:
+        for _, table, before in self.tables:
+            for name in [name for name in table if name not in before]:
+                del table[name]
+            table.update(before)
+        self.state.restore()
+
+    def changes(self) -> dict[tuple[int, str], Any]:
+        """New values of attributes and buffers, by the number of a table and a name. Raises _Different where more than
+        these has changed."""
+        found = {
+            (number, name): table.get(name)
+            for number, (_, table, before) in enumerate(self.tables)
+            for name in {**before, **table}
+            if name not in INTERNAL and table.get(name) is not before.get(name)
+        }
+        for (path, name, place), value in changed(self.state.values, PythonState(self.root).values).items():
+            if (place or not path) and isinstance(value, Tensor):
+                raise _Different(name)
+        return found
+
+    def outside(self) -> object:
+        """Python values that are no attributes by themselves."""
+        values = PythonState(self.root).values
+        return {key: value for key, value in values.items() if (key[2] or not key[0]) and type(value) in PLAIN}
+
+    def assign(self, values: dict[tuple[int, str], Any]) -> None:
+        for (number, name), value in values.items():
+            part, table, before = self.tables[number]
+            table[name] = before.get(name)  # what those who watch assignments find
+            setattr(part, name, value)
+
+
+@dataclass
+class _Path:
+    """One run of a forward: the nodes that it adds to the graph."""
+
+    given: Sequence[bool]
+    tracer: Any
+    answers: list[bool] = field(default_factory=list)
+    asked: list[fx.Node] = field(default_factory=list)
+    """The truth of each question."""
+    gradients: list[bool] = field(default_factory=list)
+    """Whether gradients were on at each."""
+
+    def __post_init__(self) -> None:
+        self.begin = next(reversed(self.tracer.graph.nodes))
+
+    def answer(self, truth: Tensor) -> bool:
+        node = _node(self.tracer, truth)
+        if node is None or len(self.asked) == MOST_PATHS:
+            raise _Different
+        self.answers.append(self.given[len(self.asked)] if len(self.asked) < len(self.given) else True)
+        self.asked.append(node)
+        self.gradients.append(torch.is_grad_enabled())
+        return self.answers[-1]
+
+    def end(self, returned: Any, before: _Attributes) -> None:
+        self.returned = returned
+        self.leaves, self.structure = tree_flatten(returned)
+        self.changes, self.outside = before.changes(), before.outside()
+        nodes, node = list[fx.Node](), self.begin.next
+        while node.op != "root":
+            nodes.append(node)
+            node = node.next
+        vals = (fake for one in nodes for fake in fakes(one.meta.get("val")))
+        if self.asked and any(isinstance(size, torch.SymInt) for fake in vals for size in fake.shape):
+            raise _Different
+        self.segments, start = list[list[fx.Node]](), 0
+        for asked in self.asked:
+            end = nodes.index(asked, start) + 1 if asked in nodes[start:] else start  # asked twice
+            self.segments.append(nodes[start:end])
+            start = end
+        self.segments.append(nodes[start:])
+
+
+class _Merger:
+    """Several paths of one call, as one."""
+
+    def __init__(self, tracer: Any, paths: Sequence[_Path], before: _Attributes) -> None:
+        self.tracer, self.graph, self.paths, self.before = tracer, tracer.graph, paths, before
+        self.same: dict[fx.Node, fx.Node] = {}
+        """What stands for a node that is no longer in the graph."""
+        self.memory: dict[int | None, int | None] = {}
+        """What stands for the memory of such a node."""
+
+    def result(self) -> Any:
+        first, keys = self.paths[0], dict.fromkeys(key for path in self.paths for key in path.changes)
+        if any(path.structure != first.structure or path.outside != first.outside for path in self.paths):
+            raise _Different
+        for path in self.paths:
+            own = [path.changes.get(key, self.before.tables[key[0]][2].get(key[1])) for key in keys]
+            path.leaves = [*path.leaves, *own]
+        _, leaves = self._merged(self.paths, 0)
+        self._retarget()
+        count = len(leaves) - len(keys)
+        self.before.restore()
+        self.before.assign(dict(zip(keys, leaves[count:], strict=True)))
+        return tree_unflatten(leaves[:count], first.structure)
+
+    def _merged(self, paths: Sequence[_Path], depth: int) -> tuple[list[fx.Node], list[Any]]:
+        """The nodes of paths from their segment number `depth` on, and what they return."""
+        first = paths[0]
+        if len(paths) == 1:
+            return list(chain(*first.segments[depth:])), first.leaves
+        for other in paths[1:]:
+            self._drop(other.segments[depth], first.segments[depth])
+        yes = self._merged([path for path in paths if path.answers[depth]], depth + 1)
+        no = self._merged([path for path in paths if not path.answers[depth]], depth + 1)
+        nodes, leaves = self._joined(self._now(first.asked[depth]), first.gradients[depth], yes, no)
+        return first.segments[depth] + nodes, leaves
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        while node in self.same:
+            node = self.same[node]
+        return node
+
+    def _memory(self, node: fx.Node) -> int | None:
+        """The memory of its value, as it was before what stands for others was found."""
+        return self.memory.get(memory := _memory(node), memory)
+
+    def _drop(self, nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> None:
+        """Let `others` stand for `nodes`, which compute the same."""
+        if [node.target for node in nodes if node.op != "get_attr"] != [
+            node.target for node in others if node.op != "get_attr"
+        ]:
+            raise _Different
+        for node, other in zip(nodes, others, strict=True):
+            node.replace_all_uses_with(other)
+            self.same[node] = other
+            if _memory(node) != _memory(other):
+                self.memory[_memory(node)] = self._memory(other)
+        for node in reversed(nodes):
+            self.graph.erase_node(node)
+
+    def _joined(
+        self, truth: fx.Node, gradients: bool, yes: tuple[list[fx.Node], list[Any]], no: tuple[list[fx.Node], list[Any]]
+    ) -> tuple[list[fx.Node], list[Any]]:
+        """Two sides as one: each up to where they are equal, choices, what is equal of the second, and what they
+        return. `gradients` says whether these were on when it was asked."""
+        (left, first), (right, second) = yes, no
+        count = self._equal_at_end(left, right)
+        left, removed = left[: len(left) - count], left[len(left) - count :]
+        right, common = right[: len(right) - count], right[len(right) - count :]
+        pairs, choices = dict(zip(removed, common, strict=True)), dict[tuple[fx.Node, fx.Node], fx.Node]()
+        for one, other in pairs.items():
+            operands = list[fx.Node]()
+            for given, own in zip(_operands(one), _operands(other), strict=True):
+                choose = given is not own and pairs.get(given) is not own
+                if choose and (given, own) not in choices:
+                    with self.graph.inserting_before(common[0]):
+                        choices[given, own] = self._made(aten.where.self, (truth, given, own), other)
+                operands.append(choices[given, own] if choose else own)
+            _set_operands(other, operands)
+        self._drop(removed, common)
+        self._guard(left, truth, True, gradients)
+        self._guard(right, truth, False, gradients)
+        nodes = [*left, *right, *choices.values(), *common]
+        leaves = [self._leaf(truth, *pair, nodes) for pair in zip(first, second, strict=True)]
+        return nodes, leaves
+
+    def _equal_at_end(self, left: Sequence[fx.Node], right: Sequence[fx.Node]) -> int:
+        """How many nodes at the ends of two sides compute the same of what is chosen."""
+        count = 0
+        while count < min(len(left), len(right)) and self._alike(left[-1 - count], right[-1 - count]):
+            count += 1
+        while count:
+            ends = left[len(left) - count :], right[len(right) - count :]
+            pairs = dict(zip(*ends, strict=True))
+            inside = set(ends[0]) | set(ends[1])
+            bad = [
+                number
+                for number, pair in enumerate(pairs.items())
+                for given, own in zip(*map(_operands, pair), strict=True)
+                if given is not own
+                and pairs.get(given) is not own
+                and (given in inside or own in inside or not _choosable(given, own) or _written(pair[0]) is given)
+            ]
+            if not bad:
+                return count
+            count -= bad[-1] + 1
+        return 0
+
+    def _alike(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two nodes are one operator with equal arguments but for tensors."""
+        if (one.op, len(_operands(one))) != (other.op, len(_operands(other))) or one.target in AUTOCAST:
+            return False
+        if one.op == "get_attr":
+            first, second = (getattr(self.tracer.root, str(node.target)) for node in (one, other))
+            if any(not isinstance(value, Tensor) or isinstance(value, FakeTensor) for value in (first, second)):
+                return False
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return bool(first.dtype == second.dtype) and torch.equal(first, second)
+        leaves, others = ([(type(leaf), leaf) for leaf in _plain(node)] for node in (one, other))
+        return one.target == other.target and leaves == others and _looks(one) == _looks(other)
+
+    def _guard(self, side: list[fx.Node], truth: fx.Node, taken: bool, gradients: bool) -> None:
+        """Let a side that is not taken return no gradients, write nothing, and end as it began."""
+        own, undone = set(side), list[tuple[fx.Node, fx.Node]]()
+        for node in list(side):
+            if op_of(node) in STATISTICS and len(node.args) > 5 and isinstance(node.args[3], fx.Node) and node.args[5]:
+                raise _Different
+            written, operands = _written(node), list[fx.Node]()
+            if written is not None and not self._is_outside(written, own):
+                written = None
+            elif written is not None:
+                if floating(written.meta["val"]) and not self._is_state(written):
+                    raise _Different
+                with self.graph.inserting_before(node):
+                    undone.append((written, self._made(aten.clone.default, (written,), node)))
+                side.insert(side.index(node), undone[-1][1])
+            learned = any(map(floating, tree_flatten(node.meta.get("val"))[0]))
+            for given in _operands(node):
+                if given in own or given is written or not learned or not floating(given.meta.get("val")):
+                    operands.append(given)
+                    continue
+                with self.graph.inserting_before(node):
+                    detached = self._made(aten.detach.default, (given,), node)
+                    gate = self._made(aten.where.self, _sides(truth, taken, given, detached), node)
+                operands.append(gate)
+                position = side.index(node)
+                side[position:position] = [detached, gate]
+            _set_operands(node, operands)
+        for written, old in reversed(undone):
+            with self.graph.inserting_after(side[-1]):
+                kept = self._made(aten.where.self, _sides(truth, taken, written, old), side[-1])
+            with self.graph.inserting_after(kept):
+                side += [kept, self._made(aten.copy_.default, (written, kept), kept)]
+        borders = [node.target for node in side if node.target in AUTOCAST]
+        if borders[:1] == [EXITS] or borders.count(EXITS) * 2 != len(borders):
+            raise _Different
+        if taken and [gradients, *(node.args[0] for node in side if node.target is GRADIENTS)][-1] is not gradients:
+            with self.graph.inserting_after(side[-1]):
+                border = self.graph.call_function(GRADIENTS, (gradients,))
+            border.meta = {name: side[-1].meta[name] for name in WHENCE if name in side[-1].meta} | {"val": None}
+            side.append(border)
+
+    def _is_outside(self, written: fx.Node, own: set[fx.Node]) -> bool:
+        """Whether memory that is written is that of a node of no side's own."""
+        memory = self._memory(written)
+        return any(self._memory(node) == memory for node in self.graph.nodes if node not in own)
+
+    def _is_state(self, written: fx.Node) -> bool:
+        """Whether memory is that of a buffer or another input."""
+        return any(self._memory(node) == self._memory(written) for node in self.graph.find_nodes(op="placeholder"))
+
+    def _made(self, target: Any, args: Any, serves: fx.Node) -> fx.Node:
+        with _disable_current_modes(), beneath_tracing():
+            return call(self.graph, serves, target, *args)
+
+    def _leaf(self, truth: fx.Node, yes: Any, no: Any, nodes: list[fx.Node]) -> Any:
+        """What is returned for a leaf of two sides; a choice is added to their `nodes`."""
+        if yes is no or (type(yes) in PLAIN and type(yes) is type(no) and yes == no):
+            return yes
+        one, other = (_node(self.tracer, leaf) if isinstance(leaf, Tensor) else None for leaf in (yes, no))
+        if one is None or other is None:
+            raise _Different
+        one, other = self._now(one), self._now(other)
+        if one is other:
+            return no
+        if not _choosable(one, other):
+            raise _Different
+        with self.graph.inserting_after((nodes or [truth])[-1]):
+            nodes.append(self._made(aten.where.self, (truth, one, other), (nodes or [truth])[-1]))
+        with beneath_tracing():
+            made = torch.where(torch.ones((), dtype=torch.bool, device=no.device), yes, no)
+        track_tensor_tree(made, fx.Proxy(nodes[-1], self.tracer), constant=None, tracer=self.tracer)
+        return made
+
+    def _retarget(self) -> None:
+        """Let traced tensors whose nodes are gone belong to those that stand for them."""
+        for proxy in self.tracer.tensor_tracker.values():
+            proxy.proxy.node = self._now(proxy.proxy.node)
+        with _disable_current_modes(), beneath_tracing():
+            for node in self.graph.nodes:
+                if _memory(node) in self.memory:  # which shows what it is a view of
+                    node.meta["val"] = inferred(self.graph, node.target, node.args, node.kwargs)
+
+
+def _node(tracer: Any, tensor: Tensor) -> fx.Node | None:
+    proxy = tracer.unwrap_proxy(tensor)
+    return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Its operands, each as often as it stands there."""
+    found = list[fx.Node]()
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _plain(node: fx.Node) -> list[Any]:
+    """What it is called with beside operands, with the structure of all of it."""
+    leaves, structure = tree_flatten(fx.map_arg((node.args, node.kwargs), lambda _: None))
+    return [*leaves, structure]
+
+
+def _set_operands(node: fx.Node, operands: Sequence[fx.Node]) -> None:
+    rest = iter(operands)
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(rest))
+
+
+def _sides(truth: fx.Node, taken: bool, this: fx.Node, other: fx.Node) -> tuple[fx.Node, ...]:
+    """What a choice takes to be `this` on the side of `taken`."""
+    return (truth, this, other) if taken else (truth, other, this)
+
+
+def _looks(node: fx.Node) -> list[Any]:
+    values = tree_flatten(node.meta.get("val"))[0]
+    return [(one.shape, one.dtype) if isinstance(one, Tensor) else type(one) for one in values]
+
+
+def _choosable(one: fx.Node, other: fx.Node) -> bool:
+    values = one.meta.get("val"), other.meta.get("val")
+    return all(isinstance(value, Tensor) for value in values) and _looks(one) == _looks(other)
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The operand that an operator writes to."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return None
+    for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, fx.Node):
+            return given
+    return None
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = next(fakes(node.meta.get("val")), None)
+    return None if value is None else value.untyped_storage()._cdata
+
+
+def _trained_always(node: fx.Node) -> bool:
+    """Whether a gradient of a node, of 0 at least, is one of torch, too: whichever sides are taken, it has a use."""
+    gates = [user for user in node.users if user.target is aten.where.self and node in user.args[1:]]
+    others = [user for user in node.users if user not in gates]
+    if any(user.target is not aten.detach.default or not set(user.users) <= set(gates) for user in others):
+        return True
+    used = {(gate.args[0], gate.args[1] is node) for gate in gates if _trained_always(gate)}
+    return not node.users or any((truth, not taken) in used for truth, taken in used)
