@@ -38,7 +38,7 @@ def ends(_: Net, h: Tensor) -> Tensor:
 
 
 def branches(_: Net, h: Tensor) -> Tensor:
-    return h if h.sum() > 0 else -h
+    return h if h.sum() > 0 else h[h > 0]
 
 
 def chaotic(_: Net, h: Tensor) -> Tensor:

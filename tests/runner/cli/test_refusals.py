@@ -159,7 +159,7 @@ class Raises(Classifier):
 
 class Branches(Classifier):
     def forward(self, x):
-        return super().forward(x if x.sum() > 0 else -x)
+        return super().forward(x if x.sum() > 0 else x[x > 0])
 
 class Scores(Classifier):
     def forward(self, x, label):
