@@ -77,7 +77,7 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
         "shares": shares,
         "binding": binding(needed["peak"], limit, shares),
         "speedups": speedups(step),
-        "shrunk": smaller_needs(content, step) if needed["peak"] > limit else {},
+        "shrunk": smaller_needs(content, step, limit) if needed["peak"] > limit else {},
     }
 
 
@@ -169,9 +169,10 @@ def binding(memory: int, limit: int, shares: Mapping[str, float]) -> str:
     return "memory" if memory > limit else max(shares, key=lambda name: shares[name])
 
 
-def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
+def smaller_needs(content: Mapping[str, Any], step: Estimate, limit: int) -> dict[str, int]:
     """Bytes that a rank would need at most with more ZeRO, with full recompute, and with both, by the keys that ask for
-    it. ZeRO divides what replicas share; recompute is traced. Pipelines have neither."""
+    it. ZeRO divides what replicas share; recompute is traced where it may keep the limit, and else what is needed at
+    least: what does not go with the results that backward needs. Pipelines have neither."""
     if len(step.parts) > 1:
         return {}
     part, settings, memory_now = step.parts[0], step.settings, content["memory"]
@@ -186,7 +187,10 @@ def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
         rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
         recompute = recomputed(part.graph, rules, RecomputeRequest("full"))
         if recompute.modules:
-            peak = memory(trace_repeated(replace(part.program, recompute=recompute), settings, 0), settings).peak
+            stored = memory_now["activations"]
+            peak = max(size - stored * (phase != "update") for phase, size in memory_now["peaks"].items())
+            if peak - freed <= limit:
+                peak = memory(trace_repeated(replace(part.program, recompute=recompute), settings, 0), settings).peak
             needs["parallel.recompute=full"] = peak
             if zero:
                 needs[f"parallel.recompute=full {zero}"] = peak - freed
@@ -196,13 +200,17 @@ def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
 def speedups(step: Estimate) -> dict[str, float]:
     """How many times as fast the slowest stage would be with one rate doubled."""
 
-    def seconds(part: StageEstimate, cluster: Cluster) -> float:
-        cost = step_cost(part.graph, part.plan, part.program, cluster, step.settings)
+    def seconds(part: StageEstimate, cluster: Cluster, links: bool) -> float:
+        works = part.works if links else None  # no link changes them
+        cost = step_cost(part.graph, part.plan, part.program, cluster, step.settings, works)
         return cost.total if step.servers is None else served(cost, step.servers, cluster).total
 
     before = max(part.cost.total for part in step.parts)
     every = [doubled(part.cluster) for part in step.parts]
-    after = {name: max(map(seconds, step.parts, (one[name] for one in every))) for name in every[0]}
+    after = {
+        name: max(seconds(part, one[name], name.endswith(" link")) for part, one in zip(step.parts, every, strict=True))
+        for name in every[0]
+    }
     return {name: before / later for name, later in after.items() if before}
 
 

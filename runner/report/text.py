@@ -393,10 +393,10 @@ def next_better(content: Content) -> list[str]:
 
 def _does_not_fit(prediction: Content) -> str:
     limit, smaller = prediction["memory_limit"], prediction["shrunk"]
-    options = [
-        f"{keys} would need {shown_bytes(needed)}{' and fit' if needed <= limit else ''}"
-        for keys, needed in smaller.items()
-    ]
+    options = []
+    for keys, needed in smaller.items():
+        more = " and fit" if needed <= limit else " or more" if "recompute" in keys else ""
+        options.append(f"{keys} would need {shown_bytes(needed)}{more}")
     open_keys = {word.partition("=")[0] for keys in smaller for word in keys.split()}
     auto = " ".join(f"{key}=auto" for key in sorted(open_keys, reverse=True))
     if auto and min(smaller.values()) <= limit:

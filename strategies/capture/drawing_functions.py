@@ -83,9 +83,10 @@ class DrawingFunctions:
         with ExitStack() as stack:
             for name in self.chosen:
                 stack.enter_context(_recording(name, name in self.suspected))
+            if self.chosen:  # else there are no arrays of theirs
+                stack.enter_context(_Conversions())
             stack.enter_context(replaced(torch, "from_numpy", _of_arrays(torch.from_numpy)))
             stack.enter_context(replaced(np.random, "default_rng", _seeded(np.random.default_rng)))
-            stack.enter_context(_Conversions())
             seeded = stack.enter_context(noticing(self._notice))
             yield
         for generator, dumped in zip(self.generators, own, strict=True):

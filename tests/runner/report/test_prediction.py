@@ -10,6 +10,7 @@ from composing import compose_config
 from small import MODES, SMALL
 
 from runner.planning.clusters import described, shipped
+from runner.report import prediction as predicting
 from runner.report.prediction import doubled
 from runner.report.text import layer_table, prediction_lines
 from runner.report.units import shown_bytes, shown_rate, shown_seconds, shown_share, shown_time
@@ -86,10 +87,12 @@ def test_what_would_fit_is_what_it_takes(start, capsys):
     assert recomputed["binding"] != "memory" and recomputed["shrunk"] == {}
 
 
-def test_one_rank_has_nothing_to_divide(start, capsys):
+def test_one_rank_has_nothing_to_divide(start, capsys, monkeypatch):
+    monkeypatch.setattr(predicting, "trace_repeated", None)  # recompute cannot keep this limit, so it is not traced
     alone = "world_size=1", "parallel.mode=data_parallel", *NOTHING
     prediction = plan_of(start, *alone, "cluster.machine.memory=1.0e8")["prediction"]
     assert list(prediction["shrunk"]) == ["parallel.recompute=full"]
+    assert prediction["memory"] > prediction["shrunk"]["parallel.recompute=full"] > prediction["memory_limit"]
     assert capsys.readouterr().out.split("it does not fit: ")[1].splitlines()[0].endswith("(parallel.offload)")
 
 
