@@ -47,6 +47,7 @@ from runner.config import load as config
 from runner.config.origins import Origins, given
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.launch.interrupts import Interrupts, error_of
+from runner.launch.logs import keep_open
 from runner.report.units import shown_path
 from runner.run_folder import CONFIG_FILE
 from runner.run_folder.metrics import records
@@ -392,7 +393,7 @@ def _leave(paragraphs: Sequence[str], code: int) -> NoReturn:
 
 def _prepare_streams() -> None:
     """Redirect closed streams (`>&-`) to os.devnull, or the next files opened would take their descriptors and receive
-    the output; characters that the terminal cannot encode are escaped."""
+    the output; characters that the terminal cannot encode are escaped, and no module closes what others print to."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -403,6 +404,7 @@ def _prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            keep_open(stream)
 
 
 def _drop(number: int) -> None:

@@ -392,8 +392,12 @@ def shown(value: Any) -> str:
     """A value as YAML would write it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if isinstance(value, BaseModel) and type(value).__str__ is BaseModel.__str__:
+        value = value.model_dump(exclude_defaults=True)
     if isinstance(value, list | tuple):
         text = f"[{', '.join(map(shown, value))}]"
+    elif isinstance(value, Mapping):
+        text = f"{{{', '.join(f'{key}: {shown(inner)}' for key, inner in value.items())}}}"
     else:
         text = str(value) if isinstance(value, BaseModel) else repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -194,7 +194,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _first_paragraph(error: BaseException) -> str:
     # torch appends its C++ stack to some messages; the log has all of it.
-    text = str(error).partition("Exception raised from ")[0].strip().partition("\n\n")[0]
+    text = " ".join(str(error).partition("Exception raised from ")[0].strip().partition("\n\n")[0].split())
     return text if len(text) <= 2000 else text[:2000] + " ..."
 
 

@@ -36,6 +36,9 @@ class Echo(io.TextIOBase):
         self.log.flush()
         self._show(lambda console: console.flush())
 
+    def close(self) -> None:
+        self.flush()
+
     def isatty(self) -> bool:
         return self.console is not None and self.console.isatty()
 
@@ -68,6 +71,9 @@ class Droppable(io.TextIOBase):
     def flush(self) -> None:
         self._do(self.console.flush)
 
+    def close(self) -> None:
+        self.flush()
+
     def isatty(self) -> bool:
         return self.console.isatty()
 
@@ -93,6 +99,12 @@ def console_may_close() -> Iterator[None]:
         sys.stdout = console
 
 
+def keep_open(*streams: TextIO) -> None:
+    """Let `close` flush alone: a user's module that closes stdout or stderr would take them from all others."""
+    for stream in streams:
+        stream.close = stream.flush  # type: ignore[method-assign]
+
+
 def attach(log: Path, console: int | None) -> None:
     """Send everything this process prints to the end of `log`, and with a `console` descriptor stdout there as well."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -102,6 +114,7 @@ def attach(log: Path, console: int | None) -> None:
     sys.stdout, sys.stderr = (
         open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) for number in (1, 2)
     )
+    keep_open(sys.stdout, sys.stderr)
     if console is not None:
         encoding = locale.getpreferredencoding(False)
         screen = open(console, "w", buffering=1, encoding=encoding, errors="replace")

@@ -103,18 +103,19 @@ class ChangingAttributes:
                 self._call_later(batch, training)
 
     def _call_later(self, batch: Sequence[Tensor], training: bool) -> None:
-        module, clock = self._root.train(training), self._clocks.read[0]
+        module, source = self._root.train(training), self._clocks.read[0]
         put_back, results = _restoring(module), []
         for seconds in (0, AHEAD):
             with advancing(seconds):
                 results.append(_called(module, batch))
             put_back()
         if not _equal(*results):
+            what = "random bytes of the system" if source.startswith("os.") else "the time of day or a duration"
             raise StrategyError(
                 "MW906",
-                f"The model's forward computes with the time of day or a duration (time.{clock}), of which a graph "
-                "would have that of its capture in every step, and which no two ranks have in common. Count steps in a "
-                "buffer (register_buffer), or draw numbers with torch.",
+                f"The model's forward computes with {what} ({source}), of which a graph would have what its capture "
+                "read in every step, and which no two ranks have in common. Count steps in a buffer (register_buffer), "
+                "or draw numbers with torch.",
             )
 
     def _call_twice(self, batch: Sequence[Tensor], training: bool) -> None:

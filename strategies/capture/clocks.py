@@ -1,4 +1,5 @@
-"""Clocks that a forward reads: a graph would have the time of its capture in every step.
+"""Clocks that a forward reads, and random bytes of the operating system: a graph would have those of its capture in
+every step.
 
 Most are read to measure or to report, which is no part of a graph. So what reads one is called with clocks that stand
 still and with others, and only results that differ matter.
@@ -6,13 +7,17 @@ still and with others, and only results that differ matter.
 
 from __future__ import annotations
 
+import datetime
 import math
+import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 from strategies.capture.nodes import in_library, replaced
@@ -20,12 +25,58 @@ from strategies.capture.python_state import users_files
 
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 """In Python's module `time`, each also in nanoseconds."""
+BYTES = ((os, "urandom"), (random, "_urandom"))
+"""Where random bytes of the operating system come from, as for `secrets`, `uuid` and `random.SystemRandom`."""
 AHEAD = 1_000_000 * math.pi
 """By how much clocks are ahead [s]: no multiple of an hour, a day or what else one counts modulo."""
 
 
+Date = datetime.datetime
+localtime, gmtime, strftime, ctime, asctime = time.localtime, time.gmtime, time.strftime, time.ctime, time.asctime
+
+
+class _OfTime(type(Date)):  # type: ignore[misc]
+    """Of a stand-in for `datetime.datetime`."""
+
+    def __instancecheck__(cls, one: object) -> bool:
+        return isinstance(one, Date)
+
+    def __subclasscheck__(cls, one: type) -> bool:
+        return issubclass(one, Date)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> datetime.datetime:
+        return Date(*args, **kwargs)
+
+
+class _Date(Date, metaclass=_OfTime):
+    """`datetime.datetime`, which reads `time.time`."""
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:  # type: ignore[override]
+        return Date.fromtimestamp(time.time(), tz)
+
+    @classmethod
+    def utcnow(cls) -> datetime.datetime:  # type: ignore[override]
+        return Date.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
+
+
+def _now(seconds: float | None) -> float:
+    return time.time() if seconds is None else seconds
+
+
+CALENDAR: tuple[tuple[ModuleType, str, Any], ...] = (
+    (time, "localtime", lambda seconds=None: localtime(_now(seconds))),
+    (time, "gmtime", lambda seconds=None: gmtime(_now(seconds))),
+    (time, "ctime", lambda seconds=None: ctime(_now(seconds))),
+    (time, "asctime", lambda moment=None: asctime(moment or localtime(time.time()))),
+    (time, "strftime", lambda form, moment=None: strftime(form, moment or localtime(time.time()))),
+    (datetime, "datetime", _Date),
+)
+"""Functions that read a clock in C, and the same ones that read `time.time`."""
+
+
 class Clocks:
-    """Clocks that files of the user's read while they are `watched`, by name."""
+    """Clocks and random bytes that files of the user's read while they are `watched`, by name."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -33,41 +84,56 @@ class Clocks:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Note what is read, by `time.time()` and by a name that one of the user's files has imported."""
-        with _replaced(self._noted):
+        with _replaced(self._noted, self._noted):
             yield
 
-    def _noted(self, function: Callable[[], Any], _: float) -> Callable[[], Any]:
+    def _noted(self, function: Callable[..., Any], _: float = 1.0) -> Callable[..., Any]:
+        through = ("secrets.py", "uuid.py", "random.py") if function is os.urandom else ()
+        module = "os" if through else "time"
+
         @wraps(function)
-        def call() -> Any:
-            if not in_library(sys._getframe(1).f_code.co_filename):
-                self.read.append(function.__name__)
-            return function()
+        def call(*args: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename.endswith((*through, __file__)):
+                frame = frame.f_back
+            if not in_library(frame.f_code.co_filename):
+                self.read.append(f"{module}.{function.__name__}")
+            return function(*args)
 
         return call
 
 
 @contextmanager
 def advancing(seconds: float) -> Iterator[None]:
-    """Clocks stand still but for `seconds` by which each goes on when it is read."""
+    """Clocks stand still but for `seconds` by which each goes on when it is read, and random bytes follow from
+    `seconds`."""
 
     def made(function: Callable[[], Any], unit: float) -> Callable[[], Any]:
         begin, step = function(), type(function())(seconds * unit)
         return (begin + number * step for number in count(1)).__next__
 
-    with _replaced(made):
+    generator = random.Random(seconds)
+    with _replaced(made, lambda _: generator.randbytes):
         yield
 
 
 @contextmanager
-def _replaced(made: Callable[[Callable[[], Any], float], Callable[[], Any]]) -> Iterator[None]:
+def _replaced(
+    clock: Callable[[Callable[[], Any], float], Callable[[], Any]],
+    bytes_: Callable[[Callable[[int], bytes]], Callable[[int], bytes]],
+) -> Iterator[None]:
     files = [sys.modules[file] for file in users_files([*sys.modules])]
     named = [(file, key, value) for file in files for key, value in list(vars(file).items())]
+    others: list[tuple[ModuleType, str, Any]] = [*CALENDAR]
+    for name in CLOCKS:
+        for function, unit in ((getattr(time, name), 1.0), (getattr(time, f"{name}_ns"), 1e9)):
+            others.append((time, function.__name__, clock(function, unit)))
+    others += [(module, name, bytes_(os.urandom)) for module, name in BYTES]
     with ExitStack() as stack:
-        for name in CLOCKS:
-            for function, unit in ((getattr(time, name), 1.0), (getattr(time, f"{name}_ns"), 1e9)):
-                other = made(function, unit)
-                stack.enter_context(replaced(time, function.__name__, other))
-                for file, key, value in named:
-                    if value is function:
-                        stack.enter_context(replaced(file, key, other))
+        for module, name, other in others:
+            function = getattr(module, name)
+            stack.enter_context(replaced(module, name, other))
+            for file, key, value in named:
+                if value is function:
+                    stack.enter_context(replaced(file, key, other))
         yield

@@ -94,7 +94,8 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
         raise StrategyError(
             "MW902",
             f"The model{at(node)} goes on with a tensor whose shape depends on values (indexed with a mask, nonzero, "
-            "unique, ...), so it is not one graph; use torch.where, multiply with the mask, or ignore_index in a loss.",
+            "unique, bincount, ...), so it is not one graph; use torch.where, multiply with the mask, ignore_index in "
+            "a loss, or bincount with minlength=N (torch.zeros(N).scatter_add of ones).",
         )
     else:
         raise StrategyError(

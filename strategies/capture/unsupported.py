@@ -102,7 +102,8 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
 
 def check_operands(graph: OperatorGraph) -> None:
     """Raises StrategyError for what torch refuses when it computes, but not when it traces: products of two dtypes,
-    norms whose weights have another one, labels that are neither int64 nor uint8, and those of other pictures."""
+    norms whose weights have another one, labels that are neither int64 nor uint8, those of other pictures, and
+    indices in a matrix."""
     for operator in graph.operators:
         specs = graph.operand_specs(operator)
         dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
@@ -122,6 +123,8 @@ def check_operands(graph: OperatorGraph) -> None:
             what, cure = f"has an operand of {dtypes[0]} and weights of {dtypes[1]}", f"cast it, e.g. x.to({dtypes[1]})"
         elif classes and dtypes[1].startswith("int") and dtypes[1] != "int64":
             what, cure = f"has labels of {dtypes[1]}", "give them as int64 (labels.long() in the dataset)"
+        elif operator.op == "index_select" and len(shapes[1]) > 1:
+            what, cure = f"selects by indices of {list(shapes[1])}", "give it a vector, or index: x[indices]"
         else:
             continue
         raise StrategyError(

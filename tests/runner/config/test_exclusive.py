@@ -73,3 +73,16 @@ def test_values_are_found_in_configs_and_in_mappings():
     assert not rule.breaks({"a": {"b": False}}) and not rule.breaks({"a": {"b": 1, "c": 2}})
     assert rule.paragraph({"a": {"b": True}}) == "a.b = true does not go with a.c = null: why; do this."
     assert exclusive.value_of(compose_config("+recipe=zero"), "parallel.zero.stage") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("parallel.strategies={a.matmul: [[1,2],[2,1]]}", "parallel.strategies = {a.matmul: {in: [[1, 2], [2, 1]]}}"),
+        ("train.callbacks=[{target: ema, args: {decay: 0.9}}]", "= [{target: 'ema', args: {decay: 0.9}}]"),
+    ],
+)
+def test_values_are_shown_as_they_are_written(word, text):
+    with pytest.raises(ConfigError) as caught:
+        compose_config("+recipe=parameter_server", word)
+    assert text in str(caught.value)

@@ -18,7 +18,7 @@ from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
 from runner.launch.failure import CauseOrder, Failure, dumped_place, from_exception, from_exit, message, root_cause
 from runner.launch.liveness import forks_of
-from runner.launch.logs import console_may_close
+from runner.launch.logs import console_may_close, keep_open
 from strategies.core.errors import StrategyError
 
 HERE = Path(__file__).parents[1]
@@ -401,6 +401,23 @@ def test_workers_are_the_children_that_run_the_same_program() -> None:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(worker, 0)
         other.wait()
+
+
+def test_a_module_that_closes_stdout_takes_it_from_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(tmp_path / "log", "w", encoding="utf-8") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        with console_may_close():
+            sys.stdout.close()
+            print("heard", flush=True)
+        keep_open(log)
+        log.close()
+        print("still heard", flush=True)
+        del log.close
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "heard\nstill heard\n"
+
+
+def test_a_failure_is_one_paragraph() -> None:
+    assert from_exception(0, ValueError("bad row\n  second line")).what == "failed: ValueError: bad row second line"
 
 
 def test_output_to_a_closed_console_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

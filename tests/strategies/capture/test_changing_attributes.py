@@ -4,9 +4,11 @@ not."""
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import datetime
 from functools import lru_cache
 from time import perf_counter_ns
 from types import SimpleNamespace
@@ -190,6 +192,18 @@ def of_clock(net: Any, x: Tensor) -> float:
     return 1.0 + perf_counter_ns() % 1000
 
 
+def of_date(net: Any, x: Tensor) -> float:
+    return 1.0 + datetime.now().microsecond
+
+
+def of_calendar(net: Any, x: Tensor) -> float:
+    return float(time.strftime("%S"))
+
+
+def of_system(net: Any, x: Tensor) -> float:
+    return float(secrets.randbelow(1000))
+
+
 def measured(net: Any, x: Tensor) -> float:
     """Measures how long it takes, and reports now and then."""
     begin = time.perf_counter()
@@ -204,6 +218,9 @@ def measured(net: Any, x: Tensor) -> float:
     [
         (of_day, "time.time"),
         (of_clock, "time.perf_counter_ns"),
+        (of_date, "time.time"),
+        (of_calendar, "time.time"),
+        (of_system, "os.urandom"),
         (number, "calls"),
         (late, "calls"),
         (nested, "state['step']"),

@@ -128,10 +128,11 @@ def test_hooks_are_refused(name: str) -> None:
     assert captured(net).graph.operators
 
 
-DTYPES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "linear": (lambda x: F.linear(x, torch.ones(4, 4).bfloat16()), "linear.*multiplies float32 and bfloat16"),
     "matmul": (lambda x: x.bfloat16() @ torch.ones(4, 4), "matmul.*multiplies bfloat16 and float32"),
     "norm": (lambda x: F.layer_norm(x, (4,), torch.ones(4).bfloat16()), "layer_norm.*float32 and weights of bfloat16"),
+    "matrix": (lambda x: x.index_select(0, torch.zeros(2, 4, dtype=torch.long)), "indices of .2, 4.* vector"),
     "labels": (lambda x: F.cross_entropy(x, torch.ones(8, dtype=torch.int32)), "labels of int32.*int64"),
 }
 
@@ -153,11 +154,11 @@ def test_labels_of_other_pictures_than_the_scores() -> None:
     assert error.value.code == "MW901"
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_dtypes_that_torch_refuses_only_when_it_computes(name: str) -> None:
-    body, message = DTYPES[name]
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_that_torch_refuses_only_when_it_computes(name: str) -> None:
+    body, message = OPERANDS[name]
     net = Net(lambda net, x: body(net.inner(x)))
-    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+    with pytest.raises((RuntimeError, IndexError), match=r"dtype|scalar type|a vector"):
         net(torch.randn(8, 4))
     with pytest.raises(StrategyError, match=message) as error:
         captured(net)
