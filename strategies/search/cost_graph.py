@@ -172,18 +172,22 @@ class JointUses(Table):
         self.costs = self.make_costs()
 
     def least(self, messages: Sequence[Seconds], kept: int | None = None) -> Seconds:
-        of_uses = messages if self.given is None else messages[1:]
-        gains = [one.least(-seconds) for one, seconds in zip(self.wanted, of_uses, strict=True)]
+        first = 0 if self.given is None else 1
+        own = None if kept is None or kept < first else kept - first
+        gains = [
+            one.least(-seconds)
+            for use, (one, seconds) in enumerate(zip(self.wanted, messages[first:], strict=True))
+            if use != own
+        ]
         if self.given is not None and kept == 0:
             divided = self._divided(gains)[0][-1] if len(gains) > 1 else (self.costs + gains[0]).min(1)
             return np.asarray(divided[self.given.of_candidate])
         before = np.zeros(1) if self.given is None else self.given.least(-messages[0])
-        if kept is None:
+        if own is None:
             return np.asarray((self._divided(gains)[0][-1] + before).min())
-        own = kept if self.given is None else kept - 1
-        if len(gains) == 1:
+        if not gains:
             return np.asarray((self.costs + before[:, None]).min(0)[self.wanted[own].of_candidate])
-        divided, together = self._divided([*gains[:own], *gains[own + 1 :]])
+        divided, together = self._divided(gains)
         rest = np.stack(divided[::-1]) + before  # the uses that are not in the group of this one
         paid = (self.costs + rest[:, :, None]).min(1) + together
         return np.asarray(paid.min(0)[self.wanted[own].of_candidate])

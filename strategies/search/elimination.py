@@ -73,11 +73,9 @@ class Table:
     def least(self, messages: Sequence[Seconds], kept: int | None = None) -> Seconds:
         """The least entry once the message of every variable is subtracted; per candidate of the variable at dim
         `kept`, whose message is not subtracted."""
-        found, dims = self.seconds, self.seconds.ndim
-        for dim, seconds in enumerate(messages):
-            if dim != kept:
-                found = found - seconds.reshape([-1 if i == dim else 1 for i in range(dims)])
-        return np.asarray(found.min(tuple(dim for dim in range(dims) if dim != kept)))
+        count = self.seconds.ndim
+        others = {dim: expanded(seconds, (dim,), count) for dim, seconds in enumerate(messages) if dim != kept}
+        return np.asarray((self.seconds - reduce(np.add, others.values(), np.zeros(()))).min(tuple(others)))
 
     def restricted(self, candidates: Sequence[Integers]) -> Seconds:
         """The seconds of some candidates of every variable."""
