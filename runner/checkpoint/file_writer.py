@@ -52,7 +52,7 @@ def write(path: str, pieces: Sequence[Piece], memory: memoryview, parent: int) -
 def main(control: int, shared: int, size: int, parent: int) -> None:
     """Serve the parent until it closes `control`."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent ends with what it has begun to save
+        signal.signal(number, signal.SIG_IGN)  # the parent ends once its save is complete
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
     memory = memoryview(mmap.mmap(shared, size, prot=mmap.PROT_READ))

@@ -32,8 +32,8 @@ GROUPS = ("parallel", "cluster", "launch")
 
 
 def offers(line: str) -> list[str] | None:
-    """The completions of the last word of `line`, each a whole word, or one that ends in `=` or `.` where more follows.
-    None: Hydra has to be asked. An empty list: a shell offers files."""
+    """The completions of the last word of `line`, each complete, or one that ends in `=` or `.` where more follows.
+    None: Hydra knows them. An empty list: a shell offers files."""
     before, typing = line.split(" ")[1:-1], line.rpartition(" ")[2]
     verb = next((word for word in before if word in VERBS), "")
     if typing.startswith("-"):

@@ -144,7 +144,7 @@ Globs = Annotated[tuple[Glob, ...], Field(min_length=1)]
 class RecomputeForm(Section):
     """What backward recomputes instead of storing: none, full, selective (operators that are cheap to compute)
     or a list of kinds of operators, inside `modules` (null: every repeated layer); with auto each of the modules is
-    treated in one of the first three ways, so that parallel.memory_limit is kept. Repeating collectives is up to
+    treated as one of the first three, so that parallel.memory_limit is kept. Repeating collectives is up to
     `communication` (null: with full they are repeated, else kept)."""
 
     operators: Recomputed | Globs = setting(

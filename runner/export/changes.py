@@ -26,7 +26,7 @@ class Change:
         name: of the tensor, batch entry or operator; of collectives, their kind.
         planned, exported: its layouts; of collectives, the bytes that a rank sends in a step.
         bytes: sent by a rank in forward of a step to come from the one to the other; of a parameter, and under ZeRO,
-            held in addition; of collectives, sent in addition, negative where it is less, as it is where an operator
+            kept in addition; of collectives, sent in addition, negative where it is less, as it is where an operator
             reads the rows of one rank instead of all.
         seconds: of sending them, predicted; of collectives, in addition.
     """

@@ -114,7 +114,7 @@ class Timer:
     """Times simultaneous actions of all ranks, by the slowest rank.
 
     Attributes:
-        left: seconds until the end, by the rank that has the fewest; LEAST at first, at least.
+        left: seconds until the end, by the rank that has least; LEAST at first, at least.
         last: seconds that the last `time` took in all.
     """
 
@@ -166,19 +166,19 @@ class Timer:
     def _of_kernels(self, action: Callable[[], object], count: int) -> float:
         """Seconds of the kernels of a call on a GPU: they wait until all calls have been issued, as those of a step
         wait for the ones before them, so what issues them takes no time of its own."""
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         while True:
             torch.cuda._sleep(round(self._issuing * CYCLES))  # type: ignore[no-untyped-call]
             started = time.perf_counter()
-            begun.record()
+            start.record()
             for _ in range(count):
                 action()
-            ended.record()
+            end.record()
             issued = time.perf_counter() - started
             self._synchronize()
             waited, self._issuing = issued < self._issuing or self._issuing > LONGEST_ISSUE, 2 * issued
             if waited:
-                return float(begun.elapsed_time(ended)) / 1e3 / count
+                return float(start.elapsed_time(end)) / 1e3 / count
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

@@ -72,7 +72,7 @@ class RecomputedLayers:
 
 
 def pareto_front(layers: Mapping[str, Mapping[Mode, tuple[float, float]]]) -> list[RecomputedLayers]:
-    """The best ways to recompute `layers`: a knapsack, solved exactly.
+    """The best choices of recompute for `layers`: a knapsack, solved exactly.
 
     Of layers that cost and save the same the first ones are recomputed, in full before selectively: their second run
     comes when the tensors of later ones are freed.

@@ -21,7 +21,7 @@ numbers at 1, in fp64 what is left where the terms of a long sum cancel."""
 SMALL = 1e-3
 """Gradients below this times the model's largest one may cancel out, which fp64 decides."""
 FINER = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32", "bf16_autocast": "fp32"}
-"""The precision in which one process shows how much it rounds in another one."""
+"""The precision in which one process measures the rounding of another one."""
 LESS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Precisions below fp64, by dtype."""
 MAGNIFIED = 0.1

@@ -40,7 +40,7 @@ class Ring:
             given = parts[(self._position - turn) % self._size]
             taken = parts[(self._position - turn - 1) % self._size]
             failed: list[BaseException] = []
-            sender = threading.Thread(target=self._send, args=(given, failed))  # both ways at once: buffers are small
+            sender = threading.Thread(target=self._send, args=(given, failed))  # duplex, as buffers are small
             sender.start()
             try:
                 if turn < self._size - 1:

@@ -252,7 +252,7 @@ class Hooks:
                 )
 
     def stopping(self) -> bool:
-        """Whether a callback on any rank has asked to stop (collective). Rank 0 prints why."""
+        """Whether a callback on any rank requests to stop (collective). Rank 0 prints why."""
         if not self._any:
             return False
         state = self.state

@@ -475,8 +475,8 @@ class Trainer:
         over: tuple[str, ...],
     ) -> Callable[[], float]:
         """All micro-batches of a full batch. Returns what waits for the sum of the losses over these axes, of a
-        pipeline times `shares`. A GPU sends it before the last backward, so that what comes after is begun meanwhile
-        and does not find it idle."""
+        pipeline times `shares`. A GPU sends it before the last backward, so that the host issues the next step
+        meanwhile."""
         total = self._zero()
         runner, parts, last = self.execution.runner, self.config.parallel.pipeline.parts, self.config.train.accumulate
         for turn in range(last):

@@ -96,7 +96,7 @@ def _installed(function: type) -> bool:
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether random numbers are drawn."""
+    """Notes whether a random generator advances."""
 
     draws = False
 

@@ -1,4 +1,4 @@
-"""What a forward computes from and changes, outside of buffers: a count of steps, a flag that it turns, the hidden
+"""What a forward computes from and changes, outside of buffers: a count of steps, a flag that it sets, the hidden
 state that it left behind, a running average in a plain tensor.
 
 A graph is the same in every step, so it would have what the first one has found. The exporter restores attributes after

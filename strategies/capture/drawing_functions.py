@@ -77,7 +77,7 @@ class DrawingFunctions:
     @contextmanager
     def as_nodes(self) -> Iterator[None]:
         """Around an export. Raises DrawsIn within for a function that must be one node, StrategyError for numbers that
-        cannot be drawn so."""
+        cannot be restored so."""
         before = {name: pickle.dumps(state()) for name, state in STATES.items()}
         own = list(map(pickle.dumps, self.generators))
         with ExitStack() as stack:
@@ -233,8 +233,8 @@ def _refusal(name: str, what: str) -> StrategyError:
 
 
 class DrawnArray:
-    """Stands in a traced forward for an array that a function has drawn: a tensor may be made of it, or indexed by it,
-    and nothing else be asked of it. Raises StrategyError for anything else."""
+    """Stands in a traced forward for an array that a random function returns: a tensor may be made of it, or indexed
+    by it, and nothing else be done with it. Raises StrategyError for anything else."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         self.tensor, self.name = tensor, name
@@ -249,7 +249,7 @@ class DrawnArray:
         self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise _refusal(self.name, f"returns an array, of which{users_line()} more is asked than to make a tensor of it")
+        raise _refusal(self.name, f"returns an array, and{users_line()} more is done with it than to make a tensor")
 
     __array__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __invert__ = __neg__ = _refuse
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse

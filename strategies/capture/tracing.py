@@ -63,12 +63,12 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         ):
             stack.enter_context(replaced(file, name, keep))
         if masks := sys.modules.get("transformers.masking_utils"):
-            for asked, answer in (
+            for query, answer in (
                 ("is_torchdynamo_exporting", lambda: False),
                 ("is_tracing", lambda tensor=None: not has_values(tensor)),
             ):
-                if hasattr(masks, asked):  # a release has either or both
-                    stack.enter_context(replaced(masks, asked, answer))
+                if hasattr(masks, query):  # a release has either or both
+                    stack.enter_context(replaced(masks, query, answer))
         if indexing := sys.modules.get("torch._dynamo._trace_wrapped_higher_order_op"):
             stack.enter_context(replaced(indexing, "mod_index", torch.ops.aten.index.Tensor))
         stack.enter_context(replaced(inference_mode, "__enter__", _begin))

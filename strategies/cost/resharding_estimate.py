@@ -22,6 +22,7 @@ from strategies.core.steps import (
     SLICE,
     ReshardingPath,
     Step,
+    common_prefix,
 )
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, copied_elements
@@ -82,7 +83,7 @@ class _Path:
         for dim in self.differing():
             for source in self.differing():
                 have = self.now.dims[source]
-                surplus = have[_same(have, self.wanted[source]) :]
+                surplus = have[common_prefix(have, self.wanted[source]) :]
                 axes = self._next(dim, frozenset(surplus)) if source != dim and surplus else ()
                 if axes and have[-len(axes) :] == axes:
                     dims = {dim: self.now.dims[dim] + axes, source: have[: -len(axes)]}
@@ -94,14 +95,14 @@ class _Path:
 
     def move(self, after: Layout, mesh: Mesh) -> None:
         pairs = list(zip(self.now.dims, self.wanted, strict=True))
-        kept = {axis for have, want in pairs for axis in have[: _same(have, want)]}
+        kept = {axis for have, want in pairs for axis in have[: common_prefix(have, want)]}
         axes = mesh.sorted((self.now.axes | after.axes) - kept)
         self._step(EXCHANGE, axes, 0, dict(enumerate(self.wanted)))
 
     def gather(self) -> None:
         for dim in self.differing():
             have = self.now.dims[dim]
-            same = _same(have, self.wanted[dim])
+            same = common_prefix(have, self.wanted[dim])
             if same < len(have):
                 self._step(ALL_GATHER, have[same:], dim, {dim: have[:same]})
 
@@ -128,14 +129,6 @@ class _Path:
         after = Layout(dims, self.now.partial if partial is None else partial)
         self.steps.append(Step(kind, axes, dim, source, self.now, after, self.shape))
         self.now = after
-
-
-def _same(have: tuple[str, ...], want: tuple[str, ...]) -> int:
-    """How many axes at the beginning are the same."""
-    for count, (a, b) in enumerate(zip(have, want, strict=False)):
-        if a != b:
-            return count
-    return min(len(have), len(want))
 
 
 def estimated_seconds(

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """A call on `tokens`: shapes of its operands (of whole numbers where `indices` names their position), further
+    """A call on `tokens`: shapes of its operands (of integers where `indices` names their position), further
     arguments, and the shape of its result."""
 
     target: str

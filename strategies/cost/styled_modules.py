@@ -55,7 +55,7 @@ class ModuleLayouts:
     rows: Mapping[str, Assignment]
 
     layers_differ: ClassVar[bool] = True
-    """Whether the trainer may slice repeated layers in several ways."""
+    """Whether the trainer may slice repeated layers differently."""
 
     @cached_property
     def options(self) -> dict[str, tuple[str, ...]]:
@@ -72,10 +72,10 @@ class ModuleLayouts:
 
     @property
     def together(self) -> Sequence[tuple[Operator, Operator]]:
-        """Pairs of operators whose candidates are to agree, as far as `agreeing` says."""
+        """Pairs of operators whose candidates must be compatible."""
         return ()
 
-    def agreeing(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
+    def compatible(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
         """Whether both operators of a pair are sliced as one module must be."""
         raise NotImplementedError
 
@@ -247,7 +247,7 @@ class StyledModules(ModuleLayouts):
             pairs += pairwise(one for one in self.graph.operators if ids & {ref.id for ref in one.operands})
         return tuple(pairs)
 
-    def agreeing(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
+    def compatible(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
         first, second = (self._by_expert(operator, one) for operator, one in zip(pair, chosen, strict=True))
         return first == second
 

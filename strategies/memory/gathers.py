@@ -28,7 +28,7 @@ class Gather:
         bucket: its number.
         size: bytes of the complete parameters.
         sent: bytes that the rank sends.
-        begun: the event that takes the memory.
+        allocated: the event that takes the memory.
         ended: the first event with complete parameters.
         freed: the first event without the memory.
         complete: the buckets that are complete at `ended`.
@@ -37,7 +37,7 @@ class Gather:
     bucket: int
     size: int
     sent: int
-    begun: int
+    allocated: int
     ended: int = 0
     freed: int = sys.maxsize
     complete: frozenset[int] = frozenset()
@@ -74,12 +74,12 @@ def added(gathers: Sequence[Gather], events: int, staying: Collection[int] = ())
     changes, last = [0] * (events + 1), None
     for one in gathers:
         if one.bucket in staying:
-            changes[one.begun] -= one.size
+            changes[one.allocated] -= one.size
             changes[min(one.freed, events)] += one.size
             continue
         if last is not None and one.bucket not in last.complete:
             changes[last.ended] += one.size
-            changes[one.begun] -= one.size
+            changes[one.allocated] -= one.size
         last = one
     return list(accumulate(changes))
 

@@ -171,7 +171,7 @@ class ShardedUpdates(OwnUpdates):
         buckets = sharded_buckets(program, self._members, limit, stage, complete)
         axes = dict.fromkeys(bucket.axes for bucket in buckets if bucket.axes)
         own = communicator.own_group if self._overlaps else communicator.group
-        asked, adding = {names: own(names) for names in axes}, {names: own(names) for names in axes}
+        gather_groups, reduce_groups = {names: own(names) for names in axes}, {names: own(names) for names in axes}
         self._buckets, self._gathered, self._sums, self._masters = buckets, [], [], []
         self._index = [mesh.index(communicator.rank, bucket.axes) if bucket.axes else 0 for bucket in buckets]
         self._at: dict[str, tuple[int, Member]] = {}
@@ -184,9 +184,9 @@ class ShardedUpdates(OwnUpdates):
                 part = flat[index * bucket.part : (index + 1) * bucket.part]
             place = recorder.place(f"the parameters {', '.join(member.name for member in bucket.members)}")
             placed_ = [(self._parameters[member.name], member.first) for member in bucket.members]
-            group = asked.get(bucket.axes)
+            group = gather_groups.get(bucket.axes)
             self._gathered.append(GatheredParameters(placed_, part, bucket.ranks, communicator, group, place, flat))
-            self._sums.append(_Sums(bucket, part, communicator, adding.get(bucket.axes)))
+            self._sums.append(_Sums(bucket, part, communicator, reduce_groups.get(bucket.axes)))
             wide = getattr(torch, gradient_dtype(bucket))
             self._masters.append(part if part.dtype == wide else part.to(wide))
         self._updated: list[_Updated] = []

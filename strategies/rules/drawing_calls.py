@@ -2,8 +2,8 @@
 
 A drawing call is the outermost call, within the innermost method of a module that draws such numbers, of a function
 that other processes find by its name, with plain values and tensors without gradients. In every drawing call both
-generators begin at numbers from (key, ordinal), as torch's do in a random operator: what is drawn does not depend on
-what was drawn before, so steps can be resumed, recomputed and run on any rank. Capture and the single-device reference
+generators begin at numbers from (key, ordinal), as torch's do in a random operator: the numbers do not depend on
+what ran before, so steps can be resumed, recomputed and run on any rank. Capture and the single-device reference
 find the same calls, because both look at the frames of the call when it draws.
 """
 
@@ -27,7 +27,7 @@ from strategies.rules.registry import PLAIN, function_class
 
 Interval = tuple[float, float]
 Notice = Callable[[FrameType, str, Interval | None], Any]
-"""What is called before numbers are drawn, with the frame that draws, the name of the generator's module, and the
+"""What is called before a generator advances, with the frame that draws, the name of the generator's module, and the
 interval of a single number. What it returns takes the number's place, but None."""
 INSTANCES: dict[Any, Any] = {random: random._inst, np.random: np.random.mtrand._rand}
 """Modules and the global generators whose methods they have as functions."""
@@ -148,7 +148,7 @@ def begin_at(number: int) -> None:
 
 
 def states() -> tuple[Any, ...]:
-    """Of both generators; equal if no numbers were drawn in between."""
+    """Of both generators; equal if neither has advanced in between."""
     state: Any = np.random.get_state(legacy=True)
     return random.getstate(), state[1].tobytes(), *state[2:]
 

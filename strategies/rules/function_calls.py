@@ -23,7 +23,7 @@ from strategies.rules.module_calls import Results, Slot, changeable, of_text
 from strategies.rules.registry import function_class, local_function
 
 _drawing = threading.RLock()
-"""Held while the global generators are at a call's numbers."""
+"""Locked while the global generators are at a call's numbers."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ class FunctionCall:
     def returned(
         self, function: Any, operands: Sequence[Tensor], device: torch.device, number: int
     ) -> tuple[Any, bool]:
-        """What `function` returns where both generators begin at `number`, and whether it has drawn from them. Raises
+        """What `function` returns where both generators begin at `number`, and whether it advances them. Raises
         RuntimeError where it does more than that."""
         args, kwargs = tree_map_only(Slot, lambda slot: operands[slot.index], self.given)
         args, kwargs = tree_map_only(torch.device, lambda _: device, (args, kwargs))
         casts = nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
         with _drawing, restored(), casts, torch.no_grad():
             begin_at(number)
-            before, begun = changeable(operands, device), states()
+            before, start = changeable(operands, device), states()
             returned = function(*args, **kwargs)
             if changeable(operands, device) != before:
                 raise RuntimeError(
                     f"{self.name}, which ranks call as one operator because it draws numbers with Python's random or "
                     "numpy, also draws with torch, or writes into a tensor"
                 )
-            return returned, states() != begun
+            return returned, states() != start
 
 
 def tensors_in(returned: Any) -> list[Tensor]:

@@ -55,7 +55,7 @@ def own_index(index: Tensor, start: int, size: int, total: int) -> tuple[Tensor,
     """The local position of a global index in the slice [start, start + size) of a dim of `total` entries, and whether
     it is inside the slice (if not, the position is 0). Raises IndexError on the CPU for an index outside the dim, as
     the unsharded operator would."""
-    check_inside(index, -total, total, f"An index lies outside a dim of size {total}")
+    check_inside(index, -total, total, f"An index is outside a dim of size {total}")
     own = torch.where(index < 0, index + total, index) - start
     inside = (own >= 0) & (own < size)
     return own.where(inside, 0), inside
@@ -229,7 +229,7 @@ def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int, total
 
     Raises IndexError on the CPU for an index outside the `total` rows, as the unsliced table would.
     """
-    check_inside(indices, 0, total, f"embedding: an index lies outside the table of {total} rows")
+    check_inside(indices, 0, total, f"embedding: an index is outside the table of {total} rows")
     own = indices - start
     inside = (own >= 0) & (own < table.shape[0])
     # the row padding_idx gets no gradient; if another slice has it, no row of this one is exempt

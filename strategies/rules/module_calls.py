@@ -68,8 +68,8 @@ class ModuleCall:
 
 def changeable(operands: Sequence[Tensor], device: torch.device) -> object:
     """What differs after a call that does more than to compute."""
-    drawn = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return drawn.numpy().tobytes(), [one._version for one in operands]
+    rng_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return rng_state.numpy().tobytes(), [one._version for one in operands]
 
 
 class _Loaded(threading.local):

@@ -438,16 +438,16 @@ class CostGraph:
             if self.problem.resharding_counts(ref):
                 self._add_leaving(ref, False)
         for pair in () if self.problem.styled is None else self.problem.styled.together:
-            self._add_agreeing(pair)
+            self._add_compatibility(pair)
 
-    def _add_agreeing(self, pair: tuple[Operator, Operator]) -> None:
+    def _add_compatibility(self, pair: tuple[Operator, Operator]) -> None:
         """Two operators that a trainer slices as one module."""
         styled, (first, second) = self.problem.styled, pair
         assert styled is not None
         one, other = self.candidates[first.id], self.candidates[second.id]
 
         def seconds() -> Seconds:
-            every = [[styled.agreeing(pair, (a, b)) for b in other.assignments] for a in one.assignments]
+            every = [[styled.compatible(pair, (a, b)) for b in other.assignments] for a in one.assignments]
             return np.where(every, 0.0, FORBIDDEN)
 
         table = self._once(("together", id(one), id(other)), lambda: Table(seconds))

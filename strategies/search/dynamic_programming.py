@@ -185,7 +185,7 @@ class MemoryBudget:
     bounds: dict[float, float] = field(default_factory=dict)
     gaps: dict[float, float] = field(default_factory=dict)
     smallest: list[Solution] = field(default_factory=list)
-    """The plan with the fewest bytes, once it was needed."""
+    """The smallest plan, once it was needed."""
 
     def within(self, limit: float | None, enough: float = math.inf) -> Solution | None:
         """The cheapest plan that keeps the limit in bytes per rank; None where none takes less than `enough` seconds.

@@ -83,7 +83,7 @@ class HostProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it can run another attempt: it has done the last one, or still imports and has not begun it."""
+        """Whether it can run another attempt: it has done the last one, or still imports and has not started it."""
         free = self.attempt is not None or self.poll() is not None
         return free and self.process.poll() is None and not self.cut_off
 

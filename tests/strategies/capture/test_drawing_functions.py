@@ -143,9 +143,9 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "a view": (lambda net, x: net.inner(seen(x)), "returns memory of its arguments"),
     "arithmetic": (
         lambda net, x: net.inner(x) * torch.tensor(1 - scales(4)),
-        r"at capture/test_drawing_functions.py:\d+ more is asked than to make a tensor",
+        r"at capture/test_drawing_functions.py:\d+ more is done with it than to make a tensor",
     ),
-    "method": (lambda net, x: net.inner(x) * float(scales(4).sum()), "more is asked than to make a tensor"),
+    "method": (lambda net, x: net.inner(x) * float(scales(4).sum()), "more is done with it than to make a tensor"),
 }
 
 
