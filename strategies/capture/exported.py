@@ -55,13 +55,15 @@ class _Reader:
         self.values: dict[fx.Node, Any] = {}  # fx node -> Ref, or list of Refs for a node with several results
         self.tensors: dict[str, Tensor] = {}
         self.sources: list[Source] = []
+        self.positions: dict[str, int] = {}
+        """Of the sources but for inputs, by name."""
         self.operators: list[Operator] = []
         self.owners = self._owners(exported)
         flatten(module.graph, self._trainable)
         written = make_functional(module.graph, self._kinds(), dict(self.signature.inputs_to_buffers), self._trainable)
         resolve_numbers(module.graph)
-        constants = self.signature.inputs_to_lifted_tensor_constants
-        shorten_masks(module.graph, {holder: exported.constants[name] for holder, name in constants.items()})
+        self.constants = self.signature.inputs_to_lifted_tensor_constants  # made anew by every call
+        shorten_masks(module.graph, {holder: exported.constants[name] for holder, name in self.constants.items()})
         self.written = written.keys()
         inputs = iter(names)
         for node in module.graph.nodes:
@@ -125,18 +127,20 @@ class _Reader:
             self.values[node] = Ref(node.name)
             self.sources.append(Source(node.name, "input", next(inputs), _spec(node.meta["val"])))
             return
-        (name, tensor), signature = self.owners[node.name], self.signature
-        for position, known in enumerate(self.sources):
-            if known.name == name and known.kind != "input":  # another name of a tied weight
-                self.values[node] = Ref(known.id)
-                alias = _strip((signature.inputs_to_parameters | signature.inputs_to_buffers)[node.name])
-                self.sources[position] = replace(known, aliases=(*known.aliases, alias))
-                return
-        constant = node.name in signature.inputs_to_lifted_tensor_constants
+        name, tensor = self.owners[node.name]
+        if (position := self.positions.get(name)) is not None:  # another name of a tied weight
+            known = self.sources[position]
+            self.values[node] = Ref(known.id)
+            signature = self.signature
+            alias = _strip((signature.inputs_to_parameters | signature.inputs_to_buffers)[node.name])
+            self.sources[position] = replace(known, aliases=(*known.aliases, alias))
+            return
+        constant = node.name in self.constants
         trained = isinstance(tensor, nn.Parameter) and node not in self.written
         kind: Kind = "constant" if constant else "parameter" if trained else "buffer"
         self.values[node] = Ref(node.name)
         self.tensors[name] = tensor.detach()
+        self.positions[name] = len(self.sources)
         self.sources.append(Source(node.name, kind, name, _spec(tensor), kind == "parameter" and tensor.requires_grad))
 
     def _read_call(self, node: fx.Node) -> None:
