@@ -110,8 +110,10 @@ class RegionPart:
 def parts_of(program: Program) -> dict[str, RegionPart]:
     """The instructions of all regions by id, if any of them is carried out once only."""
     chosen = program.recompute
-    if chosen is None:
-        return {}
+    return {} if chosen is None else program.once("region parts", lambda: _parts_of(program, chosen))
+
+
+def _parts_of(program: Program, chosen: Recompute) -> dict[str, RegionPart]:
     operators = frozenset(chosen.kept)
 
     def keeps(instruction: Instruction) -> bool:
