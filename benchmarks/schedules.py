@@ -30,7 +30,7 @@ from strategies.lowering.pipeline_schedule import (
     peak_activations,
     round_robin,
 )
-from strategies.lowering.pipeline_synthesis import Problem, synthesise
+from strategies.lowering.pipeline_synthesis import ScheduleProblem, synthesise
 from strategies.lowering.pipeline_timeline import StageTimes, makespan, timeline
 
 NAMED = ("1f1b", "zero_bubble", "interleaved_1f1b", "zero_bubble x 2", "zbv")
@@ -65,7 +65,7 @@ def compared(kind: str, seed: int) -> float:
     else:
         named = make_schedule(kind.split()[0], groups, micro_batches, 2)
     most = max(peak_activations(actions, sizes) for actions in named)
-    made = synthesise(Problem(halves, owners_of(named), micro_batches, sizes, [most] * groups), [named])
+    made = synthesise(ScheduleProblem(halves, owners_of(named), micro_batches, sizes, [most] * groups), [named])
     assert made is not None
     assert max(peak_activations(actions, sizes) for actions in made) <= most * (1 + 1e-6)
     return makespan(made, halves) / makespan(named, halves)
@@ -92,7 +92,7 @@ def dualpipe(groups: int = 8, micro_batches: int = 20) -> str:
         virtual = len(owners) // groups
         times, sizes = [StageTimes(1 / virtual, 1 / virtual, 1 / virtual)] * len(owners), [1 / virtual] * len(owners)
         for most in (groups + 1.0, float(groups)):
-            problem = Problem(times, owners, micro_batches, sizes, [most] * groups)
+            problem = ScheduleProblem(times, owners, micro_batches, sizes, [most] * groups)
             made = synthesise(problem)
             assert made is not None
             own, least = (seconds - 3 * micro_batches for seconds in (makespan(made, times), problem.lower_bound))
@@ -113,7 +113,7 @@ def schedules() -> dict[str, Schedule]:
     for kind in ("1f1b", "zero_bubble"):
         named = make_schedule(kind, RANKS, MICRO_BATCHES)
         most = max(peak_activations(actions) for actions in named)
-        problem = Problem(stage_times(), range(RANKS), MICRO_BATCHES, [1.0] * RANKS, [most] * RANKS)
+        problem = ScheduleProblem(stage_times(), range(RANKS), MICRO_BATCHES, [1.0] * RANKS, [most] * RANKS)
         made = synthesise(problem, [named])
         assert made is not None
         found |= {kind: named, f"synthesised in the memory of {kind}": made}

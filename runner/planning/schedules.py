@@ -14,7 +14,7 @@ from runner.config.schema import Config
 from runner.planning.estimate import Estimate
 from strategies.core.errors import StrategyError
 from strategies.lowering.pipeline_schedule import KINDS, make_schedule, owners_of
-from strategies.lowering.pipeline_synthesis import Problem, synthesise
+from strategies.lowering.pipeline_synthesis import ScheduleProblem, synthesise
 from strategies.lowering.pipeline_timeline import makespan
 
 WORTH = 0.01
@@ -61,7 +61,7 @@ def _made(config: Config, step: Estimate, most: Sequence[int]) -> tuple[float, E
             continue  # other numbers of stages or micro-batches
         if owners_of(schedule) == step.owners:
             named.append(schedule)
-    problem = Problem(
+    problem = ScheduleProblem(
         step.stage_times,
         step.owners,
         section.parts,

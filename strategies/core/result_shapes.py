@@ -44,7 +44,7 @@ _FIRST: tuple[None, tuple[()]] = (None, ())
 """The result is the first operand."""
 
 
-class _Unknown(Exception):
+class _NotPlain(Exception):
     """An argument that is not plain."""
 
 
@@ -55,7 +55,7 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence
         return func(*args, **kwargs)
     try:
         key = func, _key(args, func.is_view), _key(tuple(kwargs.items()))
-    except _Unknown:
+    except _NotPlain:
         return func(*args, **kwargs)
     known = _known.get(key)
     if known is _FIRST:
@@ -113,19 +113,19 @@ def _plain(func: Callable[..., Any]) -> bool:
 
 
 def _key(value: Any, view: bool = False) -> Hashable:
-    """The cache key of a value. Raises _Unknown for a value that is not plain: a zero-dim tensor may be a wrapped
+    """The cache key of a value. Raises _NotPlain for a value that is not plain: a zero-dim tensor may be a wrapped
     number, whose dtype counts for less, but in a `view`. 1, 1.0 and True are different keys."""
     kind = type(value)
     if kind is FakeTensor:
         plain = value.layout is torch.strided and not value.dtype.is_complex and value.constant is None
         if not plain or not (view or value.ndim):
-            raise _Unknown
+            raise _NotPlain
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if kind is tuple or kind is list:
         return kind, *[_key(one, view) for one in value]
     if value is None or kind in _SIMPLE:
         return kind, "nan" if kind is float and math.isnan(value) else value  # which is not equal to itself
-    raise _Unknown
+    raise _NotPlain
 
 
 _SIMPLE = frozenset((bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format))

@@ -38,7 +38,7 @@ def direct_path(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mes
     """
     if before == after:
         return ()
-    path = _Path(before, after, shape)
+    path = _DirectPath(before, after, shape)
     path.slice()
     path.sum(mesh)
     path.slice()
@@ -50,7 +50,7 @@ def direct_path(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mes
     return tuple(path.steps)
 
 
-class _Path:
+class _DirectPath:
     """The path so far, and the layout that it has reached."""
 
     def __init__(self, before: Layout, after: Layout, shape: tuple[int, ...]) -> None:

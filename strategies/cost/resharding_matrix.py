@@ -113,7 +113,7 @@ class ReshardingCosts:
         self._step_seconds: dict[float, list[float]] = {}
         self._tables: dict[tuple[object, ...], LayoutTable] = {}
         self._matrices: dict[tuple[object, ...], _Matrix] = {}
-        self._groups: dict[DimKinds, _Group] = {}
+        self._groups: dict[DimKinds, _MatrixGroup] = {}
         self._bounds = _Bounds(mesh, cluster, self.axes)
         self.raised = 0
         """The number of entries that became exact above their bounds."""
@@ -189,7 +189,7 @@ class ReshardingCosts:
             made.values[:] = np.inf
         unreachable = (after.partial & ~self._varying(before)[:, None]) != 0
         made.values[unreachable], made.exact[unreachable] = UNREACHABLE, True
-        self._groups.setdefault(_ordered(kinds), _Group()).adopt(made, self._pattern_seconds)
+        self._groups.setdefault(_ordered(kinds), _MatrixGroup()).adopt(made, self._pattern_seconds)
         while not many and not made.exact.all():  # patterns with one hash become exact one after the other
             self._evaluate(made, np.argwhere(~made.exact).tolist())
         made.changes = 0
@@ -276,7 +276,7 @@ PatternSeconds = Callable[[Pattern, TensorSpec], float]
 """Seconds of the path of a pattern, for a tensor."""
 
 
-class _Group:
+class _MatrixGroup:
     """All matrices of tensors of the same kinds; `patterns` have known paths, by their hashes."""
 
     def __init__(self) -> None:

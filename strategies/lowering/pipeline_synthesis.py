@@ -33,11 +33,11 @@ STEP_BACK = 1.02
 """How much longer than the best a schedule may be on the way to a better one."""
 ROUNDING = 1e-9
 Orders = list[list[int]]
-"""Passes of every group by number, see `Problem.number`."""
+"""Passes of every group by number, see `ScheduleProblem.number`."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class ScheduleProblem:
     """What is to be scheduled.
 
     Attributes:
@@ -144,7 +144,9 @@ class Problem:
         return self.peak(order) <= self.limits[group] * (1 + ROUNDING)
 
 
-def synthesise(problem: Problem, starts: Sequence[Schedule] = (), evaluations: int = EVALUATIONS) -> Schedule | None:
+def synthesise(
+    problem: ScheduleProblem, starts: Sequence[Schedule] = (), evaluations: int = EVALUATIONS
+) -> Schedule | None:
     """The fastest schedule that is found; None where the memory is too little for a single micro-batch.
 
     Args:
@@ -169,7 +171,7 @@ def synthesise(problem: Problem, starts: Sequence[Schedule] = (), evaluations: i
     return _schedule(problem, best)
 
 
-def _numbers(problem: Problem, schedule: Schedule) -> Orders:
+def _numbers(problem: ScheduleProblem, schedule: Schedule) -> Orders:
     """A schedule as orders, where both halves of a backward pass are apart."""
     computations: dict[Pass, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (B, W), INPUT: (B,), WEIGHT: (W,)}
     if not problem.splits:
@@ -184,7 +186,7 @@ def _numbers(problem: Problem, schedule: Schedule) -> Orders:
     ]
 
 
-def end_times(problem: Problem, orders: Orders, seconds: Sequence[float]) -> list[float] | None:
+def end_times(problem: ScheduleProblem, orders: Orders, seconds: Sequence[float]) -> list[float] | None:
     """When every pass ends; None where groups wait for one another."""
     before, ends = problem.before, [-1.0] * problem.count
     at, free = [0] * len(orders), [0.0] * len(orders)
@@ -220,7 +222,9 @@ RULES: tuple[Rule, ...] = tuple(product((True, False), (True, False), (0.0, 0.5,
 is about to arrive; and the share of the memory that is used."""
 
 
-def _listed(problem: Problem, backward_first: bool, deep_first: bool, delay: float, share: float) -> Orders | None:
+def _listed(
+    problem: ScheduleProblem, backward_first: bool, deep_first: bool, delay: float, share: float
+) -> Orders | None:
     """The order of a list scheduler with these rules; None where it has no room."""
     stages, count = len(problem.times), problem.micro_batches
     number, seconds = problem.number, problem.seconds
@@ -316,7 +320,7 @@ def _listed(problem: Problem, backward_first: bool, deep_first: bool, delay: flo
 # Local search
 
 
-def _improved(problem: Problem, orders: Orders, evaluations: int) -> Orders:
+def _improved(problem: ScheduleProblem, orders: Orders, evaluations: int) -> Orders:
     """The best orders that moves on the critical path find."""
     draw, seconds = random.Random(0), problem.seconds
     ends = end_times(problem, orders, seconds)
@@ -358,7 +362,7 @@ def _improved(problem: Problem, orders: Orders, evaluations: int) -> Orders:
     return best
 
 
-def _moves(problem: Problem, orders: Orders, ends: Sequence[float]) -> Iterator[tuple[int, int, int]]:
+def _moves(problem: ScheduleProblem, orders: Orders, ends: Sequence[float]) -> Iterator[tuple[int, int, int]]:
     """Moves (group, index, new index) of passes in the blocks of a critical path."""
     for group, first, last in _blocks(problem, orders, ends):
         order = orders[group]
@@ -368,7 +372,7 @@ def _moves(problem: Problem, orders: Orders, ends: Sequence[float]) -> Iterator[
                     yield group, index, to
 
 
-def _allowed(problem: Problem, order: Sequence[int], index: int, to: int) -> bool:
+def _allowed(problem: ScheduleProblem, order: Sequence[int], index: int, to: int) -> bool:
     """Whether a pass may be moved: its stage keeps the order of micro-batches, and of the passes of each."""
     number = order[index]
     computation, stage, micro_batch = number % 3, problem.stage(number), problem.micro_batch(number)
@@ -378,7 +382,7 @@ def _allowed(problem: Problem, order: Sequence[int], index: int, to: int) -> boo
     return True
 
 
-def _blocks(problem: Problem, orders: Orders, ends: Sequence[float]) -> Iterator[tuple[int, int, int]]:
+def _blocks(problem: ScheduleProblem, orders: Orders, ends: Sequence[float]) -> Iterator[tuple[int, int, int]]:
     """The parts (group, first, last index) of a critical path in which a group runs pass after pass."""
     places = {number: (group, index) for group, order in enumerate(orders) for index, number in enumerate(order)}
     number = max(range(problem.count), key=ends.__getitem__)
@@ -402,7 +406,7 @@ def _blocks(problem: Problem, orders: Orders, ends: Sequence[float]) -> Iterator
 # Results
 
 
-def _schedule(problem: Problem, orders: Orders) -> Schedule:
+def _schedule(problem: ScheduleProblem, orders: Orders) -> Schedule:
     """Orders as a schedule, in which halves of backward that follow one another are one pass wherever that delays
     nothing."""
     seconds = [*problem.seconds]
@@ -421,7 +425,7 @@ def _schedule(problem: Problem, orders: Orders) -> Schedule:
     return tuple(tuple(_actions(problem, order, seconds)) for order in orders)
 
 
-def _actions(problem: Problem, order: Sequence[int], seconds: Sequence[float]) -> Iterator[Action]:
+def _actions(problem: ScheduleProblem, order: Sequence[int], seconds: Sequence[float]) -> Iterator[Action]:
     pairs = zip(order, (*order[1:], -1), strict=True)
     joined = {
         one

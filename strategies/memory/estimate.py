@@ -114,7 +114,7 @@ def _stored(graph: OperatorGraph, plan: Plan) -> dict[Ref, float]:
             for index in range(len(operator.results))
         }
         weakref.finalize(graph, _uses.pop, id(graph), None)
-    return _Stored(graph, plan, _uses[id(graph)]).by_result()
+    return _StoredTensors(graph, plan, _uses[id(graph)]).by_result()
 
 
 def _uses_of(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
@@ -128,7 +128,7 @@ def _uses_of(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensors:
     """The tensors that one forward stores under a plan."""
 
     graph: OperatorGraph

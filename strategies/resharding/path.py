@@ -171,7 +171,7 @@ def _steps(moves: Iterable[_Move], before: Layout, shape: tuple[int, ...], order
     return tuple(steps)
 
 
-class _Search:
+class _PathSearch:
     """The search from `start` to `target`; what a step sends depends on the kind of tensor."""
 
     def __init__(self, sizes: dict[str, int], start: State, target: State) -> None:
@@ -300,7 +300,7 @@ def _with(dims: Dims, dim: int, axes: Axes) -> Dims:
     return (*dims[:dim], axes, *dims[dim + 1 :])
 
 
-class _Padded(_Search):
+class _Padded(_PathSearch):
     """A search for a tensor with padded slices, or with so few elements that the volume of a step is rounded."""
 
     def __init__(self, before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
@@ -318,7 +318,7 @@ class _Padded(_Search):
         return Step(move.kind, move.axes, move.dim, move.source, Layout(*state), after, self.shape).busiest(self.mesh)
 
 
-class _Even(_Search):
+class _Even(_PathSearch):
     """A search for one pattern. The lower bound of the remaining traffic is what the busiest rank must receive: the
     part of its target slice that it does not hold, on average; a sum over n ranks adds n - 1 messages per element."""
 

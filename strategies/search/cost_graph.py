@@ -28,7 +28,7 @@ from strategies.cost.problem import Problem
 from strategies.cost.resharding_matrix import UNREACHABLE, LayoutTable, ReshardingCosts
 from strategies.cost.styled_modules import FORBIDDEN
 from strategies.rules.sharding import Assignment
-from strategies.search.elimination import Factor, FactorGraph, Integers, Part, Seconds, Table, constant, expanded
+from strategies.search.elimination import Factor, FactorGraph, FactorTable, Integers, Part, Seconds, constant, expanded
 from strategies.search.strategy_space import Candidates, Layouts, SharedParameter, StrategySpace, Use
 
 MOST_SHARING = 3
@@ -100,8 +100,8 @@ class SharedResharding:
         uses: remaining cost of each use [candidates of the producer, targets, candidates of the user].
     """
 
-    first: Table
-    uses: tuple[Table, ...]
+    first: FactorTable
+    uses: tuple[FactorTable, ...]
 
 
 def shared_resharding(given: Layouts, costs: Sequence[UseCost]) -> SharedResharding | None:
@@ -125,10 +125,10 @@ def shared_resharding(given: Layouts, costs: Sequence[UseCost]) -> SharedReshard
         own = cost.seconds[np.ix_(given.of_candidate, cost.of_candidate)]
         return ((0, 2), own), ((1, 2), np.where(free, 0.0, np.inf))
 
-    return SharedResharding(Table(first), tuple(Table(make_parts=partial(parts, cost)) for cost in costs))
+    return SharedResharding(FactorTable(first), tuple(FactorTable(make_parts=partial(parts, cost)) for cost in costs))
 
 
-class _Group:
+class _LayoutGroups:
     """The layout index of every candidate of a variable, and the number of layouts."""
 
     def __init__(self, of_candidate: Integers, layouts: int) -> None:
@@ -146,7 +146,7 @@ class _Group:
         return every
 
 
-class JointUses(Table):
+class JointUses(FactorTable):
     """Seconds over the candidates of a producer and of all users of a value, where every layout that any of them wants
     is paid once.
 
@@ -164,8 +164,8 @@ class JointUses(Table):
         sizes = [len(one) for one in (given, *wanted) if one is not None]
         super().__init__(lambda: self.restricted([np.arange(size) for size in sizes]))
         self.make_costs, self.costs = make_costs, make_costs()
-        self.given = None if given is None else _Group(given, len(self.costs))
-        self.wanted = [_Group(one, self.costs.shape[1]) for one in wanted]
+        self.given = None if given is None else _LayoutGroups(given, len(self.costs))
+        self.wanted = [_LayoutGroups(one, self.costs.shape[1]) for one in wanted]
 
     def refresh(self) -> None:
         super().refresh()
@@ -279,7 +279,7 @@ class CostGraph:
         """Tables and what they are made of, by what they depend on."""
         self.exact: set[tuple[int, int, int]] = set()
         """Entries that were evaluated."""
-        self.paying: dict[Ref, tuple[Layouts, list[UseCost], list[Table]]] = {}
+        self.paying: dict[Ref, tuple[Layouts, list[UseCost], list[FactorTable]]] = {}
         if like is None:
             self.candidates = {one.id: space.of(one) for one in self.operators.operators}
         else:
@@ -298,7 +298,7 @@ class CostGraph:
         self.learned = {source.id for source in self.operators.of_kind("parameter")}
         self._add_variables()
         self._add_factors()
-        self.reader = _Reader(self)
+        self.reader = _SolutionReader(self)
 
     def assignments(self, indices: Sequence[int]) -> dict[str, Assignment]:
         """The strategy of every operator in a solution."""
@@ -333,7 +333,7 @@ class CostGraph:
                 for table in (one.first, *one.uses):
                     table.refresh()
                     changed.add(id(table))
-            elif isinstance(one, Table) and not changed.isdisjoint(key):
+            elif isinstance(one, FactorTable) and not changed.isdisjoint(key):
                 one.refresh()
                 changed.add(id(one))
 
@@ -450,11 +450,11 @@ class CostGraph:
             every = [[styled.compatible(pair, (a, b)) for b in other.assignments] for a in one.assignments]
             return np.where(every, 0.0, FORBIDDEN)
 
-        table = self._once(("together", id(one), id(other)), lambda: Table(seconds))
+        table = self._once(("together", id(one), id(other)), lambda: FactorTable(seconds))
         self.factors.factors.append(Factor((self.variables[first.id], self.variables[second.id]), table))
 
-    def _own(self, candidates: Candidates) -> Callable[[], Table]:
-        return lambda: Table(lambda: candidates.seconds + self.space.multiplier * candidates.bytes)
+    def _own(self, candidates: Candidates) -> Callable[[], FactorTable]:
+        return lambda: FactorTable(lambda: candidates.seconds + self.space.multiplier * candidates.bytes)
 
     def _add_value(self, ref: Ref, users: Sequence[int]) -> None:
         producer, (given, costs, tables) = self.variables.get(ref.id), self.paying.get(ref) or self._pays(ref)
@@ -474,16 +474,16 @@ class CostGraph:
             for user, table in zip(users, tables, strict=True):
                 self._add((producer, user), table)
 
-    def _joint(self, given: Layouts, costs: Sequence[UseCost], share: int, produced: bool) -> Table:
+    def _joint(self, given: Layouts, costs: Sequence[UseCost], share: int, produced: bool) -> FactorTable:
         key = ("joint", id(given), share, produced, *map(id, costs))
-        table: Table = self._once(key, lambda: joint_uses(given, costs, share, produced))
+        table: FactorTable = self._once(key, lambda: joint_uses(given, costs, share, produced))
         return table
 
-    def _add(self, variables: tuple[int | None, ...], table: Table) -> None:
+    def _add(self, variables: tuple[int | None, ...], table: FactorTable) -> None:
         """A factor; a value that no operator produces has one layout and no variable."""
         if variables[0] is None:
             of_source = table
-            table = self._once(("first", id(of_source)), lambda: Table(lambda: of_source.seconds[0]))
+            table = self._once(("first", id(of_source)), lambda: FactorTable(lambda: of_source.seconds[0]))
         self.factors.factors.append(Factor(tuple([one for one in variables if one is not None]), table))
 
     def _add_leaving(self, ref: Ref, gradient: bool) -> None:
@@ -511,7 +511,7 @@ class CostGraph:
         given: Layouts = self._once(("source", layout), lambda: Layouts(self.resharding.table_of([layout]), one))
         return given
 
-    def _pays(self, ref: Ref) -> tuple[Layouts, list[UseCost], list[Table]]:
+    def _pays(self, ref: Ref) -> tuple[Layouts, list[UseCost], list[FactorTable]]:
         """How a value is handed on, and what each of its uses pays, by itself or as its part: the same for all values
         with the same candidates around them."""
         users, returning = self.operators.users[ref], self.operators.returning
@@ -531,13 +531,13 @@ class CostGraph:
                 costs.append(self._once(name, partial(self._use_cost, given, spec, use)))
             tables = [self._once(("part", id(one), len(costs)), self._part(given, one, len(costs))) for one in costs]
             self.known[key] = given, costs, tables
-        found: tuple[Layouts, list[UseCost], list[Table]] = self.known[key]
+        found: tuple[Layouts, list[UseCost], list[FactorTable]] = self.known[key]
         self.paying[ref] = found
         return found
 
-    def _part(self, given: Layouts, cost: UseCost, uses: int) -> Callable[[], Table]:
+    def _part(self, given: Layouts, cost: UseCost, uses: int) -> Callable[[], FactorTable]:
         """What one of several uses pays [candidates of the producer, candidates of the user]."""
-        return lambda: Table(lambda: cost.seconds[np.ix_(given.of_candidate, cost.of_candidate)] / uses)
+        return lambda: FactorTable(lambda: cost.seconds[np.ix_(given.of_candidate, cost.of_candidate)] / uses)
 
     def _uses(self, ref: Ref) -> list[Use]:
         trained, returning = ref in self.operators.trained, self.operators.returning
@@ -564,7 +564,7 @@ class CostGraph:
         return UseCost(self.resharding, spec, given.table, wanted.table, back, come, go, of_candidate, penalty)
 
 
-class _Reader:
+class _SolutionReader:
     """Solutions read with a few gathers per kind of operator and use: what operators take and keep, what uses pay."""
 
     def __init__(self, graph: CostGraph) -> None:

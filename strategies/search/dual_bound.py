@@ -26,9 +26,9 @@ from strategies.search.elimination import (
     Elimination,
     Factor,
     FactorGraph,
+    FactorTable,
     Integers,
     Seconds,
-    Table,
     Variables,
     constant,
     elimination_effort,
@@ -53,7 +53,7 @@ class _Messages:
     """A table over several variables, and the seconds that were moved from it to every variable."""
 
     variables: tuple[int, ...]
-    table: Table
+    table: FactorTable
     moved: list[Seconds]
 
 

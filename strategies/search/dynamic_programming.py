@@ -71,7 +71,7 @@ Name = str | Ref
 
 
 @dataclass(frozen=True)
-class Point:
+class DualPoint:
     """The best plan at one multiplier, whose `lower_bound` includes the cost of its bytes; the index of the candidate
     of every variable; whether the search was `stopped` because nothing cheap enough was left."""
 
@@ -127,7 +127,7 @@ class PlanSearch:
         indices, seconds = self.solver.solve(self.graph.factors.memo)
         return [indices[v] for v in range(len(indices))], seconds
 
-    def cheapest(self, multiplier: float, tolerance: float, enough: float = math.inf) -> Point:
+    def cheapest(self, multiplier: float, tolerance: float, enough: float = math.inf) -> DualPoint:
         """The plan that costs least where a byte costs `multiplier` seconds; its `lower_bound` includes that of its
         bytes. The search stops once no plan costs less than `enough`."""
         most = ATTEMPTS if self.wide and multiplier else math.inf
@@ -157,7 +157,7 @@ class PlanSearch:
                 self.graph = self._build(self.graph.shared | shared, self.graph)
             if shared or not raised or solutions - proven == ATTEMPTS:
                 proven = solutions + 1
-        return Point(replace(best, lower_bound=min(lower, least)), named, lower >= enough)
+        return DualPoint(replace(best, lower_bound=min(lower, least)), named, lower >= enough)
 
     def evaluated(self, first: Mapping[Name, int], last: Mapping[Name, int], count: int) -> Solution:
         """The plan whose first `count` variables are as in `first`, the others as in `last`; without a bound."""
@@ -181,7 +181,7 @@ class MemoryBudget:
     and the relative `gaps` of the plans."""
 
     solver: PlanSearch
-    points: list[Point] = field(default_factory=list)
+    points: list[DualPoint] = field(default_factory=list)
     bounds: dict[float, float] = field(default_factory=dict)
     gaps: dict[float, float] = field(default_factory=dict)
     smallest: list[Solution] = field(default_factory=list)
@@ -267,13 +267,13 @@ class MemoryBudget:
         bound = self.lower_bound(limit)
         return seconds - bound <= share * self.solver.tolerance * bound
 
-    def _around(self, limit: float) -> tuple[Point, Point]:
+    def _around(self, limit: float) -> tuple[DualPoint, DualPoint]:
         """The plans on both sides of the limit between which it costs least to keep it: no bound is higher than the
         line between them at the limit."""
         large = [one for one in self.points if one.solution.bytes > limit]
         small = [one for one in self.points if one.solution.bytes <= limit]
 
-        def between(pair: tuple[Point, Point]) -> float:
+        def between(pair: tuple[DualPoint, DualPoint]) -> float:
             a, b = (one.solution for one in pair)
             return b.cost + (a.cost - b.cost) * (limit - b.bytes) / (a.bytes - b.bytes)
 

@@ -37,7 +37,7 @@ CACHED = 2**17
 
 
 @dataclass(eq=False)
-class Table:
+class FactorTable:
     """Seconds of a factor, one array dim per variable; made when they are first needed, and again after `refresh`.
 
     Where they are the least of several tables over fewer variables, `make_parts` makes these instead.
@@ -86,7 +86,7 @@ class Factor(NamedTuple):
     """A table over variables in increasing order. Equal parts of a program share the table."""
 
     variables: Variables
-    table: Table
+    table: FactorTable
 
     @property
     def seconds(self) -> Seconds:
@@ -95,7 +95,7 @@ class Factor(NamedTuple):
 
 def constant(variables: Variables, seconds: Seconds) -> Factor:
     """A factor that never changes."""
-    return Factor(variables, Table(lambda: seconds))
+    return Factor(variables, FactorTable(lambda: seconds))
 
 
 Key = tuple[tuple[int, Variables, int], ...]
@@ -197,7 +197,7 @@ class Elimination:
             indices[variable] = least.best(tuple([indices[v] for v in around]))
 
     @cached_property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[FactorTable]:
         """Those of the given factors, then those that eliminations make: variables with the same tables around them,
         as in repeated layers, have one minimum."""
         tables, minima = [one.table for one in self.factors], dict[tuple[tuple[Variables, int], ...], _Minimum]()
@@ -269,11 +269,11 @@ class Elimination:
         return joint // sizes[variable] + sum(math.prod([sizes[v] for v in others.union(scope)]) for scope in scopes)
 
 
-class _Minimum(Table):
+class _Minimum(FactorTable):
     """The least sum of tables over the candidates of an eliminated variable, which is dim 0 of the sum. `terms` are the
     tables, and where their dims are in the sum, of `count` dims; a single one that has parts is taken in parts."""
 
-    def __init__(self, count: int, terms: Sequence[tuple[Variables, Table]]) -> None:
+    def __init__(self, count: int, terms: Sequence[tuple[Variables, FactorTable]]) -> None:
         super().__init__()
         self.count = count
         divided = [one for one in terms if one[1].make_parts is not None]
@@ -323,7 +323,7 @@ class _Minimum(Table):
 
 def elimination_effort(sizes: Mapping[int, int], scopes: Iterable[Variables], most: float) -> float:
     """Entries of all tables that an elimination over `scopes` makes; infinite where they are more than `most`."""
-    table = Table()
+    table = FactorTable()
     elimination = Elimination(sizes, [Factor(scope, table) for scope in scopes], most=most, largest=most)
     return math.inf if elimination.kept else elimination.entries
 

@@ -59,7 +59,7 @@ UseLayouts = tuple[int, int]
 """The numbers of the layouts in which a use wants a value and returns its gradient (-1: there is none)."""
 
 
-class Candidate(NamedTuple):
+class RoundCandidate(NamedTuple):
     """A strategy of a class in one round: the seconds of all its members, the layouts of its uses of operands, and the
     numbers of its results' layouts."""
 
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 class RoundCandidates:
     """All strategies of a class in one round."""
 
-    every: Sequence[Candidate]
+    every: Sequence[RoundCandidate]
     seconds: Seconds
 
     def uses(self, position: int, gradient: bool) -> list[UseLayouts]:
@@ -105,7 +105,7 @@ class Partitioning:
         self._resharded: dict[tuple[int, int, int], float] = {}
         self._use_seconds: dict[Hashable, Seconds] = {}
         self._own_seconds: dict[Hashable, float] = {}
-        self._candidate: dict[Hashable, Candidate] = {}
+        self._candidate: dict[Hashable, RoundCandidate] = {}
         self._candidates: dict[Hashable, RoundCandidates] = {}
         self._tables: dict[Hashable, tuple[Variables, Seconds] | None] = {}
         self._decisions: dict[Hashable, tuple[Sequence[Assignment], float]] = {}
@@ -191,7 +191,7 @@ class Partitioning:
             self._tables[key] = _sorted(_scope(edge), table) if new.any() else None
         return self._tables[key]
 
-    def _evaluated(self, number: int, assignment: Assignment) -> Candidate:
+    def _evaluated(self, number: int, assignment: Assignment) -> RoundCandidate:
         """With the work of a class and what flows into it from sources."""
         name = tuple(assignment.items())
         key = number, name, self.decided
@@ -201,7 +201,7 @@ class Partitioning:
             uses = [(self._number(wanted), self._number(returned)) for wanted, returned in pairs]
             given = [self._result(number, index, assignment) for index in range(results)]
             seconds = self._class_seconds(number, assignment, name, uses, given)
-            self._candidate[key] = Candidate(assignment, seconds, uses, [self._number(one) for one in given])
+            self._candidate[key] = RoundCandidate(assignment, seconds, uses, [self._number(one) for one in given])
         return self._candidate[key]
 
     def _class_seconds(

@@ -218,7 +218,7 @@ class Propagation:
         self.chosen[operator.id] = self.decided[situation]
         self.queue.append(operator)
 
-    def _edges(self, operator: Operator) -> tuple[Edge, ...]:
+    def _edges(self, operator: Operator) -> tuple[Neighbour, ...]:
         """The decided values next to an operator."""
         edges = []
         for position, ref in enumerate(operator.operands):
@@ -226,7 +226,7 @@ class Propagation:
             if have is not None:
                 shared = isinstance(self.graph.by_id[ref.id], Source)  # its gradients are added in its own layout
                 trained = ref in self.graph.trained and not shared
-                edges.append(Edge(False, position, self.graph.specs[ref], have, trained, None))
+                edges.append(Neighbour(False, position, self.graph.specs[ref], have, trained, None))
         for index in range(len(operator.results)):
             ref = Ref(operator.id, index)
             for user, position in self.graph.users[ref]:
@@ -235,10 +235,10 @@ class Propagation:
                     wanted = there.operand_layouts(chosen)[position]
                     returned = there.gradient_layouts(chosen)[position]
                     trained = ref in self.graph.trained
-                    edges.append(Edge(True, index, self.graph.specs[ref], wanted, trained, returned))
+                    edges.append(Neighbour(True, index, self.graph.specs[ref], wanted, trained, returned))
         return tuple(edges)
 
-    def _cheapest(self, operator: Operator, edges: Sequence[Edge]) -> Assignment:
+    def _cheapest(self, operator: Operator, edges: Sequence[Neighbour]) -> Assignment:
         """The best candidate: one criterion after the other, each only among those that are equal so far."""
         sharding, mesh = self.problem.shardings[operator.id], self.problem.mesh
         near = [((sharding.results if e.result else sharding.operands)[e.position], e.layout) for e in edges]
@@ -291,7 +291,7 @@ class Propagation:
 
 
 @dataclass(frozen=True)
-class Edge:
+class Neighbour:
     """A decided value next to an operator: the layout in which an operand comes, or in which a user wants a result (and
     how that user's gradient is returned)."""
 

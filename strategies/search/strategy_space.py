@@ -32,7 +32,7 @@ from strategies.cost.roofline import operator_work, roofline
 from strategies.lowering.lowering import left_axes
 from strategies.memory.estimate import parameter_bytes
 from strategies.rules.sharding import DEFERRED, Assignment, Dims, Sharding
-from strategies.search.elimination import Table
+from strategies.search.elimination import FactorTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,7 +318,7 @@ class SharedParameter:
         ref = Ref(source.id)
         per_element = np.array([parameter_bytes(space.problem, layout, ref) for layout in self.layouts])
         self.bytes: Seconds = space.elements(resharding.table_of(self.layouts), spec) * per_element
-        self.own = Table(lambda: self.seconds + space.multiplier * self.bytes)
+        self.own = FactorTable(lambda: self.seconds + space.multiplier * self.bytes)
         share = max(sum(not gradient for _, _, gradient in uses), 1)
         self.uses = [
             _ParameterUse(space, spec, every, candidates[user.id], (user, place, gradient), share)
@@ -348,7 +348,7 @@ class SharedParameter:
             table.refresh()
 
 
-class _ParameterUse(Table):
+class _ParameterUse(FactorTable):
     """One use of a parameter [candidates of the parameter, candidates of the user]. Those without a gradient share what
     they want in common: each pays a part."""
 

@@ -23,7 +23,7 @@ from strategies.lowering.pipeline_schedule import (
     owners_of,
     peak_activations,
 )
-from strategies.lowering.pipeline_synthesis import Problem, synthesise
+from strategies.lowering.pipeline_synthesis import ScheduleProblem, synthesise
 from strategies.lowering.pipeline_timeline import StageTimes, makespan
 from strategies.runtime.pipeline_stage import arrivals
 
@@ -49,7 +49,7 @@ def cut(values: Sequence[float], virtual: int) -> list[float]:
     return list(values) if virtual == 2 else [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
 
 
-def check(schedule: Schedule, problem: Problem) -> None:
+def check(schedule: Schedule, problem: ScheduleProblem) -> None:
     """Every pass once, forward first, in the order of micro-batches, within memory; a rank gets what it waits for."""
     for group, actions in enumerate(schedule):
         for stage in (stage for stage, own in enumerate(problem.groups) if own == group):
@@ -89,7 +89,7 @@ def never_slower(seed: int, *, large: bool) -> list[float]:
         sizes = cut(half_sizes, virtual)
         named = make_schedule(kind, groups, micro_batches, virtual)
         most = max(peak_activations(actions, sizes) for actions in named)
-        problem = Problem(times, owners_of(named), micro_batches, sizes, [most] * groups)
+        problem = ScheduleProblem(times, owners_of(named), micro_batches, sizes, [most] * groups)
         made = synthesise(problem, [named])
         assert made is not None
         check(made, problem)
@@ -115,7 +115,7 @@ def test_never_slower_over_500_tables(first: int) -> None:
 def test_without_named_schedules_the_order_is_found_anew() -> None:
     even = [StageTimes(1.0, 1.0, 1.0)] * 4
     for micro_batches in (4, 8):
-        problem = Problem(even, range(4), micro_batches, [1.0] * 4, [4.0] * 4)
+        problem = ScheduleProblem(even, range(4), micro_batches, [1.0] * 4, [4.0] * 4)
         made = synthesise(problem)
         assert made is not None
         check(made, problem)
@@ -125,14 +125,14 @@ def test_without_named_schedules_the_order_is_found_anew() -> None:
 def test_more_memory_leaves_nothing_to_wait_for() -> None:
     """With 2 s - 1 micro-batches in a group only the forwards before its first are waited for (ZB-H2)."""
     even = [StageTimes(1.0, 1.0, 1.0)] * 4
-    problem = Problem(even, range(4), 12, [1.0] * 4, [7.0] * 4)
+    problem = ScheduleProblem(even, range(4), 12, [1.0] * 4, [7.0] * 4)
     made = synthesise(problem)
     assert made is not None
     check(made, problem)
     assert makespan(made, even) == problem.lower_bound == 3 * 12 + 3
 
 
-def optimum(problem: Problem) -> float:
+def optimum(problem: ScheduleProblem) -> float:
     """By trying every order of two groups with a stage each."""
     orders = []
     for stage in range(2):
@@ -164,7 +164,7 @@ def test_small_cases_are_optimal() -> None:
     for limit in (1.0, 2.0):
         for _ in range(5):
             times = [StageTimes(draw.random(), draw.random(), draw.random()) for _ in range(2)]
-            problem = Problem(times, (0, 1), 2, [1.0, 1.0], [limit, limit])
+            problem = ScheduleProblem(times, (0, 1), 2, [1.0, 1.0], [limit, limit])
             made = synthesise(problem)
             assert made is not None
             assert makespan(made, times) == pytest.approx(optimum(problem))
@@ -174,7 +174,7 @@ def test_backward_in_one_piece() -> None:
     """As torch.compile demands."""
     times = [StageTimes(1.0, 1.5, 0.5), StageTimes(2.0, 1.0, 1.0), StageTimes(1.0, 1.0, 1.0)]
     named = make_schedule("1f1b", 3, 6)
-    problem = Problem(times, range(3), 6, [1.0] * 3, [3.0] * 3, splits=False)
+    problem = ScheduleProblem(times, range(3), 6, [1.0] * 3, [3.0] * 3, splits=False)
     made = synthesise(problem, [named])
     assert made is not None and {action.computation for actions in made for action in actions} == {FORWARD, BACKWARD}
     check(made, problem)
@@ -183,20 +183,20 @@ def test_backward_in_one_piece() -> None:
 
 def test_halves_are_only_run_apart_where_that_helps() -> None:
     even = [StageTimes(1.0, 1.0, 1.0)] * 2
-    made = synthesise(Problem(even, range(2), 4, [1.0] * 2, [2.0] * 2))
+    made = synthesise(ScheduleProblem(even, range(2), 4, [1.0] * 2, [2.0] * 2))
     assert made is not None
     assert as_text(made[0]).count("B") >= 3  # nothing waits for stage 0
     assert makespan(made, even) == 3 * 4 + 1
 
 
 def test_too_little_memory() -> None:
-    assert synthesise(Problem([StageTimes(1.0, 1.0, 1.0)] * 2, (0, 1), 2, [1.0, 1.0], [1.0, 0.5])) is None
+    assert synthesise(ScheduleProblem([StageTimes(1.0, 1.0, 1.0)] * 2, (0, 1), 2, [1.0, 1.0], [1.0, 0.5])) is None
 
 
 def test_virtual_stages_leave_room_for_a_micro_batch_to_pass() -> None:
     """With the least memory one micro-batch follows another."""
     times = [StageTimes(1.0, 1.0, 1.0)] * 6
-    problem = Problem(times, [0, 1, 0, 1, 0, 1], 4, [1.0] * 6, [3.0, 3.0])
+    problem = ScheduleProblem(times, [0, 1, 0, 1, 0, 1], 4, [1.0] * 6, [3.0, 3.0])
     made = synthesise(problem)
     assert made is not None
     check(made, problem)
@@ -204,7 +204,7 @@ def test_virtual_stages_leave_room_for_a_micro_batch_to_pass() -> None:
 
 def test_the_same_schedule_every_time() -> None:
     halves, sizes, count = table(3, large=True)
-    problem = Problem(
+    problem = ScheduleProblem(
         halves, [stage % (len(halves) // 2) for stage in range(len(halves))], count, sizes, [30.0] * (len(halves) // 2)
     )
     assert synthesise(problem) == synthesise(problem)

@@ -25,7 +25,7 @@ from strategies.rules import rule_of
 from strategies.search import elimination
 from strategies.search.cost_graph import CostGraph
 from strategies.search.dynamic_programming import search
-from strategies.search.elimination import Elimination, Factor, FactorGraph, Memo, Table, constant
+from strategies.search.elimination import Elimination, Factor, FactorGraph, FactorTable, Memo, constant
 from strategies.search.strategy_space import StrategySpace
 from tests.strategies.search.integer_program import evaluated, integer_optimum
 
@@ -72,7 +72,7 @@ def random_network(rng: random.Random, blocks: int) -> FactorGraph:
     graph.add(rng.randint(1, 3))
     first = graph.sizes[0]
     cells = {
-        name: Table(lambda shape=shape: numbers.random(shape))  # type: ignore[misc]
+        name: FactorTable(lambda shape=shape: numbers.random(shape))  # type: ignore[misc]
         for name, shape in {
             "own": (sizes[0],),
             "back": (sizes[2], sizes[0]),
