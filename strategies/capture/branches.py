@@ -8,8 +8,8 @@ question is about: what it reads from outside passes `where(truth, x, x.detach()
 back. Attributes that the sides set to different tensors are chosen, too.
 
 Invariant: for all values the graph computes what the module computes. What cannot be chosen (results of different
-shapes, Python values that differ, statistics of a batch norm, parameters that one side alone trains, which torch would
-leave without a gradient) is not captured so.
+shapes, Python values that differ, statistics of a batch norm, random numbers, parameters that one side alone trains,
+which torch would leave without a gradient) is not captured so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from strategies.capture.constants import answered, traced
-from strategies.capture.nodes import WHENCE, beneath_tracing, call, fakes, floating, inferred, op_of, replaced
+from strategies.capture.nodes import WHENCE, beneath_tracing, call, draws, fakes, floating, inferred, op_of, replaced
 from strategies.capture.python_state import INTERNAL, PythonState, changed
 from strategies.core.errors import StrategyError
 from strategies.rules.registry import PLAIN
@@ -400,6 +400,8 @@ class _Merger:
     def _guard(self, side: list[fx.Node], truth: fx.Node, taken: bool, gradients: bool) -> None:
         """Let a side that is not taken return no gradients, write nothing, and end as it began."""
         own, undone = set(side), list[tuple[fx.Node, fx.Node]]()
+        if any(map(draws, side)):  # a device that takes the other side would number its draws otherwise
+            raise _Different
         for node in list(side):
             if op_of(node) in STATISTICS and len(node.args) > 5 and isinstance(node.args[3], fx.Node) and node.args[5]:
                 raise _Different

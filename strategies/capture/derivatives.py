@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.capture.constants import behind, traced
-from strategies.capture.nodes import beneath_tracing, fakes, op_of, replaced, users_line
+from strategies.capture.nodes import beneath_tracing, draws, fakes, op_of, replaced, users_line
 from strategies.capture.repeated_modules import NOTE, NotRepeated
 from strategies.core.errors import StrategyError
 
@@ -112,23 +112,13 @@ def _between(outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.N
             continue
         if not isinstance(node.target, OpOverload):
             raise _refusal(f"it goes through {op_of(node)}")
-        if torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node):
+        if draws(node):
             raise _refusal(f"it goes through {op_of(node)}, which draws random numbers")
     return between
 
 
 def _floating(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-
-
-def _draws_nothing(node: fx.Node) -> bool:
-    """Whether a random operator with a rate, or an attention with one, leaves everything."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    named = {one.name: one.default_value for one in schema.arguments} | dict(
-        zip([one.name for one in schema.arguments], node.args, strict=False)
-    )
-    named |= node.kwargs
-    return next((named[name] == 0 for name in ("p", "dropout_p") if name in named), False)
 
 
 def _tensor(node: fx.Node, tracer: Any) -> Tensor:

@@ -382,8 +382,8 @@ def _capture_failure(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            "graph: of a branch, all sides must return tensors of the same shapes, change nothing outside of tensors "
-            "and train the same parameters. Use torch.where or another operator in its "
+            "graph: of a branch, all sides must return tensors of the same shapes, draw no random numbers, change "
+            "nothing outside of tensors and train the same parameters. Use torch.where or another operator in its "
             "place, a module of its own in a list of layers, which takes tensors and does nothing but compute, or, for "
             "a constant, a Python number or a buffer that is not saved (persistent=False)."
         )

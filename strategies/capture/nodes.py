@@ -60,6 +60,18 @@ MODULE_CALL, FUNCTION_CALL = OpaqueCall("called_module"), OpaqueCall("drawn_func
 fx.node.has_side_effect(FUNCTION_CALL)  # like all that draws
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a traced node draws random numbers; a dropout, and an attention with one, only if its rate is not 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return node.target is FUNCTION_CALL
+    schema = node.target._schema  # type: ignore[union-attr]
+    named = {one.name: one.default_value for one in schema.arguments} | dict(
+        zip([one.name for one in schema.arguments], node.args, strict=False)
+    )
+    named |= node.kwargs
+    return next((named[name] != 0 for name in ("p", "dropout_p") if name in named), True)
+
+
 def function_target(name: str, autocast: str | None) -> str:
     """The target of an operator, as `resolve` looks it up, for the autograd function `module::Class`."""
     module, _, path = name.partition("::")

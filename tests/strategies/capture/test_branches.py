@@ -242,6 +242,15 @@ class Counting(Net):
         return self.b(self.a(x)) * self.calls
 
 
+class Drawing(Net):
+    """A device that goes on without the dropout would draw other numbers behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        h = nn.functional.dropout(h) if h.sum() > 0 else h
+        return h + torch.randn_like(h)
+
+
 class Many(Net):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(9):
@@ -250,7 +259,9 @@ class Many(Net):
         return self.b(x)
 
 
-@pytest.mark.parametrize("net", [OneSide, Normed, Shaped, Appending, Counting, Many], ids=lambda net: net.__name__)
+@pytest.mark.parametrize(
+    "net", [OneSide, Normed, Shaped, Appending, Counting, Drawing, Many], ids=lambda net: net.__name__
+)
 def test_what_cannot_be_chosen_is_refused(net: type[nn.Module]) -> None:
     objective = Objective(net(), nn.MSELoss(reduction="mean"), ("0", "1"), ("1",))
     with pytest.raises(StrategyError) as refusal:
