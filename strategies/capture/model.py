@@ -376,7 +376,9 @@ def _capture_failure(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not in_library(frame.filename) and frame.name != "__torch_function__"  # which only passes on
+        if not in_library(frame.filename)
+        and frame.name != "__torch_function__"  # which only passes on
+        and "/triton/" not in frame.filename
     ]
     where = f" at {short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -386,6 +388,12 @@ def _capture_failure(error: BaseException) -> str:
             "nothing outside of tensors and train the same parameters. Use torch.where or another operator in its "
             "place, a module of its own in a list of layers, which takes tensors and does nothing but compute, or, for "
             "a constant, a Python number or a buffer that is not saved (persistent=False)."
+        )
+    if any(words in str(error) for words in ("Cannot access data pointer", "active drivers")):  # torch's and Triton's
+        return (
+            f"The model's forward launches a kernel{where}, which takes no tensors without numbers, as a capture has. "
+            "Make it an operator of its own: torch.library.triton_op with wrap_triton for a Triton kernel, or "
+            "custom_op, with register_fake, and register_autograd for its backward."
         )
     if "found a fake tensor in the exported program constant" in str(error):
         return (

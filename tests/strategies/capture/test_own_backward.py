@@ -290,3 +290,24 @@ def test_functions_are_left_as_they_were() -> None:
     graph_of(weighed)
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
     assert Softened.apply(torch.ones(2), 0.0).sum() == 0
+
+
+class Launching(torch.autograd.Function):
+    """A kernel takes the address of a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * (x.data_ptr() > 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_a_kernel_that_is_launched_is_to_be_an_operator() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Launching.apply(super().forward(x)).sum()
+
+    with pytest.raises(StrategyError, match=r"test_own_backward.py:\d+.*triton_op"):
+        capture(Objective(Net(4, 4), None, ("x",), ()), (torch.randn(8, 4),), training=True)
