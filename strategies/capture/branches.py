@@ -39,7 +39,7 @@ from strategies.core.errors import StrategyError
 from strategies.rules.registry import PLAIN
 
 aten = torch.ops.aten
-MOST_PATHS = 8
+MOST_PATHS = 16
 """Sequences of answers of one call."""
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
 """Operators that write to buffers unseen, in training."""
@@ -371,13 +371,18 @@ class _Merger:
             ends = left[len(left) - count :], right[len(right) - count :]
             pairs = dict(zip(*ends, strict=True))
             inside = set(ends[0]) | set(ends[1])
+            rewritten = {self._memory(one) for one in map(_written, inside) if one is not None}
             bad = [
                 number
                 for number, pair in enumerate(pairs.items())
                 for given, own in zip(*map(_operands, pair), strict=True)
                 if given is not own
                 and pairs.get(given) is not own
-                and (given in inside or own in inside or not _choosable(given, own) or _written(pair[0]) is given)
+                and (
+                    not inside.isdisjoint((given, own))
+                    or not _choosable(given, own)
+                    or not rewritten.isdisjoint((self._memory(given), self._memory(own)))
+                )
             ]
             if not bad:
                 return count
@@ -415,8 +420,11 @@ class _Merger:
                     undone.append((written, self._made(aten.clone.default, (written,), node)))
                 side.insert(side.index(node), undone[-1][1])
             learned = any(map(floating, tree_flatten(node.meta.get("val"))[0]))
+            views = [given for given in _operands(node) if given not in own and self._shows(node, given)]
+            if views:  # of what is outside, as which it is read and written
+                own.discard(node)
             for given in _operands(node):
-                if given in own or given is written or not learned or not floating(given.meta.get("val")):
+                if given in own or given in views or not learned or not floating(given.meta.get("val")):
                     operands.append(given)
                     continue
                 with self.graph.inserting_before(node):
@@ -439,6 +447,10 @@ class _Merger:
                 border = self.graph.call_function(GRADIENTS, (gradients,))
             border.meta = {name: side[-1].meta[name] for name in WHENCE if name in side[-1].meta} | {"val": None}
             side.append(border)
+
+    def _shows(self, node: fx.Node, given: fx.Node) -> bool:
+        """Whether the result of a node shows memory of an operand."""
+        return node.target is operator.getitem or self._memory(node) == self._memory(given)
 
     def _is_outside(self, written: fx.Node, own: set[fx.Node]) -> bool:
         """Whether memory that is written is that of a node of no side's own."""

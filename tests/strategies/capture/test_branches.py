@@ -94,6 +94,26 @@ class Assigned(Net):
         return self.b(h - self.low)
 
 
+class Centers(Net):
+    """Rows of a buffer, written through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centers", torch.zeros(2, 8))
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            for row in range(2):
+                chosen = x[:, row] > 1
+                if chosen.any():
+                    mean = (h * chosen[:, None]).sum(0) / chosen.sum()
+                    self.centers[row] = 0.9 * self.centers[row] + 0.1 * mean
+                    self.count[row] += 1
+        return self.b(h - self.centers.sum(0))
+
+
 class Regions(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -173,7 +193,7 @@ def checked(model: Model, batches: int, draw: Any) -> float:
 
 @pytest.mark.parametrize(
     "net",
-    [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Regions, Masked, Nested],
+    [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Nested],
     ids=lambda n: n.__name__,
 )
 def test_trains_like_the_model_on_every_batch(draw: Any, net: type[nn.Module]) -> None:
@@ -253,7 +273,7 @@ class Drawing(Net):
 
 class Many(Net):
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(9):
+        for _ in range(17):
             if x.sum() > 0:
                 x = self.a(x)
         return self.b(x)
