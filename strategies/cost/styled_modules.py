@@ -121,6 +121,14 @@ class ModuleLayouts:
         )
 
 
+def sliceable(operator: Operator, graph: OperatorGraph) -> bool:
+    """Whether styles slice the weight of an operator: a linear layer, or a table whose indices come from outside of its
+    module, since a trainer lays out what a module receives (tables of OPT compute theirs from a mask)."""
+    makers = (graph.by_id[ref.id] for ref in operator.operands)
+    inside = any(isinstance(maker, Operator) and maker.module == operator.module for maker in makers)
+    return operator.op == "linear" or (operator.op == "embedding" and not inside)
+
+
 @dataclass(frozen=True)
 class StyledModules(ModuleLayouts):
     """What the styles of a trainer allow in one graph.
@@ -180,7 +188,7 @@ class StyledModules(ModuleLayouts):
 
     def _weight(self, operator: Operator) -> int | None:
         """The position of the weight of a linear layer or table that a style may slice."""
-        if operator.op not in ("linear", "embedding"):
+        if not sliceable(operator, self.graph):
             return None
         for position, ref in enumerate(operator.operands):
             source = self.graph.by_id[ref.id]

@@ -30,7 +30,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, modules_
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.cost.styled_modules import halves, packable
+from strategies.cost.styled_modules import halves, packable, sliceable
 from strategies.planner.declared_layouts import Declared, operand_layouts
 from strategies.rules import rule_of
 
@@ -300,7 +300,7 @@ def _styles_of(
                 continue
             layout, shape = plan.tensors[source.name], source.spec.shape
             sliced = [dim for dim, used in enumerate(layout.dims) if axes and plan.mesh.sorted(used) == axes]
-            if sliced and len(shape) == 2 and operator.op in ("linear", "embedding"):
+            if sliced and len(shape) == 2 and sliceable(operator, graph):
                 yield path, _style_of(operator, source, sliced[0], graph, plan, axes)
                 return
             partial = partial or bool(gradient.partial & {*axes})

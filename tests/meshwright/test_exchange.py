@@ -636,6 +636,25 @@ def test_a_plan_for_transformers_slices_experts_as_is_best(
     assert plan.cost == pytest.approx(min(every.values())) == pytest.approx(every[best]), every
 
 
+class Shifted(nn.Embedding):
+    """A table that computes its indices, as the positions of OPT are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 2)
+
+
+def test_a_table_that_computes_its_indices_stays_replicated() -> None:
+    module = nn.Sequential(Shifted(64, 16), nn.Linear(16, 64))
+    batch = torch.randint(60, (8, 4)), torch.randint(64, (8, 4))
+    options: dict[str, Any] = {"loss": next_token, "mesh": {"tp": 2}, "plan_cache": None}
+    plan = meshwright.plan(module, batch, strategies={"0.embedding": [[1, 2], [1, 1]]}, **options)
+    assert ("parameter", "0.weight") in {(change.kind, change.name) for change in plan.expressible("transformers")}
+    most = meshwright.plan(module, batch, for_target="transformers", **options).memory
+    plan = meshwright.plan(module, batch, for_target="transformers", memory_limit=int(0.9 * most), **options)
+    sliced = {name: any(one["dims"]) for name, one in plan.content["tensors"].items()}
+    assert sliced == {"0.weight": False, "1.weight": True, "1.bias": sliced["1.bias"]}
+
+
 @pytest.mark.parametrize("target", ["transformers", "deepspeed"])
 def test_a_plan_by_module_has_a_certificate(target: str) -> None:
     with torch.device("meta"):
