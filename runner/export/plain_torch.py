@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
@@ -58,6 +59,8 @@ def _replicated(name: str) -> None:
         return [([Replicate()] * len(function._schema.returns), [Replicate()] * len(tensors))]
 
     register_sharding(function)(placed)
+    every = RuntimeSchemaInfo(1, needs_pytree=True)  # the shape of a result may depend on all that is no tensor
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[function] = every
 
 
 for name in REPLICATED:

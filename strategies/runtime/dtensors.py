@@ -23,10 +23,12 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._decompositions import DecompShardingStrategy
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.core.layout import Layout, Stripes, indices
@@ -42,6 +44,8 @@ GATHERED: dict[str, tuple[int | str, ...]] = {
     **dict.fromkeys(("chunk", "glu", "narrow", "slice", "split", "split_with_sizes"), ("part",)),
 }
 """Dims that the plan may slice and DTensor replicates, by operator; see `unsliced_dims`."""
+FAULTY = ("aten.native_group_norm_backward.default",)
+"""Operators that DTensor (torch 2.13) takes apart with sizes that are not those of a slice."""
 OPAQUE = ("called_module", "drawn_function")
 """Operators that run code of the user."""
 
@@ -68,6 +72,7 @@ def unknown(graph: OperatorGraph, device: str) -> dict[str, frozenset[str]]:
         if operator.op in OPAQUE or call in tried:
             continue
         tried.add(call)
+        names: set[str] = set()
         with FakeTensorMode(allow_non_fake_inputs=True), attention_of(device), _Unknown() as mode:
             values = {
                 ref: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=device).requires_grad_(learns)
@@ -76,9 +81,10 @@ def unknown(graph: OperatorGraph, device: str) -> dict[str, frozenset[str]]:
             try:
                 _call(operator, values)
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-                mode.names |= {str(error.func)}  # DTensor needs the shape of a result, too
-        if mode.names:
-            found[operator.label] = found.get(operator.label, frozenset()) | mode.names
+                names.add(str(error.func))  # DTensor needs the shape of a result, too
+        names |= {str(func) for func, *given in mode.calls if not _decomposed(func, *given)}
+        if names:
+            found[operator.label] = found.get(operator.label, frozenset()) | names
     return found
 
 
@@ -93,20 +99,28 @@ def _call(operator: Operator, values: Mapping[Ref, Tensor]) -> None:
     def value(leaf: Any) -> Any:
         return values[leaf] if isinstance(leaf, Ref) else leaf
 
-    results = resolve(operator.target)(*rewrite(operator.args, value), **rewrite(operator.keywords, value))
+    def result() -> Any:
+        return resolve(operator.target)(*rewrite(operator.args, value), **rewrite(operator.keywords, value))
+
+    try:
+        results = result()
+    except RuntimeError:  # targets have no derivative, though they may be computed from what has one
+        for ref in operator.operands[1:]:
+            values[ref].requires_grad_(False)
+        results = result()
     trained = [one for one in tree_leaves(results) if isinstance(one, Tensor) and one.requires_grad]
     torch.autograd.backward(trained, [torch.empty_like(one) for one in trained])
 
 
 class _Unknown(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the operators on tensors that DTensor has neither a rule for nor takes apart into others."""
+    """Collects the calls on tensors that DTensor has no rule for."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         rules = DTensor._op_dispatcher.sharding_propagator
         handled = DTensor._op_dispatcher._custom_op_handlers
         self.tables = rules.op_strategy_funcs, rules.op_single_dim_strategy_funcs, rules.op_to_rules, handled
-        self.names: frozenset[str] = frozenset()
+        self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -114,8 +128,27 @@ class _Unknown(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [one for one in tree_leaves(some) if isinstance(one, Tensor)] for some in ((args, kwargs), results)
         )
         if given and made and not any(func in table for table in self.tables):
-            self.names |= frozenset(() if DecompShardingStrategy.has_decomp(func) else (str(func),))
+            self.calls.append((func, args, kwargs or {}))
         return results
+
+
+def _decomposed(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether DTensor takes an operator without a rule apart into others that have one, where rows are sliced."""
+    if str(func) in FAULTY or not DecompShardingStrategy.has_decomp(func):
+        return False
+    mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
+    rows = max(one.shape[:1] for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+
+    def spec(value: Tensor) -> DTensorSpec:
+        placed = (Shard(0) if value.ndim and value.shape[:1] == rows else Replicate(),)
+        return DTensorSpec(mesh, placed, TensorMeta(value.shape, value.stride(), value.dtype))
+
+    schema = OpSchema(func, tree_map_only(Tensor, spec, args), tree_map_only(Tensor, spec, kwargs))
+    try:
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def placements(

@@ -135,7 +135,7 @@ class Grouped(nn.Module):
 def pictures() -> nn.Module:
     """Convolutions, in groups and transposed: [rows, 4, 8, 8] -> [rows, 8]."""
     up = nn.ConvTranspose2d(8, 4, 2, stride=2, bias=False)
-    middle = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.BatchNorm2d(8), nn.ReLU(), up, nn.AvgPool2d(2)
+    middle = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8), nn.ReLU6(), up, nn.AvgPool2d(2)
     return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *middle, nn.Conv2d(4, 8, 4), nn.Flatten())
 
 

@@ -261,6 +261,16 @@ CHANNELS = {
 """How convolutions are sliced on the mesh {dp 2, tp 2}."""
 
 
+def test_operators_that_dtensor_takes_apart_are_run_or_gathered(tmp_path: Path) -> None:
+    layers = nn.GroupNorm(2, 8), nn.ReLU6(), nn.ReflectionPad2d(1), nn.ReflectionPad2d((2, 0, 1, 1)), nn.ELU()
+    batch = torch.randn(4, 8, 4, 4), torch.randn(4, 8, 8, 8)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 2, "mode": "data_parallel", "plan_cache": None}
+    plan = meshwright.plan(nn.Sequential(*layers), batch, **options)
+    names = {change.name.split(".")[0] for change in plan.expressible("torch")}
+    assert names == {"0", "1", "2", "3"}  # not the ELU and the loss, which DTensor takes apart into others
+    assert any(change.kind == "collectives" for change in plan.expressible("torch", collectives=True))  # it runs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"mesh": SEARCHED["mesh"], "strategies": CHANNELS}, DATA_PARALLEL])
 def test_convolutions_train_as_one_device(
@@ -275,7 +285,7 @@ def test_convolutions_run_on_slices() -> None:
     plan = meshwright.plan(module, batches[0], **options)
     weights = [plan.content["tensors"][f"{path}.weight"]["dims"][0] for path in (0, 1, 4)]
     assert weights == [["tp"]] * 3
-    assert {change.name for change in plan.expressible("torch")} == {"5"}  # the gradient of a mean
+    assert {change.name for change in plan.expressible("torch")} == {"2", "3", "5"}  # whose gradients DTensor lacks
     assert any(change.kind == "collectives" for change in plan.expressible("torch", collectives=True))  # it runs
 
 
