@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
@@ -65,18 +66,25 @@ def least_work(problem: Problem, cluster: Cluster, factorisation: Factorisation)
     """Seconds below those of any plan on a factorisation: every operator's work on one device, divided by the largest
     number of devices that its loops can be cut for."""
     cost, seconds = approximate_cost(problem, cluster), 0.0
-    for members in equivalence_classes(problem).members:
-        sizes = list(problem.shardings[members[0].id].sizes.values())
-        widest = 1
-        for placed in product(range(len(sizes) + 1), repeat=len(factorisation)):
+    runs = [problem.mesh.product(run) for run in factorisation]
+
+    @cache
+    def widest(sizes: tuple[int, ...]) -> int:
+        """Devices that loops of these sizes can be cut for."""
+        most = 1
+        for placed in product(range(len(sizes) + 1), repeat=len(runs)):
             counts = [1] * (len(sizes) + 1)
-            for place, run in zip(placed, factorisation, strict=True):
-                counts[place] *= problem.mesh.product(run)
+            for place, run in zip(placed, runs, strict=True):
+                counts[place] *= run
             if all(size % count == 0 for size, count in zip(sizes, counts, strict=False)):
-                widest = max(widest, problem.mesh.size // counts[-1])
+                most = max(most, problem.mesh.size // counts[-1])
+        return most
+
+    for members in equivalence_classes(problem).members:
         fixed = problem.fixed.get(members[0].id)
         work = cost.operator(members[0], fixed or {})
-        work = work if fixed is not None else work / widest
+        if fixed is None:
+            work /= widest(tuple(sorted(problem.shardings[members[0].id].sizes.values())))
         seconds += len(members) * work
     return seconds
 
