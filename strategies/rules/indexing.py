@@ -224,6 +224,45 @@ def take_along_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding 
 
 
 @local_function
+def masked_scatter_slice(x: Tensor, mask: Tensor, source: Tensor, start: int) -> Tensor:
+    """Rows of `aten.masked_scatter` from `start` on: x [n/s, ...], the mask of all rows, all of the source. Rows behind
+    the last one take nothing. A mask that is one for all of a last dim, as of the tokens that stand for an image, is
+    counted without it.
+
+    Raises IndexError on the CPU where the mask has more places than the source has elements.
+    """
+    width = x.shape[-1] if mask.stride(-1) == 0 and mask.dim() > 1 else 1
+    mask = mask[..., :1] if width > 1 else mask
+    own = mask[start : start + len(x)]
+    own = torch.cat([own, own.new_zeros(len(x) - len(own), *own.shape[1:])]) if len(own) < len(x) else own
+    places = mask[:start].sum() + own.reshape(-1).cumsum(0) - 1
+    units = source.reshape(-1)[: source.numel() // width * width].reshape(-1, width)
+    what = f"masked_scatter: the mask has more places than the source has elements ({source.numel()})"
+    check_inside(places, 0, len(units), what, own.reshape(-1))
+    values = units[places.clamp(0, max(len(units) - 1, 0))] if len(units) else units.new_zeros(len(places), width)
+    return values.reshape(x.shape).where(own, x)
+
+
+def _masked_scatter(operator: Operator, local: Local) -> Ref:
+    if local.slices("d0") == 1:
+        return local.itself()
+    options = local.arguments
+    start = local.position("d0", local.operand_shape(0)[0])
+    return local.call("local.masked_scatter_slice", options["self"], options["mask"], options["source"], start)
+
+
+@rule("masked_scatter")
+def masked_scatter(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """x [d0, ...], mask [...], source [...] -> [d0, ...]: a slice counts the places that the mask has before it."""
+    x, mask, source = (spec.shape for spec in specs)
+    if not x or mask != x or operator.results[0].shape != x:
+        return None
+    rows: Dims = ("d0", *(None,) * (len(x) - 1))
+    operands: list[Dims] = [rows, (None,) * len(mask), (None,) * len(source)]
+    return sharding(operator, specs, operands, [rows], local=_masked_scatter, padded=("d0",))
+
+
+@local_function
 def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int, total: int) -> Tensor:
     """Rows of a vocabulary slice: table [v/n, e], global indices [...] -> [..., e], zeros for rows of other slices.
 

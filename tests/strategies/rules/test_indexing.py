@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strategies.core.mesh import Mesh
-from strategies.rules.indexing import own_index, take_along_all
+from strategies.rules.indexing import masked_scatter_slice, own_index, take_along_all
 
 torch.manual_seed(1)
 
@@ -17,7 +17,12 @@ def indices(high, *shape, low=0):
     return torch.randint(low, high, shape)
 
 
-COVERS = "gather index index_select take_along_dim"
+def image_tokens(embeddings, tokens, features):
+    """As vision language models put the features of images in the places of their tokens."""
+    return embeddings.masked_scatter((tokens > 4)[..., None].expand_as(embeddings), features)
+
+
+COVERS = "gather index index_select masked_scatter take_along_dim"
 CASES = [
     ("index", lambda a, i: a[i], x(12, 7), indices(12, 6)),
     ("index negative", lambda a, i: a[i], x(7, 4), indices(7, 6, 2, low=-7)),
@@ -41,6 +46,9 @@ CASES = [
     ("take_along_dim", lambda a, i: a.take_along_dim(i, 1), x(6, 4), indices(4, 1, 6)),
     ("take_along_dim broadcast", lambda a, i: torch.take_along_dim(a, i, dim=0), x(6, 1), indices(6, 4, 2)),
     ("take_along_dim flat", lambda a, i: a.take_along_dim(i), x(6, 4), indices(24, 6)),
+    ("masked_scatter", lambda a, m, s: a.masked_scatter(m > 4, s), x(6, 5), indices(9, 6, 5), x(7, 5)),
+    ("masked_scatter uneven", lambda a, m, s: a.masked_scatter(m > 4, s), x(7), indices(9, 7), x(2, 4)),
+    ("image tokens", image_tokens, x(6, 4, 5), indices(9, 6, 4), x(24, 5)),
     ("take", torch.take, x(6, 4), indices(24, 6, 2)),
     ("bucketize", lambda a, b: torch.bucketize(a, b.detach(), right=True), x(6, 7), x(4).sort().values),
     ("searchsorted", lambda a, b: torch.searchsorted(b.detach(), a), x(6, 7), x(4).sort().values),
@@ -69,6 +77,11 @@ def test_a_search_per_row_runs_replicated(cases, known):
 def test_a_flattened_tensor_needs_no_order_in_memory():
     table, places = torch.arange(6.0).reshape(2, 3).mT, torch.tensor([[5, 0], [3, 3]]).mT
     assert torch.equal(take_along_all(table, places), table.contiguous().take_along_dim(places.contiguous()))
+
+
+def test_a_mask_with_more_places_than_the_source_has_elements_is_an_error():
+    with pytest.raises(IndexError, match="more places"):
+        masked_scatter_slice(torch.zeros(2, 3), torch.ones(4, 3, dtype=torch.bool), torch.zeros(11), 2)
 
 
 @pytest.mark.parametrize("index", [12, -13])
