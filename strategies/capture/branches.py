@@ -41,6 +41,8 @@ from strategies.rules.registry import PLAIN
 aten = torch.ops.aten
 MOST_PATHS = 16
 """Sequences of answers of one call."""
+CHOICE = "choice"
+"""What the node of a choice between results of two sides says of itself."""
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
 """Operators that write to buffers unseen, in training."""
 HARMLESS = (*PLAIN, torch.dtype, torch.device, torch.Size, nn.Module, FunctionType, type)
@@ -83,21 +85,23 @@ class Branches:
         self.chosen.discard(owner)
         self.refused.add(owner)
 
-    def refuse_one_sided(self, exported: torch.export.ExportedProgram) -> bool:
-        """Refuse the classes that an exported graph has a parameter of which one side alone trains; whether any has."""
+    def refuse_others(self, exported: torch.export.ExportedProgram) -> bool:
+        """Refuse the classes of which an exported graph has what the module does not do; whether there are any: a
+        parameter that one side alone trains, and a choice that is a copy where the module has the tensor itself, which
+        somebody writes before another reads it."""
         parameters, modules = exported.graph_signature.inputs_to_parameters, dict(self.root.named_modules())
-        found = False
-        for node in exported.graph.find_nodes(op="placeholder") if self.chosen else ():
+        nodes = list(exported.graph.nodes) if self.chosen else []
+        choices = (node for node in nodes if CHOICE in node.meta)
+        wrong = [choice for choice in choices if _shows_writes(choice, nodes[nodes.index(choice) + 1 :])]
+        for node in nodes:
             name = parameters.get(node.name)
-            if name is None or _trained_always(node) or not self.root.get_parameter(name).requires_grad:
-                continue
-            around = {
-                type(modules[path]) for user in node.users for path, _ in user.meta.get("nn_module_stack", {}).values()
-            }
-            for owner in around & self.chosen:
-                self.refuse(owner)
-                found = True
-        return found
+            if name is not None and not _trained_always(node) and self.root.get_parameter(name).requires_grad:
+                wrong += node.users
+        stacks = (node.meta.get("nn_module_stack", {}).values() for node in wrong)
+        found = {type(modules[path]) for stack in stacks for path, _ in stack} & self.chosen
+        for owner in found:
+            self.refuse(owner)
+        return bool(found)
 
     @contextmanager
     def as_choices(self) -> Iterator[None]:
@@ -353,6 +357,7 @@ class _Merger:
                 if choose and (given, own) not in choices:
                     with self.graph.inserting_before(common[0]):
                         choices[given, own] = self._made(aten.where.self, (truth, given, own), other)
+                    choices[given, own].meta[CHOICE] = True
                 operands.append(choices[given, own] if choose else own)
             _set_operands(other, operands)
         self._drop(removed, common)
@@ -479,6 +484,7 @@ class _Merger:
             raise _Different
         with self.graph.inserting_after((nodes or [truth])[-1]):
             nodes.append(self._made(aten.where.self, (truth, one, other), (nodes or [truth])[-1]))
+        nodes[-1].meta[CHOICE] = True
         with beneath_tracing():
             made = torch.where(torch.ones((), dtype=torch.bool, device=no.device), yes, no)
         track_tensor_tree(made, fx.Proxy(nodes[-1], self.tracer), constant=None, tracer=self.tracer)
@@ -545,6 +551,20 @@ def _written(node: fx.Node) -> fx.Node | None:
 def _memory(node: fx.Node) -> int | None:
     value = next(fakes(node.meta.get("val")), None)
     return None if value is None else value.untyped_storage()._cdata
+
+
+def _shows_writes(choice: fx.Node, later: Sequence[fx.Node]) -> bool:
+    """Whether what is chosen is written and one of what it was chosen from is read afterwards, or the other way
+    round."""
+    own, others = {_memory(choice)}, {_memory(given) for given in _operands(choice)[1:]}
+    for position, node in enumerate(later):
+        written = _written(node)
+        if written is None or _memory(written) not in own | others:
+            continue
+        stale = others if _memory(written) in own else own
+        if any(_memory(given) in stale for reader in later[position + 1 :] for given in _operands(reader)):
+            return True
+    return False
 
 
 def _trained_always(node: fx.Node) -> bool:

@@ -247,7 +247,7 @@ def _captured(
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    if branches.refuse_one_sided(exported):
+    if branches.refuse_others(exported):
         return None
     around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)

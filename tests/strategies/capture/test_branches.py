@@ -271,6 +271,35 @@ class Drawing(Net):
         return h + torch.randn_like(h)
 
 
+class Clamp(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        if h.max() > 0.1:
+            h = h.clamp(-1, 1)
+        return h
+
+
+class Written(Net):
+    """What the inner module returns is its argument, or is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamp = Clamp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.clamp(h)
+        y += 1
+        return self.b(y * h)
+
+
+class WrittenBehind(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.clamp(h)
+        h += 1
+        return self.b(y)
+
+
 class Many(Net):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(17):
@@ -280,7 +309,9 @@ class Many(Net):
 
 
 @pytest.mark.parametrize(
-    "net", [OneSide, Normed, Shaped, Appending, Counting, Drawing, Many], ids=lambda net: net.__name__
+    "net",
+    [OneSide, Normed, Shaped, Appending, Counting, Drawing, Written, WrittenBehind, Many],
+    ids=lambda net: net.__name__,
 )
 def test_what_cannot_be_chosen_is_refused(net: type[nn.Module]) -> None:
     objective = Objective(net(), nn.MSELoss(reduction="mean"), ("0", "1"), ("1",))
