@@ -20,7 +20,8 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,13 +96,26 @@ def call(
     _refuse_unknown(function, made, target, f"{what}.args")
     _refuse_lacking(function, made, target, f"{what}.args")
     try:
-        return function(**made)
+        with _default_dtype():
+            return function(**made)
     except ConfigError:
         raise
     except ImportError as error:
         raise ConfigError("MW802", f"{what}: {target} lacks a package: {describe(error)}.") from error
     except Exception as error:
         raise ConfigError("MW304", f"{what}: {target} cannot be made with {what}.args: {describe(error)}.") from error
+
+
+@contextmanager
+def _default_dtype() -> Iterator[None]:
+    """A constructor that sets torch's default dtype sets it for itself: the other objects and ranks do without it."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        if torch is not None:
+            torch.set_default_dtype(before)
 
 
 def nested(value: Any, what: str, complete: Completion | None = None) -> Any:

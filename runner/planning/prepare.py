@@ -23,6 +23,7 @@ from runner.build import adapters, huggingface, optimizers, pretrained
 from runner.build.callbacks import followed
 from runner.build.modules import DTYPES, captured_from_shapes, cast, check_half, check_modules, objective
 from runner.build.scores import Structure, scores, try_evaluation
+from runner.build.targets import resolve
 from runner.checkpoint import Companions
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
@@ -121,6 +122,7 @@ class Prepared:
         short: the short last micro-batch of an epoch, where there is one.
         together: whether the collate needs all rows of a batch, because it makes rows of several samples.
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
+        default_dtype: torch's, which the file of the model may set; data is made in it on every rank, too.
     """
 
     config: Config
@@ -146,6 +148,7 @@ class Prepared:
     short: Short | None = None
     counted: Counted | None = None
     together: bool = False
+    default_dtype: torch.dtype = torch.float32
 
     @property
     def owners(self) -> Owners:
@@ -193,6 +196,8 @@ def prepare(
         compiled.check(device)
     if not planless and plan is None and config.parallel.plan is None:
         check(request_of(config, lowering.planned_ranks(config, world_size)))
+    if config.model.target is not None:
+        resolve(config.model.target, "model.target")  # whose file may set torch's default dtype
     training, evaluating, collate = datasets(config)
     evaluation_collate = collate
     if config.job.name == "predict":
@@ -255,6 +260,7 @@ def prepare(
         data=data,
         short=Short(len(last)) if last and config.job.name in TRAINING else None,
         together=together,
+        default_dtype=torch.get_default_dtype(),
     )
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runner import home
 from runner.build.pretrained import listed
 from runner.checkpoint import Checkpoint, locate, read
@@ -86,6 +88,7 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
     step of the checkpoint, None for weights that come from elsewhere.
     """
     config = prepared.config
+    torch.set_default_dtype(prepared.default_dtype)
     seed_generators(config.train.seed)
     rows, collate = prediction_data(config)
     agree({"the number of rows to predict": str(len(rows))}, "Every rank must read the same data.")

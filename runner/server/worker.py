@@ -78,6 +78,7 @@ class Worker:
         ]
         self._servers: list[Link] = []
         self._layout: list[list[Any]] = []
+        torch.set_default_dtype(job.prepared.default_dtype)
         training, _, self._collate = datasets(self._config)
         seed_generators(self._config.train.seed)
         self._training, self._order = training, order_of(self._config, training)

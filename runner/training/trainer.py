@@ -118,6 +118,7 @@ class Trainer:
         self.lineage = Lineage() if run is None else run.lineage
         self.marks = marked(job.marks, "ranks")
         agree_on_program(self.prepared, job.folder)
+        torch.set_default_dtype(self.prepared.default_dtype)
         seed_generators(self.config.train.seed)
         training, evaluating, self.collate = datasets(self.config, self.prepared.data.training)
         agree_on_data(self.prepared, training, evaluating, self.collate)

@@ -123,3 +123,50 @@ def test_a_machine_without_loopback(command, left, monkeypatch):
     done = command(QUICK, "parallel.plan_cache=null")
     assert (done.code, len(done.paragraphs), left()) == (2, 1, [])
     assert "127.0.0.1" in done.paragraphs[0] and "loopback" in done.paragraphs[0]
+
+
+DOUBLES = """
+import torch
+from torch import nn
+
+{at_import}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.set_default_dtype(torch.float64)
+        self.dense = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.dense(x) {forward}
+"""
+ROWS = """
+import torch
+
+def rows():
+    return torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randint(0, 4, (8,)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at_import", "forward", "precision"),
+    [
+        ("torch.set_default_dtype(torch.float64)", "@ torch.eye(4)", "fp64"),
+        ("", "+ torch.ones(4)", "fp64"),
+        ("", "@ torch.eye(4)", "fp32"),
+    ],
+)
+def test_a_default_dtype_that_the_model_sets(tmp_path, at_import, forward, precision):
+    """Ranks, which do not import the model's file, make their data in the same dtype."""
+    (tmp_path / "doubles.py").write_text(DOUBLES.format(at_import=at_import, forward=forward), encoding="utf-8")
+    (tmp_path / "some_rows.py").write_text(ROWS, encoding="utf-8")
+    words = (
+        *("verify", "model.target=doubles.Net", "data.target=some_rows.rows", "data.batch_size=4", "world_size=2"),
+        *("loss.target=torch.nn.CrossEntropyLoss", "parallel=data_parallel", f"train.precision={precision}"),
+        *("optimizer.target=torch.optim.SGD", "train.steps=2"),
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *words], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8"
+    )
+    assert done.returncode == 0 and "verify passed" in done.stdout, done.stderr
