@@ -384,10 +384,10 @@ def _capture_failure(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            "graph: of a branch, all sides must return tensors of the same shapes, draw no random numbers, change "
-            "nothing outside of tensors and train the same parameters. Use torch.where or another operator in its "
-            "place, a module of its own in a list of layers, which takes tensors and does nothing but compute, or, for "
-            "a constant, a Python number or a buffer that is not saved (persistent=False)."
+            "graph: all sides of a branch must return tensors of the same shapes, draw no random numbers, change "
+            "tensors alone and train the same parameters. Use torch.where or another operator, a module of its own in "
+            "a list of layers, which takes tensors and does nothing but compute, or, for a constant, a Python number "
+            "or a buffer that is not saved (persistent=False)."
         )
     if any(words in str(error) for words in ("Cannot access data pointer", "active drivers")):  # torch's and Triton's
         return (
