@@ -8,6 +8,7 @@ silently. In a container the limits of its control groups apply (versions 1 and 
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from collections.abc import Iterator, Mapping
@@ -107,6 +108,14 @@ def check_model(config: Config, device: str, world_size: int) -> None:
             "more hosts (launch=torchrun, slurm, mpirun, ...), or `run plan` for a described cluster needs none. "
             f"{TRY_ANYWAY}",
         )
+
+
+def room_of_a_rank(config: Config, device: str, world_size: int) -> float:
+    """Bytes that this machine has for the step of each rank; infinity where nothing says so, or a step is elsewhere."""
+    count, room = ranks_here(config, world_size), memory_at_hand()
+    if device != "cpu" or room is None or not count or not _checked(config):
+        return math.inf
+    return room / count - _empty(config)
 
 
 def check_plan(prepared: Prepared, content: Mapping[str, Any] | None) -> None:

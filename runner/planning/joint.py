@@ -97,7 +97,7 @@ def prepare_decided(
 
 
 def _filling(prepared: Prepared) -> Prepared:
-    """`prepared` with as many parameters complete at stage 3 as the memory of a device holds."""
+    """`prepared` with as many parameters complete at stage 3 as the memory of a device holds, and that at hand."""
     config, plan = prepared.config, prepared.plan
     if prepared.graph is None or plan is None or prepared.step is None or config.train.compile:
         return prepared
@@ -105,7 +105,9 @@ def _filling(prepared: Prepared) -> Prepared:
     settings = settings_of(config, prepared.graph, prepared.device)
     with gc_paused():
         found = estimate(config, prepared.step, settings, cluster, Programs(), Traces(), prepared.schedule)
-        filled = found.filling(found.peak, found.limits(None)[0]) if found.may_fill else found
+        here = capacity.room_of_a_rank(config, prepared.device, prepared.world_size)
+        limit = int(min(found.limits(None)[0], here))
+        filled = found.filling(found.peak, limit) if found.may_fill else found
     if filled is found:
         return prepared
     complete = filled.settings.complete

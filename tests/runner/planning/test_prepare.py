@@ -12,6 +12,7 @@ from runner.cli import recipes
 from runner.config import load as config
 from runner.config.origins import Origins
 from runner.errors import ConfigError
+from runner.planning import capacity
 from runner.planning import joint as deciding
 from runner.planning import prepare as preparing
 from runner.planning.joint import prepare_decided
@@ -101,10 +102,18 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_prepared(m
 
 
 @pytest.mark.parametrize(
-    ("engine", "memory", "fills"), [("deepspeed", 10**9, True), ("deepspeed", 1, False), ("native", 10**9, False)]
+    ("engine", "memory", "here", "fills"),
+    [
+        ("deepspeed", 10**9, None, True),
+        ("deepspeed", 1, None, False),
+        ("deepspeed", 10**9, 4 * (capacity.RANK + capacity.DEEPSPEED) + 4000, False),
+        ("native", 10**9, None, False),
+    ],
 )
-def test_deepspeeds_stage_3_fills_the_memory_of_a_device(engine, memory, fills):
-    """As its own defaults do; what is beyond it is not refused without a limit."""
+def test_deepspeeds_stage_3_fills_the_memory_of_a_device(engine, memory, here, fills, monkeypatch):
+    """As its own defaults do, as far as this machine has it; what is beyond it is not refused without a limit."""
+    monkeypatch.setattr(capacity, "memory_at_hand", lambda: here)
+    monkeypatch.setattr(capacity, "check_model", lambda *_: None)
     zero = f"parallel.zero={{stage: 3, engine: {engine}}}"
     words = (*SMALL, "parallel=data_parallel", "cluster=laptop_gloo", f"cluster.machine.memory={memory}", zero)
     prepared = prepare_decided(compose_config(*words), None)
