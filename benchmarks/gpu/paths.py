@@ -61,6 +61,7 @@ PATHS = {
     "strategies/runtime/activation_offload.py": ("Activations go to pinned memory on a stream", "activations on host"),
     "strategies/runtime/communicator.py": ("Parameters are gathered by nccl", NOT_HERE),
     "strategies/runtime/compiled.py": ("Programs are compiled for triton", "compile"),
+    "strategies/runtime/dtensors.py": ("Attention of an exported program takes a GPU's own kernels", NO_PART),
     "strategies/runtime/live_tensors.py": ("The copies that convolutions make are counted", "memory"),
 }
 """By file: what happens there on a GPU alone, and the part of the benchmark that does it."""

@@ -191,11 +191,11 @@ def test_a_damaged_checkpoint_is_refused(start, stored):
         (("checkpoint=here.pt",), "model.weights=here.pt"),
         (
             ("checkpoint=nowhere", "predict.data.args={rows: 3}", "predict.data.path=a.jsonl"),
-            "predict.data.args = {'rows': 3} does not go with predict.data.path = 'a.jsonl'",
+            "predict.data.args = {rows: 3} does not go with predict.data.path = 'a.jsonl'",
         ),
         (
             ("checkpoint=nowhere", "predict.data.collate_args={length: 3}"),
-            "predict.data.collate_args = {'length': 3} does not go with predict.data.collate = null",
+            "predict.data.collate_args = {length: 3} does not go with predict.data.collate = null",
         ),
     ],
     ids=["none", "nowhere", "file", "args", "collate"],
