@@ -1,11 +1,11 @@
-"""Branches on values: an `if`, a `while` or an early `break` that asks a tensor, in a captured graph: both sides, and a
-choice between their results.
+"""Branches on values: an `if`, a `while` or an early `break` whose predicate is a tensor, in a captured graph: both
+sides, and a choice between their results.
 
-The forward of a module that asks is traced once for every sequence of answers. What these paths have in common stands
-in the graph once: all up to a question, and all that is equal again at their ends, behind choices between what differs.
-Both sides are computed. A side that is not taken returns no gradient, not even where it divides by the zero that the
-question is about: what it reads from outside passes `where(truth, x, x.detach())`. What it writes in place is written
-back. Attributes that the sides set to different tensors are chosen, too.
+The forward of a module that branches is traced once for every sequence of answers. What these paths have in common
+stands in the graph once: all up to a predicate, and all that is equal again at their ends, behind choices between what
+differs. Both sides are computed. A side that is not taken returns no gradient, not even where it divides by the zero
+that the predicate excludes: what it reads from outside passes `where(predicate, x, x.detach())`. What it writes in
+place is written back. Attributes that the sides set to different tensors are chosen, too.
 
 Invariant: for all values the graph computes what the module computes. What cannot be chosen (results of different
 shapes, Python values that differ, statistics of a batch norm, random numbers, parameters that one side alone trains,
@@ -33,7 +33,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from strategies.capture.constants import answered, traced
-from strategies.capture.nodes import WHENCE, beneath_tracing, call, draws, fakes, floating, inferred, op_of, replaced
+from strategies.capture.nodes import (
+    WHENCE,
+    beneath_tracing,
+    call,
+    draws,
+    fakes,
+    floating,
+    forwards_wrapped,
+    inferred,
+    op_of,
+    replaced,
+)
 from strategies.capture.python_state import INTERNAL, PythonState, changed
 from strategies.core.errors import StrategyError
 from strategies.rules.registry import PLAIN
@@ -74,7 +85,7 @@ class Branches:
         self.running: list[_Path] = []
 
     def choose(self, modules: Sequence[nn.Module]) -> bool:
-        """Choose the class of the first of these modules, which asks, unless it was tried."""
+        """Choose the class of the first of these modules, which branches, unless it was tried."""
         owner = next((self.known[id(vars(one))] for one in modules if id(vars(one)) in self.known), None)
         if owner is None or owner in self.chosen | self.refused:
             return False
@@ -111,7 +122,7 @@ class Branches:
             return
         truth: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
-        def asked(symbol: torch.SymBool) -> bool:
+        def chosen(symbol: torch.SymBool) -> bool:
             try:
                 return truth(symbol)
             except GuardOnDataDependentSymNode:
@@ -119,19 +130,12 @@ class Branches:
                     raise
                 return self.running[-1].answer(torch.full((), symbol, dtype=torch.bool))  # type: ignore[call-overload]
 
-        own: dict[Any, Any] = {cls: vars(cls).get("forward") for cls in self.chosen}
-        for cls in own:
-            cls.forward = self._watched(cls.forward)
-        try:
-            with _Asking(self.running), replaced(torch.SymBool, "__bool__", asked):
-                yield
-        finally:
-            self.running.clear()
-            for cls, forward in own.items():
-                if forward is None:
-                    del cls.forward
-                else:
-                    cls.forward = forward
+        with (
+            forwards_wrapped(self.chosen, self._watched),
+            _Predicates(self.running),
+            replaced(torch.SymBool, "__bool__", chosen),
+        ):
+            yield
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +163,7 @@ class Branches:
             except (GuardOnDataDependentSymNode, StrategyError):  # of a module that is to be chosen itself, or refused
                 raise
             except Exception as error:
-                if path.asked:
+                if path.predicates:
                     raise _Different from error
                 raise
             finally:
@@ -168,7 +172,7 @@ class Branches:
             now = tree_flatten((args, kwargs))[0]
             unchanged = len(now) == len(arguments) and all(map(operator.is_, now, arguments))
             harmless = all(isinstance(leaf, (Tensor, *HARMLESS)) for leaf in arguments)
-            if path.asked and not (unchanged and harmless):
+            if path.predicates and not (unchanged and harmless):
                 raise _Different
             answers = list(path.answers)
             while answers and not answers[-1]:
@@ -182,8 +186,8 @@ class Branches:
         return paths[0].returned if len(paths) == 1 else _Merger(tracer, paths, before).result()
 
 
-class _Asking(TorchFunctionMode):
-    """Answers questions about the truth of tensors whose values are not known."""
+class _Predicates(TorchFunctionMode):
+    """Chooses a side where Python reads the truth of a tensor whose values are not known."""
 
     def __init__(self, running: list[_Path]) -> None:
         super().__init__()
@@ -245,8 +249,8 @@ class _Path:
     given: Sequence[bool]
     tracer: Any
     answers: list[bool] = field(default_factory=list)
-    asked: list[fx.Node] = field(default_factory=list)
-    """The truth of each question."""
+    predicates: list[fx.Node] = field(default_factory=list)
+    """What each branch reads, in order."""
     gradients: list[bool] = field(default_factory=list)
     """Whether gradients were on at each."""
 
@@ -255,10 +259,10 @@ class _Path:
 
     def answer(self, truth: Tensor) -> bool:
         node = _node(self.tracer, truth)
-        if node is None or len(self.asked) == MOST_PATHS:
+        if node is None or len(self.predicates) == MOST_PATHS:
             raise _Different
-        self.answers.append(self.given[len(self.asked)] if len(self.asked) < len(self.given) else True)
-        self.asked.append(node)
+        self.answers.append(self.given[len(self.predicates)] if len(self.predicates) < len(self.given) else True)
+        self.predicates.append(node)
         self.gradients.append(torch.is_grad_enabled())
         return self.answers[-1]
 
@@ -271,11 +275,11 @@ class _Path:
             nodes.append(node)
             node = node.next
         vals = (fake for one in nodes for fake in fakes(one.meta.get("val")))
-        if self.asked and any(isinstance(size, torch.SymInt) for fake in vals for size in fake.shape):
+        if self.predicates and any(isinstance(size, torch.SymInt) for fake in vals for size in fake.shape):
             raise _Different
         self.segments, start = list[list[fx.Node]](), 0
-        for asked in self.asked:
-            end = nodes.index(asked, start) + 1 if asked in nodes[start:] else start  # asked twice
+        for one in self.predicates:
+            end = nodes.index(one, start) + 1 if one in nodes[start:] else start  # read twice
             self.segments.append(nodes[start:end])
             start = end
         self.segments.append(nodes[start:])
@@ -314,7 +318,7 @@ class _Merger:
             self._drop(other.segments[depth], first.segments[depth])
         yes = self._merged([path for path in paths if path.answers[depth]], depth + 1)
         no = self._merged([path for path in paths if not path.answers[depth]], depth + 1)
-        nodes, leaves = self._joined(self._now(first.asked[depth]), first.gradients[depth], yes, no)
+        nodes, leaves = self._joined(self._now(first.predicates[depth]), first.gradients[depth], yes, no)
         return first.segments[depth] + nodes, leaves
 
     def _now(self, node: fx.Node) -> fx.Node:
@@ -344,7 +348,7 @@ class _Merger:
         self, truth: fx.Node, gradients: bool, yes: tuple[list[fx.Node], list[Any]], no: tuple[list[fx.Node], list[Any]]
     ) -> tuple[list[fx.Node], list[Any]]:
         """Two sides as one: each up to where they are equal, choices, what is equal of the second, and what they
-        return. `gradients` says whether these were on when it was asked."""
+        return. `gradients` says whether these were on at the branch."""
         (left, first), (right, second) = yes, no
         count = self._equal_at_end(left, right)
         left, removed = left[: len(left) - count], left[len(left) - count :]

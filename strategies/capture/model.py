@@ -226,9 +226,8 @@ def _captured(
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
             try:
-                if (
-                    opaque.chosen or drawing.chosen or branches.chosen
-                ):  # what they read is not seen while they are traced
+                # what these read is not seen while they are traced
+                if opaque.chosen or drawing.chosen or branches.chosen:
                     raise NotRepeated
                 with repeated.traced_once():
                     exported = export()

@@ -10,7 +10,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,24 @@ def replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def forwards_wrapped(
+    classes: Collection[type], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """`wrap` of the forward of each class in its place meanwhile. An inherited one is inherited again afterwards."""
+    own: dict[Any, Any] = {cls: vars(cls).get("forward") for cls in classes}
+    for cls in own:
+        cls.forward = wrap(cls.forward)
+    try:
+        yield
+    finally:
+        for cls, forward in own.items():
+            if forward is None:
+                del cls.forward
+            else:
+                cls.forward = forward
 
 
 @contextmanager

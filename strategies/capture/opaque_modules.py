@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from strategies.capture.nodes import MODULE_CALL, beneath_tracing
+from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped
 from strategies.capture.repeated_modules import TABLES
 from strategies.rules.module_calls import ModuleCall, Slot, as_text, called_module
 from strategies.rules.registry import PLAIN
@@ -66,17 +66,8 @@ class OpaqueModules:
         skeletons = {
             id(vars(module)): _skeleton(module) for module in self.root.modules() if type(module) in self.chosen
         }
-        own = {cls: vars(cls).get("forward") for cls in self.chosen}
-        for cls in self.chosen:
-            cls.forward = _watched(cls.forward, skeletons)  # type: ignore[attr-defined]
-        try:
+        with forwards_wrapped(self.chosen, lambda forward: _watched(forward, skeletons)):
             yield
-        finally:
-            for cls, forward in own.items():
-                if forward is None:
-                    del cls.forward  # type: ignore[attr-defined]
-                else:
-                    cls.forward = forward  # type: ignore[attr-defined]
 
 
 def _skeleton(module: nn.Module) -> nn.Module:

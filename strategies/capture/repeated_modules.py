@@ -25,7 +25,7 @@ from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.capture.nodes import beneath_tracing, in_library
+from strategies.capture.nodes import beneath_tracing, forwards_wrapped, in_library
 from strategies.rules.registry import PLAIN
 
 LEAST_LAYERS = 6
@@ -91,17 +91,8 @@ class RepeatedModules:
     def traced_once(self) -> Iterator[None]:
         """Around an export. Raises NotRepeated within."""
         classes = {type(layer) for some in self.lists for layer in some.layers.values()}
-        own = {cls: vars(cls).get("forward") for cls in classes}
-        for cls in classes:
-            cls.forward = self._watched(cls.forward)
-        try:
+        with forwards_wrapped(classes, self._watched):
             yield
-        finally:
-            for cls, forward in own.items():
-                if forward is None:
-                    del cls.forward
-                else:
-                    cls.forward = forward
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
