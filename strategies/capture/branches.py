@@ -44,6 +44,7 @@ from strategies.capture.nodes import (
     inferred,
     op_of,
     replaced,
+    shaped_by_values,
 )
 from strategies.capture.python_state import INTERNAL, PythonState, changed
 from strategies.core.errors import StrategyError
@@ -274,8 +275,7 @@ class _Path:
         while node.op != "root":
             nodes.append(node)
             node = node.next
-        vals = (fake for one in nodes for fake in fakes(one.meta.get("val")))
-        if self.predicates and any(isinstance(size, torch.SymInt) for fake in vals for size in fake.shape):
+        if self.predicates and any(map(shaped_by_values, nodes)):
             raise _Different
         self.segments, start = list[list[fx.Node]](), 0
         for one in self.predicates:

@@ -30,7 +30,7 @@ from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.merged_dims import unmerged
-from strategies.capture.nodes import fakes, in_library, short
+from strategies.capture.nodes import in_library, shaped_by_values, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
@@ -278,7 +278,7 @@ def _shaped_by_values(objective: Objective, graph: fx.Graph) -> list[nn.Module]:
     """The modules around the first tensor whose shape depends on values, innermost first."""
     modules = dict(objective.named_modules())
     for node in graph.nodes:
-        if any(isinstance(size, torch.SymInt) for fake in fakes(node.meta.get("val")) for size in fake.shape):
+        if shaped_by_values(node):
             return [modules[path] for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())]
     return []
 

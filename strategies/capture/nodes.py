@@ -182,6 +182,11 @@ def fakes(nested: Any) -> Iterator[FakeTensor]:
     return (leaf for leaf in tree_leaves(nested) if isinstance(leaf, FakeTensor))
 
 
+def shaped_by_values(node: fx.Node) -> bool:
+    """Whether the shape of a result depends on values."""
+    return any(isinstance(size, torch.SymInt) for fake in fakes(node.meta.get("val")) for size in fake.shape)
+
+
 def mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The mode in which the graph's values were made."""
     return next(fake.fake_mode for node in graph.nodes for fake in fakes(node.meta.get("val")))

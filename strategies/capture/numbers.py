@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from strategies.capture.nodes import at, call, fakes, op_of
+from strategies.capture.nodes import at, call, op_of, shaped_by_values
 from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
@@ -117,9 +117,7 @@ def _full(graph: fx.Graph, node: fx.Node, number: Any) -> fx.Node:
 def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """`node` with tensors where it took numbers: by the overload that accepts them."""
     recorded = node.meta["val"]
-    if not isinstance(node.target, torch._ops.OpOverload) or any(
-        isinstance(size, torch.SymInt) for fake in fakes(recorded) for size in fake.shape
-    ):
+    if not isinstance(node.target, torch._ops.OpOverload) or shaped_by_values(node):
         raise StrategyError(
             "MW902",
             f"{op_of(node)}{at(node)} takes a shape or makes a choice from the values of a tensor (item), which are "

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from strategies.capture.nodes import at, call, fakes, floating, mode_of, op_of, values
+from strategies.capture.nodes import at, call, fakes, floating, mode_of, op_of, shaped_by_values, values
 from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
@@ -145,8 +145,12 @@ def _write_casts(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
 
 
 def _casts(node: fx.Node) -> bool:
-    """Whether autocast may cast the operands of a node."""
-    known = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+    """Whether autocast may cast the operands of a node. One that is shaped by values is refused later, by itself."""
+    known = (
+        not shaped_by_values(node)
+        and isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+    )
     return known and op_of(node) not in ("to", "_to_copy", "_assert_tensor_metadata", "item")
 
 

@@ -146,6 +146,16 @@ def test_the_callers_autocast_is_not_the_models() -> None:
     assert {spec.dtype for spec in graph.specs.values()} == {"float32"}
 
 
+def test_what_is_shaped_by_values_is_refused_under_autocast() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net.dense(x).tensor_split(x[0].detach().argsort()[:2])[0].float().sum()
+
+    with pytest.raises(StrategyError) as refusal:
+        capture(Objective(Net(body), None, ("x",), ()), (torch.randn(8, 8),), training=True)
+    assert refusal.value.code == "MW902"
+
+
 def test_autocast_of_another_device_is_refused() -> None:
     with traceable(nn.Module()):
         graph = torch.export.export(Net(twice), (torch.randn(8, 4, 8),), strict=False).graph
