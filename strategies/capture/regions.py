@@ -164,8 +164,13 @@ def _dtypes(graph: fx.Graph, node: fx.Node, region: Autocast, operands: Sequence
         for casts in (seen.casts, {id(operand): region.dtype for operand in operands}):
             replace = lambda value, casts=casts: value.to(casts[id(value)]) if id(value) in casts else value  # noqa: E731
             changed = tree_map_only(Tensor, replace, (args, kwargs))
-            with _Seen(()) as plain:
-                result = node.target(*changed[0], **changed[1])  # type: ignore[operator]
+            try:
+                with _Seen(()) as plain:
+                    result = node.target(*changed[0], **changed[1])  # type: ignore[operator]
+            except RuntimeError:
+                # A cast that was seen is the operator's own, which it does not take from outside: attention computes
+                # a mask in bf16 with queries in fp32.
+                continue
             recorded = [fake.dtype for fake in fakes(node.meta["val"])]
             inside = plain.others == seen.others or (casts is not seen.casts and recorded[0] == region.dtype)
             if inside and [fake.dtype for fake in fakes(result)] == recorded:

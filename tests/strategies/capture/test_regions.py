@@ -156,6 +156,19 @@ def test_what_is_shaped_by_values_is_refused_under_autocast() -> None:
     assert refusal.value.code == "MW902"
 
 
+def test_casts_inside_of_an_operator_are_its_own() -> None:
+    """With dropout, attention on a CPU casts queries in bf16 to fp32, and takes no mask in another dtype than theirs."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = net.dense(x)
+            return F.scaled_dot_product_attention(h, h, h, net.norm(x)[:, :, :4], 0.1).float().mean()
+
+    graph = capture(Objective(Net(body), None, ("x",), ()), (torch.randn(8, 4, 8),), training=True).graph
+    (attention,) = (operator for operator in graph.operators if operator.op == "scaled_dot_product_attention")
+    assert {spec.dtype for spec in graph.operand_specs(attention)} == {"bfloat16"}
+
+
 def test_autocast_of_another_device_is_refused() -> None:
     with traceable(nn.Module()):
         graph = torch.export.export(Net(twice), (torch.randn(8, 4, 8),), strict=False).graph
