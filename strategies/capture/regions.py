@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from strategies.capture.nodes import at, call, fakes, floating, mode_of, op_of, shaped_by_values, values
+from strategies.capture.nodes import at, call, fakes, floating, inferred, mode_of, op_of, shaped_by_values, values
+from strategies.capture.tracing import in_few_words
 from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
@@ -37,7 +38,7 @@ def flatten(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
     """Remove the region markers from `graph`, where torch recorded the start and end of each region; `trainable` says
     which placeholders need a gradient.
 
-    Raises StrategyError for an autocast region whose casts are unknown, or of another device than the batch's.
+    Raises StrategyError for an autocast region of another device than the batch's.
     """
     _note(graph)
     _write_casts(graph, trainable)
@@ -142,6 +143,25 @@ def _write_casts(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
             return cached[key]
 
         node.args, node.kwargs = fx.map_arg(node.args, cast), fx.map_arg(node.kwargs, cast)
+        _cast_results(graph, node)
+
+
+def _cast_results(graph: fx.Graph, node: fx.Node) -> None:
+    """Cast the results of a node that computes in fp32 instead of under autocast to the dtypes recorded."""
+    recorded = node.meta["val"]
+    value = inferred(graph, node.target, node.args, node.kwargs)
+    if [fake.dtype for fake in fakes(value)] == [fake.dtype for fake in fakes(recorded)]:
+        return
+    for result in [node] if isinstance(value, Tensor) else list(node.users):
+        wanted = result.meta["val"].dtype
+        result.meta["val"] = value if result is node else value[result.args[1]]
+        if result.meta["val"].dtype != wanted:
+            others = list(result.users)
+            with graph.inserting_after(result):
+                cast = call(graph, result, aten.to.dtype, result, wanted)
+            for user in others:
+                user.replace_input_with(result, cast)
+    node.meta["val"] = value
 
 
 def _casts(node: fx.Node) -> bool:
@@ -155,8 +175,8 @@ def _casts(node: fx.Node) -> bool:
 
 
 def _dtypes(graph: fx.Graph, node: fx.Node, region: Autocast, operands: Sequence[Tensor]) -> dict[int, torch.dtype]:
-    """What autocast casts each operand to, by the id of its value. Raises StrategyError if it casts inside of the
-    operator what a cast of the operands does not stand for."""
+    """What autocast casts each operand to, by the id of its value. What it casts inside of an operator no cast of the
+    operands stands for, as in gated recurrent layers on a CPU: that one computes in fp32."""
     args, kwargs = values(node.args), values(node.kwargs)
     with mode_of(graph), torch.no_grad():
         with torch.autocast(region.device, region.dtype, cache_enabled=False), _Seen(operands) as seen:
@@ -165,7 +185,7 @@ def _dtypes(graph: fx.Graph, node: fx.Node, region: Autocast, operands: Sequence
             replace = lambda value, casts=casts: value.to(casts[id(value)]) if id(value) in casts else value  # noqa: E731
             changed = tree_map_only(Tensor, replace, (args, kwargs))
             try:
-                with _Seen(()) as plain:
+                with in_few_words(), _Seen(()) as plain:
                     result = node.target(*changed[0], **changed[1])  # type: ignore[operator]
             except RuntimeError:
                 # A cast that was seen is the operator's own, which it does not take from outside: attention computes
@@ -175,4 +195,4 @@ def _dtypes(graph: fx.Graph, node: fx.Node, region: Autocast, operands: Sequence
             inside = plain.others == seen.others or (casts is not seen.casts and recorded[0] == region.dtype)
             if inside and [fake.dtype for fake in fakes(result)] == recorded:
                 return casts
-    raise StrategyError("MW905", f"What torch.autocast does to {op_of(node)}{at(node)} cannot be written as casts.")
+    return {id(operand): torch.float32 for operand in operands}

@@ -51,7 +51,7 @@ TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_sh
 def traceable(objective: nn.Module) -> Iterator[None]:
     """Around the export of `objective`."""
     with ExitStack() as stack:
-        stack.enter_context(_in_few_words())
+        stack.enter_context(in_few_words())
         stack.enter_context(_cumulative_averages(objective))
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -241,7 +241,7 @@ def _cumulative_averages(objective: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_few_words() -> Iterator[None]:
+def in_few_words() -> Iterator[None]:
     """Keep torch from printing tracebacks and half a graph when an export fails: the exception has both."""
     levels = {name: logging.getLogger(name).level for name in TALKATIVE}
     printed = io.StringIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_what_is_shaped_by_values_is_refused_under_autocast() -> None:
 
 
 def test_casts_inside_of_an_operator_are_its_own() -> None:
-    """With dropout, attention on a CPU casts queries in bf16 to fp32, and takes no mask in another dtype than theirs."""
+    """With dropout, attention on a CPU casts queries in bf16 to fp32, and takes masks in their dtype alone."""
 
     def body(net: Net, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -167,6 +168,31 @@ def test_casts_inside_of_an_operator_are_its_own() -> None:
     graph = capture(Objective(Net(body), None, ("x",), ()), (torch.randn(8, 4, 8),), training=True).graph
     (attention,) = (operator for operator in graph.operators if operator.op == "scaled_dot_product_attention")
     assert {spec.dtype for spec in graph.operand_specs(attention)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.GRU(8, 6), nn.LSTM(8, 6, proj_size=3), nn.LSTM(8, 6, bidirectional=True)], ids=["gru", "proj", "lstm"]
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_recurrent_layers_under_autocast(layer: nn.Module, half: bool) -> None:
+    """Autocast casts inside of some: they compute in fp32, with results in its dtypes."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            first, second = net.layer(net.dense(x) if half else x)
+            return first.float().square().mean() + sum(one.float().square().mean() for one in second)
+
+    torch.manual_seed(0)
+    net = Net(body)
+    net.layer = copy.deepcopy(layer)
+    objective, x = Objective(net, None, ("x",), ()), torch.randn(8, 4, 8)
+    found, gradients, _ = eager(objective, x)
+    loss: Any = loss_in(objective(x))
+    loss.backward()
+    assert abs(found - loss) <= 1e-2 * abs(loss)
+    for name, parameter in net.layer.named_parameters(prefix="layer"):
+        assert parameter.grad is not None
+        assert (gradients[name] - parameter.grad).abs().max() <= 3e-2 * parameter.grad.abs().max()
 
 
 def test_autocast_of_another_device_is_refused() -> None:
