@@ -18,7 +18,14 @@ from strategies.cost.problem import Problem
 from strategies.memory.estimate import plan_bytes
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.mesh_choice import finest
-from strategies.search.recursive_programming import SWEPT_AXES, partitioned, recursive_choice, recursive_search, refined
+from strategies.search.recursive_programming import (
+    GAIN,
+    SWEPT_AXES,
+    partitioned,
+    recursive_choice,
+    recursive_search,
+    refined,
+)
 from strategies.search.solution import Solution
 
 
@@ -62,12 +69,18 @@ def dynamic_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ..
 
 
 def _on_all_axes(problem: Problem, cluster: Cluster, found: Solution) -> Solution:
-    """The best plan on at most three axes, or that of recursive programming on all prime axes where it costs less: on
-    a few axes from the beginning, on many with single axes of the best plan decided again."""
+    """The best plan on at most three axes with single prime axes decided again, where that costs less. Where it gains
+    more than little, on few axes, recursive programming on all prime axes is tried, too."""
     if few_axes(problem.mesh):
         return found
-    few = len(finest(problem.mesh)) <= SWEPT_AXES
-    other = partitioned(problem, cluster) if few else refined(problem, cluster, found.assignments, single=True)
+    best = _cheaper(problem, cluster, found, refined(problem, cluster, found.assignments, single=True))
+    if best.cost > found.cost * (1 - GAIN) or len(finest(problem.mesh)) > SWEPT_AXES:
+        return best
+    return _cheaper(problem, cluster, best, partitioned(problem, cluster))
+
+
+def _cheaper(problem: Problem, cluster: Cluster, found: Solution, other: Solution) -> Solution:
+    """The plan that costs less on the cluster, of those within the memory limit."""
     cost, size = PlanCost(problem, cluster).total(other.assignments), plan_bytes(problem, other.assignments)
     if cost >= found.cost or (problem.memory is not None and size > problem.memory):
         return found

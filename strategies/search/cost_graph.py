@@ -167,6 +167,10 @@ class JointUses(FactorTable):
         self.given = None if given is None else _LayoutGroups(given, len(self.costs))
         self.wanted = [_LayoutGroups(one, self.costs.shape[1]) for one in wanted]
 
+    @property
+    def source(self) -> Seconds:
+        return self.costs
+
     def refresh(self) -> None:
         super().refresh()
         self.costs = self.make_costs()

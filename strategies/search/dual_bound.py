@@ -122,6 +122,23 @@ class DualBound:
         return found
 
 
+class _Restricted(FactorTable):
+    """A factor's table over few candidates; `variables` are those that have several."""
+
+    def __init__(self, factor: Factor, candidates: Sequence[Integers]) -> None:
+        super().__init__()
+        self.table, self.candidates = factor.table, [candidates[v] for v in factor.variables]
+        self.variables = tuple(v for v in factor.variables if len(candidates[v]) > 1)
+        self.shape = [len(candidates[v]) for v in self.variables]
+        self.known: Seconds | None = None
+
+    def renew(self) -> None:
+        """Makes the table again where the factor's has changed."""
+        if self.known is not self.table.source:
+            self.known = self.table.source
+            self._seconds = self.table.restricted(self.candidates).reshape(self.shape)
+
+
 class ReducedCostFixing:
     """The solver of one graph, solved again when seconds rise. `tolerance` is the gap that matters to its user."""
 
@@ -138,7 +155,6 @@ class ReducedCostFixing:
         self.dual = DualBound(self.graph, max(RISE, RISE_SHARE * tolerance))
         self.lower_bound = -math.inf
         """Seconds that any solution costs at least."""
-        self.candidates: list[Integers] = []
 
     def _completed(self, indices: Sequence[int]) -> list[int]:
         """With the candidates of eliminated variables."""
@@ -149,7 +165,7 @@ class ReducedCostFixing:
     def again(self) -> tuple[list[int], float]:
         """The best solution of the candidates that were taken last, and the bound from then."""
         self.first.renew(self.memo)
-        return self._completed(self._best(self.candidates)[0]), self.lower_bound
+        return self._completed(self._best()[0]), self.lower_bound
 
     def solve(self, enough: float = math.inf) -> tuple[list[int], float]:
         """The candidate of every variable in the best solution found, and seconds that any solution costs at least;
@@ -157,12 +173,21 @@ class ReducedCostFixing:
         self.first.renew(self.memo)
         bound = self.dual.bound(enough)
         for effort in EFFORTS:
-            self.candidates, beyond = self._taken(effort)
-            indices, seconds = self._best(self.candidates)
+            candidates, beyond = self._taken(effort)
+            self._take(candidates)
+            indices, seconds = self._best()
             self.lower_bound = max(bound, min(seconds, bound + beyond))
             if seconds <= self.lower_bound or self.lower_bound >= enough:
                 break
         return self._completed(indices), self.lower_bound
+
+    def _take(self, candidates: list[Integers]) -> None:
+        """Solves among these candidates from now on; what did not change is not eliminated again."""
+        self.candidates = candidates
+        self.restricted = [_Restricted(one, candidates) for one in self.graph.factors]
+        sizes = {v: len(one) for v, one in enumerate(candidates) if len(one) > 1}
+        factors = [Factor(one.variables, one) for one in self.restricted]
+        self.elimination = Elimination(sizes, factors, largest=math.inf)
 
     def _taken(self, most: float) -> tuple[list[Integers], float]:
         """The candidates of least reduced cost whose elimination makes at most the given number of table entries, and
@@ -187,20 +212,12 @@ class ReducedCostFixing:
         scopes = {tuple(v for v in one.variables if sizes[v] > 1) for one in self.graph.factors}
         return elimination_effort({v: size for v, size in enumerate(sizes) if size > 1}, scopes, most)
 
-    def _best(self, candidates: Sequence[Integers]) -> tuple[list[int], float]:
-        """The best solution of these candidates alone, and its seconds."""
-        factors: dict[tuple[int, ...], Seconds] = {}
-        for one in self.graph.factors:
-            part = one.table.restricted([candidates[v] for v in one.variables])
-            varied = tuple(v for v in one.variables if len(candidates[v]) > 1)
-            part = part.reshape([len(candidates[v]) for v in varied])
-            factors[varied] = factors[varied] + part if varied in factors else part
-        offset = float(factors.pop((), np.zeros(())))
-        sizes = {v: len(one) for v, one in enumerate(candidates) if len(one) > 1}
-        indices, seconds = Elimination(sizes, [constant(*one) for one in factors.items()], largest=math.inf).solve()
-        indices |= {v: 0 for v, one in enumerate(candidates) if len(one) == 1}
-        found = [int(one[indices[v]]) for v, one in enumerate(candidates)]
-        return found, seconds + offset
+    def _best(self) -> tuple[list[int], float]:
+        """The best solution of the candidates that were taken last, and its seconds."""
+        for one in self.restricted:
+            one.renew()
+        indices, seconds = self.elimination.solve()
+        return [int(one[indices.get(v, 0)]) for v, one in enumerate(self.candidates)], seconds
 
 
 def minimum(sizes: Sequence[int], tables: Mapping[Variables, Seconds], largest: int) -> list[int]:

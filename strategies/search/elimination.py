@@ -67,6 +67,11 @@ class FactorTable:
             self._parts = self.make_parts()
         return self._parts
 
+    @property
+    def source(self) -> Seconds:
+        """The array that all seconds come from: another one once they have changed."""
+        return self.seconds
+
     def refresh(self) -> None:
         self._seconds = self._parts = None
 
@@ -74,8 +79,9 @@ class FactorTable:
         """The least entry once the message of every variable is subtracted; per candidate of the variable at dim
         `kept`, whose message is not subtracted."""
         count = self.seconds.ndim
-        others = {dim: expanded(seconds, (dim,), count) for dim, seconds in enumerate(messages) if dim != kept}
-        return np.asarray((self.seconds - reduce(np.add, others.values(), np.zeros(()))).min(tuple(others)))
+        others = [expanded(seconds, (dim,), count) for dim, seconds in enumerate(messages) if dim != kept]
+        rest = self.seconds - reduce(np.add, others) if others else self.seconds
+        return np.asarray(rest.min(tuple([dim for dim in range(count) if dim != kept])))
 
     def restricted(self, candidates: Sequence[Integers]) -> Seconds:
         """The seconds of some candidates of every variable."""

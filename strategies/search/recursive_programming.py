@@ -119,8 +119,8 @@ class Partitioning:
         return other
 
     def decide(self, axes: Axes, *, staying: bool) -> float:
-        """Assign `axes` (a run of neighbours) at the least cost. Returns the seconds of the plan, with those of its
-        bytes."""
+        """Assign `axes` (a run of neighbours; empty: none) at the least cost. Returns the seconds of the plan, with
+        those of its bytes."""
         self.decided |= frozenset(axes)
         what = axes, staying, self.decided
         names = tuple([tuple(assignment.items()) for assignment in self.chosen])
@@ -146,6 +146,8 @@ class Partitioning:
         fixed, now, sharding = self.fixed[number], self.chosen[number], self.shardings[number]
         if fixed is not None:
             return [_within(fixed, self.decided)]
+        if not axes:
+            return [now]
         rest = {factor: left for factor, run in now.items() if (left := tuple(a for a in run if a not in axes))}
         every: list[Assignment] = [rest]
         for factor in sharding.factors:
@@ -446,7 +448,7 @@ def _units(problem: Problem, axes: Sequence[Axes]) -> list[Axes]:
 
 def _decide_again(partitioning: Partitioning, runs: Sequence[Axes]) -> float:
     """Sweep over runs of axes until one gains little. Returns the seconds of the plan."""
-    total = math.inf
+    total = partitioning.decide((), staying=True)
     for _ in range(SWEEPS):
         before = total
         for run in runs:
