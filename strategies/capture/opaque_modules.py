@@ -41,7 +41,8 @@ class NotOpaque(Exception):
 
 
 class OpaqueModules:
-    """The modules in `root` that are to be one node, of the classes in `chosen`: in a list of layers, or the loss."""
+    """The modules in `root` that are to be one node, of the classes in `chosen`: in a list of layers, the loss, or
+    torch's own."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root, self.chosen, self.refused = root, set[type](), set[type]()
@@ -51,7 +52,10 @@ class OpaqueModules:
     def choose(self, modules: Sequence[nn.Module]) -> bool:
         """Choose the class of the first of these, which are around one another, that may be one node."""
         for path, owner in (self.known.get(id(vars(module)), ("", nn.Module)) for module in modules):
-            if (path == LOSS or any(map(str.isdigit, path.split(".")))) and owner not in self.chosen | self.refused:
+            eligible = (
+                path == LOSS or any(map(str.isdigit, path.split("."))) or owner.__module__.startswith("torch.nn.")
+            )
+            if eligible and owner not in self.chosen | self.refused:
                 self.chosen.add(owner)
                 return True
         return False

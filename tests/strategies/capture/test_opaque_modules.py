@@ -67,6 +67,22 @@ def test_trains_like_the_model(draw: Any) -> None:
     assert model.worst(draw, 4) < TOLERANCE
 
 
+def test_modules_of_torch_that_decide_by_values(draw: Any) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.head = nn.Linear(4, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10], div_value=2)
+
+        def forward(self, x: Tensor, words: Tensor) -> Tensor:
+            loss: Tensor = self.head(self.dense(x).relu(), words).loss
+            return loss
+
+    torch.manual_seed(0)
+    model = Model(Head(), None, (torch.randn(16, 4), torch.randint(20, (16,))))
+    assert [op.op for op in model.graph.operators].count("called_module") == 1
+    assert model.worst(draw, 4) < TOLERANCE
+
+
 def test_other_values_decide_otherwise(draw: Any) -> None:
     """The graph is captured on rows of which all choose one expert."""
     torch.manual_seed(0)
