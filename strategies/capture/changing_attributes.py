@@ -4,9 +4,9 @@ state that it left behind, a running average in a plain tensor.
 A graph is the same in every step, so it would have what the first one has found. The exporter restores attributes after
 it has traced a forward, not the content of lists, classes or globals. So where a forward has changed anything, the
 module is called twice, and put back: what a forward sets once, such as the length of a cached table, is the same in the
-second call. Numbers and flags that are read must be. What the first call has left behind may not matter to the second
-one: it computes the same where tensors of it are not numbers, and with what was added to lists. What it computes may
-not follow a clock either.
+second call. Numbers and flags that are read must be, but for a number of calls or steps to which a forward only adds.
+What the first call has left behind may not matter to the second one: it computes the same where tensors of it are not
+numbers, and with what was added to lists. What it computes may not follow a clock either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.rules.drawing_calls import begin_at, restored
 
+NUMBERS = frozenset({int, float})
 LARGEST = 1 << 30
 """Bytes of parameters up to which a model is called to see whether it computes with tensors that it leaves behind: a
 forward on the host takes long."""
@@ -79,8 +80,8 @@ class ChangingAttributes:
         self, graph: OperatorGraph, tensors: Mapping[str, Tensor], batch: Sequence[Tensor], training: bool
     ) -> None:
         """After the export. Raises StrategyError for a tensor that the forward replaces and the graph needs, for a
-        number or flag that it reads, and changes in every call, for a tensor of the call before that it needs, and
-        for a clock."""
+        number or flag that it computes with, and changes in every call, for a tensor of the call before that it
+        needs, and for a clock."""
         places = {_memory(one): key for key, one in self._replaced.items()}
         for source in graph.of_kind("constant"):
             key = places.get(_memory(tensors[source.name]))
@@ -134,6 +135,9 @@ class ChangingAttributes:
         growing = {(path, name) for path, name, place in changes if place.endswith(ENTRIES)}
         for (path, name, place), last in changes.items():
             if isinstance(last, Tensor) or (path, name) in growing or (path and name not in names[path]):
+                continue
+            put_back()
+            if _only_counted(module, path, name, batch, results[-1]):
                 continue
             shown = ", ".join(textwrap.shorten(repr(state.get((path, name, place))), 60) for state in states)
             raise StrategyError(
@@ -206,6 +210,44 @@ def _called(module: nn.Module, batch: Sequence[Tensor]) -> list[Any]:
     torch.manual_seed(0)
     begin_at(0)
     return tree_leaves(module(*(tensor.detach().clone() for tensor in batch)))
+
+
+class _Count:
+    """Stands for a number of a module, to which a forward may add numbers. Anything else raises TypeError, and is
+    noted."""
+
+    def __init__(self) -> None:
+        self.used = False
+
+    def _add(self, other: Any) -> _Count:
+        return self if type(other) in NUMBERS else self._refuse()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        self.used = True
+        raise TypeError("more is done with this number than to count")
+
+    def __getattr__(self, name: str) -> Any:
+        self._refuse()
+
+    __add__ = __radd__ = __sub__ = _add
+    __bool__ = __int__ = __float__ = __index__ = __complex__ = __hash__ = __str__ = __repr__ = __format__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __round__ = __rsub__ = _refuse
+    __mul__ = __rmul__ = __mod__ = __rmod__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __pow__ = __rpow__ = __divmod__ = __iter__ = __len__ = __array__ = _refuse
+
+
+def _only_counted(module: nn.Module, path: str, name: str, batch: Sequence[Tensor], expected: Sequence[Any]) -> bool:
+    """Whether a forward does nothing with a number of the module `path` but to add numbers to it."""
+    owner, count = module.get_submodule(path), _Count()
+    if type(before := vars(owner).get(name)) not in NUMBERS:
+        return False
+    setattr(owner, name, count)
+    try:
+        return _equal(_called(module, batch), expected) and vars(owner)[name] is count and not count.used
+    except Exception:  # whatever the user's forward makes of it
+        return False
+    finally:
+        setattr(owner, name, before)
 
 
 def _unusable(module: nn.Module, places: Set[Place], before: State) -> list[tuple[str, str]]:

@@ -125,7 +125,7 @@ def places(function: Any, args: Any) -> tuple[Any, Any]:
         if masking and (value := _known(part)) is not None:
             parts += _places(value, part.shape, part.device)
         elif isinstance(part, slice):
-            parts.append(slice(*map(_number, (part.start, part.stop, part.step))))
+            parts.append(slice(*map(number, (part.start, part.stop, part.step))))
         else:
             parts.append(part)
     return function, (tensor, parts[0] if len(parts) == 1 and not isinstance(index, tuple) else tuple(parts))
@@ -144,11 +144,11 @@ def counted(function: Any, args: Any, kwargs: Any) -> Any:
     if name not in COUNTING and name not in RESIZING:
         return args, kwargs
     begin = 1 if name in RESIZING else 0
-    args, kwargs = (*args[:begin], *tree_map_only(Tensor, _number, tuple(args[begin:]))), dict(kwargs or {})
-    return args, {key: one if key == "input" else tree_map_only(Tensor, _number, one) for key, one in kwargs.items()}
+    args, kwargs = (*args[:begin], *tree_map_only(Tensor, number, tuple(args[begin:]))), dict(kwargs or {})
+    return args, {key: one if key == "input" else tree_map_only(Tensor, number, one) for key, one in kwargs.items()}
 
 
-def _number(leaf: Any) -> Any:
+def number(leaf: Any) -> Any:
     """An integer in place of a tensor that has it in every step."""
     single = isinstance(leaf, Tensor) and not leaf.dim() and leaf.dtype in INTEGERS
     return answer[0] if single and (answer := answered(Tensor.item, leaf)) else leaf

@@ -61,7 +61,8 @@ class _Reader:
         self.owners = self._owners(exported)
         flatten(module.graph, self._trainable)
         written = make_functional(module.graph, self._kinds(), dict(self.signature.inputs_to_buffers), self._trainable)
-        resolve_numbers(module.graph)
+        instead = resolve_numbers(module.graph)
+        written = {buffer: instead.get(value, value) for buffer, value in written.items()}
         self.constants = self.signature.inputs_to_lifted_tensor_constants  # made anew by every call
         shorten_masks(module.graph, {holder: exported.constants[name] for holder, name in self.constants.items()})
         self.written = written.keys()

@@ -26,11 +26,13 @@ from strategies.capture.autograd_functions import functions_as_operators
 from strategies.capture.branches import Branches, NotChosen
 from strategies.capture.changing_attributes import ChangingAttributes
 from strategies.capture.constant_buffers import ConstantBuffers
+from strategies.capture.conversions import Conversions
 from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
+from strategies.capture.indexed import by_places
 from strategies.capture.merged_dims import unmerged
-from strategies.capture.nodes import in_library, shaped_by_values, short
+from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
@@ -169,10 +171,12 @@ def capture(
     """
     _check_calls(objective)
     opaque, drawing, constant = OpaqueModules(objective), DrawingFunctions(objective), ConstantBuffers(objective)
-    branches = Branches(objective)
+    branches, conversions = Branches(objective), Conversions()
     while True:
         try:
-            if (captured := _captured(objective, batch, training, opaque, drawing, constant, branches)) is not None:
+            if (
+                captured := _captured(objective, batch, training, opaque, drawing, constant, branches, conversions)
+            ) is not None:
                 given = objective.sections if like is None else sections_of(like)
                 return replace(captured, graph=packed(captured.graph, given))
         except DrawsIn as error:
@@ -184,8 +188,8 @@ def capture(
         except StrategyError as error:
             if not isinstance(cause := error.__cause__, UNKNOWN):
                 raise
-            running = _running(cause)
-            branching = isinstance(cause, GuardOnDataDependentSymNode) and branches.choose(running)
+            running, guard = _running(cause), isinstance(cause, GuardOnDataDependentSymNode)
+            branching = guard and (conversions.choose(cause) or branches.choose(running))
             if not (branching or drawing.choose(cause) or opaque.choose(running)):
                 raise
 
@@ -198,6 +202,7 @@ def _captured(
     drawing: DrawingFunctions,
     constant: ConstantBuffers,
     branches: Branches,
+    conversions: Conversions,
 ) -> Captured | None:
     """The captured objective; None where other modules must be one node, other buffers are no constants, or other
     branches cannot be captured."""
@@ -220,6 +225,8 @@ def _captured(
             opaque.as_nodes(),
             drawing.as_nodes(),
             branches.as_choices(),
+            conversions.as_symbols(),
+            forwards_wrapped([Objective], by_places),
             warnings.catch_warnings(),
         ):
             # recurrent layers store their weights anew under export, which does no harm

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from strategies.capture.nodes import at, call, op_of, shaped_by_values
+from strategies.capture.nodes import at, call, draws, op_of, shaped_by_values
 from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
@@ -45,18 +45,24 @@ ARITHMETIC: dict[Any, Any] = {
     torch.sym_min: aten.minimum.default,
     torch.sym_ite: aten.where.self,
 }
+FILLED = {aten.full: 1, aten.scalar_tensor: 0}
+"""Which argument is the number of which a tensor is made."""
 PRECISION = {int: torch.int64, float: torch.float64, bool: torch.bool}
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def resolve_numbers(graph: fx.Graph) -> None:
-    """Rewrite `graph` so that every node returns tensors of known shape. Raises StrategyError where a number that is
-    only known when the model runs decides over more than values."""
+def resolve_numbers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Rewrite `graph` so that every node returns tensors of known shape. Returns what stands for nodes that are gone.
+    Raises StrategyError where a number that is only known when the model runs decides over more than values."""
+    instead = dict[fx.Node, fx.Node]()
+    for node in reversed(list(graph.nodes)):  # of what nothing else asks for
+        if node.op == "call_function" and (op_of(node) in CHECKS or _unused(node)):
+            graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
-        if op_of(node) in CHECKS or (op_of(node) in ITEMS and not node.users):
+        if op_of(node) in ITEMS and not node.users:
             graph.erase_node(node)
         elif isinstance(value, (bool, int, float)):
             for user in list(node.users):
@@ -65,15 +71,31 @@ def resolve_numbers(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif isinstance(value, SYMBOLS):
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_number(graph, node))
+                instead[node] = _number(graph, node)
+            node.replace_all_uses_with(instead[node])
             graph.erase_node(node)
         elif any(isinstance(arg.meta.get("was"), SYMBOLS) for arg in node.all_input_nodes):
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_with_tensors(graph, node))
+                instead[node] = _with_tensors(graph, node)
+            node.replace_all_uses_with(instead[node])
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):  # what only checks and numbers used
         if "was" in node.meta and not node.users:
             graph.erase_node(node)
+    return instead
+
+
+def _unused(node: fx.Node) -> bool:
+    """Whether nothing takes a node that returns a number, or a tensor whose shape depends on values. A size of such a
+    tensor counts as taken where the tensor is, as it says what is wrong."""
+    if node.users or draws(node) or not (_is_number(node) or shaped_by_values(node)):
+        return False
+    shaped = filter(shaped_by_values, node.all_input_nodes) if _is_number(node) else ()
+    return all(_is_number(user) for one in shaped for user in one.users)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), SYMBOLS)
 
 
 def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -125,8 +147,8 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "constant, a buffer that is not saved (persistent=False).",
         )
     packet = node.target.overloadpacket
-    if packet is aten.full and isinstance(node.args[1], fx.Node):
-        filled = call(graph, node, aten.to.dtype, node.args[1], recorded.dtype)
+    if packet in FILLED and isinstance(number := node.args[FILLED[packet]], fx.Node):
+        filled = call(graph, node, aten.to.dtype, number, recorded.dtype)
         return call(graph, node, aten.expand.default, filled, list(recorded.shape))
     for target in (node.target, *(getattr(packet, name) for name in packet.overloads())):
         if target._schema.is_mutable or any(argument.is_out for argument in target._schema.arguments):

@@ -29,7 +29,7 @@ class Net(nn.Module):
     def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.layer, self.change = nn.Linear(4, 4), change
-        self.calls, self.state, self.length = 0, {"step": 0.0}, 0
+        self.calls, self.state, self.length, self.total = 0, {"step": 0.0}, 0, 0.0
         self.center, self.table = torch.ones(4), torch.zeros(0)
         self.flag, self.hidden, self.queue, self.features = False, None, deque([torch.ones(4)], 1), list[Tensor]()
         self.object, self.numbers = SimpleNamespace(steps=0), itertools.count(1)
@@ -164,6 +164,31 @@ def logged(net: Any, x: Tensor) -> float:
     return 1.0
 
 
+def counted(net: Any, x: Tensor) -> float:
+    net.calls, net.length = net.calls + 1, net.length - 2
+    net.total = 0.5 + net.total
+    return 1.0
+
+
+def counted_and_asked(net: Any, x: Tensor) -> float:
+    net.length += 1
+    net.calls += 1
+    try:
+        return 2.0 if net.calls % 100 == 0 else 1.0
+    except TypeError:
+        return 1.0
+
+
+def shown(net: Any, x: Tensor) -> float:
+    net.calls += 1
+    return float(f"{net.calls}")
+
+
+def multiplied(net: Any, x: Tensor) -> Tensor:
+    net.calls += 1
+    return torch.tensor(net.calls) * 1e-3
+
+
 @lru_cache
 def table(size: int) -> Tensor:
     return torch.arange(1.0, 1.0 + size)
@@ -223,6 +248,9 @@ def measured(net: Any, x: Tensor) -> float:
         (of_system, "os.urandom"),
         (number, "calls"),
         (late, "calls"),
+        (counted_and_asked, "counts in calls"),
+        (shown, "calls"),
+        (multiplied, "calls"),
         (nested, "state['step']"),
         (average, "center"),
         (of_class, "Counted.steps"),
@@ -249,7 +277,7 @@ def test_refused(change: Callable[[Any, Tensor], Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [cached, noted, moved, remembered, collected, logged, measured], ids=lambda one: one.__name__
+    "change", [cached, noted, moved, remembered, collected, logged, measured, counted], ids=lambda one: one.__name__
 )
 def test_captured(change: Callable[[Any, Tensor], Any]) -> None:
     captured(change, False)

@@ -1,0 +1,93 @@
+"""`int(tensor)` and `float(tensor)` in a forward, as what `tensor.item()` stands for in a captured graph.
+
+Python takes nothing but a number for the result of both. So where a traced function asks for one that only a step will
+know, its calls of them by name call others meanwhile, which return symbols as `item` does.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.capture.nodes import in_library, replaced
+
+SYMBOLIC = "_symbolic_{}"
+
+
+def _int(value: Any = 0, *base: Any) -> Any:
+    value = value.item() if isinstance(value, Tensor) else value
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return torch.sym_int(value)  # type: ignore[no-untyped-call]
+    return int(value, *base)
+
+
+def _float(value: Any = 0.0) -> Any:
+    value = value.item() if isinstance(value, Tensor) else value
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return torch.sym_float(value)  # type: ignore[no-untyped-call]
+    return float(value)
+
+
+OURS: dict[str, Callable[..., Any]] = {"int": _int, "float": _float}
+
+
+class Conversions:
+    """The functions whose calls of `int` and `float` return symbols."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[CodeType, CodeType] = {}
+
+    def choose(self, error: BaseException) -> bool:
+        """Choose the innermost function of the user's that an error came through and that calls `int` or `float`."""
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for code in reversed(codes):
+            if not in_library(code.co_filename) and (other := _with_ours(code)) is not None:
+                self.chosen[code] = other
+                return True
+        return False
+
+    @contextmanager
+    def as_symbols(self) -> Iterator[None]:
+        """Around an export."""
+        with ExitStack() as stack:
+            for code, other in self.chosen.items():
+                functions = [one for one in gc.get_referrers(code) if isinstance(one, FunctionType)]
+                for function in (one for one in functions if one.__code__ is code):
+                    stack.enter_context(replaced(function, "__code__", other))
+                    stack.enter_context(_defined(function.__globals__))
+            yield
+
+
+def _with_ours(code: CodeType) -> CodeType | None:
+    """`code` with its calls of `int` and `float` as builtins replaced, or None if there are none."""
+    names, instructions = [*code.co_names], bytearray(code.co_code)
+    for one in dis.get_instructions(code):
+        called = one.opname == "LOAD_GLOBAL" and one.arg is not None and one.arg & 1
+        if called and one.argval in OURS:
+            name = SYMBOLIC.format(one.argval)
+            if name not in names:
+                names.append(name)
+            if (place := names.index(name) << 1 | 1) > 255:  # more than an instruction holds
+                return None
+            instructions[one.offset + 1] = place
+    return code.replace(co_names=tuple(names), co_code=bytes(instructions)) if len(names) > len(code.co_names) else None
+
+
+@contextmanager
+def _defined(table: dict[str, Any]) -> Iterator[None]:
+    """Globals with ours, where `int` and `float` are Python's."""
+    names = {SYMBOLIC.format(name): one for name, one in OURS.items()}
+    table.update({key: table.get(name, one) for (name, one), key in zip(OURS.items(), names, strict=True)})
+    try:
+        yield
+    finally:
+        for key in names:
+            table.pop(key, None)
