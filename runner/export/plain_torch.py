@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -63,10 +64,6 @@ def _replicated(name: str) -> None:
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[function] = every
 
 
-for name in REPLICATED:
-    _replicated(name)
-
-
 def make_mesh(device_type: str = "cuda") -> DeviceMesh:
     """The ranks of the default process group, which is made if there is none."""
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
@@ -74,6 +71,8 @@ def make_mesh(device_type: str = "cuda") -> DeviceMesh:
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Make the tensors of a module DTensors, and lay out what its modules receive and return; in place."""
+    for name in REPLICATED:  # the module's own ones exist by now
+        _replicated(name)
     replicated = (Replicate(),) * mesh.ndim
     known: dict[int, tuple[Tensor, nn.Parameter]] = {}  # tied parameters stay tied
     for path, part in module.named_modules():
@@ -206,10 +205,11 @@ def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Te
 @contextmanager
 def running(mesh: DeviceMesh) -> Iterator[None]:
     """Around forward and backward: tensors that the model makes itself are the same on all ranks, attention is made of
-    products where torch has no sharded kernel (on CPUs), convolutions run on slices, fused weights are taken apart
-    where every rank has a slice of each section, and losses are means over all slices."""
+    products where torch has no sharded kernel (on CPUs), convolutions and experts run on slices, fused weights are
+    taken apart where every rank has a slice of each section, signs and angles have gradients, and losses are means over
+    all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
-    with implicit_replication(), attention, _Means(), _Sections(), _Convolutions():
+    with implicit_replication(), attention, _Means(), _Sections(), _Convolutions(), _Experts(), _Angles():
         yield
 
 
@@ -288,6 +288,94 @@ def _convolved(func: Any, input: Tensor, weight: Tensor, bias: Any = None, *opti
     shape = (*input.shape[: int(rows)], *shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(made, mesh, result, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class _Experts(TorchFunctionMode):
+    """Multiplies rows, sorted by expert, by the matrices of their experts: torch's grouped product, and the one that
+    transformers brings along. DTensor (torch 2.13) has the former in bf16 alone, and neither on slices of the experts.
+    """
+
+    NAMES = "_grouped_mm", "grouped_mm_fallback"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        sliced = getattr(func, "__name__", "") in self.NAMES and any(isinstance(one, DTensor) for one in args)
+        return _multiplied(func, *args, **given) if sliced else func(*args, **given)
+
+
+def _multiplied(func: Any, rows: Tensor, matrices: Tensor, offs: Any = None, **given: Any) -> Tensor:
+    """Where the matrices are sliced along an axis, the rows follow; elsewhere they are complete."""
+    if rows.ndim != 2 or matrices.ndim != 3 or any(one is not None for one in given.values()):
+        return func(rows, matrices, offs=offs, **given)  # type: ignore[no-any-return]
+    mesh = next(one for one in (rows, matrices) if isinstance(one, DTensor)).device_mesh
+    theirs = getattr(matrices, "placements", (Replicate(),) * mesh.ndim)
+    of_rows, of_matrices, of_ends, result, *gradients = zip(*map(_of_experts, theirs), strict=True)
+    starts, ends = (
+        laid_out(one, mesh, of_ends).to_local()  # type: ignore[attr-defined]
+        for one in (functional.pad(offs[:-1], (1, 0)), offs)
+    )
+    x, own = (
+        laid_out(one, mesh, placed).to_local(grad_placements=gradient)  # type: ignore[attr-defined]
+        for one, placed, gradient in zip((rows, matrices), (of_rows, of_matrices), gradients, strict=True)
+    )
+    made = _products(func if all(map(Placement.is_replicate, of_matrices)) else None, x, own, starts, ends)
+    shape = torch.Size((len(rows), matrices.shape[2]))
+    return DTensor.from_local(made, mesh, result, run_check=False, shape=shape, stride=(shape[1], 1))
+
+
+def _of_experts(placed: Placement) -> tuple[Placement, ...]:
+    """For a placement of matrices [experts, inputs, outputs] those of rows [rows, inputs], matrices, ends [experts] and
+    the result; and of the gradients of rows and matrices."""
+
+    def along(dim: int) -> Placement:
+        return _StridedShard(dim, split_factor=placed.split_factor) if isinstance(placed, _StridedShard) else Shard(dim)
+
+    replicated, added = Replicate(), Partial()
+    match getattr(placed, "dim", None):
+        case 0:
+            return replicated, placed, along(0), added, added, placed
+        case 1:
+            return along(1), placed, replicated, added, along(1), placed
+        case 2:
+            return replicated, placed, replicated, along(1), added, placed
+    return (replicated,) * 6
+
+
+def _products(func: Any, rows: Tensor, matrices: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """The rows of the experts at hand, which `func` multiplies if it is given; zeros for those of others."""
+    if func is not None:
+        return func(rows, matrices, offs=ends)  # type: ignore[no-any-return]
+    if not len(ends):
+        return rows @ matrices.sum(0)
+    bounds = [*starts[:1].tolist(), *ends.tolist()]
+    sizes = [bounds[0], *(stop - start for start, stop in pairwise(bounds)), len(rows) - bounds[-1]]
+    before, *parts, after = torch.split(rows, sizes)
+    own = [part @ matrix for part, matrix in zip(parts, matrices.unbind(0), strict=True)]
+    zeros = [rows.new_zeros(len(others), matrices.shape[2]) for others in (before, after)]
+    return torch.cat([zeros[0], *own, zeros[1]])
+
+
+def _sign(x: Tensor) -> Tensor:
+    return x.sgn() if x.is_complex() else x.sign()
+
+
+def _angle(x: Tensor) -> Tensor:
+    return torch.atan2(x.imag, x.real) if x.is_complex() else x.angle()
+
+
+def _polar(abs: Tensor, angle: Tensor) -> Tensor:
+    return torch.complex(abs * angle.cos(), abs * angle.sin())
+
+
+_ANGLES = {torch.sgn: _sign, Tensor.sgn: _sign, torch.angle: _angle, Tensor.angle: _angle, torch.polar: _polar}
+
+
+class _Angles(TorchFunctionMode):
+    """Computes signs and angles by functions whose gradients are DTensors. In torch 2.13 that of `sgn` is none, and
+    those of `polar` and `angle` multiply by a complex number, which DTensor refuses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _ANGLES.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Sections(TorchFunctionMode):

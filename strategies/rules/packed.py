@@ -129,12 +129,14 @@ def unsliced_dims(
         specs: shapes of its tensor operands.
         position: of the operand.
         wanted: dims of operands with more than one; `part` stands for the dim of which the operator takes parts, other
-            ones than sections of one size; `all` for all dims.
+            ones than sections of one size; `rows` for dim 0 of the first operand; `all` for all dims.
     """
     rank = len(specs[position].shape)
     if "all" in wanted:
         return tuple(range(rank))
     found = [dim % rank for dim in wanted if isinstance(dim, int) and rank > 1]
+    if "rows" in wanted and position == 0:
+        found.append(0)
     if "part" in wanted and position == 0:
         packed = specs[0].packed
         if packed is not None and taken_apart(operator, specs, packed) is not None:

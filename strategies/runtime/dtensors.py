@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from strategies.core.experts import GROUPED
 from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.core.layout import Layout, Stripes, indices
 from strategies.core.mesh import Mesh
@@ -41,9 +42,11 @@ GATHERED: dict[str, tuple[int | str, ...]] = {
     "conv1d": (-1,),
     "conv2d": (-2, -1),
     "conv3d": (-3, -2, -1),
+    **{name.rpartition("::")[2]: ("rows",) for name in GROUPED},
     **dict.fromkeys(("chunk", "glu", "narrow", "slice", "split", "split_with_sizes"), ("part",)),
 }
-"""Dims that the plan may slice and DTensor replicates, by operator; see `unsliced_dims`."""
+"""Dims that the plan may slice and DTensor replicates, by operator; see `unsliced_dims`. Rows are sorted by expert
+there, and DTensor sorts them complete."""
 FAULTY = ("aten.native_group_norm_backward.default",)
 """Operators that DTensor (torch 2.13) takes apart with sizes that are not those of a slice."""
 OPAQUE = ("called_module", "drawn_function")
@@ -69,7 +72,7 @@ def unknown(graph: OperatorGraph, device: str) -> dict[str, frozenset[str]]:
         specs = graph.operand_specs(operator)
         trained = [ref in graph.trained for ref in operator.operands]
         call = operator.target, *trained, *((one.shape, one.dtype) for one in specs)
-        if operator.op in OPAQUE or call in tried:
+        if operator.op in (*OPAQUE, *GROUPED) or call in tried:
             continue
         tried.add(call)
         names: set[str] = set()

@@ -60,6 +60,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return Recurrent(), batches
     if model == "grouped":
         return Grouped(), batches
+    if model in EXPERTS:
+        return Logits(model), batches
     if model == "vit":
         shape = (ROWS, 3, 8, 8)
         return ViT(8, 4, 16, 2, 4, TOKENS), [(torch.randn(shape), torch.arange(ROWS)) for _ in range(2)]
@@ -152,6 +154,18 @@ class Recurrent(nn.Module):
         return logits
 
 
+class Logits(nn.Module):
+    """A mixture of experts of transformers: input_ids -> logits."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.net = routed(family)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.net(input_ids=input_ids).logits
+        return logits
+
+
 class Experts(nn.Module):
     """A mixture of four experts, without its load: input_ids -> logits."""
 
@@ -162,6 +176,51 @@ class Experts(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         logits: Tensor = self.moe(input_ids)[0]
         return logits
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 32},
+}
+"""Small models by family, besides `SMALL`."""
+
+
+def routed(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, **SMALL | EXPERTS[family])
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:

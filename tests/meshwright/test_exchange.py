@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from exports import built, loss_of
+from exports import EXPERTS, SMALL, built, loss_of, routed
 from loops import fused, gpt, next_token, tokens
 from meshwright.models.gpt import GPT
 from torch import nn
@@ -158,42 +158,12 @@ def test_the_loader_of_transformers_trains_a_mixture_of_experts(
     assert max(worst.values()) < 1e-5, worst
 
 
-EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "gpt_oss": {"num_local_experts": 4},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 4,
-    },
-    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 32},
-}
-"""Small models by family, besides `SMALL`."""
-
-
-def routed(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **SMALL | EXPERTS[family])
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh", "zero"),
     [
         *((family, {"tp": 2}, 0) for family in EXPERTS if family != "llama4_text"),
-        ("mixtral", {"dp": 2, "tp": 2}, 0),
+        *((family, {"dp": 2, "tp": 2}, 0) for family in ("mixtral", "olmoe", "qwen3_moe")),
         ("mixtral", {"dp": 2, "tp": 2}, 3),
     ],
 )
@@ -258,7 +228,10 @@ def test_slices_of_every_expert_are_read_proven_and_written(tmp_path: Path, fami
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [*((family, {"tp": 2}) for family in ("mixtral", "qwen3_moe", "deepseek_v3")), ("mixtral", {"dp": 2, "tp": 2})],
+    [
+        *((family, {"tp": 2}) for family in ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3")),
+        ("mixtral", {"dp": 2, "tp": 2}),
+    ],
 )
 def test_the_loader_of_transformers_trains_slices_of_every_expert(
     on_ranks: Callable[..., Any], tmp_path: Path, family: str, mesh: dict[str, int]
@@ -313,20 +286,6 @@ def test_every_style_of_the_families_of_transformers_is_read() -> None:
     by_expert = [plan for _, plan in families("base_model_ep_plan")]
     styles = {module_styles.style_of(style, key) for plan in by_expert for key, style in plan.items()}
     assert len(by_expert) > 60 and {module_styles.STYLES[name] for name in module_styles.EXPERTS} <= styles
-
-
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-    "use_cache": False,
-}
 
 
 @pytest.mark.slow

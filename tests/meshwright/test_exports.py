@@ -137,6 +137,38 @@ def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp
     assert abs(more_sent(on_ranks, tmp_path / "data_parallel.py", model, DATA_PARALLEL)) <= 400
 
 
+PRODUCT = "net.model.layers.*.mlp.experts.grouped_mm_fallback@"
+"""Of rows with the matrices of their experts: gate and up, and down."""
+WITHIN = {f"{PRODUCT}0": [[1, 1], [2, 1, 2], [1]], f"{PRODUCT}1": [[1, 2], [2, 2, 1], [1]]}
+"""Slices by expert, and of the columns and rows of each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen3_moe", "gpt_oss"])
+def test_mixtures_of_experts_of_transformers_train_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    more_sent(on_ranks, tmp_path / "searched.py", family, SEARCHED)
+    if family in ("olmoe", "mixtral"):
+        by_hand = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": WITHIN}
+        more_sent(on_ranks, tmp_path / "slices.py", family, by_hand)
+        text = (tmp_path / "slices.py").read_text(encoding="utf-8")
+        assert 'experts.gate_up_proj": (Shard(0), _StridedShard(1, split_factor=2))' in text
+
+
+def test_rows_sorted_by_expert_are_gathered_and_listed() -> None:
+    module, batch = Routing(), (torch.randn(8, 16), torch.randn(8, 16))
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": {"tp": 2}, "plan_cache": None}
+    sliced = {"experts.grouped_mm_fallback@0": [[2, 1], [1, 1, 1], [1]]}
+    plan = meshwright.plan(module, batch, strategies=sliced, **options)
+    (change,) = (one for one in plan.expressible("torch") if "grouped" in one.name)
+    assert (change.planned, change.exported, change.bytes) == ("(tp, -)", "(-, -)", 16 * 16 * 4 // 2)
+    columns = {"experts.grouped_mm_fallback@0": [[1, 1], [1, 1, 2], [1]]}
+    plan = meshwright.plan(module, batch, strategies=columns, **options)
+    assert plan.expressible("torch") == []
+    assert any(change.kind == "collectives" for change in plan.expressible("torch", collectives=True))  # it runs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
 def test_a_gpt2_sends_what_its_plan_says(on_ranks: Callable[..., Any], tmp_path: Path, mesh: dict[str, int]) -> None:
@@ -213,6 +245,24 @@ def test_what_the_target_cannot_say_is_listed_and_refused(tmp_path: Path) -> Non
     assert "Shard(" in sliced.export("torch", file, allow_changes=True).read_text(encoding="utf-8")
 
 
+class Routing(nn.Module):
+    """Rows, two of four experts for each, as in Mixtral: [rows, 16] -> [rows, 16]."""
+
+    def __init__(self) -> None:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        super().__init__()
+        config = MixtralConfig(hidden_size=16, intermediate_size=16, num_local_experts=4)
+        config._experts_implementation = "grouped_mm"
+        self.router, self.experts = nn.Linear(16, 4), MixtralExperts(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.router(x).softmax(-1).topk(2)
+        made: Tensor = self.experts(x, experts, weights)
+        return made
+
+
 class Pairs(nn.Module):
     """A bilinear form, whose operator DTensor does not know: [rows, 8] -> [rows, 8]."""
 
@@ -250,6 +300,27 @@ def test_operators_that_dtensor_does_not_know_are_gathered_and_listed(tmp_path: 
     assert 'REPLICATED: tuple[str, ...] = ("aten._trilinear.default",)' in text
     assert {change.kind for change in plan.expressible("torch", collectives=True)} == {"operator", "collectives"}
     assert meshwright.plan(Pairs(), batch, for_target="torch", **options).expressible("torch") == []
+
+
+class Angles(nn.Module):
+    """Functions whose gradients DTensor cannot compute: [rows, 8] -> [rows, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        wave = torch.polar(x.abs(), x)
+        return wave.real + wave.angle() * x.sgn() + torch.angle(x) + wave.sgn().imag
+
+
+def test_signs_and_angles_have_gradients() -> None:
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 2, "mode": "data_parallel", "plan_cache": None}
+    plan = meshwright.plan(Angles(), batch, **options)
+    assert plan.expressible("torch") == []
+    assert [one.name for one in plan.expressible("torch", collectives=True)] == ["all_reduce"]  # it runs
 
 
 CHANNELS = {
