@@ -9,7 +9,9 @@ that no two processes share the position in an open file.
 from __future__ import annotations
 
 import math
+import os
 import signal
+import tempfile
 import time
 import traceback
 import warnings
@@ -22,8 +24,8 @@ from itertools import chain, groupby, pairwise
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from operator import attrgetter
-from os import getpid
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ LOOKS = 6
 SHARE, SECONDS, IDLE = 0.02, 0.01, 0.001
 """Reading that takes more of the time between two micro-batches, and longer, is left to workers: more than IDLE seconds
 where a GPU has nothing to do meanwhile."""
+LONGEST = 56
+"""Bytes of a temporary folder in which a worker's socket, 2 folders deeper, has a name that Unix takes (103 bytes)."""
 MOST = 16
 """Workers that `auto` starts at most."""
 
@@ -95,6 +99,7 @@ class Reader:
         self._ahead: Iterator[Any] | None = None
         self._pending: deque[Request] = deque()
         self._processes: list[BaseProcess] = []
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self.workers = 0
         """How many processes read at the moment."""
 
@@ -159,6 +164,9 @@ class Reader:
                 if process.is_alive():
                     process.kill()
             self._processes.clear()
+        if self._sockets is not None:
+            self._sockets.cleanup()
+            self._sockets = None
 
     def _decide(self, started: float, ended: float, busy: float) -> None:
         """Start workers where reading takes time: as many as keep up, but beyond 2 no more than keep the cores of this
@@ -193,6 +201,9 @@ class Reader:
                 yield request
 
         before = {process.pid for process in active_children()}
+        if self._sockets is None:  # a worker that is killed does not remove its own
+            short = None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST else "/tmp"
+            self._sockets = tempfile.TemporaryDirectory(prefix="r-", dir=short, ignore_cleanup_errors=True)
         with warnings.catch_warnings():
             # torch counts processors where a worker may wait for a disk; python 3.12 warns of threads, of which a
             # worker uses none.
@@ -206,7 +217,7 @@ class Reader:
                     num_workers=self.workers,
                     prefetch_factor=self._section.prefetch,
                     pin_memory=self._pinned,
-                    worker_init_fn=partial(_begin, getpid()),
+                    worker_init_fn=partial(_begin, os.getpid(), self._sockets.name),
                     multiprocessing_context="fork",
                     generator=torch.Generator(),  # else it would draw its seed from the generator of training
                 )
@@ -231,10 +242,13 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _begin(rank: int, number: int) -> None:
+def _begin(rank: int, sockets: str, number: int) -> None:
     """Tie a worker to the process `rank`, which alone decides when it ends: a scheduler sends its signals to all
-    processes, and the rank still trains to the end of a step."""
+    processes, and the rank still trains to the end of a step. Its tensors are fetched from a socket in `sockets`."""
     signal.set_wakeup_fd(-1)  # shared with the rank, which would take a signal of the worker for its own
     for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
     tie_to_parent(signal.SIGKILL, rank)
+    folder, tempfile.tempdir = tempfile.gettempdir(), sockets
+    get_temp_dir()  # made once, where tempfile says
+    tempfile.tempdir = folder

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+import tempfile
 import time
 
 import pytest
@@ -84,10 +85,21 @@ def killed(request):
     return plain(request)
 
 
-def test_a_worker_that_is_killed_is_named():
-    with pytest.raises(Reported, match=r"lost its data worker, process \d+, which was killed by SIGKILL") as caught:
-        read(reader(killed, workers=1))
-    assert caught.value.failure.code == "MW820"
+def test_a_worker_that_is_killed_is_named_and_leaves_no_file(monkeypatch):
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with pytest.raises(Reported, match=r"lost its data worker, process \d+, which was killed by SIGKILL") as caught:
+            read(reader(killed, workers=1))
+        assert caught.value.failure.code == "MW820"
+        assert not os.listdir(folder)
+
+
+def test_temporary_folders_of_long_names_do(tmp_path, monkeypatch):
+    """Tensors of workers are fetched from a socket, of whose name Unix takes 107 bytes: all waited for them forever."""
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert len(read(reader(workers=1))) == len(REQUESTS)
 
 
 def killed_slowly(request):
