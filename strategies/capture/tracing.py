@@ -34,6 +34,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from strategies.capture.bags import embedding_bag
 from strategies.capture.checking_operators import WITHOUT_QUESTIONS, bincount, narrow
 from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places
 from strategies.capture.functional import CUMULATIVE
@@ -190,6 +191,8 @@ class _Unasked(TorchFunctionMode):
             args, kwargs = tree_map(detached, (tuple(args), kwargs))
         if function in WITHOUT_QUESTIONS:
             return WITHOUT_QUESTIONS[function](*args, **(kwargs or {}))
+        if function is functional.embedding_bag:
+            return embedding_bag(*args, **(kwargs or {}))
         if function in (torch.bincount, Tensor.bincount) and (len(args) > 2 or (kwargs or {}).get("minlength", 0)):
             return bincount(*args, **(kwargs or {}))
         if name in ("quantile", "nanquantile"):
