@@ -50,23 +50,23 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, float]:
     from runner.config.schema import Data
     from runner.data.loader import LocalBatches
     from runner.data.order import Order
-    from runner.data.reading import Load, Reader, Request
+    from runner.data.reading import BatchReader, Load, RowRequest
 
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)], nn.Linear(WIDTH, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     order = Order(256, ROWS, 0)
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[RowRequest]:
         for step in range(options["steps"]):
-            yield Request(tuple(order.rows(step)), order.epoch(step))
+            yield RowRequest(tuple(order.rows(step)), order.epoch(step))
 
     def loader(seconds: float) -> Load:
         batches = LocalBatches(Slow(seconds), None, (((0, ROWS), (0, WIDTH)), ((0, ROWS), (0, 1))))
         return lambda request: batches.load(request.rows, request.epoch)
 
-    def reader(seconds: float, workers: int | str) -> Reader:
+    def reader(seconds: float, workers: int | str) -> BatchReader:
         section = Data(target="benchmarks.data.Slow", workers=workers)  # type: ignore[arg-type]
-        return Reader(loader(seconds), lambda: loader(seconds), requests(), section, pinned=False)
+        return BatchReader(loader(seconds), lambda: loader(seconds), requests(), section, pinned=False)
 
     times: list[list[float]] = [[], []]
     with ExitStack() as stack:

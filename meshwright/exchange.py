@@ -23,7 +23,7 @@ from runner.errors import ConfigError
 from runner.export import autoparallel_placements
 from strategies.capture.packed_weights import packed, sections_of
 from strategies.core.addressing import segments_match
-from strategies.core.graph import OperatorGraph, Packed, Source
+from strategies.core.graph import FusedSections, OperatorGraph, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan as OperatorPlans
@@ -239,7 +239,7 @@ def _layout(tensor: DTensor, without: Sequence[str] = ()) -> Layout:
     return Layout(tuple(dims))
 
 
-def _striped(tensor: DTensor, packed: Packed) -> bool:
+def _striped(tensor: DTensor, packed: FusedSections) -> bool:
     """Whether a DTensor is sliced section by section: alone on its dim, with as many parts as sections."""
     placed = [one for one in tensor.placements if isinstance(one, Shard | _StridedShard) and one.dim == packed.dim]
     factors = [one.split_factor for one in placed if isinstance(one, _StridedShard)]

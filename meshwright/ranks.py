@@ -72,7 +72,7 @@ class ShardedModule(nn.Module):
             lambda programs: weights.slices_of(tensors, programs[0], rank, self.device),
             lambda program: [*axes_needed(program), *gather_axes(program, _no_dtensors(program))],
         )
-        self._held = (execution,)  # in a tuple, so that its tensors have no second name here
+        self._execution = (execution,)  # in a tuple, so that its tensors have no second name here
         self._updates: Updates | None = None
         self._step = self._backwards = 0
         self.reduced = False
@@ -84,7 +84,7 @@ class ShardedModule(nn.Module):
     @property
     def execution(self) -> Execution:
         """The rank's program with its tensors and process groups."""
-        return self._held[0]
+        return self._execution[0]
 
     def forward(self, *entries: Tensor, **named: Tensor) -> Tensor:
         if not self.training:

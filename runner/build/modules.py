@@ -26,7 +26,7 @@ from strategies.capture import Captured, LossFunction, Objective, capture, run_o
 from strategies.capture.shapes import pretend, shapes_only
 from strategies.core.addressing import means_module
 from strategies.core.errors import StrategyError, closest
-from strategies.core.graph import Packed
+from strategies.core.graph import FusedSections
 from strategies.planner.plan_file import packed_in
 from strategies.rules.drawing_calls import restored
 from strategies.runtime.offload import Offload
@@ -171,7 +171,7 @@ def objective(config: Config, names: Sequence[str]) -> Objective:
     return Objective(model, build_loss(config), names, targeted, autocast, sections=sections_of(config))
 
 
-def sections_of(config: Config) -> dict[str, Packed] | None:
+def sections_of(config: Config) -> dict[str, FusedSections] | None:
     """The fused weights that are sliced section by section: those of a given plan, and none where a target has no such
     layout; else None, which stands for all."""
     if config.parallel.plan is not None:

@@ -22,7 +22,7 @@ from runner.build import adapters, huggingface
 from runner.config.schema import Model
 from runner.errors import ConfigError
 from strategies.core.errors import StrategyError, closest
-from strategies.runtime.tensor_files import Reader, StoredTensor
+from strategies.runtime.tensor_files import StoredTensor, TensorReader
 
 SHOWN = 3
 Rename = tuple[str, str]
@@ -156,7 +156,7 @@ def _check(one: Wanted, stored: Sequence[StoredTensor], where: str) -> None:
                 "MW307", f"{where}: {candidate.key} is stored as {candidate.dtype}; the model holds {kind} numbers."
             )
     first, *others = stored
-    reader = Reader()
+    reader = TensorReader()
     for other in others:
         if not reader.block(first).equal(reader.block(other)):
             raise ConfigError(

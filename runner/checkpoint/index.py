@@ -27,7 +27,7 @@ Index = Mapping[str, StoredTensor]
 """Tensors by key."""
 
 
-class _Form(BaseModel):
+class _IndexForm(BaseModel):
     """The JSON of an index."""
 
     files: list[str]
@@ -134,7 +134,7 @@ def to_json(index: Index) -> dict[str, Any]:
 
 def from_json(content: Any) -> dict[str, StoredTensor]:
     """The inverse of `to_json`. Raises IndexError and ValueError for anything else."""
-    form, tensors = validated(TypeAdapter(_Form), content), {}
+    form, tensors = validated(TypeAdapter(_IndexForm), content), {}
     for key, (shape, dtype, stored) in form.tensors.items():
         if dtype not in SIZES or math.prod(max(size, 1) for size in shape) >= 2**63:
             raise ValueError(f"{key} cannot have the shape {shape} and the dtype {dtype!r}")

@@ -24,7 +24,7 @@ from runner.errors import ConfigError, allowed
 from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
 from strategies.runtime.shards import MODEL, OPTIMIZER, Shards
-from strategies.runtime.tensor_files import Reader, StoredTensor
+from strategies.runtime.tensor_files import StoredTensor, TensorReader
 
 MOST_INDEX = 2**28
 """Bytes of an index: it has a line per tensor and rank."""
@@ -52,8 +52,8 @@ class Checkpoint:
     lost: dict[str, str] = field(default_factory=dict)
 
     @cached_property
-    def _reader(self) -> Reader:
-        return Reader(self.path)
+    def _reader(self) -> TensorReader:
+        return TensorReader(self.path)
 
     @property
     def bytes_read(self) -> int:

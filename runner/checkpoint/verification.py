@@ -20,12 +20,12 @@ from runner.checkpoint.folder import HEADER
 from runner.checkpoint.manifest import READING, faults, mark, read_header, unmark
 from runner.checkpoint.reading import read
 from runner.errors import ConfigError
-from runner.run_folder.lineage import Run
+from runner.run_folder.lineage import RecordedRun
 from strategies.runtime.shards import MODEL
 from strategies.runtime.tensor_files import StoredTensor, index
 
 
-def to_continue(resume: str | None, place: Path, run: Run | None = None) -> Path | None:
+def to_continue(resume: str | None, place: Path, run: RecordedRun | None = None) -> Path | None:
     """The checkpoint that `train.resume` means for a run whose checkpoints are in `place`, which is cleaned; None to
     start afresh. auto is the newest one on the branch of `run`, or else what that began with; where the run is not
     known, the newest one there is. All of its files are read: with auto, a damaged one is passed over with a warning,

@@ -19,7 +19,7 @@ LONGEST = 200
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """A kind of values: what the reference calls it, and whether a value is one of them."""
 
     text: str
@@ -30,27 +30,27 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, list | tuple | Mapping) and not value)
 
 
-GIVEN = Kind("given", _is_given)
-UNSET = Kind("not given", lambda value: not _is_given(value))
-ON, OFF = Kind("`true`", lambda value: value is True), Kind("`false`", lambda value: value is False)
-NUMBER = Kind("a number", lambda value: isinstance(value, int))
-ABOVE_0 = Kind("above 0", lambda value: value > 0)
-SOME = Kind("a number above 0", lambda value: isinstance(value, int) and value > 0)
-ABOVE_1 = Kind("above 1", lambda value: value is not None and value > 1)
+GIVEN = ValueKind("given", _is_given)
+UNSET = ValueKind("not given", lambda value: not _is_given(value))
+ON, OFF = ValueKind("`true`", lambda value: value is True), ValueKind("`false`", lambda value: value is False)
+NUMBER = ValueKind("a number", lambda value: isinstance(value, int))
+ABOVE_0 = ValueKind("above 0", lambda value: value > 0)
+SOME = ValueKind("a number above 0", lambda value: isinstance(value, int) and value > 0)
+ABOVE_1 = ValueKind("above 1", lambda value: value is not None and value > 1)
 NATIVE_OPTIONS = ("reduce_bucket_size", "stage3_model_persistence_threshold")
-OTHER_OPTIONS = Kind(
+OTHER_OPTIONS = ValueKind(
     f"with others than {' and '.join(f'`{name}`' for name in NATIVE_OPTIONS)}",
     lambda value: any(name not in NATIVE_OPTIONS for name in value or ()),
 )
-ROWS = Kind("a .jsonl file", lambda value: isinstance(value, str) and value.endswith(".jsonl"))
+ROWS = ValueKind("a .jsonl file", lambda value: isinstance(value, str) and value.endswith(".jsonl"))
 
 
-def any_of(*values: Any) -> Kind:
-    return Kind(" or ".join(f"`{value}`" for value in values), lambda value: value in values)
+def any_of(*values: Any) -> ValueKind:
+    return ValueKind(" or ".join(f"`{value}`" for value in values), lambda value: value in values)
 
 
-def none_of(*values: Any) -> Kind:
-    return Kind(f"other than {' and '.join(f'`{value}`' for value in values)}", lambda value: value not in values)
+def none_of(*values: Any) -> ValueKind:
+    return ValueKind(f"other than {' and '.join(f'`{value}`' for value in values)}", lambda value: value not in values)
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Rule:
     """
 
     first: str
-    of_first: Kind
+    of_first: ValueKind
     second: str
-    of_second: Kind
+    of_second: ValueKind
     why: str
     remedy: str
-    where: tuple[tuple[str, Kind], ...] = ()
+    where: tuple[tuple[str, ValueKind], ...] = ()
 
     def breaks(self, values: Any) -> bool:
         """Whether a config, or a mapping composed for one, breaks the rule."""

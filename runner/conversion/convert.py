@@ -35,7 +35,7 @@ from strategies.core.layout import Block, Layout
 from strategies.core.plan import Plan
 from strategies.lowering.pipeline_schedule import owners_in
 from strategies.runtime.shards import MODEL
-from strategies.runtime.tensor_files import Reader, StoredTensor
+from strategies.runtime.tensor_files import StoredTensor, TensorReader
 
 MOST_RANKS = 2**20
 
@@ -45,7 +45,7 @@ class Files:
     """Unsharded weights in files."""
 
     tensors: Mapping[str, StoredTensor]
-    reader: Reader = field(default_factory=Reader)
+    reader: TensorReader = field(default_factory=TensorReader)
 
     def read(self, key: str, block: Block | None = None) -> Tensor:
         return self.reader.block(self.tensors[key], block)

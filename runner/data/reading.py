@@ -51,14 +51,14 @@ MOST = 16
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """The rows of one micro-batch, and the epoch to which they belong."""
 
     rows: tuple[int, ...]
     epoch: int
 
 
-Load = Callable[[Request], list[Tensor]]
+Load = Callable[[RowRequest], list[Tensor]]
 
 
 class _MicroBatches(Dataset[Any]):
@@ -67,7 +67,7 @@ class _MicroBatches(Dataset[Any]):
     def __init__(self, make: Callable[[], Load]) -> None:
         self._make, self._load = make, None
 
-    def __getitem__(self, request: Request) -> list[Tensor] | Failure:
+    def __getitem__(self, request: RowRequest) -> list[Tensor] | Failure:
         try:
             self._load = self._load or self._make()
             return self._load(request)
@@ -78,7 +78,7 @@ class _MicroBatches(Dataset[Any]):
     _load: Load | None
 
 
-class Reader:
+class BatchReader:
     """Reads the micro-batches of one rank, in the order of `requests`.
 
     Args:
@@ -90,14 +90,14 @@ class Reader:
     """
 
     def __init__(
-        self, load: Load, make: Callable[[], Load], requests: Iterable[Request], section: Data, *, pinned: bool
+        self, load: Load, make: Callable[[], Load], requests: Iterable[RowRequest], section: Data, *, pinned: bool
     ) -> None:
         self._load, self._make, self._requests = load, make, iter(requests)
         self._section, self._pinned = section, pinned
         self._undecided = section.workers == "auto"
         self._looks: list[tuple[float, float, float]] = []
         self._ahead: Iterator[Any] | None = None
-        self._pending: deque[Request] = deque()
+        self._pending: deque[RowRequest] = deque()
         self._processes: list[BaseProcess] = []
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self.workers = 0
@@ -187,15 +187,15 @@ class Reader:
         self.workers = workers
         if not workers:
             return
-        parts: Iterable[Iterable[Request]] = [self._requests]
+        parts: Iterable[Iterable[RowRequest]] = [self._requests]
         if not self._section.persistent_workers:
             parts = (part for _, part in groupby(self._requests, attrgetter("epoch")))
         self._ahead = chain.from_iterable(map(self._read, parts))
 
-    def _read(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def _read(self, requests: Iterable[RowRequest]) -> Iterator[Any]:
         """The micro-batches of `requests`, from new workers."""
 
-        def handed_out() -> Iterator[Request]:
+        def handed_out() -> Iterator[RowRequest]:
             for request in requests:
                 self._pending.append(request)
                 yield request

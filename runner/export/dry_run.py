@@ -41,7 +41,7 @@ OF_FULLY_SHARD = {"_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUC
 
 
 @dataclass(frozen=True)
-class Call:
+class CountedCollective:
     """One collective of a step.
 
     Attributes:
@@ -67,7 +67,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self, axes: Mapping[str, tuple[str, ...]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[CountedCollective] = []
         self.axes = axes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,10 +85,12 @@ class Counting(TorchDispatchMode):
 
     def add(self, kind: str, operand: Tensor, group: str, ranks: int) -> None:
         size = operand.numel() * operand.element_size()
-        self.calls.append(Call(kind, self.axes[group], sent(kind, size, ranks)))
+        self.calls.append(CountedCollective(kind, self.axes[group], sent(kind, size, ranks)))
 
 
-def collectives(content: Mapping[str, Any], calls: Sequence[Call], mesh: Mesh, cluster: Cluster) -> list[Change]:
+def collectives(
+    content: Mapping[str, Any], calls: Sequence[CountedCollective], mesh: Mesh, cluster: Cluster
+) -> list[Change]:
     """The kinds of collectives of which an exported program sends other bytes than its plan. The bytes of the plan and
     these are all that it sends.
 
@@ -111,7 +113,7 @@ def collectives(content: Mapping[str, Any], calls: Sequence[Call], mesh: Mesh, c
     return found
 
 
-def calls_of(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -> list[Call]:
+def calls_of(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -> list[CountedCollective]:
     """The collectives of one step of training.
 
     Args:
@@ -135,7 +137,7 @@ def calls_of(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -
     child.join()
     if isinstance(found, str):
         raise RunFailed("MW883", f"The exported program does not run on tensors without numbers: {found}")
-    return [Call(*one) for one in found]
+    return [CountedCollective(*one) for one in found]
 
 
 def _child(pipe: Connection, *given: Any) -> None:
@@ -145,7 +147,7 @@ def _child(pipe: Connection, *given: Any) -> None:
         pipe.send(f"{type(error).__name__}: {error} ({traceback.extract_tb(error.__traceback__)[-1].name})")
 
 
-def _counted(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -> list[Call]:
+def _counted(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -> list[CountedCollective]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)

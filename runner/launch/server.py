@@ -93,7 +93,7 @@ def main(control: int, preload: Sequence[str], parent: int) -> NoReturn:
     gc.enable()
     # From here on it has forks to end: one that is stopped goes on when its command has ended, and then reads so.
     tie_to_parent(signal.SIGCONT, parent)
-    Server(Connection(control), parent).serve()
+    LaunchServer(Connection(control), parent).serve()
 
 
 def tie_to_parent(number: signal.Signals, parent: int) -> None:
@@ -109,7 +109,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-class Server:
+class LaunchServer:
     """Forks on demand; reports to the command, through a pipe for each fork, its process id and later its exit code."""
 
     def __init__(self, control: Connection, parent: int) -> None:

@@ -25,7 +25,7 @@ from strategies.optimizer.settings import OptimizerSettings
 
 
 @dataclass(frozen=True)
-class Kind:
+class EqualRanks:
     """The `ranks` with equal devices, which `cluster` describes, and equal slices of the batch; `plan` as they see
     it."""
 
@@ -35,17 +35,17 @@ class Kind:
     plan: Plan
 
 
-def kinds_of(config: Config, plan: Plan, device: str) -> list[Kind]:
+def kinds_of(config: Config, plan: Plan, device: str) -> list[EqualRanks]:
     """The kinds of ranks of a plan with batch rows, in the order of their first ranks."""
     clusters = clusters_of(config, device, plan.mesh.size)
-    found: list[Kind] = []
+    found: list[EqualRanks] = []
     for rank, cluster in enumerate(clusters):
         own = plan.of_rank(rank)
         assert own.mesh.share is not None
         rows = own.mesh.share.stop - own.mesh.share.start
         at = next((at for at, kind in enumerate(found) if (kind.rows, kind.cluster) == (rows, cluster)), None)
         if at is None:
-            found.append(Kind((rank,), rows, cluster, own))
+            found.append(EqualRanks((rank,), rows, cluster, own))
         else:
             found[at] = replace(found[at], ranks=(*found[at].ranks, rank))
     return found

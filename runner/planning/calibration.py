@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from strategies.core.graph import OperatorGraph, Ref, rewrite
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
-from strategies.cost.calibration_fit import SEND, Call, Copy, Product, Ran
+from strategies.cost.calibration_fit import SEND, Product, Ran, TimedCollective, TimedCopy
 from strategies.cost.sample_operators import FORMS, STACK, VOCABULARY, sample, stack
 from strategies.rules.registry import resolve
 from strategies.runtime.communicator import all_gather, reduce_scatter
@@ -94,8 +94,8 @@ class Measured:
     view: float | None
     overlap: float | None
     products: tuple[Product, ...]
-    copies: tuple[Copy, ...]
-    calls: tuple[Call, ...]
+    copies: tuple[TimedCopy, ...]
+    calls: tuple[TimedCollective, ...]
     operators: tuple[Ran, ...] = ()
 
 
@@ -215,8 +215,8 @@ class Bench:
         self.sizes = [world_size >> power for power in halves if world_size >> power > 1]
         self.groups: dict[int, Any] = {}
         self.products: list[Product] = []
-        self.copies: list[Copy] = []
-        self.calls: list[Call] = []
+        self.copies: list[TimedCopy] = []
+        self.calls: list[TimedCollective] = []
         self.ran: list[Ran] = []
         self.launch: float | None = None
         self.view: float | None = None
@@ -374,7 +374,7 @@ class Bench:
         elements = size // 4 * (1 if self.cpu else FACTOR)
         cold = cycle([torch.ones(elements, device=self.device) for _ in range(max(CACHED // (4 * elements), 1))])
         if (took := self._worked(lambda: torch.relu(next(cold)), share)) is not None:
-            self.copies.append(Copy(8 * elements, *took))
+            self.copies.append(TimedCopy(8 * elements, *took))
 
     def _operators(self, share: float) -> None:
         """Seconds per view and per operator of small layers that computes, each the mean of forward and backward. A GPU
@@ -491,7 +491,7 @@ class Bench:
         elements = max(elements // ranks, 1) * ranks
         sent, action = self._call(kind, ranks, elements)
         if (seconds := self._added(action, share)) is not None:
-            self.calls.append(Call(kind, ranks, 4 * sent, seconds))
+            self.calls.append(TimedCollective(kind, ranks, 4 * sent, seconds))
 
     def _group(self, ranks: int) -> Any:
         """The process group of `ranks` ranks that holds this rank; creating the groups is collective and takes time."""

@@ -19,7 +19,7 @@ from runner.build import optimizers
 from runner.build.modules import offload_of
 from runner.config.schema import Config
 from runner.planning import lowering
-from runner.planning.batch_rows import Kind, kinds_of
+from runner.planning.batch_rows import EqualRanks, kinds_of
 from runner.planning.memory_limit import MODES, Mode, RecomputedLayers, pareto_front
 from runner.planning.served_memory import of_server, of_worker
 from runner.planning.slices import sliced
@@ -166,7 +166,7 @@ class StageEstimate:
 class KindEstimate:
     """The step of the ranks of one kind."""
 
-    kind: Kind
+    kind: EqualRanks
     part: StageEstimate
 
 

@@ -38,7 +38,7 @@ HERE = "\0"
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """What `run plan` prints and writes, its predicted seconds of a step, and the state of the files behind it."""
 
     notices: Sequence[str]
@@ -66,11 +66,11 @@ class Reports:
         if self.folder is not None:
             self.key = hashlib.sha256(repr(_question(config)).encode()).hexdigest()[:32]
 
-    def find(self) -> Report | None:
+    def find(self) -> PlanReport | None:
         """One whose files are as they were."""
         if self.folder is None:
             return None
-        report = plan_cache.load(self.folder, self.key, print, lambda content: Report(**content))
+        report = plan_cache.load(self.folder, self.key, print, lambda content: PlanReport(**content))
         return report if report is not None and report.files == _state(report.files) else None
 
     def watch(self) -> Callable[[str], None]:
@@ -89,7 +89,7 @@ class Reports:
         search = content["search"] | LOADED
         plan = (self.run_dir / PLAN).read_text(encoding="utf-8")
         before, after = (json.dumps(some, indent=2).replace("\n", "\n  ") for some in (content["search"], search))
-        report = Report(
+        report = PlanReport(
             [line for line in self.said if not line.startswith(PROGRESS)],
             text.headline(loaded, self.run_dir).replace(shown_path(self.run_dir), HERE) + f"\n{tables}",
             plan.replace(f'"search": {before}', f'"search": {after}', 1),

@@ -48,7 +48,7 @@ class Lineage:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The training run of a folder, as recorded in `run.json`: its id and history, who began it and when, and the
     checkpoint that it began with, if that was given by its path."""
 
@@ -57,7 +57,7 @@ class Run:
     resumed: str | None
 
 
-def read(run_dir: Path) -> Run | None:
+def read(run_dir: Path) -> RecordedRun | None:
     """The training run of `run_dir`; None where there is none, or its file cannot be read."""
     from strategies.core.bounded_files import read_json
 
@@ -68,7 +68,7 @@ def read(run_dir: Path) -> Run | None:
         began = Occupant(**content)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    return Run(Lineage(str(began.run), history), began, None if resumed is None else str(resumed))
+    return RecordedRun(Lineage(str(began.run), history), began, None if resumed is None else str(resumed))
 
 
 def of_checkpoints(place: Path) -> Lineage | None:

@@ -19,7 +19,7 @@ from runner.checkpoint import Content
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
 from runner.server.fleet import Fleet, State
-from runner.server.partition import Shard, kept_by_workers, partition
+from runner.server.partition import ServerShard, kept_by_workers, partition
 from runner.server.shard import plain
 from runner.training.evaluate import Evaluator
 from runner.training.trainer import Trainer, TrainingJob, groups_of
@@ -44,7 +44,14 @@ class ServedUpdates(BucketedUpdates):
     takes_changes = False
 
     def __init__(
-        self, *given: Any, fleet: Fleet, shards: Sequence[Shard], kept: Shard, slices: int, sync: bool, **shared: Any
+        self,
+        *given: Any,
+        fleet: Fleet,
+        shards: Sequence[ServerShard],
+        kept: ServerShard,
+        slices: int,
+        sync: bool,
+        **shared: Any,
     ) -> None:
         super().__init__(*given, **shared)
         self.fleet, self._shards, self._slices, self._sync = fleet, shards, slices, sync
@@ -64,7 +71,7 @@ class ServedUpdates(BucketedUpdates):
 
     def reduce(self) -> None:
         """Synchronous: let every server add up the gradients of the step; slices that a server has taken with it are
-        computed again."""
+        recomputed."""
         self._mirrored = False
         if not self._sync:
             return
@@ -84,7 +91,7 @@ class ServedUpdates(BucketedUpdates):
             square += kept
         self._norm_before = math.sqrt(square) / self._multiplied
 
-    def _read(self, op: str) -> Iterator[tuple[Shard, State]]:
+    def _read(self, op: str) -> Iterator[tuple[ServerShard, State]]:
         """What servers and workers answer, by shard."""
         for number, shard in enumerate(self._shards):
             yield shard, self.fleet.request_primary(number, op)
@@ -167,7 +174,7 @@ class ServedUpdates(BucketedUpdates):
         self.fleet.place([self._state_of(shard, done) for shard in self._shards])
         self._kept_state = self._state_of(self._kept, done)
 
-    def _state_of(self, shard: Shard, done: int) -> State:
+    def _state_of(self, shard: ServerShard, done: int) -> State:
         """What a server or a worker needs to go on with `shard` as the mirror has it."""
         found: dict[str, dict[str, Any]] = {}
         tensors = [self._owned[one.name].detach().view(-1)[one.start : one.stop].clone() for one in shard.pieces]

@@ -25,7 +25,7 @@ from torch import Tensor
 from runner.errors import RunFailed
 from runner.launch import network
 from runner.launch.launchers.connection import new_secret
-from runner.server.links import BROKEN, Address, Link, accept, connect
+from runner.server.links import BROKEN, Address, ServerLink, accept, connect
 
 PLACE, OVER = "coordinator", "over"
 """The file that says where the coordinator listens, and its content when all is done."""
@@ -72,27 +72,27 @@ class Fleet:
         self._keeping, self._host = keeping, host
         self._secret = new_secret(folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._servers: dict[int, Link] = {}
-        self._processes: dict[Link, tuple[str, int]] = {}
+        self._servers: dict[int, ServerLink] = {}
+        self._processes: dict[ServerLink, tuple[str, int]] = {}
         """Hosts and process ids."""
-        self._places: dict[int, tuple[str, Link]] = {}
+        self._places: dict[int, tuple[str, ServerLink]] = {}
         """Of every server its host, and the connection that it has opened."""
-        self._asked: dict[Link, float] = {}
+        self._requested: dict[ServerLink, float] = {}
         """Since when workers owe an answer."""
         self._addresses: dict[int, tuple[str, int]] = {}
         self._holders: list[list[int]] = [[] for _ in range(servers)]
-        self._callers: list[Link] = []
+        self._callers: list[ServerLink] = []
         self._over = False
-        self._workers: dict[Link, Address] = {}
-        self._joining: dict[Link, Address] = {}
-        self._computed: dict[Link, set[int]] = {}
+        self._workers: dict[ServerLink, Address] = {}
+        self._joining: dict[ServerLink, Address] = {}
+        self._computed: dict[ServerLink, set[int]] = {}
         """The slices of this step that workers have computed; of what they keep each has the gradient of its own."""
-        self._ring: list[Link] = []
+        self._ring: list[ServerLink] = []
         self._generation = 0
-        self._reduced: dict[Link, Mapping[str, Any]] = {}
-        self._answers: dict[Link, tuple[dict[str, Any], list[Tensor]]] = {}
-        self._idle: deque[Link] = deque()
-        self._busy: dict[Link, Unit] = {}
+        self._reduced: dict[ServerLink, Mapping[str, Any]] = {}
+        self._answers: dict[ServerLink, tuple[dict[str, Any], list[Tensor]]] = {}
+        self._idle: deque[ServerLink] = deque()
+        self._busy: dict[ServerLink, Unit] = {}
         self._todo: deque[Unit] = deque()
         self._given: dict[str, Any] = {}
         self.results: dict[Unit, Mapping[str, Any]] = {}
@@ -103,7 +103,7 @@ class Fleet:
 
     # Members
 
-    def _called(self, link: Link, hello: Mapping[str, Any]) -> None:
+    def _called(self, link: ServerLink, hello: Mapping[str, Any]) -> None:
         """In a separate thread: read what a member sends until it ends."""
         self._callers.append(link.patient())
         if self._over:
@@ -122,13 +122,13 @@ class Fleet:
         except BROKEN:
             self._events.put((lambda: self._worker_gone(link)) if member is None else (lambda: self._probe(member)))
 
-    def _worker_joined(self, link: Link, address: Address) -> None:
+    def _worker_joined(self, link: ServerLink, address: Address) -> None:
         if self._keeping:
             self._joining[link] = address
         else:
             self._welcomed(link, address)
 
-    def _welcomed(self, link: Link, address: Address, kept: State | None = None) -> None:
+    def _welcomed(self, link: ServerLink, address: Address, kept: State | None = None) -> None:
         try:
             link.send("welcome", self._welcome())
             if kept is not None:
@@ -139,9 +139,9 @@ class Fleet:
         self._workers[link] = address
         self._idle.append(link)
 
-    def _worker_gone(self, link: Link) -> None:
+    def _worker_gone(self, link: ServerLink) -> None:
         self._joining.pop(link, None)
-        self._asked.pop(link, None)
+        self._requested.pop(link, None)
         if link not in self._workers:
             return
         del self._workers[link]
@@ -159,9 +159,9 @@ class Fleet:
             self.counts["slices_again"] += 1
             self._todo.appendleft(unit)
 
-    def _heard(self, link: Link, fields: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _heard(self, link: ServerLink, fields: dict[str, Any], tensors: list[Tensor]) -> None:
         """A worker reports a slice, or that it does not reach a server, or answers a request."""
-        self._asked.pop(link, None)
+        self._requested.pop(link, None)
         if fields["op"] in ("reduced", "broken"):
             if fields["generation"] == self._generation:
                 self._reduced[link] = fields
@@ -181,24 +181,24 @@ class Fleet:
         for shard in fields["alone"]:
             self._keep_primary(shard)
 
-    def _send(self, link: Link, op: str, **fields: Any) -> None:
+    def _send(self, link: ServerLink, op: str, **fields: Any) -> None:
         with suppress(*BROKEN):  # its end is in the queue, too
             link.send(op, **fields)
 
-    def _ask(self, link: Link, op: str, **fields: Any) -> None:
+    def _ask(self, link: ServerLink, op: str, **fields: Any) -> None:
         """Send a worker what it answers."""
-        self._asked.setdefault(link, time.monotonic())
+        self._requested.setdefault(link, time.monotonic())
         self._send(link, op, **fields)
 
     def _end_hanging(self) -> None:
         """End the workers that have owed an answer for too long, where others are left."""
         late = time.monotonic() - SILENT * self._timeout
-        hanging = [link for link, since in self._asked.items() if since < late and link in self._processes]
+        hanging = [link for link, since in self._requested.items() if since < late and link in self._processes]
         if len(hanging) < len(self._workers):
             for link in hanging:
                 self._kill(link)
 
-    def _kill(self, link: Link) -> None:
+    def _kill(self, link: ServerLink) -> None:
         """Kill the process at the other end, once; hang up where it is on another host."""
         host, process = self._processes.pop(link, ("", 0))
         if process and host == self._host:
@@ -207,7 +207,7 @@ class Fleet:
         elif process:
             link.close()
 
-    def _server_joined(self, server: int, address: tuple[str, int], caller: Link) -> None:
+    def _server_joined(self, server: int, address: tuple[str, int], caller: ServerLink) -> None:
         self._server_gone(server)  # the process before it, if nothing was heard of its end yet
         try:
             self._servers[server] = connect(address, self._secret, self._timeout)
@@ -281,7 +281,7 @@ class Fleet:
         self._joining.clear()
 
     def reduce(self, step: int, slices: int) -> tuple[float, int]:
-        """Let workers add up the gradients of what they keep. Slices of a worker that is killed are computed again, and
+        """Let workers add up the gradients of what they keep. Slices of a worker that is killed are recomputed, and
         the others make a ring without it.
 
         Returns:
@@ -301,13 +301,13 @@ class Fleet:
                 ahead = self._workers[members[(position + 1) % len(members)]]
                 place = {"generation": self._generation, "position": position, "size": len(members), "ahead": ahead}
                 self._ask(link, "reduce", step=step, slices=own, **place)
-            self._run(self._settled, "a worker")
+            self._run(self._all_reduced, "a worker")
             answers = [self._reduced[link] for link in members if link in self._reduced]
             if len(answers) == len(members) and all(one["op"] == "reduced" for one in answers):
                 return answers[0]["square"], sum(one["sent"] for one in answers)
             self._ring = []
 
-    def _settled(self) -> bool:
+    def _all_reduced(self) -> bool:
         """Whether the workers of the ring have added up, or cannot."""
         waiting = [link for link in self._ring if link not in self._reduced]
         broken = any(one["op"] == "broken" for one in self._reduced.values())

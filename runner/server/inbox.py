@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from runner.launch import network
-from runner.server.links import BROKEN, Address, Link, accept, connect
+from runner.server.links import BROKEN, Address, ServerLink, accept, connect
 from runner.server.ring import Ring
 
 Order = tuple[dict[str, Any], list[Tensor]]
@@ -26,11 +26,11 @@ class Inbox:
         address: of this host.
     """
 
-    def __init__(self, coordinator: Link, secret: bytes, timeout: float, address: str) -> None:
+    def __init__(self, coordinator: ServerLink, secret: bytes, timeout: float, address: str) -> None:
         self._secret, self._timeout = secret, timeout
-        self._arriving: queue.SimpleQueue[Order | tuple[int, Link] | BaseException] = queue.SimpleQueue()
+        self._arriving: queue.SimpleQueue[Order | tuple[int, ServerLink] | BaseException] = queue.SimpleQueue()
         self._next: Order | None = None
-        self._behind: dict[int, Link] = {}
+        self._behind: dict[int, ServerLink] = {}
         """By generation of the ring."""
         self._ring: tuple[int, Ring] | None = None
         self._listener = network.listener(address)
@@ -43,7 +43,7 @@ class Inbox:
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
-    def _listen(self, coordinator: Link) -> None:
+    def _listen(self, coordinator: ServerLink) -> None:
         try:
             coordinator.patient()
             while True:
@@ -51,7 +51,7 @@ class Inbox:
         except BROKEN as error:
             self._arriving.put(error)
 
-    def _called(self, link: Link, hello: Mapping[str, Any]) -> None:
+    def _called(self, link: ServerLink, hello: Mapping[str, Any]) -> None:
         self._arriving.put((hello["generation"], link))
 
     def order(self) -> Order:

@@ -32,7 +32,7 @@ _LENGTH = struct.Struct(">I")
 Address = tuple[str, int]
 
 
-class Link:
+class ServerLink:
     """One end of a connection. `sent` and `received` count the bytes of tensors."""
 
     def __init__(self, connection: Connection, timeout: float) -> None:
@@ -43,7 +43,7 @@ class Link:
         self._socket.settimeout(timeout)
         self.sent = self.received = 0
 
-    def patient(self) -> Link:
+    def patient(self) -> ServerLink:
         """Itself, which from now on waits for a message for any time."""
         self._socket.settimeout(None)
         return self
@@ -117,10 +117,10 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def connect(address: Address, secret: bytes, timeout: float) -> Link:
+def connect(address: Address, secret: bytes, timeout: float) -> ServerLink:
     """A connection to who listens at `address`. Raises OSError where nobody does."""
     try:
-        return Link(call(*address, secret, _silence(address[0], timeout)), timeout)
+        return ServerLink(call(*address, secret, _silence(address[0], timeout)), timeout)
     except AuthenticationError as error:
         raise ConnectionError("somebody else listens there") from error
 
@@ -131,14 +131,14 @@ def _silence(address: str, timeout: float) -> float:
 
 
 def accept(
-    listener: socket.socket, secret: bytes, timeout: float, serve: Callable[[Link, Mapping[str, Any]], None]
+    listener: socket.socket, secret: bytes, timeout: float, serve: Callable[[ServerLink, Mapping[str, Any]], None]
 ) -> None:
     """Start a thread that calls `serve` with each caller's connection and first message, in a thread for each."""
 
     def answered(plain: socket.socket) -> None:
         try:
             silence = _silence(plain.getsockname()[0], timeout)
-            link = Link(answer(plain, secret, silence, GREETING), timeout)
+            link = ServerLink(answer(plain, secret, silence, GREETING), timeout)
             hello, _ = link.receive()
         except (*BROKEN, AuthenticationError):
             return  # a stranger, or a process that has ended

@@ -29,7 +29,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ServerShard:
     """What one server holds: at most one piece of each parameter, those of `dense` in one flat tensor."""
 
     dense: tuple[Piece, ...]
@@ -45,7 +45,7 @@ class Shard:
         return sum(piece.size for piece in self.dense)
 
 
-def partition(elements: Mapping[str, int], tables: Mapping[str, int], servers: int) -> tuple[Shard, ...]:
+def partition(elements: Mapping[str, int], tables: Mapping[str, int], servers: int) -> tuple[ServerShard, ...]:
     """The shards of all servers, whose dense pieces follow one another.
 
     Args:
@@ -71,12 +71,12 @@ def partition(elements: Mapping[str, int], tables: Mapping[str, int], servers: i
         )
         for server in range(servers)
     ]
-    return tuple(Shard(tuple(pieces), own) for pieces, own in zip(dense, rows, strict=True))
+    return tuple(ServerShard(tuple(pieces), own) for pieces, own in zip(dense, rows, strict=True))
 
 
-def kept_by_workers(elements: Mapping[str, int]) -> Shard:
+def kept_by_workers(elements: Mapping[str, int]) -> ServerShard:
     """All of the parameters that workers keep, each of which has them complete."""
-    return Shard(tuple(Piece(name, 0, count) for name, count in elements.items()))
+    return ServerShard(tuple(Piece(name, 0, count) for name, count in elements.items()))
 
 
 def _cuts(total: int, parts: int) -> list[int]:

@@ -11,7 +11,7 @@ import threading
 
 from torch import Tensor
 
-from runner.server.links import BROKEN, Link
+from runner.server.links import BROKEN, ServerLink
 
 
 class Ring:
@@ -23,7 +23,7 @@ class Ring:
         behind: leads to the one before.
     """
 
-    def __init__(self, position: int, size: int, ahead: Link, behind: Link) -> None:
+    def __init__(self, position: int, size: int, ahead: ServerLink, behind: ServerLink) -> None:
         self._position, self._size, self._ahead, self._behind = position, size, ahead, behind
 
     def add(self, values: Tensor) -> int:

@@ -15,7 +15,7 @@ from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
 from runner.server.coordinator import Coordinator
 from runner.server.fleet import OVER, PLACE
-from runner.server.links import BROKEN, Link, connect
+from runner.server.links import BROKEN, ServerLink, connect
 from runner.server.partition import partition
 from runner.server.store import Store
 from runner.server.worker import Worker
@@ -47,7 +47,7 @@ def _is_over(job: TrainingJob) -> bool:
     return place.exists() and place.read_text(encoding="utf-8") == OVER
 
 
-def _work(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> None:
+def _work(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes) -> None:
     """Compute slices until the coordinator has enough."""
     worker = Worker(rank, job, link, secret)
     link.send("worker", address=worker.address, **_process(rank, job))
@@ -59,7 +59,7 @@ def _process(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
     return {"host": job.prepared.config.launch.host_of(rank.rank), "process": os.getpid()}
 
 
-def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[Link, bytes] | None:
+def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[ServerLink, bytes] | None:
     """A connection to the coordinator, and the secret; None where all is done. Raises ConnectionError if there is none
     in time."""
     timeout = job.prepared.config.launch.timeout
@@ -77,7 +77,7 @@ def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[Link, bytes] | No
     raise ConnectionError(f"timed out after {timeout * 1000:.0f} ms: rank {rank.rank} found no coordinator")
 
 
-def _serve(rank: RankContext, job: TrainingJob, link: Link, secret: bytes) -> None:
+def _serve(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes) -> None:
     """Hold shards until the coordinator closes the connection; raises ConnectionError where that is too soon."""
     prepared, config = job.prepared, job.prepared.config
     assert prepared.step is not None and prepared.graph is not None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.server.flat_parameters import wide
 from runner.server.gradients import Gradient, Rows, added
-from runner.server.partition import Shard
+from runner.server.partition import ServerShard
 from strategies.optimizer.updates import Groups, OptimizerFactory
 
 
@@ -34,7 +34,7 @@ class ServedShard:
         total: the sum of the gradients of step `version` + 1, once it is prepared.
     """
 
-    def __init__(self, shard: Shard, groups: Groups, factory: OptimizerFactory, dtype: torch.dtype) -> None:
+    def __init__(self, shard: ServerShard, groups: Groups, factory: OptimizerFactory, dtype: torch.dtype) -> None:
         self._shard, self._sent, dtype = shard, dtype, wide(dtype)
         self.values = torch.zeros(shard.size, dtype=dtype)
         parts = torch.split(self.values, [piece.size for piece in shard.dense])

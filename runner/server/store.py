@@ -18,8 +18,8 @@ from torch import Tensor
 
 from runner.launch import network
 from runner.server.gradients import Gradient
-from runner.server.links import BROKEN, Address, Link, accept, connect
-from runner.server.partition import Shard
+from runner.server.links import BROKEN, Address, ServerLink, accept, connect
+from runner.server.partition import ServerShard
 from runner.server.shard import ServedShard
 from runner.training.fault_injection import Faults
 from strategies.optimizer.updates import Groups, OptimizerFactory
@@ -34,7 +34,7 @@ class _Entry:
 
     shard: ServedShard
     lock: threading.Lock = field(default_factory=threading.Lock)
-    replica: Link | None = None
+    replica: ServerLink | None = None
 
 
 class Store:
@@ -50,7 +50,7 @@ class Store:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[ServerShard],
         groups: Groups,
         factory: OptimizerFactory,
         dtype: torch.dtype,
@@ -72,7 +72,7 @@ class Store:
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
-    def wait(self, coordinator: Link) -> None:
+    def wait(self, coordinator: ServerLink) -> None:
         """Return when the coordinator closes its connection. Raises what a request has raised."""
 
         def closed() -> None:
@@ -84,7 +84,7 @@ class Store:
         if (error := self._failed.get()) is not None:
             raise error
 
-    def _serve(self, link: Link, hello: Mapping[str, Any]) -> None:
+    def _serve(self, link: ServerLink, hello: Mapping[str, Any]) -> None:
         link.patient()
         try:
             while True:

@@ -26,7 +26,7 @@ from runner.planning.slices import sliced
 from runner.server.flat_parameters import FlatParameters
 from runner.server.gradients import Gradient
 from runner.server.inbox import Inbox
-from runner.server.links import BROKEN, Address, Link, connect
+from runner.server.links import BROKEN, Address, ServerLink, connect
 from runner.server.partition import kept_by_workers, partition
 from runner.server.shard import ServedShard
 from runner.server.tables import PulledTable
@@ -48,7 +48,7 @@ class Worker:
         secret: of connections.
     """
 
-    def __init__(self, rank: RankContext, job: TrainingJob, coordinator: Link, secret: bytes) -> None:
+    def __init__(self, rank: RankContext, job: TrainingJob, coordinator: ServerLink, secret: bytes) -> None:
         self._rank, self._prepared, self._config = rank, job.prepared, job.prepared.config
         self._coordinator, self._secret = coordinator, secret
         self._inbox = Inbox(coordinator, secret, self._config.launch.timeout, rank.address)
@@ -76,7 +76,7 @@ class Worker:
             PulledTable(table, self._tensors[table.name], [own[number] for own in bounds], section.cache_rows)
             for number, table in enumerate(self._sliced.tables)
         ]
-        self._servers: list[Link] = []
+        self._servers: list[ServerLink] = []
         self._layout: list[list[Any]] = []
         torch.set_default_dtype(job.prepared.default_dtype)
         training, _, self._collate = datasets(self._config)
@@ -299,7 +299,7 @@ def _full(shape: Sequence[int]) -> Block:
     return tuple((0, size) for size in shape)
 
 
-class _Unreachable(Link):
+class _Unreachable(ServerLink):
     """A connection that nobody answered."""
 
     def __init__(self) -> None:

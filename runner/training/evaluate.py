@@ -21,7 +21,7 @@ from runner.build.modules import DTYPES, build_loss, cast
 from runner.build.scores import scores
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, global_batch
 from runner.data.order import eval_rows, padded
-from runner.data.reading import Load, Reader, Request
+from runner.data.reading import BatchReader, Load, RowRequest
 from runner.data.row_seeds import EVALUATION
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
@@ -83,9 +83,9 @@ class Evaluator:
         self._update_loss()
         self.scores.reset()
         measures, batches = self._labelled and self.rank.rank == 0, eval_rows(self.length, self.size)
-        requests = (Request(tuple(self._read_rows(rows)), EVALUATION) for rows in batches)
+        requests = (RowRequest(tuple(self._read_rows(rows)), EVALUATION) for rows in batches)
         section, on_cpu = self.prepared.config.data, self.rank.device == "cpu"
-        reader = Reader(
+        reader = BatchReader(
             self._loader(self.dataset),
             lambda: self._loader(self.again()),
             requests,
@@ -129,7 +129,7 @@ class Evaluator:
         batches: dict[int, LocalBatches] = {}
         names = tuple(self.prepared.evaluated)
 
-        def load(request: Request) -> list[Tensor]:
+        def load(request: RowRequest) -> list[Tensor]:
             rows, size = request.rows, len(request.rows)
             if self._complete:
                 return flatten_batch(global_batch(dataset, self.collate, rows, self._seed), names)[1]

@@ -27,7 +27,7 @@ from runner.build.callbacks import callbacks
 from runner.build.modules import DTYPES, cast, offload_of
 from runner.config.schema import Config
 from runner.data.loader import LocalBatches, MapDataset
-from runner.data.reading import Load, Reader, Request
+from runner.data.reading import BatchReader, Load, RowRequest
 from runner.data.row_seeds import seed_generators
 from runner.errors import ConfigError, InputError
 from runner.launch import logs
@@ -128,7 +128,7 @@ class Trainer:
         if (mesh := self.execution.communicator.mesh).size > 1:
             agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
         self.load = self._loader(training)
-        self.reader: Reader | None = None
+        self.reader: BatchReader | None = None
         self.offload = offload_of(self.config, job.offload)
         self.activations = activations(self.execution.module, self.offload, rank.device)
         self.updates: Updates = self._updates()
@@ -168,19 +168,19 @@ class Trainer:
             for blocks in (self.execution.blocks, self.execution.blocks if short is None else short.blocks)
         )
 
-        def load(request: Request) -> list[Tensor]:
+        def load(request: RowRequest) -> list[Tensor]:
             return cast((full if len(request.rows) == size else rest).load(request.rows, request.epoch), dtype)
 
         return load
 
-    def _requests(self, first: int) -> Iterator[Request]:
+    def _requests(self, first: int) -> Iterator[RowRequest]:
         """Every micro-batch from step `first` on, in the order in which this rank computes them."""
         size = self.prepared.rows
         for step in range(first, self.prepared.steps + 1):
             number = self._number(step)
             rows, epoch = self.order.rows(number), self.order.epoch(number)
             for micro in self._loaded(len(rows)):
-                yield Request(tuple(rows[micro * size : (micro + 1) * size]), epoch)
+                yield RowRequest(tuple(rows[micro * size : (micro + 1) * size]), epoch)
 
     def _loaded(self, rows: int) -> list[int]:
         """The micro-batches of a step of `rows` rows, in the order in which this rank loads them."""
@@ -242,7 +242,7 @@ class Trainer:
         loss, results, stopped = float("nan"), {}, None
         record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
         pinned = self.config.data.pin_memory and self.rank.device != "cpu"
-        self.reader = Reader(
+        self.reader = BatchReader(
             self.load,
             lambda: self._loader(training_data(self.config, self.prepared.data.training)),
             self._requests(first),

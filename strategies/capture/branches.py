@@ -374,7 +374,7 @@ class _Merger:
     def _equal_at_end(self, left: Sequence[fx.Node], right: Sequence[fx.Node]) -> int:
         """How many nodes at the ends of two sides compute the same of what is chosen."""
         count = 0
-        while count < min(len(left), len(right)) and self._alike(left[-1 - count], right[-1 - count]):
+        while count < min(len(left), len(right)) and self._equivalent(left[-1 - count], right[-1 - count]):
             count += 1
         while count:
             ends = left[len(left) - count :], right[len(right) - count :]
@@ -398,7 +398,7 @@ class _Merger:
             count -= bad[-1] + 1
         return 0
 
-    def _alike(self, one: fx.Node, other: fx.Node) -> bool:
+    def _equivalent(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether two nodes are one operator with equal arguments but for tensors."""
         if (one.op, len(_operands(one))) != (other.op, len(_operands(other))) or one.target in AUTOCAST:
             return False

@@ -28,13 +28,13 @@ from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from strategies.capture.nodes import FUNCTION_CALL, beneath_tracing, replaced, users_line
 from strategies.core.errors import StrategyError
 from strategies.rules.drawing_calls import INSTANCES, Interval, called_name, drawing_call, fits, noticing
 from strategies.rules.function_calls import FunctionCall, drawn_function, tensors_in
-from strategies.rules.module_calls import Slot, as_text
+from strategies.rules.module_calls import as_text, autocast_dtype, slotted
 from strategies.rules.registry import function_class
 
 DRAWN = (
@@ -96,7 +96,7 @@ class DrawingFunctions:
             if name not in seeded and pickle.dumps(state()) != before[name]:  # by a function of another name
                 raise StrategyError("MW906", f"The model's forward draws numbers with {name}, {DRAWN}")
 
-    def _notice(self, frame: FrameType, generator: str, interval: Interval | None) -> DrawnNumber | None:
+    def _notice(self, frame: FrameType, generator: str, interval: Interval | None) -> RandomNumber | None:
         if _tracer() is None:  # in a trial
             return None
         call = drawing_call(frame)
@@ -107,7 +107,7 @@ class DrawingFunctions:
             )
             if call is not None or interval is None:
                 raise refusal
-            return DrawnNumber(interval, refusal)
+            return RandomNumber(interval, refusal)
         raise DrawsIn(name)
 
 
@@ -171,16 +171,12 @@ def _recording(name: str, suspected: bool) -> Iterator[None]:
 
 def _recorded(name: str, function: Callable[..., Any], given: Any, tracer: Any) -> Any:
     """What a function returns for `given`, as results of one node."""
-    leaves, structure = tree_flatten(given)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    slots = iter(range(len(tensors)))
-    slotted = tree_unflatten([Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    tensors, arguments = slotted(given)
     proxies = [tracer.unwrap_proxy(one) for one in tensors]
     if not all(isinstance(proxy, fx.Proxy) for proxy in proxies):
         raise _refusal(name, "takes a tensor that is neither computed nor a parameter, buffer or entry of the batch")
     device = next((one.device for one in tensors), torch.device("cpu"))
-    casts = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    call = FunctionCall(name, slotted, torch.get_autocast_dtype(device.type) if casts else None)
+    call = FunctionCall(name, arguments, autocast_dtype(device))
     with _disable_current_modes(), torch.device("cpu"):
         returned, drew = _tried(call, function, tensors)
         results = tuple((tuple(one.shape), one.dtype) for one in tensors_in(returned))
@@ -193,7 +189,7 @@ def _recorded(name: str, function: Callable[..., Any], given: Any, tracer: Any) 
     tracked = iter(track_tensor_tree(made, node, constant=None, tracer=tracer))
     return tree_map_only(
         (Tensor, np.ndarray),
-        lambda one: DrawnArray(next(tracked), name) if isinstance(one, np.ndarray) else next(tracked),
+        lambda one: RandomArray(next(tracked), name) if isinstance(one, np.ndarray) else next(tracked),
         returned,
     )
 
@@ -232,7 +228,7 @@ def _refusal(name: str, what: str) -> StrategyError:
     )
 
 
-class DrawnArray:
+class RandomArray:
     """Stands in a traced forward for an array that a random function returns: a tensor may be made of it, or indexed
     by it, and nothing else be done with it. Raises StrategyError for anything else."""
 
@@ -256,7 +252,7 @@ class DrawnArray:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
 
-class DrawnNumber:
+class RandomNumber:
     """Stands in a traced forward for a number of an interval: comparisons are answered that hold for all of it or for
     none. Raises StrategyError for anything else."""
 
@@ -294,21 +290,21 @@ class DrawnNumber:
 
 
 class _Conversions(TorchFunctionMode):
-    """Makes a tensor of a `DrawnArray`."""
+    """Makes a tensor of a `RandomArray`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in CONVERSIONS and any(isinstance(one, DrawnArray) for one in (*args, *kwargs.values())):
+        if function in CONVERSIONS and any(isinstance(one, RandomArray) for one in (*args, *kwargs.values())):
             return _converted(function, *args, **kwargs)
         if function in INDEXED:
-            args = tree_map_only(DrawnArray, lambda one: one.tensor, args)
+            args = tree_map_only(RandomArray, lambda one: one.tensor, args)
         return function(*args, **kwargs)
 
 
-def _converted(function: Any, data: DrawnArray, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def _converted(function: Any, data: RandomArray, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     tensor = data.tensor.clone() if function is torch.tensor else data.tensor
     return tensor.to(device or tensor.device, dtype or tensor.dtype)
 
 
 def _of_arrays(from_numpy: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    return lambda array: array.tensor if isinstance(array, DrawnArray) else from_numpy(array)
+    return lambda array: array.tensor if isinstance(array, RandomArray) else from_numpy(array)

@@ -41,7 +41,7 @@ from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import check_hooks, check_nodes, check_operands, refusing_unseen
 from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
-from strategies.core.graph import OperatorGraph, Packed
+from strategies.core.graph import FusedSections, OperatorGraph
 from strategies.rules.random import draws
 
 M = TypeVar("M", bound=nn.Module)
@@ -73,7 +73,7 @@ class Objective(nn.Module):
         targets: Sequence[str],
         autocast: torch.dtype | None = None,
         *,
-        sections: Mapping[str, Packed] | None = None,
+        sections: Mapping[str, FusedSections] | None = None,
     ) -> None:
         super().__init__()
         self.sections = sections

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped
 from strategies.capture.repeated_modules import TABLES
-from strategies.rules.module_calls import ModuleCall, Slot, as_text, called_module
+from strategies.rules.module_calls import ModuleCall, Slot, as_text, autocast_dtype, called_module, slotted
 from strategies.rules.registry import PLAIN
 
 LOSS = "loss"
@@ -115,21 +115,15 @@ def _watched(forward: Callable[..., Any], skeletons: dict[int, nn.Module]) -> Ca
 
 def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Module, given: Any, tracer: Any) -> Any:
     """What the forward of `module` returns for `given`, as results of one node."""
-    leaves, structure = tree_flatten(given)
-    if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+    if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(given)):
         raise NotOpaque(type(skeleton))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    slots = iter(range(len(tensors)))
-    slotted = tree_unflatten([Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    tensors, arguments = slotted(given)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     operands = [*tensors, *state.values()]
     proxies = [tracer.unwrap_proxy(one) for one in operands]
     if not all(isinstance(proxy, fx.Proxy) for proxy in proxies):
         raise NotOpaque(type(skeleton))
-    device = operands[0].device.type
-    casts = device != "meta" and torch.is_autocast_enabled(device)
-    autocast = torch.get_autocast_dtype(device) if casts else None
-    call = ModuleCall(skeleton, tuple(state), slotted, autocast)
+    call = ModuleCall(skeleton, tuple(state), arguments, autocast_dtype(operands[0].device))
     with _disable_current_modes(), torch.device("cpu"):
         returned = _tried(call, forward, tensors)
         found, structure = tree_flatten(returned)

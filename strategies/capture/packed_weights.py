@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from strategies.core.graph import Operator, OperatorGraph, Packed, Ref, Source, TensorSpec
+from strategies.core.graph import FusedSections, Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.rules import rule_of
 from strategies.rules.packed import RESHAPES, orderless, sections_taken, taken_apart
 
@@ -21,7 +21,7 @@ MOVES = RESHAPES | frozenset("contiguous clone movedim moveaxis permute swapaxes
 MOST_SECTIONS = 16
 
 
-def packed(graph: OperatorGraph, given: Mapping[str, Packed] | None = None) -> OperatorGraph:
+def packed(graph: OperatorGraph, given: Mapping[str, FusedSections] | None = None) -> OperatorGraph:
     """The graph with its packed dims marked.
 
     Args:
@@ -30,7 +30,7 @@ def packed(graph: OperatorGraph, given: Mapping[str, Packed] | None = None) -> O
             can be.
     """
     graph = _marked(graph, {})
-    marks: dict[Ref, Packed] = {}
+    marks: dict[Ref, FusedSections] = {}
     for ref, sections in _candidates(graph):
         if (
             ref not in marks
@@ -48,12 +48,12 @@ def packed(graph: OperatorGraph, given: Mapping[str, Packed] | None = None) -> O
     return _marked(graph, marks)
 
 
-def sections_of(graph: OperatorGraph) -> dict[str, Packed]:
+def sections_of(graph: OperatorGraph) -> dict[str, FusedSections]:
     """The parameters that are packed, by name."""
     return {one.name: one.spec.packed for one in graph.of_kind("parameter") if one.spec.packed is not None}
 
 
-def _marked(graph: OperatorGraph, marks: Mapping[Ref, Packed]) -> OperatorGraph:
+def _marked(graph: OperatorGraph, marks: Mapping[Ref, FusedSections]) -> OperatorGraph:
     """The graph with these marks alone."""
 
     def spec(ref: Ref, old: TensorSpec) -> TensorSpec:
@@ -69,7 +69,7 @@ def _marked(graph: OperatorGraph, marks: Mapping[Ref, Packed]) -> OperatorGraph:
     return replace(graph, sources=sources, operators=tuple(operators))
 
 
-def _candidates(graph: OperatorGraph) -> Iterator[tuple[Ref, Packed]]:
+def _candidates(graph: OperatorGraph) -> Iterator[tuple[Ref, FusedSections]]:
     """Values that operators take apart, and how."""
     sliced: dict[tuple[Ref, int], set[tuple[int, int]]] = {}
     for operator in graph.operators:
@@ -80,23 +80,23 @@ def _candidates(graph: OperatorGraph) -> Iterator[tuple[Ref, Packed]]:
         if (taken := sections_taken(operator, spec)) is not None:
             dim, parts = taken
             if len(parts) > 1:
-                yield ref, Packed(dim, tuple(stop - start for start, stop in parts))
+                yield ref, FusedSections(dim, tuple(stop - start for start, stop in parts))
             else:
                 sliced.setdefault((ref, dim), set()).update(parts)
                 ends = sorted({end for part in sliced[ref, dim] for end in part})
                 if sliced[ref, dim] == set(pairwise(ends)) and (ends[0], ends[-1]) == (0, spec.shape[dim]):
                     if len(ends) > 2:
-                        yield ref, Packed(dim, tuple(stop - start for start, stop in pairwise(ends)))
+                        yield ref, FusedSections(dim, tuple(stop - start for start, stop in pairwise(ends)))
         elif operator.op in RESHAPES and len(operator.operands) == 1:
             for dim, size in enumerate(spec.shape):
                 for count in range(2, MOST_SECTIONS + 1):
-                    sections = Packed(dim, (size // count,) * count)
+                    sections = FusedSections(dim, (size // count,) * count)
                     if size % count == 0 and size > count and count in operator.results[0].shape:
                         if (place := _new_dim(operator, spec, sections)) is not None and _each(graph, operator, place):
                             yield ref, sections
 
 
-def _new_dim(operator: Operator, spec: TensorSpec, sections: Packed) -> int | None:
+def _new_dim(operator: Operator, spec: TensorSpec, sections: FusedSections) -> int | None:
     """The dim of a reshape's result that counts the sections; None if it does not give them one."""
     found = taken_apart(operator, [spec], sections)
     if found is None or (factor := found.operands[0][sections.dim]) is None:
@@ -135,7 +135,7 @@ def _each(graph: OperatorGraph, operator: Operator, dim: int) -> bool:
     return True
 
 
-def _closure(graph: OperatorGraph, first: Ref, sections: Packed) -> dict[Ref, Packed] | None:
+def _closure(graph: OperatorGraph, first: Ref, sections: FusedSections) -> dict[Ref, FusedSections] | None:
     """Every value that shares a packed dim with that of `first`; None where one of them cannot be packed."""
     total, marks, open_ = sum(sections.sizes), {first: sections}, [first]
     leaving = {*graph.outputs, *(ref for _, ref in graph.updates)}
@@ -149,7 +149,7 @@ def _closure(graph: OperatorGraph, first: Ref, sections: Packed) -> dict[Ref, Pa
         for ref, dims in zip(refs, (*found.operands, *found.results), strict=True):
             if factor not in dims:
                 continue
-            mark = Packed(dims.index(factor), sections.sizes)
+            mark = FusedSections(dims.index(factor), sections.sizes)
             if graph.specs[ref].shape[mark.dim] != total or marks.get(ref, mark) != mark:
                 return False
             if ref not in marks:

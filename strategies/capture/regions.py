@@ -82,7 +82,7 @@ def _write_detach(graph: fx.Graph) -> None:
 def _returned(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """The operand that an operator returns as it is, if it does (`x.to(x.dtype)`): export then takes the operator for
     the origin of all that reads the operand afterwards, outside of the region too."""
-    same = [one for one in node.all_input_nodes if _alike(one.meta.get("val"), node.meta["val"])]
+    same = [one for one in node.all_input_nodes if _same_spec(one.meta.get("val"), node.meta["val"])]
     if not same or not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None
     with mode_of(graph), torch.no_grad():
@@ -90,7 +90,7 @@ def _returned(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return next((one for one in same if result is one.meta["val"]), None)
 
 
-def _alike(first: Any, second: Tensor) -> bool:
+def _same_spec(first: Any, second: Tensor) -> bool:
     return isinstance(first, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
 
 

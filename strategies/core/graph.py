@@ -34,7 +34,7 @@ def wide(dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class Packed:
+class FusedSections:
     """Several tensors in one, one behind the other along `dim`, of `sizes` there: the sections of a fused weight."""
 
     dim: int
@@ -48,7 +48,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
-    packed: Packed | None = None
+    packed: FusedSections | None = None
 
     @property
     def floating(self) -> bool:

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import Packed, TensorSpec
+from strategies.core.graph import FusedSections, TensorSpec
 from strategies.core.mesh import Mesh
 
 Block = tuple[tuple[int, int], ...]
@@ -113,7 +113,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Windows(Layout):
+class WindowLayout(Layout):
     """Slices that overlap or leave out: slice i of dim d is `windows[d][i]`, (start, stop); dims without windows have
     equal slices. Every local shape is that of the longest window; what a shorter one lacks at its end is zero."""
 
@@ -142,7 +142,7 @@ class Windows(Layout):
 class Stripes(Layout):
     """Slices of a packed tensor along the dim in which it is packed."""
 
-    packed: Packed = field(kw_only=True)
+    packed: FusedSections = field(kw_only=True)
 
     def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
         raise TypeError(f"A slice of a tensor that is {self.packed} is several blocks.")

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from strategies.core.layout import Block, Layout, Windows
+from strategies.core.layout import Block, Layout, WindowLayout
 from strategies.core.mesh import Mesh
 
 SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, ROTATE, MIRROR = (
@@ -138,7 +138,7 @@ def receives(step: Step, mesh: Mesh, rank: int) -> tuple[tuple[int, Block], ...]
         (peer, block of the global tensor), by increasing peer, the rank itself included.
     """
     wanted = step.after.block(step.shape, mesh, rank)
-    if isinstance(step.before, Windows):
+    if isinstance(step.before, WindowLayout):
         parts = [
             (peer, intersect(step.before.block(step.shape, mesh, peer), wanted)) for peer in mesh.group(rank, step.axes)
         ]
@@ -173,7 +173,7 @@ def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
 @cache
 def _busiest_in_exchange(step: Step, mesh: Mesh) -> int:
     before, after, shape = step.before, step.after, step.shape
-    if isinstance(before, Windows) or isinstance(after, Windows):
+    if isinstance(before, WindowLayout) or isinstance(after, WindowLayout):
         return max(step.elements(mesh, rank) for rank in mesh.group(0, step.axes))
     if any(
         size % mesh.product(dim) for layout in (before, after) for size, dim in zip(shape, layout.dims, strict=True)

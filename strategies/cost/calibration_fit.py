@@ -45,7 +45,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Copy:
+class TimedCopy:
     """Reading and writing `bytes` in all, on every rank at once; `worked` as that of a product."""
 
     bytes: int
@@ -54,7 +54,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCollective:
     """A collective among groups of `ranks` in which each rank sends `bytes`, in all groups at once."""
 
     kind: str
@@ -98,8 +98,8 @@ class Fit:
 
 def fit(
     products: Iterable[Product],
-    copies: Iterable[Copy],
-    calls: Iterable[Call],
+    copies: Iterable[TimedCopy],
+    calls: Iterable[TimedCollective],
     ran: Iterable[Ran] = (),
     launch: float = 0.0,
     view: float = 0.0,

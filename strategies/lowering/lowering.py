@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import Operator, OperatorGraph, Packed, Ref, Source, TensorSpec, refs, rewrite, wide
-from strategies.core.layout import Layout, Stripes, Windows, stored
+from strategies.core.graph import FusedSections, Operator, OperatorGraph, Ref, Source, TensorSpec, refs, rewrite, wide
+from strategies.core.layout import Layout, Stripes, WindowLayout, stored
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import (
@@ -151,7 +151,7 @@ def _returned(returned: Layout, have: Layout, mesh: Mesh) -> tuple[Pair, float]:
     return (returned, Layout(have.dims, left)), 1 / mesh.product(have.deferred - left)
 
 
-def unpacked(shape: Sequence[int], packed: Packed, sizes: Sequence[int]) -> tuple[int, ...]:
+def unpacked(shape: Sequence[int], packed: FusedSections, sizes: Sequence[int]) -> tuple[int, ...]:
     """A shape with `sizes` in place of the dim in which the tensor is packed."""
     return (*shape[: packed.dim], *sizes, *shape[packed.dim + 1 :])
 
@@ -161,7 +161,7 @@ def _complete(layout: Layout, dim: int) -> Layout:
     return Layout((*layout.dims[:dim], (), *layout.dims[dim + 1 :]), layout.partial)
 
 
-def _apart(layout: Layout, packed: Packed) -> Layout:
+def _apart(layout: Layout, packed: FusedSections) -> Layout:
     """The layout of a tensor whose sections, all of one size, have a dim of their own."""
     dims = layout.dims
     return Layout((*dims[: packed.dim], (), *dims[packed.dim :]), layout.partial)
@@ -332,7 +332,7 @@ class Emitter:
         axes = [self._axes((windows[dim][0],)) if dim in windows else () for dim in range(len(local))]
         shape = tuple(complete[dim] if dim in windows else size for dim, size in enumerate(local))
         cut = Layout(tuple(axes))
-        wanted = Windows(
+        wanted = WindowLayout(
             cut.dims, windows=tuple(tuple(windows[dim][1]) if dim in windows else () for dim in range(len(local)))
         )
         group = self.emission.mesh.sorted(cut.axes)
@@ -587,7 +587,9 @@ class _Lowering(Emission):
             self.instructions.append(Compute(id, target, args, (), operator, path, multiple))
             return Ref(id)
 
-        def section_by_section(value: Ref, packed: Packed, before: Layout, after: Layout, back: Pair | None) -> Ref:
+        def section_by_section(
+            value: Ref, packed: FusedSections, before: Layout, after: Layout, back: Pair | None
+        ) -> Ref:
             shapes = [unpacked(spec.shape, packed, (size,)) for size in packed.sizes]
             if len(set(shapes)) > 1:
                 sizes = [before.local_shape(shape, self.mesh)[packed.dim] for shape in shapes]

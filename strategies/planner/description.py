@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from strategies.core.graph import Operator, OperatorGraph, Packed
+from strategies.core.graph import FusedSections, Operator, OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Program, Redistribute
 from strategies.core.steps import ALL_REDUCE, ReshardingPath
@@ -75,7 +75,7 @@ def describe(
     }
 
 
-def packed_entry(packed: Packed | None) -> dict[str, Any]:
+def packed_entry(packed: FusedSections | None) -> dict[str, Any]:
     """What the entry of a parameter says of its sections, if it has any."""
     return {} if packed is None else {"packed": {"dim": packed.dim, "sizes": list(packed.sizes)}}
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import OperatorGraph, Packed
+from strategies.core.graph import FusedSections, OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.plan import Origin, Plan
 from strategies.rules import rule_of
@@ -114,11 +114,11 @@ def check_form(content: Any, name: str) -> None:
         raise StrategyError("MW420", f"{name} is not a plan.json ({problem}).") from None
 
 
-def packed_in(content: Any, name: str) -> dict[str, Packed]:
+def packed_in(content: Any, name: str) -> dict[str, FusedSections]:
     """The parameters that the content of a plan.json slices section by section. Raises StrategyError as `read_plan`."""
     check_form(content, name)
     found = {key: entry.get("packed") for key, entry in content["parameters"].items()}
-    return {key: Packed(one["dim"], tuple(one["sizes"])) for key, one in found.items() if one is not None}
+    return {key: FusedSections(one["dim"], tuple(one["sizes"])) for key, one in found.items() if one is not None}
 
 
 def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan:
@@ -151,7 +151,7 @@ def _differences(
     plan: Plan,
     problem: Mapping[str, tuple[str, list[list[int]]]],
     parameters: Mapping[str, tuple[int, ...]],
-    packed: Mapping[str, Packed],
+    packed: Mapping[str, FusedSections],
     graph: OperatorGraph,
 ) -> Iterator[str]:
     """What makes a plan unfit for a graph, as sentences that follow the file's name."""
@@ -218,7 +218,7 @@ def _layout_differences(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
             yield f": the layout of {where} is {layout}, which does not fit it; plan anew."
 
 
-def _sections(packed: Packed | None) -> str:
+def _sections(packed: FusedSections | None) -> str:
     return "as one" if packed is None else f"in sections of {list(packed.sizes)} along dim {packed.dim}"
 
 

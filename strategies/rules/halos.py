@@ -73,7 +73,7 @@ class PictureDim:
 
 
 @dataclass(frozen=True)
-class Windows(PictureDim):
+class PictureWindows(PictureDim):
     """The windows over one dim of a picture; each is a place of the result.
 
     Attributes:
@@ -139,7 +139,7 @@ def exchanged(
     return local.windows_over(value, far) if far else value, present
 
 
-def fetched(local: Local, value: Ref, windows: Sequence[Windows], fill: float) -> Ref:
+def fetched(local: Local, value: Ref, windows: Sequence[PictureWindows], fill: float) -> Ref:
     """The rows of the first operand that the rank's places need, along all dims of `windows`."""
     frames = {one.dim: one.frames(local.slices(one.factor)) for one in windows}
     wanted = {}
@@ -158,7 +158,7 @@ def fetched(local: Local, value: Ref, windows: Sequence[Windows], fill: float) -
     return value
 
 
-def zeros_behind(local: Local, value: Ref, windows: Sequence[Windows]) -> Ref:
+def zeros_behind(local: Local, value: Ref, windows: Sequence[PictureWindows]) -> Ref:
     """Places of `value` behind the last one set to zero, where they may be infinite: windows outside of the picture."""
     for one in windows:
         slices, block = local.slices(one.factor), one.block(local.slices(one.factor))

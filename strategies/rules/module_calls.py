@@ -35,6 +35,23 @@ class Slot:
     index: int
 
 
+def slotted(given: Any) -> tuple[list[Tensor], Any]:
+    """The tensors among the arguments of a call, and the arguments with a `Slot` in place of each."""
+    tensors: list[Tensor] = []
+
+    def slot(tensor: Tensor) -> Slot:
+        tensors.append(tensor)
+        return Slot(len(tensors) - 1)
+
+    return tensors, tree_map_only(Tensor, slot, given)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype to which torch.autocast casts on a device now; None where it does not."""
+    casts = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if casts else None
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """A call of `module`, on the meta device, with the arguments `given`, whose tensors are `Slot`s. Operands are those

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import gcd
 
-from strategies.core.graph import Operator, Packed, Ref, TensorSpec
+from strategies.core.graph import FusedSections, Operator, Ref, TensorSpec
 from strategies.rules.data_movement import matched, reshape, reshaped
 from strategies.rules.registry import RULES, arguments
 from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, numbered, sharding
@@ -38,7 +38,7 @@ def in_sections(operator: Operator, specs: Sequence[TensorSpec], found: Sharding
         apart = taken_apart(operator, specs, specs[0].packed)
         if apart is not None:
             return apart
-    sections: dict[str, set[Packed | None]] = {}
+    sections: dict[str, set[FusedSections | None]] = {}
     for dims, spec in zip((*found.operands, *found.results), (*specs, *operator.results), strict=True):
         for dim, factor in enumerate(dims):
             if factor is not None:
@@ -99,7 +99,7 @@ def sections_taken(operator: Operator, spec: TensorSpec) -> tuple[int, Sequence[
     return dim, [(first, first + operator.results[0].shape[dim])]
 
 
-def taken_apart(operator: Operator, specs: Sequence[TensorSpec], packed: Packed) -> Sharding | None:
+def taken_apart(operator: Operator, specs: Sequence[TensorSpec], packed: FusedSections) -> Sharding | None:
     """The sharding of an operator whose results are sections of its first operand; None if they are none."""
     if any(one.packed is not None for one in (*specs[1:], *operator.results)):
         return None
@@ -146,7 +146,7 @@ def unsliced_dims(
     return tuple(found)
 
 
-def _parts(packed: Packed, first: int) -> LocalProgram:
+def _parts(packed: FusedSections, first: int) -> LocalProgram:
     """All sections of a slice, or the one of number `first`."""
 
     def program(operator: Operator, local: Local) -> Ref:
@@ -160,7 +160,7 @@ def _parts(packed: Packed, first: int) -> LocalProgram:
     return program
 
 
-def _reshaped(operator: Operator, specs: Sequence[TensorSpec], packed: Packed) -> Sharding | None:
+def _reshaped(operator: Operator, specs: Sequence[TensorSpec], packed: FusedSections) -> Sharding | None:
     """A reshape that gives the sections, all of one size, a dim of their own."""
     before, after, dim = specs[0].shape, operator.results[0].shape, packed.dim
     if len(set(packed.sizes)) > 1 or 0 in before:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec, wide
-from strategies.rules.halos import Interval, PictureDim, Windows, exchanged, factors_of, fetched
+from strategies.rules.halos import Interval, PictureDim, PictureWindows, exchanged, factors_of, fetched
 from strategies.rules.registry import arguments, local_function, rule
 from strategies.rules.sharding import Local, Sharding, numbered, sharding
 
@@ -249,7 +249,7 @@ def pad(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     for dim, (left, right) in sides.items():
         rows, places = x.shape[dim], operator.results[0].shape[dim]
         if mode == "constant":
-            changed.append(Windows(f"d{dim}", dim, rows, places, 1, 1, left))
+            changed.append(PictureWindows(f"d{dim}", dim, rows, places, 1, 1, left))
         elif mode in ("reflect", "replicate"):
             changed.append(Samples(f"d{dim}", dim, rows, places, "pad", ((left, right), mode), x.dtype))
     dims = numbered(rank, () if changed else sides)
@@ -271,7 +271,7 @@ def _padded(operator: Operator, local: Local, *, changed: Sequence[Any], fill: f
     if not sliced:
         return local.itself()
     name, given = next(iter(local.arguments)), local.arguments
-    constant = isinstance(sliced[0], Windows)
+    constant = isinstance(sliced[0], PictureWindows)
     value = fetched(local, given[name], sliced, fill) if constant else taken(local, given[name], sliced)
     done = {len(operator.results[0].shape) - 1 - one.dim for one in sliced}
     widths = [0 if i // 2 in done else width for i, width in enumerate(given["pad"])]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.halos import Frames, Windows, each, factors_of, fetched, zeros_behind
+from strategies.rules.halos import Frames, PictureWindows, each, factors_of, fetched, zeros_behind
 from strategies.rules.notation import notation
 from strategies.rules.registry import arguments, local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, numbered, sharding
@@ -41,7 +41,7 @@ def _time_first(operator: Operator, local: Local) -> Ref:
     return local.itself(**_channels(local))
 
 
-def _convolution(operator: Operator, local: Local, *, windows: Sequence[Windows]) -> Ref:
+def _convolution(operator: Operator, local: Local, *, windows: Sequence[PictureWindows]) -> Ref:
     sliced = [one for one in windows if local.slices(one.factor) > 1]
     if not sliced:
         return local.itself(**_channels(local))
@@ -71,7 +71,7 @@ def _convolution(operator: Operator, local: Local, *, windows: Sequence[Windows]
 
 def _filters(
     operator: Operator, picture: Sequence[int], kernel: Sequence[int], lead: int, transposed: bool
-) -> list[Windows]:
+) -> list[PictureWindows]:
     """The windows of a convolution of a picture of spatial shape `picture`, whose dims begin at `lead`."""
     given, count = arguments(operator), len(picture)
     stride, dilation = each(given["stride"], count), each(given["dilation"], count)
@@ -83,7 +83,7 @@ def _filters(
     places = operator.results[0].shape[lead:]
     numbers = zip(picture, places, extents, stride, padding, strict=True)
     return [
-        Windows(f"s{i}", lead + i, rows, count, extent, step, before, transposed, 0 if transposed else step - 1)
+        PictureWindows(f"s{i}", lead + i, rows, count, extent, step, before, transposed, 0 if transposed else step - 1)
         for i, (rows, count, extent, step, before) in enumerate(numbers)
     ]
 
@@ -163,7 +163,9 @@ def windows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     )
 
 
-def _pooling(operator: Operator, local: Local, *, covers: Sequence[Windows], count: int) -> Ref | tuple[Ref, ...]:
+def _pooling(
+    operator: Operator, local: Local, *, covers: Sequence[PictureWindows], count: int
+) -> Ref | tuple[Ref, ...]:
     """The operator on the rows of its windows; of a mean over all rows, each slice's part of it."""
     sliced = [one for one in covers if local.slices(one.factor) > 1]
     if not sliced:
@@ -203,7 +205,7 @@ def _lowest(dtype: str) -> float:
 
 
 def _pointed(
-    operator: Operator, local: Local, pooled: Ref, inside: Mapping[int, Windows], count: int
+    operator: Operator, local: Local, pooled: Ref, inside: Mapping[int, PictureWindows], count: int
 ) -> tuple[Ref, Ref]:
     """The maxima, and their indices in the complete image from those in the rows that the slice has."""
     shape, have = local.operand_shape()[-count:], list[int]()
@@ -250,7 +252,7 @@ def mean_of_inside(
     return x * (extent / counts.double()).to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
 
 
-def _covers(operator: Operator, shape: Sequence[int], lead: int) -> list[Windows | None]:
+def _covers(operator: Operator, shape: Sequence[int], lead: int) -> list[PictureWindows | None]:
     """The windows over each of the image's dims that may be sliced."""
     rows, places, kind = shape[lead:], operator.results[0].shape[lead:], operator.op
     if kind.startswith(("max_unpool", "fractional")):
@@ -259,7 +261,7 @@ def _covers(operator: Operator, shape: Sequence[int], lead: int) -> list[Windows
     if kind.startswith("adaptive"):
         means = "avg" in kind
         return [
-            Windows(f"w{i}", lead + i, size, count, size // count, size // count, 0)
+            PictureWindows(f"w{i}", lead + i, size, count, size // count, size // count, 0)
             if size % count == 0 and (means or count > 1)
             else None
             for i, (size, count) in enumerate(zip(rows, places, strict=True))
@@ -271,12 +273,12 @@ def _covers(operator: Operator, shape: Sequence[int], lead: int) -> list[Windows
     numbers = zip(rows, places, kernel, stride, padding, dilation, strict=True)
     exact = given["ceil_mode"] or kind in POINTED  # no row more, which would be a place, or shift indices
     return [
-        Windows(f"w{i}", lead + i, size, n, d * (k - 1) + 1, s, p, spare=0 if exact else s - 1)
+        PictureWindows(f"w{i}", lead + i, size, n, d * (k - 1) + 1, s, p, spare=0 if exact else s - 1)
         for i, (size, n, k, s, p, d) in enumerate(numbers)
     ]
 
 
-def _partly(one: Windows, included: bool) -> bool:
+def _partly(one: PictureWindows, included: bool) -> bool:
     """Whether windows have rows that do not count."""
     over = (one.places - 1) * one.stride + one.extent > one.rows + 2 * one.padding  # ceil_mode
     return over or (one.padding > 0 and not included)

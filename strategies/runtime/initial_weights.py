@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strategies.core.layout import indices
 from strategies.core.program import Program
-from strategies.runtime.tensor_files import Part, Reader, StoredTensor
+from strategies.runtime.tensor_files import Part, StoredTensor, TensorReader
 from strategies.runtime.transfer import cut
 
 
@@ -31,7 +31,7 @@ def read_all(path: Path) -> dict[str, Tensor]:
     """Every tensor by name. Those in other files come in the dtype in which they are stored; those in this one are
     mapped: nothing is read before it is used."""
     tensors, stored = _read(path)
-    reader = Reader()
+    reader = TensorReader()
     return tensors | {name: reader.block(one) for name, one in stored.items()}
 
 
@@ -40,7 +40,7 @@ def read_slices(
 ) -> dict[str, Tensor]:
     """The local slice of every parameter (as nn.Parameter), buffer and constant of `program`, by name; with
     `pretrained` only of those that are in other files."""
-    (tensors, stored), reader, found = _read(path), Reader(), {}
+    (tensors, stored), reader, found = _read(path), TensorReader(), {}
     for source in program.sources:
         if source.kind == "input" or (pretrained and source.name not in stored):
             continue

@@ -73,7 +73,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
-class Reader:
+class TensorReader:
     """Reads blocks of tensors whose files are in `folder`, or have absolute paths. Torch files stay mapped as long as
     the reader lives; `bytes_read` counts bytes by file."""
 

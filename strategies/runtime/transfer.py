@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Layout, Stripes, Windows, indices
+from strategies.core.layout import Layout, Stripes, WindowLayout, indices
 from strategies.core.mesh import Mesh
 from strategies.core.steps import (
     ALL_GATHER,
@@ -141,7 +141,7 @@ class Transfer:
             self._put = {peer: indices(block, after) for peer, block in incoming.items()}
             self._shape = step.after.local_shape(step.shape, mesh)
             self._full = self._shape == tuple(stop - start for start, stop in after)
-            self._added = isinstance(step.before, Windows)  # several ranks may send the same elements
+            self._added = isinstance(step.before, WindowLayout)  # several ranks may send the same elements
 
     def pack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Unpack]:
         """What goes into the collective, in memory that an all-reduce may overwrite; and what makes the results of all

@@ -3,7 +3,7 @@
 Nothing is watched while loss and gradients are finite. Once they are not, all ranks compute the step again from the
 same weights, rows and random keys, and every result is checked: in forward that of every call, whose line of generated
 code names the operator; in backward that of every operator, whose node of autograd has a sequence number, which says in
-which call of forward it was made. An infinite number counts where none was given: masks are infinite on purpose.
+which call of forward it was made. An infinite number counts where none was given: masks have infinite entries.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NanWatch(Callback):
             mine = [way == "backward", -number if way == "backward" else number, state.rank, *found]
         all_found = [one for one in ([mine] if state.world_size == 1 else gather(mine)) if one is not None]
         if not all_found:
-            return NotFinite("MW719", f"{what}; computed again it is finite.")
+            return NotFinite("MW719", f"{what}; recomputed, it is finite.")
         _, _, rank, name, way, value = min(all_found)
         error = NotFinite(
             "MW719",
@@ -93,7 +93,7 @@ def first_not_finite(step: Callable[[], Any]) -> tuple[str, str, str] | None:
     """What the forward and backward of `step` make first that is not finite: the operator or the line of code,
     `forward` or `backward`, and `nan` or `inf`; None if nothing is."""
     forward = _Forward()
-    backward = _Backward(forward)
+    backward = _BackwardWatch(forward)
     with backward, forward:
         step()
     return forward.found or backward.found
@@ -143,7 +143,7 @@ class _Forward(TorchFunctionMode):
         return result
 
 
-class _Backward(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _BackwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Checks the result of every operator of backward."""
 
     def __init__(self, forward: _Forward) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from runner.build import pretrained
 from runner.config.schema import Model
 from runner.errors import ConfigError
-from strategies.runtime.tensor_files import Reader
+from strategies.runtime.tensor_files import TensorReader
 
 
 def described(weights, rename=(), new=()):
@@ -107,7 +107,7 @@ def test_every_name_is_found_once_whatever_it_is_called(tmp_path):
     assert "angles" not in found(state() | {"angles": torch.ones(9)}, tmp_path)  # made by the constructor
     prefixed = {f"module.{name}": one for name, one in state().items()}
     renamed = found(prefixed, tmp_path, [("^module[.]", "")])
-    assert Reader().block(renamed["head.bias"]).equal(prefixed["module.head.bias"])
+    assert TensorReader().block(renamed["head.bias"]).equal(prefixed["module.head.bias"])
 
 
 @pytest.mark.parametrize("before, after", [("module.", ""), ("", "body."), ("model.", "net.body.")])

@@ -11,12 +11,12 @@ from runner.checkpoint import branch, folder, rescue, saving
 from runner.checkpoint import manifest as header
 from runner.errors import ConfigError
 from runner.run_folder import lineage
-from runner.run_folder.lineage import Lineage, Run
+from runner.run_folder.lineage import Lineage, RecordedRun
 from runner.run_folder.lock import Occupant
 
 
 def run(name, *history, resumed=None):
-    return Run(Lineage(name, history), Occupant.now("train", None, name), resumed)
+    return RecordedRun(Lineage(name, history), Occupant.now("train", None, name), resumed)
 
 
 def saved(place, name, *steps, history=(), **wanted):

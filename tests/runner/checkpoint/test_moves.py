@@ -16,7 +16,7 @@ from torch import nn
 from runner import checkpoint as checkpoints
 from runner.checkpoint import saving
 from strategies.core import layout as layouts_of_slices
-from strategies.core.graph import Packed, Ref, Source, TensorSpec
+from strategies.core.graph import FusedSections, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
@@ -38,10 +38,10 @@ SHAPES = {
     "statistics": (11,),
 }
 PACKED = {
-    "matrix": Packed(0, (6, 6)),
-    "cube": Packed(1, (2, 4)),
-    "tied": Packed(0, (4, 2, 2)),
-    "frozen": Packed(1, (2, 2)),
+    "matrix": FusedSections(0, (6, 6)),
+    "cube": FusedSections(1, (2, 4)),
+    "tied": FusedSections(0, (4, 2, 2)),
+    "frozen": FusedSections(1, (2, 2)),
 }
 FROZEN, BUFFER, TIED, ODD = {"frozen"}, {"statistics"}, {"tied"}, {"scalar", "empty"}
 MESHES = [

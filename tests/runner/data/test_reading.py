@@ -15,10 +15,10 @@ from torch.utils.data import get_worker_info
 
 from runner.config.schema import Data
 from runner.data import loader
-from runner.data.reading import Reader, Request
+from runner.data.reading import BatchReader, RowRequest
 from runner.launch.failure import Reported, from_exception
 
-REQUESTS = [Request((row, row + 1), row // 8) for row in range(0, 24, 2)]
+REQUESTS = [RowRequest((row, row + 1), row // 8) for row in range(0, 24, 2)]
 
 
 def plain(request):
@@ -26,7 +26,7 @@ def plain(request):
 
 
 def reader(load=plain, **keys):
-    return Reader(load, lambda: load, REQUESTS, Data(target="a.b", **keys), pinned=False)
+    return BatchReader(load, lambda: load, REQUESTS, Data(target="a.b", **keys), pinned=False)
 
 
 def read(reader):

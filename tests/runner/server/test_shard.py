@@ -5,11 +5,11 @@ import torch
 
 from runner.planning.slices import Table
 from runner.server.gradients import Gradient, Rows
-from runner.server.partition import Piece, Shard, partition
+from runner.server.partition import Piece, ServerShard, partition
 from runner.server.shard import ServedShard
 from runner.server.tables import PulledTable
 
-PIECES = Shard((Piece("w", 2, 6), Piece("b", 0, 1)))
+PIECES = ServerShard((Piece("w", 2, 6), Piece("b", 0, 1)))
 GROUPS = [{"names": ["w", "b"]}]
 ONES = Gradient(torch.ones(5, dtype=torch.float64))
 

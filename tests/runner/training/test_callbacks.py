@@ -20,7 +20,7 @@ from runner.checkpoint import read
 from runner.commands.convert import run as convert
 from runner.errors import ConfigError, RunFailed
 from runner.training.callbacks.early_stopping import EarlyStopping
-from runner.training.callbacks.nan_watch import _Backward, _Forward
+from runner.training.callbacks.nan_watch import _BackwardWatch, _Forward
 from runner.training.hooks import CallbackFailed, Hooks, TrainingState
 
 HOOKED = (*SMALL, *MODES["data_parallel"])
@@ -108,7 +108,7 @@ def test_the_place_of_a_result_that_is_not_finite() -> None:
     assert forward.found is not None and forward.found[1:] == ("forward", "nan")
     assert "test_callbacks.py" in forward.found[0]
     forward = _Forward()
-    with _Backward(forward) as backward, forward:
+    with _BackwardWatch(forward) as backward, forward:
         x.exp().sum().backward()
         assert backward.found is None
         x.sqrt().sum().backward()

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from strategies.capture import Objective, capture
 from strategies.capture.packed_weights import sections_of
-from strategies.core.graph import Packed
+from strategies.core.graph import FusedSections
 from strategies.core.layout import Stripes, stored
 from strategies.core.mesh import Mesh
 from strategies.core.request import OperatorStrategy, Request
@@ -78,7 +78,7 @@ def test_fused_weights_are_packed_and_exact(kind: str, layer: str, draw: Any) ->
     marks = sections_of(made.graph)
     assert {"proj.weight"} <= marks.keys() <= {"proj.weight", "proj.bias", "scale"}
     sizes = {"glu": (SIZE, SIZE), "unequal": (SIZE, SIZE // 2, SIZE // 2)}.get(kind, (SIZE,) * 3)
-    assert marks["proj.weight"] == Packed(1 if layer == "conv1d" else 0, sizes)
+    assert marks["proj.weight"] == FusedSections(1 if layer == "conv1d" else 0, sizes)
     striped = 0
     for seed in range(6):
         plan = made.random_plan(draw, seed, MESHES[seed % 3])
@@ -146,7 +146,7 @@ def test_slices_that_do_not_divide_sections_are_blocks() -> None:
     torch.manual_seed(0)
     net = Halves()
     made = Model(net, nn.MSELoss(), (torch.randn(8, WIDTH), torch.randn(8, 6)))
-    assert sections_of(made.graph)["proj.weight"] == Packed(0, (6, 6))
+    assert sections_of(made.graph)["proj.weight"] == FusedSections(0, (6, 6))
     for count in (2, 4):
         wanted = OperatorStrategy(((1, 1), (count, 1), (count,)), None)
         request = Request("auto", count, strategies={"proj": wanted}, dataset_strategy="full_batch")
@@ -161,7 +161,7 @@ def test_slices_that_do_not_divide_sections_are_blocks() -> None:
 
 def test_what_is_not_to_be_packed_is_sliced_in_blocks() -> None:
     net, x = Fused("chunk", "linear"), torch.randn(12, 4, WIDTH)
-    for sections in ({}, {"proj.weight": Packed(0, (SIZE,) * 3)}):  # the bias and the scale share its dim
+    for sections in ({}, {"proj.weight": FusedSections(0, (SIZE,) * 3)}):  # the bias and the scale share its dim
         step = Objective(net, nn.MSELoss(), ("0", "1"), ("1",), sections=sections)
         assert sections_of(capture(step, (x, x), training=True).graph) == sections
 

@@ -8,7 +8,7 @@ import pytest
 
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
-from strategies.cost.calibration_fit import ALONE, SEND, Call, Copy, Product, Ran, fit, nonnegative
+from strategies.cost.calibration_fit import ALONE, SEND, Product, Ran, TimedCollective, TimedCopy, fit, nonnegative
 from strategies.cost.cluster import RING, Cluster, Level, Link, Pace
 from strategies.cost.collectives import collective_seconds
 from strategies.cost.roofline import operator_work
@@ -26,18 +26,18 @@ LINKS = {
 MACHINE = Cluster("m", (Level("process", 8, Link(1.0, 1.0), LINKS),), {"float32": 1e9}, 1, 1e9, 0.0, algorithms=(RING,))
 
 
-def calls(noise: float = 0.0) -> list[Call]:
+def calls(noise: float = 0.0) -> list[TimedCollective]:
     draw, found = random.Random(0), []
     for kind in LINKS:
         for axes in (("a",), ("a", "b"), ("a", "b", "c")):
             for size in (10**3, 10**5, 10**7):
                 seconds = collective_seconds(kind, size, axes, MESH, MACHINE) * (1 + draw.uniform(-noise, noise))
-                found.append(Call(kind, MESH.product(axes), size, seconds))
+                found.append(TimedCollective(kind, MESH.product(axes), size, seconds))
     return found
 
 
 PRODUCTS = [Product("float32", flops, 1e-5 + flops / 5e10) for flops in (1e5, 1e7, 1e9)]
-COPIES = [Copy(size, 1e-6 + size / 7e9) for size in (10**4, 10**6, 10**8)]
+COPIES = [TimedCopy(size, 1e-6 + size / 7e9) for size in (10**4, 10**6, 10**8)]
 
 
 def test_the_law_of_the_cost_model_is_found_again() -> None:
@@ -110,9 +110,11 @@ def test_a_time_that_is_far_off_pulls_no_harder() -> None:
 def test_noise_ends_no_fit(seconds: tuple[float, ...]) -> None:
     sizes = (10**3, 10**5, 10**7)
     products = [Product("float32", size, one) for size, one in zip(sizes, seconds, strict=True)]
-    copies = [Copy(size, one) for size, one in zip(sizes, seconds, strict=True)]
+    copies = [TimedCopy(size, one) for size, one in zip(sizes, seconds, strict=True)]
     found = fit(
-        products, copies, [Call(kind, 8, size, one) for kind in LINKS for size, one in zip(sizes, seconds, strict=True)]
+        products,
+        copies,
+        [TimedCollective(kind, 8, size, one) for kind in LINKS for size, one in zip(sizes, seconds, strict=True)],
     )
     highest = max(size / one for size, one in zip(sizes, seconds, strict=True))
     rates = [found.flops["float32"], found.memory_bandwidth, *(link.bandwidth for link in found.links.values())]
@@ -121,7 +123,7 @@ def test_noise_ends_no_fit(seconds: tuple[float, ...]) -> None:
 
 
 def test_constants_measured_once_or_never() -> None:
-    found = fit([Product("float64", 1e9, 0.5)], [], [Call(SEND, 2, 1000, 0.1)])
+    found = fit([Product("float64", 1e9, 0.5)], [], [TimedCollective(SEND, 2, 1000, 0.1)])
     assert found.flops == {"float64": pytest.approx(2e9)}
     assert found.errors["matmul float64"].worst < 1e-9
     assert (found.memory_bandwidth, found.links) == (None, {})  # seconds per call or per byte?
@@ -129,7 +131,7 @@ def test_constants_measured_once_or_never() -> None:
 
 
 def test_a_collective_whose_times_do_not_grow_has_the_bandwidth_of_its_largest_call() -> None:
-    flat = [Call(SEND, 2, size, 1.0 / (1 + size)) for size in (1, 10, 100)]
+    flat = [TimedCollective(SEND, 2, size, 1.0 / (1 + size)) for size in (1, 10, 100)]
     found = fit(PRODUCTS, COPIES, flat)
     assert found.links[SEND].bandwidth == pytest.approx(100 * 101)
     assert found.errors[SEND].worst > 0.5  # a large error: the constant is uncertain

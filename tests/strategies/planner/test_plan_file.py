@@ -12,7 +12,7 @@ from torch import nn
 
 from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
-from strategies.core.graph import OperatorGraph, Packed
+from strategies.core.graph import FusedSections, OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.lowering.lowering import lower
@@ -91,7 +91,7 @@ class Halves(nn.Module):
 def test_sections_are_those_of_the_file() -> None:
     """Without any, as in files of earlier versions, weights are sliced as one."""
     found = {}
-    for packs, sections in ((True, None), (False, dict[str, Packed]())):
+    for packs, sections in ((True, None), (False, dict[str, FusedSections]())):
         step = Objective(Halves(), nn.MSELoss(), ("0", "1"), ("1",), sections=sections)
         graph = capture(step, (torch.randn(8, 8), torch.randn(8, 8)), training=True).graph
         found[packs] = graph, content_of(graph)

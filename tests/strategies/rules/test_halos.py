@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strategies.core.graph import OperatorGraph, Ref
-from strategies.core.layout import Layout, Windows
+from strategies.core.layout import Layout, WindowLayout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Redistribute
@@ -200,7 +200,7 @@ def test_bytes_of_halos():
 
 def test_gradients_of_overlapping_rows_are_added():
     mesh, shape = Mesh((("r", 3),)), (6,)
-    own, wanted = Layout((("r",),)), Windows((("r",),), windows=(((0, 4), (1, 5), (5, 6)),))
+    own, wanted = Layout((("r",),)), WindowLayout((("r",),), windows=(((0, 4), (1, 5), (5, 6)),))
     there, back = (Step(EXCHANGE, ("r",), 0, 0, *ends, shape) for ends in ((own, wanted), (wanted, own)))
     rows = torch.arange(6.0) + 1
     (got,) = carry([(there,)], [shard(rows, own, mesh)], mesh)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from strategies.core.graph import Packed, TensorSpec
+from strategies.core.graph import FusedSections, TensorSpec
 from strategies.core.layout import Layout, stored
 from strategies.core.mesh import Mesh
 from strategies.optimizer.zero.partition import part_of_flat, ranges_of_each, ranges_of_flat
@@ -52,7 +52,7 @@ def test_no_piece_reaches_into_padding():
 def test_stripes_of_packed_sections_are_blocks_of_the_tensor():
     """Sections of 4, 2 and 2 rows on two ranks: every range of a rank's slice is blocks, which reach all rows."""
     tensor, mesh = torch.arange(24.0).view(8, 3), Mesh((("a", 2),))
-    layout = stored(Layout((("a",), ())), TensorSpec((8, 3), "float32", Packed(0, (4, 2, 2))), mesh)
+    layout = stored(Layout((("a",), ())), TensorSpec((8, 3), "float32", FusedSections(0, (4, 2, 2))), mesh)
     seen = torch.zeros(8, 3)
     for rank, rows in enumerate(([0, 1, 4, 6], [2, 3, 5, 7])):
         local = cut(tensor, layout, mesh, rank)
@@ -119,7 +119,7 @@ def test_shards_are_made_once_for_a_tensor_where_it_is():
 
 def test_stripes_are_padded_in_other_dims() -> None:
     mesh, tensor = Mesh((("a", 2), ("b", 3))), torch.randn(24, 8)
-    spec = TensorSpec((24, 8), "float32", Packed(0, (8, 8, 8)))
+    spec = TensorSpec((24, 8), "float32", FusedSections(0, (8, 8, 8)))
     layout = stored(Layout((("a",), ("b",))), spec, mesh)
     slices = [cut(tensor, layout, mesh, rank) for rank in range(mesh.size)]
     assert {tuple(one.shape) for one in slices} == {layout.local_shape(spec.shape, mesh)} == {(12, 3)}

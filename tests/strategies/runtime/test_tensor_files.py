@@ -15,7 +15,7 @@ from strategies.lowering.lowering import lower
 from strategies.runtime import initial_weights as weights
 from strategies.runtime import tensor_files as stored
 from strategies.runtime.simulate import assemble
-from strategies.runtime.tensor_files import Reader, StoredTensor, index
+from strategies.runtime.tensor_files import StoredTensor, TensorReader, index
 from tests.strategies.simulated_model import Model
 
 FORMS = ("one.safetensors", "one.pt", "nested.pt", "pieces", "pieces.bin", "folder")
@@ -61,7 +61,7 @@ def write(form: str, folder: Path, content: dict[str, Tensor]) -> Path:
 
 
 def test_every_form_gives_the_same_blocks(path: Path) -> None:
-    found, reader = index(path), Reader()
+    found, reader = index(path), TensorReader()
     assert found.keys() == tensors().keys()
     for name, tensor in tensors().items():
         assert found[name].shape == tensor.shape and found[name].dtype == str(tensor.dtype).removeprefix("torch.")
@@ -79,7 +79,7 @@ def test_only_headers_are_read_for_an_index(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 36))
     entry = index(tmp_path)["big"]
-    assert Reader().block(entry, ((5, 7), (100, 103))).equal(torch.zeros(2, 3))
+    assert TensorReader().block(entry, ((5, 7), (100, 103))).equal(torch.zeros(2, 3))
 
 
 class Net(nn.Module):
@@ -123,7 +123,7 @@ def test_initial_weights_that_are_stored_elsewhere(form: str, tmp_path: Path, dr
 def message(path: Path) -> str:
     with pytest.raises(StrategyError) as caught:
         found = index(path)
-        Reader().block(next(iter(found.values())))
+        TensorReader().block(next(iter(found.values())))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -167,5 +167,5 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         entry: StoredTensor = index(write(form, tmp_path, tensors()))["half"]
         Path(entry.parts[0].file).unlink()
         with pytest.raises(StrategyError, match="cannot be read as weights"):
-            Reader().block(entry)
+            TensorReader().block(entry)
     assert set(stored.DTYPES.values()) >= {"float32", "bfloat16", "int64", "bool"}
