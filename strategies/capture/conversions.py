@@ -1,7 +1,8 @@
 """`int(tensor)` and `float(tensor)` in a forward, as what `tensor.item()` stands for in a captured graph.
 
 Python takes nothing but a number for the result of both. So where a traced function asks for one that only a step will
-know, its calls of them by name call others meanwhile, which return symbols as `item` does.
+know, its calls of them by name call others meanwhile, which return symbols as `item` does. In Python 3.10 an
+instruction does not say that a name is called: there such a forward is refused.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ def _with_ours(code: CodeType) -> CodeType | None:
     """`code` with its calls of `int` and `float` as builtins replaced, or None if there are none."""
     names, instructions = [*code.co_names], bytearray(code.co_code)
     for one in dis.get_instructions(code):
-        called = one.opname == "LOAD_GLOBAL" and one.arg is not None and one.arg & 1
-        if called and one.argval in OURS:
+        if one.opname == "LOAD_GLOBAL" and one.argval in OURS and _calls(code, one.arg or 0):
             name = SYMBOLIC.format(one.argval)
             if name not in names:
                 names.append(name)
@@ -79,6 +79,12 @@ def _with_ours(code: CodeType) -> CodeType | None:
                 return None
             instructions[one.offset + 1] = place
     return code.replace(co_names=tuple(names), co_code=bytes(instructions)) if len(names) > len(code.co_names) else None
+
+
+def _calls(code: CodeType, arg: int) -> bool:
+    """Whether the argument of an instruction says that a global is called: its last bit does, since Python 3.11, and
+    the others are the place of the name. Larger ones take two instructions."""
+    return arg <= 255 and arg & 1 == 1 and code.co_names[arg >> 1] in OURS
 
 
 @contextmanager
