@@ -67,10 +67,11 @@ class ChangingAttributes:
             self._first.restore()
 
     def _begin(self, *_: Any) -> None:
-        now = PythonState(self._root)
+        self._clocks.in_forward, now = True, PythonState(self._root)
         self._first, self._before, self._tensors = self._first or now, now.values, _tensors(self._root)
 
     def _end(self, *_: Any) -> None:
+        self._clocks.in_forward = False
         tensors = {isinstance(one, Tensor) for one in changed(self._before, PythonState(self._root).values).values()}
         self._counts, self._keeps = self._counts or False in tensors, self._keeps or True in tensors
         now = _tensors(self._root)
@@ -81,7 +82,7 @@ class ChangingAttributes:
     ) -> None:
         """After the export. Raises StrategyError for a tensor that the forward replaces and the graph needs, for a
         number or flag that it computes with, and changes in every call, for a tensor of the call before that it
-        needs, and for a clock."""
+        needs, and for a clock, a process or a file that changes."""
         places = {_memory(one): key for key, one in self._replaced.items()}
         for source in graph.of_kind("constant"):
             key = places.get(_memory(tensors[source.name]))
@@ -104,19 +105,18 @@ class ChangingAttributes:
                 self._call_later(batch, training)
 
     def _call_later(self, batch: Sequence[Tensor], training: bool) -> None:
-        module, source = self._root.train(training), self._clocks.read[0]
+        module = self._root.train(training)
         put_back, results = _restoring(module), []
         for seconds in (0, AHEAD):
             with advancing(seconds):
                 results.append(_called(module, batch))
             put_back()
         if not _equal(*results):
-            what = "random bytes of the system" if source.startswith("os.") else "the time of day or a duration"
             raise StrategyError(
                 "MW906",
-                f"The model's forward computes with {what} ({source}), of which a graph would have what its capture "
+                f"The model's forward computes with {self._clocks.what}, of which a graph would have what its capture "
                 "read in every step, and which no two ranks have in common. Count steps in a buffer (register_buffer), "
-                "or draw numbers with torch.",
+                "draw numbers with torch, and give the constructor what does not change.",
             )
 
     def _call_twice(self, batch: Sequence[Tensor], training: bool) -> None:

@@ -1,17 +1,23 @@
-"""Clocks that a forward reads, and random bytes of the operating system: a graph would have those of its capture in
-every step.
+"""Clocks that a forward reads, random bytes of the operating system, processes and hosts that it asks for, and files: a
+graph would have those of its capture in every step and on every rank.
 
 Most are read to measure or to report, which is no part of a graph. So what reads one is called with clocks that stand
-still and with others, and only results that differ matter.
+still and with others, as another process on another host, and with files as the call before has left them, and only
+results that differ matter.
 """
 
 from __future__ import annotations
 
+import builtins
 import datetime
+import io
 import math
 import os
+import platform
 import random
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +33,24 @@ CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 """In Python's module `time`, each also in nanoseconds."""
 BYTES = ((os, "urandom"), (random, "_urandom"))
 """Where random bytes of the operating system come from, as for `secrets`, `uuid` and `random.SystemRandom`."""
+WHERE = (
+    (os, "getpid"),
+    (os, "getppid"),
+    (threading, "get_ident"),
+    (threading, "get_native_id"),
+    (socket, "gethostname"),
+    (platform, "node"),
+)
+"""Which process, thread or host it is."""
+FILES = ((builtins, "open"), (io, "open"))
+THROUGH = {"urandom": ("secrets.py", "uuid.py", "random.py"), "open": ("pathlib.py", "pathlib/__init__.py")}
+"""Files of Python by which these are called for others."""
+SOURCES = {
+    "urandom": "random bytes of the system (os.urandom)",
+    "open": "a file that changes (open)",
+    **{name: f"the process or host that it runs in ({module.__name__}.{name})" for module, name in WHERE},
+}
+"""What functions read, by name, but for clocks."""
 AHEAD = 1_000_000 * math.pi
 """By how much clocks are ahead [s]: no multiple of an hour, a day or what else one counts modulo."""
 
@@ -76,29 +100,37 @@ CALENDAR: tuple[tuple[ModuleType, str, Any], ...] = (
 
 
 class Clocks:
-    """Clocks and random bytes that files of the user's read while they are `watched`, by name."""
+    """Clocks, random bytes, processes, hosts and files that files of the user's read while they are `watched`, within
+    the forward, by name: the exporter itself asks for some."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
+        self.in_forward = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Note what is read, by `time.time()` and by a name that one of the user's files has imported."""
-        with _replaced(self._noted, self._noted):
+        with _replaced(self._noted, self._noted, self._noted, self._noted):
             yield
 
+    @property
+    def what(self) -> str:
+        """What is read."""
+        clock = "the time of day or a duration (time.{})"
+        return " or ".join(dict.fromkeys(SOURCES.get(name, clock.format(name)) for name in self.read))
+
     def _noted(self, function: Callable[..., Any], _: float = 1.0) -> Callable[..., Any]:
-        through = ("secrets.py", "uuid.py", "random.py") if function is os.urandom else ()
-        module = "os" if through else "time"
+        name = function.__name__
+        through = THROUGH.get(name, ())
 
         @wraps(function)
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             while frame.f_back is not None and frame.f_code.co_filename.endswith((*through, __file__)):
                 frame = frame.f_back
-            if not in_library(frame.f_code.co_filename):
-                self.read.append(f"{module}.{function.__name__}")
-            return function(*args)
+            if self.in_forward and not in_library(frame.f_code.co_filename):
+                self.read.append(name)
+            return function(*args, **kwargs)
 
         return call
 
@@ -106,14 +138,23 @@ class Clocks:
 @contextmanager
 def advancing(seconds: float) -> Iterator[None]:
     """Clocks stand still but for `seconds` by which each goes on when it is read, and random bytes follow from
-    `seconds`."""
+    `seconds`. If these are not 0 it is another process, for all but Python and torch."""
 
     def made(function: Callable[[], Any], unit: float) -> Callable[[], Any]:
         begin, step = function(), type(function())(seconds * unit)
         return (begin + number * step for number in count(1)).__next__
 
+    def elsewhere(function: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            here = function()
+            if not seconds or in_library(sys._getframe(1).f_code.co_filename):
+                return here
+            return f"not-{here}" if isinstance(here, str) else here + 1_000_003
+
+        return call
+
     generator = random.Random(seconds)
-    with _replaced(made, lambda _: generator.randbytes):
+    with _replaced(made, lambda _: generator.randbytes, elsewhere, lambda function: function):
         yield
 
 
@@ -121,6 +162,8 @@ def advancing(seconds: float) -> Iterator[None]:
 def _replaced(
     clock: Callable[[Callable[[], Any], float], Callable[[], Any]],
     bytes_: Callable[[Callable[[int], bytes]], Callable[[int], bytes]],
+    where: Callable[[Callable[[], Any]], Callable[[], Any]],
+    opens: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
     files = [sys.modules[file] for file in users_files([*sys.modules])]
     named = [(file, key, value) for file in files for key, value in list(vars(file).items())]
@@ -129,6 +172,8 @@ def _replaced(
         for function, unit in ((getattr(time, name), 1.0), (getattr(time, f"{name}_ns"), 1e9)):
             others.append((time, function.__name__, clock(function, unit)))
     others += [(module, name, bytes_(os.urandom)) for module, name in BYTES]
+    others += [(module, name, where(getattr(module, name))) for module, name in WHERE]
+    others += [(module, name, opens(open)) for module, name in FILES]
     with ExitStack() as stack:
         for module, name, other in others:
             function = getattr(module, name)

@@ -4,12 +4,17 @@ not."""
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
+import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
+from threading import get_ident
 from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +234,31 @@ def of_system(net: Any, x: Tensor) -> float:
     return float(secrets.randbelow(1000))
 
 
+def of_process(net: Any, x: Tensor) -> float:
+    return 1.0 + os.getpid() % 7
+
+
+def of_thread(net: Any, x: Tensor) -> float:
+    return 1.0 + get_ident() % 7
+
+
+def of_host(net: Any, x: Tensor) -> float:
+    return float(len(socket.gethostname()))
+
+
+def of_written_file(net: Any, x: Tensor) -> float:
+    path = Path(tempfile.gettempdir()) / f"calls-{os.getpid()}"
+    calls = len(path.read_text("utf-8")) if path.exists() else 0
+    path.write_text("." * (calls + 1), "utf-8")
+    return 1 / (calls + 1)
+
+
+def of_constant_file(net: Any, x: Tensor) -> float:
+    """Writes who it is into a file of its own, and reads another one."""
+    Path(os.devnull).write_text(f"{os.getpid()} on {socket.gethostname()}", "utf-8")
+    return float(Path(__file__).read_text("utf-8").count("def of_constant_file"))
+
+
 def measured(net: Any, x: Tensor) -> float:
     """Measures how long it takes, and reports now and then."""
     begin = time.perf_counter()
@@ -246,6 +276,10 @@ def measured(net: Any, x: Tensor) -> float:
         (of_date, "time.time"),
         (of_calendar, "time.time"),
         (of_system, "os.urandom"),
+        (of_process, "os.getpid"),
+        (of_thread, "threading.get_ident"),
+        (of_host, "socket.gethostname"),
+        (of_written_file, "open"),
         (number, "calls"),
         (late, "calls"),
         (counted_and_asked, "counts in calls"),
@@ -270,14 +304,19 @@ def measured(net: Any, x: Tensor) -> float:
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )
-def test_refused(change: Callable[[Any, Tensor], Any], name: str) -> None:
+def test_refused(
+    change: Callable[[Any, Tensor], Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(StrategyError) as found:
         captured(change, False)
     assert found.value.code == "MW906" and name in str(found.value)
 
 
 @pytest.mark.parametrize(
-    "change", [cached, noted, moved, remembered, collected, logged, measured, counted], ids=lambda one: one.__name__
+    "change",
+    [cached, noted, moved, remembered, collected, logged, measured, counted, of_constant_file],
+    ids=lambda one: one.__name__,
 )
 def test_captured(change: Callable[[Any, Tensor], Any]) -> None:
     captured(change, False)
