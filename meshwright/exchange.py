@@ -48,7 +48,9 @@ def from_tp_plan(
     Args:
         tp_plan: {glob of modules or parameters: name of a style of transformers, or style of torch}; `auto`: that of
             the module, a model of transformers.
-        module, batch, loss: as for `meshwright.plan`.
+        module: as for `meshwright.plan`.
+        batch: as for `meshwright.plan`.
+        loss: as for `meshwright.plan`.
         mesh: the number of ranks that share every module; or {axis: size} with the axis `tp` for them, whose other axes
             slice the batch.
         ep_plan: of transformers, {glob of experts or their parameters: name of a style}, or `auto`; over the same axis,
@@ -118,7 +120,8 @@ def from_dtensor(
     Args:
         sharded: the module that holds DTensors, or its state dict. Not collective: no tensor is sent.
         module: the same module without DTensors, whose hooks a capture could not follow; it may be on `meta`.
-        batch, loss: as for `meshwright.plan`.
+        batch: as for `meshwright.plan`.
+        loss: as for `meshwright.plan`.
         rows: the axes of the device mesh that slice the batch. A parameter that is sliced over one of them, as by
             `fully_shard`, is gathered where it is used: ZeRO 3.
         mesh: {axis: size} of all ranks; None: the largest device mesh of any DTensor.
@@ -171,7 +174,9 @@ def from_autoparallel(
         file: JSON with the mesh and the placements of every node. Those of parameters, buffers and the batch are read
             (`primals_1` and so on, in the order of the module's tensors); operators follow from what is computed, as
             the file names them by a graph that only AutoParallel has.
-        module, batch, loss: as for `meshwright.plan`.
+        module: as for `meshwright.plan`.
+        batch: as for `meshwright.plan`.
+        loss: as for `meshwright.plan`.
         **options: as for `from_tp_plan`.
 
     Returns:

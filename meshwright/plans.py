@@ -372,8 +372,10 @@ def load(
 
     Args:
         file: or the folder of a run.
-        module, batch, loss: as for `plan`; they must be those that the plan was made for. Without them the plan can be
-            looked at, but neither verified nor applied.
+        module: the one that the plan was made for. Without it and its batch the plan can be looked at, but neither
+            verified nor applied.
+        batch: as for `plan`.
+        loss: as for `plan`.
 
     Raises:
         ConfigError, StrategyError: the file is no plan, or one of another module.

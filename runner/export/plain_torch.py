@@ -430,7 +430,7 @@ def laid_out(value: Tensor, mesh: DeviceMesh, placed: Placed) -> Tensor:
     return value.redistribute(placements=placed)
 
 
-def placements_of(table: Mapping[str, Placed], name: str, otherwise: Any = None) -> Any:
+def placements_of(table: Mapping[str, Placed], name: str, otherwise: Any) -> Any:
     """The entry of a tensor or module, or that of its layers."""
     return table.get(name, table.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), otherwise))
 

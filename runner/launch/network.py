@@ -81,7 +81,7 @@ def listener(address: str, port: int = 0) -> socket.socket:
         raise ConfigError("MW702", text) from None
 
 
-def free_port(address: str, port: int = 0) -> int:
+def free_port(address: str, port: int) -> int:
     """A port of `address`, of this machine, at which nobody listens now: `port`, or any. Raises ConfigError."""
     with listener(address, port) as probe:
         return int(probe.getsockname()[1])

@@ -32,7 +32,7 @@ EVERY = 5.0
 """Seconds between lines of progress."""
 
 
-def open_checkpoint(path: str, average: str | None = None) -> Checkpoint:
+def open_checkpoint(path: str, average: str | None) -> Checkpoint:
     """The checkpoint that `predict.checkpoint` means, with the weights that `predict.average` names. Raises ConfigError
     if there is none."""
     place = home.expanded(path)

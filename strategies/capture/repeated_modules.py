@@ -121,7 +121,7 @@ class RepeatedModules:
             graph.erase_node(note)
 
 
-def _lists(root: nn.Module, path: str = "") -> Iterator[_List]:
+def _lists(root: nn.Module) -> Iterator[_List]:
     """The lists inside, outermost only, whose layers share nothing."""
     modules = Counter(id(one) for _, one in root.named_modules(remove_duplicate=False))
     tensors = Counter(
@@ -143,7 +143,7 @@ def _lists(root: nn.Module, path: str = "") -> Iterator[_List]:
                 for name, layer in layers.items():
                     yield from within(layer, name)
 
-    return within(root, path)
+    return within(root, "")
 
 
 def _called(path: str, some: _List, forward: Callable[[], Any], given: Any, tracer: Any) -> Any:

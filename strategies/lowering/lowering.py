@@ -386,7 +386,7 @@ class Emitter:
         forward: ReshardingPath,
         backward: ReshardingPath,
         shape: tuple[int, ...],
-        dtype: str | None = None,
+        dtype: str | None,
         differentiable: bool | None = None,
     ) -> Ref:
         operator, spec = self.operator, TensorSpec(shape, dtype or self.operator.results[0].dtype)

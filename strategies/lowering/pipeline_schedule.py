@@ -48,7 +48,7 @@ Owners = tuple[int, ...]
 """The group of ranks that runs a stage, by stage."""
 
 
-def round_robin(groups: int, virtual: int = 1) -> Owners:
+def round_robin(groups: int, virtual: int) -> Owners:
     """Stage k on group k % groups, `virtual` stages each."""
     return tuple(range(groups)) * virtual
 

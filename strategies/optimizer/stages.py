@@ -59,7 +59,12 @@ def make_updates(
         program: lowered with `sharded_optimizer=stage > 0`.
         communicator: with the groups of `axes_needed(program)`.
         optimizer_factory: makes a torch optimizer from torch's parameter groups.
-        groups, clip, accumulate, evaluation, short, peers: see `Updates`.
+        groups: see `Updates`.
+        clip: see `Updates`.
+        accumulate: see `Updates`.
+        evaluation: see `Updates`.
+        short: see `Updates`.
+        peers: see `Updates`.
         precision: dtype of the parameters in the program.
         zero_options: options of DeepSpeed's ZeRO config; the native engine knows those of `own_sizes`.
         cut: limits of gradient buckets, at stage 0.
