@@ -21,7 +21,7 @@ from benchmarks.kills import KINDS, PHASES, drill, random_blows
     ],
 )
 def test_whatever_is_killed_the_weights_are_the_same(kills, plans, phases):
-    result = drill(kills, 3, 4.0, plans, phases)
+    result = drill(kills, 3, 20.0, plans, phases)
     assert result["kills"] >= kills
     assert result["wrong"] == []
 
