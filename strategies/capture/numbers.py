@@ -19,8 +19,9 @@ from strategies.core.errors import StrategyError
 aten = torch.ops.aten
 CHECKS = frozenset(
     "_assert_tensor_metadata _assert_scalar _assert_async _guards_fn sym_constrain_range "
-    "sym_constrain_range_for_size".split()
+    "sym_constrain_range_for_size promote_types".split()
 )
+"""Calls that check something, or say a dtype, which is known."""
 SIZES = frozenset({"sym_size", "sym_numel", "sym_stride"})
 ITEMS = frozenset({"item", "_local_scalar_dense"})
 ARITHMETIC: dict[Any, Any] = {

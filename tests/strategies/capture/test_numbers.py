@@ -29,6 +29,12 @@ def arithmetic(net: Net, x: Tensor) -> Tensor:
     return net.dense(x) * (1.0 / (steps + 2)) + 2 * scale - steps
 
 
+def converted(net: Net, x: Tensor) -> Tensor:
+    """Asks for a dtype, and brings a weight to the one that it has."""
+    net.dense.weight.data = net.dense.weight.data.to(x.dtype)
+    return net.dense(x).to(torch.promote_types(x.dtype, torch.float32))
+
+
 def warm_up(net: Net, x: Tensor) -> Tensor:
     net.steps += 1
     return net.dense(x) * (net.steps.item() / 10)
@@ -59,7 +65,7 @@ def sizes(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "body", [arithmetic, warm_up, capped, as_an_argument, powers, sizes], ids=lambda body: body.__name__
+    "body", [arithmetic, converted, warm_up, capped, as_an_argument, powers, sizes], ids=lambda body: body.__name__
 )
 def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)
