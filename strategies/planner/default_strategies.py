@@ -1,5 +1,5 @@
 """The strategy of operators without a configured one: data parallel, the batch dim sharded over all devices, or over
-as many as fit. A view takes the layout of its base where that sends less."""
+as many as fit. A view, or what takes sections apart, takes the layout of its base where that sends less."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> As
 
 
 def as_shown(problem: Problem, operator: Operator, have: Layout, default: Assignment) -> Assignment:
-    """The assignment of a view of a value with the layout `have`: that layout if it sends less than `default`."""
+    """The assignment of an operator that shows a value with the layout `have`: that layout if it sends less than `default`."""
     sharding, spec = problem.shardings[operator.id], problem.graph.specs[operator.operands[0]]
     dims = list(zip(sharding.operands[0], have.dims, strict=True))
     assignment = {factor: axes for factor, axes in dims if factor is not None and axes}

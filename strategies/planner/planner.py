@@ -27,7 +27,7 @@ from strategies.planner.configured_strategies import Configured, configured
 from strategies.planner.default_strategies import as_shown, batch_parallel, divisors, largest_fit
 from strategies.planner.step_certificate import Evaluated, StepEvaluation, cheapest_step, compared_meshes, step_bounds
 from strategies.rules import rule_of
-from strategies.rules.packed import unsliced_dims
+from strategies.rules.packed import taken_apart, unsliced_dims
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import traits
 from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
@@ -488,12 +488,20 @@ class Planning:
             assignment = problem.fixed.get(operator.id)
             if assignment is None:
                 assignment = batch_parallel(problem, self.meshing, operator)
-                shown = self.graph.by_id[operator.operands[0].id] if traits(operator.op).view else None
+                shown = self.graph.by_id[operator.operands[0].id] if self._shows(operator) else None
                 if isinstance(shown, Operator):
                     have = problem.result_layout(operator.operands[0], assignments[shown.id])
                     assignment = as_shown(problem, operator, have, assignment)
             assignments[operator.id] = assignment
         return deferred(problem, self.cluster, assignments)
+
+    def _shows(self, operator: Operator) -> bool:
+        """Whether an operator is a view, or takes sections apart without being one, as `glu` does."""
+        if traits(operator.op).view:
+            return True
+        specs = self.graph.operand_specs(operator)
+        packed = specs[0].packed if specs else None
+        return packed is not None and taken_apart(operator, specs, packed) is not None
 
     def _axes(self) -> tuple[Axes, ...] | None:
         """The axes that a user named; None where the mesh is to be chosen, with its runner-up."""

@@ -59,6 +59,15 @@ def test_a_view_takes_the_layout_of_its_base(heads: Model) -> None:
     assert heads.difference(plan) < TOLERANCE
 
 
+def test_a_gate_takes_the_layout_of_its_sections() -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 64), nn.GLU(), nn.Linear(32, 16)
+    model = Model(nn.Sequential(*layers), nn.MSELoss(), (torch.randn(16, 8), torch.randn(16, 16)))
+    plan = plan_of(model, {"0.matmul": ((1, 1), (1, 8))})
+    assert counts(model, plan, "1") == (1, 8) and sent_for(model, plan, "1") == []
+    assert model.difference(plan) < TOLERANCE
+
+
 def test_a_view_whose_default_sends_less_keeps_it(heads: Model) -> None:
     assert counts(heads, plan_of(heads, {}), "view") == (8, 1)
     summed = plan_of(heads, {"matmul": ((1, 8), (8, 1))})  # replicated after the sum: an all-reduce
