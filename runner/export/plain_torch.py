@@ -209,7 +209,7 @@ def running(mesh: DeviceMesh) -> Iterator[None]:
     taken apart where every rank has a slice of each section, signs and angles have gradients, and losses are means over
     all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
-    with implicit_replication(), attention, _Means(), _Sections(), _Convolutions(), _Experts(), _Angles():
+    with implicit_replication(), attention, _Means(), _Sections(), _Convolutions(), _Experts(), _Angles(), _Recurrent():
         yield
 
 
@@ -376,6 +376,20 @@ class _Angles(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _ANGLES.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Recurrent(TorchFunctionMode):
+    """Recurrent layers whose rows come first: torch transposes their results in place, and a DTensor (torch 2.13) has
+    the old strides afterwards."""
+
+    NAMES = "gru", "lstm", "rnn_relu", "rnn_tanh"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dense = getattr(func, "__name__", "") in self.NAMES and isinstance(args[3], bool)  # no packed sequence
+        if not dense or not isinstance(args[0], DTensor) or not args[-1]:
+            return func(*args, **(kwargs or {}))
+        result, *states = func(args[0].transpose(0, 1), *args[1:-1], False)
+        return (result.transpose(0, 1), *states)
 
 
 class _Sections(TorchFunctionMode):

@@ -65,7 +65,7 @@ def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> As
 
 
 def as_shown(problem: Problem, operator: Operator, have: Layout, default: Assignment) -> Assignment:
-    """The assignment of an operator that shows a value with the layout `have`: that layout if it sends less than `default`."""
+    """The assignment of what shows a value with the layout `have`: that layout if it sends less than `default`."""
     sharding, spec = problem.shardings[operator.id], problem.graph.specs[operator.operands[0]]
     dims = list(zip(sharding.operands[0], have.dims, strict=True))
     assignment = {factor: axes for factor, axes in dims if factor is not None and axes}

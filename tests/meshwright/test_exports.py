@@ -323,6 +323,27 @@ def test_signs_and_angles_have_gradients() -> None:
     assert [one.name for one in plan.expressible("torch", collectives=True)] == ["all_reduce"]  # it runs
 
 
+class Rows(nn.Module):
+    """Recurrent layers whose rows come first: [rows, 4, 8] -> [rows, 4, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GRU(8, 8, batch_first=True), nn.LSTM(8, 6, batch_first=True)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(self.second(self.first(x)[0])[0])
+        return h
+
+
+def test_recurrent_layers_of_rows_run() -> None:
+    batch = torch.randn(8, 4, 8), torch.randn(8, 4, 6)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 2, "mode": "data_parallel", "plan_cache": None}
+    plan = meshwright.plan(Rows(), batch, **options)
+    assert {change.name for change in plan.expressible("torch")} == {"first.gru", "second.lstm"}
+    assert any(change.kind == "collectives" for change in plan.expressible("torch", collectives=True))  # it runs
+
+
 CHANNELS = {
     "0": [[2, 1, 1, 1], [2, 1, 1, 1], [2]],  # those that are made
     "1": [[2, 2, 1, 1], [2, 1, 1, 1], [2]],  # groups
