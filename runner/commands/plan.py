@@ -20,10 +20,6 @@ def run(config: Config, run_dir: Path) -> float | None:
         return report.give(run_dir)
     first = "torch" not in sys.modules
     with gc_paused():  # imports alone take a tenth more with it
-        if first:  # the process is the command's own
-            from strategies.capture import deferred_compiler
-
-            deferred_compiler.defer()
         from runner.planning.joint import prepare_decided
         from runner.report import plan_files, text
 

@@ -5,8 +5,7 @@ torch.vmap and as_strided by operators on dims; `exported` reads the result afte
 `numbers` (Python scalars from tensors), `functional` (writes become values) and `causal` (masks) have rewritten it;
 `packed_weights` marks the dims of fused weights;
 `autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph cannot hold; `nodes` has
-helpers for fx nodes that they share; `shapes` builds models without storage; `deferred_compiler` leaves out what the
-exporter imports and does not use.
+helpers for fx nodes that they share; `shapes` builds models without storage.
 """
 
 from strategies.capture.model import Captured, LossFunction, Objective, capture, duplicate, loss_in, run_once
