@@ -333,6 +333,9 @@ def config_of(
             f"meshwright.plan: mesh = {mesh!r} must be a number of ranks, a mesh such as {{'dp': 2, 'tp': 4}}, or a "
             "cluster.",
         )
+    sizes = mesh.values() if isinstance(mesh, Mapping) else [mesh] if isinstance(mesh, int) else [1]
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ConfigError("MW204", f"meshwright.plan: mesh = {mesh!r}; a size is a number of ranks, at least 1.")
     if left := [name for name in parallel if name in OF_RUNS]:
         raise ConfigError(
             "MW464",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,8 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     refused("MW204", lambda: planned(search="fastest"))
     refused("MW106", lambda: planned(cluster="dgx"))
     refused("MW901", lambda: planned(loss=None))
-    refused("MW204", lambda: planned(mesh={"dp": 0}))
+    for mesh in (0, True, {}, {"dp": 0}, {"dp": 2.0}):
+        assert f"mesh = {mesh!r}" in refused("MW204", partial(planned, mesh=mesh))
     refused("MW204", lambda: planned(mesh=2.5))
     refused("MW204", lambda: planned(loss="mse"))
     assert "0.weight" in refused("MW305", lambda: planned(nn.Sequential(nn.LazyLinear(4))))
