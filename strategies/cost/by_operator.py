@@ -19,7 +19,7 @@ from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER,
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, step_seconds
 from strategies.cost.roofline import forward_pace, operator_work, result_dtype, shares
-from strategies.cost.step import is_recomputed, step_cost
+from strategies.cost.step import StepCost, is_recomputed
 from strategies.optimizer.buckets import BUCKET_BYTES
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
@@ -75,11 +75,11 @@ class OperatorCost:
 
 
 def operator_costs(
-    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, settings: OptimizerSettings
+    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, settings: OptimizerSettings, step: StepCost
 ) -> dict[str, OperatorCost]:
-    """The cost of every operator by its plan name, of a step with these `settings`; `program` is `plan` lowered."""
+    """The cost of every operator by its plan name, of a step with these `settings` that costs `step`; `program` is
+    `plan` lowered. What parameter servers send is not divided among operators."""
     zero_stage, accumulate = settings.stage, settings.accumulate
-    step = step_cost(graph, plan, program, cluster, settings)
     communication, owned = _Communication(plan, program, cluster, accumulate), _first_users(graph)
     gradients = communication.gradients(graph, owned, zero_stage, step.exposed + sum(step.zero.values()))
     costs = {}

@@ -37,8 +37,8 @@ def test_the_parts_add_up_to_the_step(gpt: OperatorGraph, stage: int, recompute:
     plan = make_plan(gpt, Request("auto", 8, strategies=strategies, recompute=wanted))
     program = lower(gpt, plan, LoweringOptions(sharded_optimizer=stage > 0, partial_loss=True))
     settings = OptimizerSettings(stage, torch.optim.Adam, accumulate=3)
-    costs = operator_costs(gpt, plan, program, MACHINE, settings).values()
     step = step_cost(gpt, plan, program, MACHINE, settings)
+    costs = operator_costs(gpt, plan, program, MACHINE, settings, step).values()
     assert sum(cost.forward for cost in costs) == pytest.approx(step.forward)
     assert sum(cost.backward for cost in costs) == pytest.approx(step.backward + step.recomputed)
     assert sum(cost.gradients for cost in costs) == pytest.approx(step.exposed + sum(step.zero.values()))
@@ -61,7 +61,9 @@ def test_parameters_are_counted_once_and_by_parts_under_zero(gpt: OperatorGraph)
     size = sum(source.spec.elements * 4 for source in gpt.of_kind("parameter"))
     for stage, share in ((0, 1), (2, 1), (3, 8)):
         program = lower(gpt, plan, LoweringOptions(sharded_optimizer=stage > 0, partial_loss=True))
-        costs = operator_costs(gpt, plan, program, MACHINE, OptimizerSettings(stage, torch.optim.SGD))
+        settings = OptimizerSettings(stage, torch.optim.SGD)
+        step = step_cost(gpt, plan, program, MACHINE, settings)
+        costs = operator_costs(gpt, plan, program, MACHINE, settings, step)
         assert sum(cost.parameters for cost in costs.values()) == pytest.approx(size / share, rel=1e-3)
 
 
@@ -70,7 +72,9 @@ def test_large_products_are_bound_by_flops_and_norms_are_not() -> None:
     batch = torch.empty(4096, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
     graph = capture(Objective(net.to("meta"), nn.MSELoss(), ("0", "1"), ("1",)), batch, training=True).graph
     plan = make_plan(graph, Request("data_parallel", 8))
-    costs = operator_costs(graph, plan, lower(graph, plan), MACHINE, OptimizerSettings())
+    program, settings = lower(graph, plan), OptimizerSettings()
+    step = step_cost(graph, plan, program, MACHINE, settings)
+    costs = operator_costs(graph, plan, program, MACHINE, settings, step)
     assert [name for name, cost in costs.items() if cost.flop_bound] == ["1"]
     assert len(costs) > 2
     assert costs["1"].flops == 2 * 4096**3
