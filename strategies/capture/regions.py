@@ -143,7 +143,8 @@ def _write_casts(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
             return cached[key]
 
         node.args, node.kwargs = fx.map_arg(node.args, cast), fx.map_arg(node.kwargs, cast)
-        _cast_results(graph, node)
+        if set(dtypes.values()) == {torch.float32}:
+            _cast_results(graph, node)
 
 
 def _cast_results(graph: fx.Graph, node: fx.Node) -> None:
