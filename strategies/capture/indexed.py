@@ -58,7 +58,7 @@ class _Indexing(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(map(_is_held, index)):
+            if any(map(_is_symbolic, index)):
                 return indexed(args[0], [number(part) for part in index], *args[2:])
             if len(index) == 1 and isinstance(mask := index[0], Tensor) and mask.dtype is torch.bool and mask.dim():
                 return self._select(*args) if function is Tensor.__getitem__ else self._choose(*args)
@@ -99,7 +99,7 @@ def _versions(*tensors: Tensor) -> tuple[int, ...]:
 def indexed(tensor: Tensor, parts: list[Any], *value: Any) -> Tensor | None:
     """`tensor[parts]`, or `tensor[parts] = value`, where tensors hold which element of a dim it is, or where a slice of
     a known length begins. What is not all within the dim raises IndexError."""
-    place = next((place for place, part in enumerate(parts) if _is_held(part)), None)
+    place = next((place for place, part in enumerate(parts) if _is_symbolic(part)), None)
     if place is None:
         if not value:
             return tensor[tuple(parts)]
@@ -123,8 +123,8 @@ def indexed(tensor: Tensor, parts: list[Any], *value: Any) -> Tensor | None:
     return found
 
 
-def _is_held(part: Any) -> bool:
-    """Whether a tensor holds what a part of an index says."""
+def _is_symbolic(part: Any) -> bool:
+    """Whether only a step knows what a part of an index says: a tensor of one number, a symbol, a slice from one."""
     if isinstance(part, slice):
         return _length(part) is not None
     single = isinstance(part, Tensor) and not part.dim() and part.dtype not in (torch.bool, torch.uint8)
