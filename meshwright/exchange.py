@@ -287,7 +287,7 @@ class Excess:
 
     @property
     def share(self) -> float:
-        """By how much a step of the plan takes longer than one of the other: 0.04 is 4 %."""
+        """The share by which a step of the plan takes longer than one of the other plan: 0.04 is 4 %."""
         return self.plan.cost / self.other.cost - 1
 
     def __str__(self) -> str:

@@ -527,7 +527,8 @@ def _described(cluster: str | Path) -> Path:
 
 
 def _nodes(cluster: str | Path, ranks: int | None) -> int | None:
-    """As many nodes of a cluster that comes with the package as the ranks need; None: as its description says."""
+    """The number of nodes of a cluster that comes with the package: as many as the ranks need; None where its
+    description says it."""
     if ranks is None or Path(cluster).suffix:
         return None
     machine = shipped(str(cluster))

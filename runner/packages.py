@@ -26,7 +26,8 @@ SHARED = "models"
 
 
 class _Finder:
-    """Before all other finders on `sys.meta_path`: a folder without `__init__.py` would else hide editable installs."""
+    """A finder before all others on `sys.meta_path`: a folder without `__init__.py` would else hide editable
+    installs."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -40,7 +40,7 @@ class Wanted:
 
 
 def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
-    """Where the tensors of `module`, which `model` describes, are stored, by name.
+    """Locate the tensors of `module`, which `model` describes, in its files: the place of each by name.
 
     A model of transformers whose files hold other names or layouts loads them here; the ranks then read nothing. Raises
     ConfigError for files that do not fit.

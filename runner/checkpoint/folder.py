@@ -17,7 +17,7 @@ NAME = re.compile(r"step-(\d{8,})")
 
 
 def target(folder: Path, step: int) -> Path:
-    """Where the checkpoint after optimizer step `step` belongs."""
+    """The folder of the checkpoint after optimizer step `step`."""
     return folder / f"step-{step:08d}"
 
 

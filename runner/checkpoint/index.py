@@ -1,4 +1,4 @@
-"""Where every tensor of a checkpoint is stored: its parts by file, byte and block. Plain data, JSON in and out.
+"""The index of a checkpoint: the parts of every tensor by file, byte and block. Plain data, JSON in and out.
 
 Invariant: the parts of a tensor in `Index` are disjoint, also where a checkpoint stores some of them several times: one
 of them is chosen from the existing files.

@@ -145,7 +145,7 @@ def check(path: Path, **identity: Any) -> Continuation:
 
 
 def _numbers(checkpoint: Checkpoint, scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """By key, the states of parameters of shape () which plans without ZeRO store as scalars: those that other
+    """The states of parameters of shape (), by key, which plans without ZeRO store as scalars: those that other
     parameters have tensors of, or, where none has, all but counters."""
     known = {key.split("/", 2)[1] for key in checkpoint.tensors if key.startswith(OPTIMIZER)}
     single = {key.removeprefix(MODEL) for key, entry in checkpoint.tensors.items() if entry.shape == ()}

@@ -85,6 +85,7 @@ _FORMAT = TypeAdapter(Header)
 
 
 def to_text(header: Header) -> str:
+    """The JSON of a header, with its checksum."""
     content = asdict(header)
     return json.dumps(content | {"checksum": _sum_of(content)}, indent=1)
 
@@ -147,7 +148,7 @@ def faults(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
 
 
 def missing(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
-    """Like `faults`, but compares only file sizes."""
+    """Faults as `faults` finds them, but by file sizes alone."""
     errors = {}
     for name, wanted in files.items():
         try:

@@ -155,7 +155,7 @@ class Saver:
         return target
 
     def wait_for_copies(self) -> None:
-        """Before every update: return when weights and states may change."""
+        """Wait until weights and states may change; called before every update."""
         self._copies.wait_for_copies()
 
     def check(self) -> None:
@@ -274,7 +274,7 @@ class Copies:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> None:
-    """In one call, for which the interpreter's lock is given up once."""
+    """Copy tensors in one call, for which the interpreter's lock is given up once."""
     if pairs:
         with torch.no_grad():
             torch._foreach_copy_([copy for copy, _ in pairs], [source for _, source in pairs], non_blocking=later)

@@ -84,7 +84,7 @@ def verify(path: Path) -> Mapping[str, str]:
 
 
 def examined(path: Path) -> Mapping[str, str]:
-    """Like `verify`, but prints and records nothing."""
+    """Verify as `verify` does, but print and record nothing."""
     with suppress(OSError):  # recorded damage may have been repaired
         unmark(path)
     header = read_header(path)

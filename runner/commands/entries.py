@@ -96,7 +96,8 @@ def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str,
 
 
 def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
-    """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
+    """Find the checkpoint that the next attempt of a run continues, if there is one; on a lone rank, between two
+    attempts."""
     run, place = lineage.read(rank.run_dir), rank.run_dir / "checkpoints"
     rescue.collect(place, None if run is None else run.lineage)
     try:

@@ -58,5 +58,5 @@ def _count(given: dict[str, str], key: str) -> int | None:
 
 
 def _unescaped(separator: str | None) -> str | None:
-    """With \\n for a line break, as nobody types one."""
+    """Replace \\n by a line break, which nobody types."""
     return None if separator is None else separator.replace("\\n", "\n")

@@ -38,6 +38,8 @@ class Rate(Section):
 
 
 class LevelForm(Rate):
+    """A level of a cluster, such as the devices of a node."""
+
     size: Count = setting(REQUIRED, "Members of this level in one of the level above")
     kinds: dict[Kind, Rate] = setting(REQUIRED, "Rates of collectives that differ from those of the level")
 
@@ -51,6 +53,8 @@ class Achieved(Section):
 
 
 class PaceForm(Section):
+    """Seconds of operators of one kind, as calibration has measured them."""
+
     call: Time = setting(REQUIRED, "Time of a call, whatever it works on; at least launch", unit="seconds")
     factor: Positive = setting(REQUIRED, "Times the seconds that its flops or bytes take at the rates of the machine")
 
@@ -105,6 +109,8 @@ class Group(Section):
 
 
 class ClusterForm(Section):
+    """The cluster that a plan is for."""
+
     name: str = setting("auto", "cluster=NAME chooses a description; auto: laptop_gloo on CPU, a dgx_h100 node on GPUs")
     nodes: Count | None = setting(None, "Number of nodes, for clusters that have them")
     file: str | None = setting(None, "A description of your own, such as `run calibrate` writes", min_length=1)

@@ -46,10 +46,12 @@ ROWS = ValueKind("a .jsonl file", lambda value: isinstance(value, str) and value
 
 
 def any_of(*values: Any) -> ValueKind:
+    """The values that equal one of `values`."""
     return ValueKind(" or ".join(f"`{value}`" for value in values), lambda value: value in values)
 
 
 def none_of(*values: Any) -> ValueKind:
+    """The values that equal none of `values`."""
     return ValueKind(f"other than {' and '.join(f'`{value}`' for value in values)}", lambda value: value not in values)
 
 

@@ -105,6 +105,8 @@ def _in_order(value: Any) -> Any:
 
 
 class Launch(Section):
+    """The launcher, its hosts, and what happens when ranks fail."""
+
     launcher: Launcher = setting("local", "What starts the ranks; launch=NAME chooses it")
     timeout: Positive = setting(600.0, "Time limit of a collective", unit="seconds", ge=1e-3, le=YEAR)
     threads: Count = setting(1, "Threads of torch in each rank", le=THREADS)

@@ -1,4 +1,4 @@
-"""Where a value of a composed config came from: an override on the command line, or one of the composed files.
+"""The origin of each value of a composed config: an override on the command line, or one of the composed files.
 
 Hydra keeps no origin per key, so the files of the defaults list are read again, last one first, and the first that
 holds the key is the one that gave it. This is slow and done only for a rejected config.

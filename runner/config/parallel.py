@@ -70,6 +70,8 @@ class JoinedCalls(Section):
 
 
 class CommFusion(Section):
+    """Buckets in which collectives of one kind are fused."""
+
     all_reduce: JoinedCalls = setting(JoinedCalls(), "All-reduces of gradients and of a plan")
     all_gather: JoinedCalls = setting(JoinedCalls(), "All-gathers of a plan")
     reduce_scatter: JoinedCalls = setting(JoinedCalls(), "Reduce-scatters of a plan")
@@ -108,6 +110,8 @@ Offloaded = Literal["none", "host", "disk"]
 
 
 class ActivationOffload(Section):
+    """Activations that wait for backward elsewhere than on the device."""
+
     to: Offloaded = setting("none", "Where activations wait for backward")
     modules: tuple[Glob, ...] = setting((), "Globs of modules; []: all")
     larger_than: float = setting(0.0, "Smaller tensors stay on the device", unit="MB", ge=0, allow_inf_nan=False)
@@ -125,6 +129,8 @@ class ActivationOffload(Section):
 
 
 class OffloadForm(Section):
+    """States that are stored elsewhere than on the device."""
+
     optimizer: Offloaded = setting("none", "Where optimizer states are stored; host with ZeRO 1-3, disk with ZeRO 3")
     parameters: Offloaded = setting("none", "Where parameters are stored between uses, with ZeRO 3")
     activations: ActivationOffload = setting(ActivationOffload(), "Tensors that autograd saves for backward")
@@ -282,6 +288,8 @@ class LayoutMatrix(Section):
 
 
 class Zero(Section):
+    """ZeRO's stage, its engine and DeepSpeed's own options."""
+
     stage: Literal["auto"] | Annotated[int, Field(strict=True, ge=0, le=3)] = setting(
         0, "0, 1, 2, 3, or auto: jointly optimised with all that is auto, the fastest that fits into memory"
     )
@@ -347,7 +355,7 @@ class Server(Section):
 
     @property
     def ahead(self) -> int | None:
-        """By how many steps slices may be handed out early; None for any number."""
+        """The number of steps by which slices may be handed out early; None for any number."""
         return {"sync": 0, "bounded": self.staleness, "async": None}[self.consistency]
 
     def working(self, world_size: int) -> int:
@@ -356,6 +364,8 @@ class Server(Section):
 
 
 class Parallel(Section):
+    """The parallel mode, and the slices that the user fixes."""
+
     mode: Mode = setting(
         "stand_alone",
         "stand_alone, data_parallel, semi_auto, auto, hybrid or parameter_server; parallel=MODE chooses it",

@@ -75,6 +75,8 @@ class CallbackForm(Section):
 
 
 class Train(Section):
+    """The length of a training, and its numbers."""
+
     steps: Count | None = setting(None, "Optimizer steps to train; give steps or epochs", unit="steps")
     epochs: Count | None = setting(None, "Passes over the dataset; give steps or epochs", unit="epochs")
     seed: int = setting(0, "Seed of initial weights, data order and random operators", strict=True, ge=0, lt=2**63)
@@ -109,6 +111,8 @@ class MetricForm(Section):
 
 
 class Evaluate(Section):
+    """Evaluations on held-out data."""
+
     metric: Metric | None = setting(None, "accuracy, or the dotted name of a function or class")
     metrics: tuple[Annotated[MetricForm, BeforeValidator(_from_name)], ...] = setting(
         (), "More metrics: [accuracy, {target: torchmetrics.AUROC, args: {task: binary}, name: auroc}, ...]"
@@ -124,11 +128,13 @@ class Evaluate(Section):
 
     @property
     def every_metric(self) -> tuple[MetricForm, ...]:
-        """`metric` and `metrics`."""
+        """All metrics, `metric` first."""
         return (*(() if self.metric is None else (MetricForm(target=self.metric),)), *self.metrics)
 
 
 class CheckpointForm(Section):
+    """The interval of checkpoints, and which of them stay."""
+
     every: Count | None = setting(None, "Save every N steps", unit="steps")
     minutes: Positive | None = setting(
         None, "Save when this much time has passed since the last checkpoint", unit="minutes"
@@ -169,6 +175,8 @@ class PredictedRows(Section):
 
 
 class Predict(Section):
+    """The verb predict."""
+
     checkpoint: str | None = setting(
         None, "A checkpoint or run folder, written under any plan; null: model.weights", min_length=1
     )
@@ -182,6 +190,8 @@ class Predict(Section):
 
 
 class Calibrate(Section):
+    """The verb calibrate."""
+
     file: str = setting(
         "cluster.yaml", "File for the description of this machine; cluster.file=FILE reads it", min_length=1
     )
@@ -193,6 +203,8 @@ class Calibrate(Section):
 
 
 class Explain(Section):
+    """The verb explain."""
+
     operator: Glob | None = setting(None, "Operators to explain, as in parallel.strategies; null: a table of all")
     slices: Glob | None = setting(
         None, "Parameters, buffers, batch entries or operators whose slices on every rank to show; also --slices NAME"
@@ -200,6 +212,8 @@ class Explain(Section):
 
 
 class Export(Section):
+    """The verb export."""
+
     target: Literal["torch", "torchtitan", "autoparallel", "transformers", "deepspeed"] = setting(
         "torch",
         "Format of the plan; torch: a Python file of plain torch; torchtitan: one with its ShardingConfigs; "
@@ -221,6 +235,8 @@ class Loss(Section):
 
 
 class Reference(Section):
+    """The module on one device with which a module of mode hybrid is compared."""
+
     target: Dotted | None = setting(None, "Dotted name of the module on one device, for mode hybrid")
     args: Arguments = setting({}, "Keyword arguments of target")
 
@@ -260,6 +276,8 @@ class Model(Section):
 
 
 class Data(Section):
+    """The dataset, and how batches are made of it."""
+
     target: Dotted = setting(REQUIRED, "Dotted name of a map-style dataset class or function")
     args: Arguments = setting({}, "Keyword arguments of target")
     path: str | None = setting(None, "Where the data is, if the dataset takes a path")
@@ -280,11 +298,15 @@ class Data(Section):
 
 
 class ParameterGroup(Section):
+    """Options of the optimizer for some parameters."""
+
     match: tuple[Glob, ...] = setting(REQUIRED, "Globs of parameter names", min_length=1)
     args: Arguments = setting(REQUIRED, "Options of these parameters, such as {weight_decay: 0}")
 
 
 class Scheduler(Section):
+    """The learning rate scheduler."""
+
     target: Dotted | None = setting(None, "Dotted name such as torch.optim.lr_scheduler.StepLR; null: constant")
     args: Arguments = setting({}, "Keyword arguments of target")
     per: Literal["step", "epoch"] = setting("step", "When the learning rate changes")
@@ -294,6 +316,8 @@ class Scheduler(Section):
 
 
 class Optimizer(Section):
+    """The optimizer, its parameter groups and its scheduler."""
+
     target: Dotted = setting("torch.optim.SGD", "Dotted name of an optimizer class")
     args: Arguments = setting({"lr": 0.01}, "Keyword arguments of target; a recipe adds to them")
     groups: tuple[ParameterGroup, ...] = setting(
@@ -304,6 +328,8 @@ class Optimizer(Section):
 
 
 class Verify(Section):
+    """The verb verify."""
+
     steps: Count = setting(3, "Optimizer steps to compare", unit="steps")
     tolerance: Positive | None = setting(
         None, "Relative tolerance; null: by precision, or 3 times the distance of one process from a finer one"
@@ -312,11 +338,15 @@ class Verify(Section):
 
 
 class Tune(Section):
+    """The verb tune."""
+
     plans: Count = setting(4, "Plans to try, the best of the search first")
     steps: Count = setting(10, "Optimizer steps to time with each plan", unit="steps")
 
 
 class Report(Section):
+    """What shows the metrics of a run."""
+
     loggers: tuple[Literal["csv", "tensorboard", "wandb", "mlflow"], ...] = setting(
         (), "What receives metrics beside metrics.jsonl; W&B and MLflow write into the run folder"
     )
@@ -325,7 +355,7 @@ class Report(Section):
 
     @property
     def every_logger(self) -> tuple[str, ...]:
-        """Their names, each once."""
+        """The names of all loggers, each once."""
         return tuple(dict.fromkeys((*self.loggers, *(("tensorboard",) if self.tensorboard else ()))))
 
 
@@ -338,6 +368,8 @@ class RunFolder(Section):
 
 
 class Job(Section):
+    """The verb that the command runs."""
+
     name: Verb = setting("train", "The verb of the command; `run VERB` sets it")
 
 

@@ -48,7 +48,7 @@ def malformed(text: str, key: str) -> PydanticCustomError:
 
 
 class Place(NamedTuple):
-    """Where in the config an operand stands: the dotted key and, within it, the operand."""
+    """The position of an operand in the config: the dotted key and, within it, the operand."""
 
     key: str
     operand: str

@@ -425,6 +425,7 @@ def reader(dataset: MapDataset) -> Read | None:
 
 
 def fields(sample: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """The names of a sample's entries, and their values: keys of a dict, else positions."""
     if isinstance(sample, Mapping):
         return tuple(sample), list(sample.values())
     values = list(sample) if isinstance(sample, (tuple, list)) else [sample]

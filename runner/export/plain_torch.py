@@ -204,10 +204,10 @@ def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Te
 
 @contextmanager
 def running(mesh: DeviceMesh) -> Iterator[None]:
-    """Around forward and backward: tensors that the model makes itself are the same on all ranks, attention is made of
-    products where torch has no sharded kernel (on CPUs), convolutions and experts run on slices, fused weights are
-    taken apart where every rank has a slice of each section, signs and angles have gradients, and losses are means over
-    all slices."""
+    """Run forward and backward within this context: tensors that the model makes itself are the same on all ranks,
+    attention is made of products where torch has no sharded kernel (on CPUs), convolutions and experts run on slices,
+    fused weights are taken apart where every rank has a slice of each section, signs and angles have gradients, and
+    losses are means over all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
     with implicit_replication(), attention, _Means(), _Sections(), _Convolutions(), _Experts(), _Angles(), _Recurrent():
         yield
@@ -249,7 +249,8 @@ class _Convolutions(TorchFunctionMode):
 
 
 def _convolved(func: Any, input: Tensor, weight: Tensor, bias: Any = None, *options: Any, **named: Any) -> Tensor:
-    """Where the weight is sliced along an axis, the input follows; elsewhere rows stay sliced."""
+    """Convolve with a DTensor: where the weight is sliced along an axis, the input follows; elsewhere rows stay
+    sliced."""
     given, transposed = dict(zip(("stride", "padding"), options, strict=False)) | named, "transpose" in func.__name__
     names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
     given |= dict(zip(names, options[2:], strict=False))
@@ -304,7 +305,8 @@ class _Experts(TorchFunctionMode):
 
 
 def _multiplied(func: Any, rows: Tensor, matrices: Tensor, offs: Any = None, **given: Any) -> Tensor:
-    """Where the matrices are sliced along an axis, the rows follow; elsewhere they are complete."""
+    """Multiply rows by experts' matrices: where these are sliced along an axis, the rows follow; elsewhere they are
+    complete."""
     if rows.ndim != 2 or matrices.ndim != 3 or any(one is not None for one in given.values()):
         return func(rows, matrices, offs=offs, **given)  # type: ignore[no-any-return]
     mesh = next(one for one in (rows, matrices) if isinstance(one, DTensor)).device_mesh
@@ -324,8 +326,8 @@ def _multiplied(func: Any, rows: Tensor, matrices: Tensor, offs: Any = None, **g
 
 
 def _of_experts(placed: Placement) -> tuple[Placement, ...]:
-    """For a placement of matrices [experts, inputs, outputs] those of rows [rows, inputs], matrices, ends [experts] and
-    the result; and of the gradients of rows and matrices."""
+    """The placements of rows [rows, inputs], matrices, ends [experts] and the result for a placement of matrices
+    [experts, inputs, outputs]; and of the gradients of rows and matrices."""
 
     def along(dim: int) -> Placement:
         return _StridedShard(dim, split_factor=placed.split_factor) if isinstance(placed, _StridedShard) else Shard(dim)

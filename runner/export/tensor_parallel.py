@@ -28,8 +28,8 @@ def changes(prepared: Prepared) -> list[Change]:
 
 
 def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
-    """Where the plan that the styles of modules declare differs, and where a trainer of local tensors does not move a
-    value to its use."""
+    """The changes of a plan that is declared by styles of modules for a trainer of local tensors, which moves no value
+    to its use."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     axes = axes_of(plan)

@@ -58,7 +58,7 @@ class Interrupts:
         return self
 
     def hold(self) -> None:
-        """From here on, remember a signal instead of raising."""
+        """Remember signals from here on instead of raising."""
         self._holding = True
 
     @staticmethod

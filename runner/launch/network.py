@@ -110,7 +110,7 @@ def interface_of(address: str) -> str | None:
 
 
 def variables(address: str) -> dict[str, str]:
-    """By which interface the libraries of collectives are to reach the host that has `address`.
+    """The environment variables that name the interface of the host that has `address` to libraries of collectives.
 
     By itself gloo looks up the host name, which laptops often cannot resolve, and NCCL takes any interface that it
     finds.

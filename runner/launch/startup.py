@@ -1,5 +1,5 @@
-"""Where the time before the first step goes: marks of wall time, from the start of the command to the first optimizer
-step; and the startup progress of many ranks, which may take minutes on few cores.
+"""The time before the first step: marks of wall time, from the start of the command to the first optimizer step; and
+the startup progress of many ranks, which may take minutes on few cores.
 
 The parent marks the ends of its phases and hands the marks to the ranks; rank 0 reports the rest. Imports no torch.
 """

@@ -31,8 +31,8 @@ def request() -> None:
 
 
 def listen() -> None:
-    """From now on the first SIGTERM or SIGHUP requests a stop, and a second SIGTERM ends this process at once. For the
-    main thread."""
+    """Request a stop at the first SIGTERM or SIGHUP from now on, and end this process at once at a second SIGTERM. For
+    the main thread."""
     near, far = socket.socketpair()
     far.setblocking(False)
     signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)  # a handler would wait for the end of a collective

@@ -262,14 +262,15 @@ class Supervision:
 
     @staticmethod
     def _places(ranks: Sequence[SupervisedRank]) -> dict[int, str]:
-        """Where `ranks` are, from the stacks that they write; empty for one that writes none."""
+        """The places in the code where `ranks` are, from the stacks that they write; empty for one that writes
+        none."""
         for rank in ranks:
             rank.request_stack()
         time.sleep(DUMP)
         return {rank.number: failure.dumped_place(rank.output()) for rank in ranks}
 
     def stop_ranks(self, number: int) -> bool:
-        """At the signal `number`, request all ranks to stop after the current step; False for Ctrl-C before anything
+        """Request all ranks to stop after the current step, at the signal `number`; False for Ctrl-C before anything
         could be lost."""
         if number == signal.SIGINT and self.nothing_to_save():
             return False

@@ -1,2 +1,1 @@
-"""From a config to a plan and everything that the ranks need: decisions, cost estimates and preparation, once per
-run."""
+"""Plan a config, once per run: decisions, cost estimates and everything that the ranks need."""

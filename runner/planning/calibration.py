@@ -292,8 +292,8 @@ class Bench:
         return min(batches, default=first)
 
     def _worked(self, action: Callable[[], object], share: float) -> tuple[float, float] | None:
-        """As `_seconds`, of computation alone; and seconds of its CPU, the mean of the ranks, which neither their
-        number nor other programs change much. GPUs compute for nobody else."""
+        """Seconds of computation alone, as `_seconds` measures; and those of its CPU, the mean of the ranks, which
+        neither their number nor other programs change much. GPUs compute for nobody else."""
         if not self.cpu:
             seconds = self._seconds(action, share)
             return None if seconds is None else (seconds, seconds)
@@ -398,7 +398,7 @@ class Bench:
                 self.launch = max(layers[0] - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
 
     def _operator(self, op: str, share: float) -> None:
-        """Forward and backward of one operator; backward is what a step takes beside forward."""
+        """Time forward and backward of one operator; backward is what a step takes beside forward."""
         for tokens in SAMPLED:
             tokens *= 1 if self.cpu else FACTOR
             graph = sample(op, tokens)
@@ -421,7 +421,7 @@ class Bench:
             self.ran.append(Ran(operator.op, tokens, forward[1], backward))
 
     def _stack(self, tokens: int, share: float) -> None:
-        """Forward and backward of layers, each with parameters of its own."""
+        """Time forward and backward of layers, none of which share parameters."""
         tokens *= 1 if self.cpu else FACTOR
         call, learning = self._call_of(stack(tokens))
 
@@ -541,7 +541,7 @@ class SampleLayers:
         self.layers = [[values(width, width) for _ in range(7)] for _ in range(layers)]
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         y = self._run()
         torch.autograd.backward(y, torch.ones_like(y))
         for one in (self.x, *chain.from_iterable(self.layers)):

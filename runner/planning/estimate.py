@@ -116,14 +116,14 @@ class Programs:
         return replace(self.programs[key][1], recompute=plan.recompute)
 
     def works(self, graph: OperatorGraph, plan: Plan, cluster: Cluster) -> list[Work]:
-        """Like `works_of`."""
+        """`works_of`, computed once per plan and cluster."""
         key = id(plan.operators), plan.mesh, cluster
         if key not in self.work:
             self.work[key] = plan, works_of(graph, plan, cluster)
         return self.work[key][1]
 
     def stages(self, config: Config, graph: OperatorGraph, plan: Plan, owners: Owners) -> tuple[Stage, ...]:
-        """Like `lowering.cut_of`. Where devices are equal, stages are the same for all owners."""
+        """`lowering.cut_of`, computed once per plan. Where devices are equal, stages are the same for all owners."""
         devices = owners if config.cluster.groups else len(owners)
         key = id(plan.operators), lowering.training_options(config), lowering.pipeline_groups(config), devices
         if key not in self.cuts:

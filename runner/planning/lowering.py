@@ -154,7 +154,7 @@ def deepspeed_options(config: Config) -> dict[str, Any]:
 
 
 def planned_ranks(config: Config, world_size: int) -> int:
-    """Of `world_size` ranks those that a plan slices its operators over."""
+    """The ranks of `world_size` that a plan slices its operators over."""
     if config.parallel.elastic:
         return config.parallel.server.working(world_size)
     return world_size // pipeline_groups(config)

@@ -208,6 +208,6 @@ class RecomputeSelection:
         return all(size <= group.limit for group, size in zip(self.groups, sizes, strict=True))
 
     def _layers(self, positions: Collection[int]) -> dict[str, Mode]:
-        """In full where any group does so."""
+        """The layers to recompute by path, completely where any group does so."""
         paths = [group.front[position].paths for group, position in zip(self.groups, positions, strict=True)]
         return {path: mode for mode in reversed(MODES) for one in paths for path in one[mode]}

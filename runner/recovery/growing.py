@@ -56,7 +56,7 @@ class HostProbe:
         return code == 0
 
     def close(self) -> None:
-        """End a question that is still open."""
+        """End the process that asks, if it still runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -107,7 +107,7 @@ class Return:
         return "lost ranks are tried again after a checkpoint"
 
     def close(self) -> None:
-        """End all questions."""
+        """Close all probes."""
         for probe in self.probes.values():
             probe.close()
         if self.listener is not None:

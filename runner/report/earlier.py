@@ -115,7 +115,7 @@ class Reports:
 
 
 def _folder(config: Config) -> Path | None:
-    """Where reports of this config are kept; None for those that depend on more than files."""
+    """The folder of reports of this config; None for those that depend on more than files."""
     parallel = config.parallel
     described = config.cluster.machine is not None and parallel.plan is None and config.model.weights is None
     if not described or parallel.dump_ir is not False or parallel.mode in ("stand_alone", "hybrid"):

@@ -141,5 +141,5 @@ def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Pa
 
 
 def page(content: dict[str, Any], prepared: Prepared) -> str:
-    """The content of report.html."""
+    """The HTML of report.html."""
     return plan_page(content, f"{prepared.config.model.target}, parallel.mode={prepared.config.parallel.mode}")

@@ -92,7 +92,7 @@ def zero_line(config: Config) -> str:
 
 
 def source(search: Content) -> str:
-    """Where a plan comes from; `search` is that of plan.json."""
+    """The origin of a plan in words; `search` is that of plan.json."""
     loaded = search.get("loaded_from")
     return f"loaded from {loaded}" if loaded else f"found in {search['seconds']:.2f} s"
 

@@ -104,7 +104,7 @@ class Fleet:
     # Members
 
     def _called(self, link: ServerLink, hello: Mapping[str, Any]) -> None:
-        """In a separate thread: read what a member sends until it ends."""
+        """Read what a member sends until it ends, in a separate thread."""
         self._callers.append(link.patient())
         if self._over:
             link.close()
@@ -388,7 +388,7 @@ class Fleet:
         return range(len(self._holders))
 
     def _layout(self) -> dict[str, Any]:
-        """Where workers find the primary of every shard."""
+        """The addresses by which workers find the primary of every shard."""
         return {"servers": [[holders[0], *self._addresses[holders[0]]] for holders in self._holders]}
 
     # Slices

@@ -26,16 +26,16 @@ class Gradient:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Gradient:
-        """What `tensors` has made."""
+        """The gradient of which `tensors` are the tensors."""
         pairs = zip(tensors[1::2], tensors[2::2], strict=True)
         return cls(tensors[0], tuple(Rows(ids, values) for ids, values in pairs))
 
     def tensors(self) -> list[Tensor]:
-        """Itself as tensors."""
+        """The tensors that carry this gradient: dense, then ids and values of every table."""
         return [self.dense, *(tensor for rows in self.tables for tensor in (rows.ids, rows.values))]
 
     def times(self, scale: float) -> Gradient:
-        """Itself times a number."""
+        """This gradient times a number."""
         if scale == 1.0:
             return self
         return Gradient(self.dense * scale, tuple(Rows(rows.ids, rows.values * scale) for rows in self.tables))

@@ -39,7 +39,7 @@ class Inbox:
 
     @property
     def address(self) -> Address:
-        """Where other workers reach it."""
+        """The address by which other workers reach this inbox."""
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 

@@ -44,7 +44,7 @@ class ServerLink:
         self.sent = self.received = 0
 
     def patient(self) -> ServerLink:
-        """Itself, which from now on waits for a message for any time."""
+        """This link, which from now on waits for a message for any time."""
         self._socket.settimeout(None)
         return self
 

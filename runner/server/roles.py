@@ -55,7 +55,7 @@ def _work(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes) 
 
 
 def _process(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
-    """Where this process runs."""
+    """The host and the number of this process."""
     return {"host": job.prepared.config.launch.host_of(rank.rank), "process": os.getpid()}
 
 

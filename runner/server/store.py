@@ -68,7 +68,7 @@ class Store:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """The address at which this server listens."""
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 

@@ -58,7 +58,7 @@ class PulledTable:
         return ids - self._bounds[shard][0], versions
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where `ids` are in the cache, and whether they are."""
+        """The rows of the cache in which `ids` are, and whether they are there."""
         place = torch.searchsorted(self._cached, ids).clamp(max=max(len(self._cached) - 1, 0))
         known = self._cached[place] == ids if len(self._cached) else torch.zeros_like(ids, dtype=torch.bool)
         return place, known

@@ -109,7 +109,7 @@ class Worker:
 
     @property
     def address(self) -> Address:
-        """Where other workers reach it."""
+        """The address by which other workers reach this one."""
         return self._inbox.address
 
     def run(self) -> None:

@@ -241,8 +241,8 @@ def damage(path: Path, *, cut: bool) -> Path:
 
 
 def fill_disk(folder: Path) -> Callable[[], None]:
-    """From now on, writes of this process to files below `folder` fail with a full disk. Returns a function that undoes
-    it."""
+    """Make writes of this process to files below `folder` fail from now on, as with a full disk. Returns a function
+    that undoes it."""
     plain, inside = io.open, str(folder.absolute()) + os.sep
 
     def opened(file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:

@@ -89,9 +89,9 @@ class TrainingState:
         return self.updates.optimizer
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """In `before_update`: name and gradient of this rank's slice of every trainable parameter. The optimizer uses
-        what is written into them in place, on all ranks in the same way. Collective: all ranks must go through all of
-        it.
+        """Yield name and gradient of this rank's slice of every trainable parameter; in `before_update` alone. The
+        optimizer uses what is written into them in place, on all ranks in the same way. Collective: all ranks must go
+        through all of it.
 
         Raises:
             TypeError: one was written, and DeepSpeed or servers do the update, which would not use it.
@@ -150,32 +150,32 @@ class Callback:
     repeats = False
 
     def start(self, state: TrainingState) -> None:
-        """Before the first step, after a checkpoint was restored."""
+        """Called before the first step, after a checkpoint was restored."""
 
     def before_step(self, state: TrainingState) -> None:
-        """Before a step computes anything."""
+        """Called before a step computes anything."""
 
     def before_update(self, state: TrainingState) -> None:
-        """After the gradients of a step are complete, before the optimizer uses them."""
+        """Called after the gradients of a step are complete, before the optimizer uses them."""
 
     def after_step(self, state: TrainingState) -> None:
-        """After the update; `loss` and `grad_norm` are those of the step."""
+        """Called after the update; `loss` and `grad_norm` are those of the step."""
 
     def before_evaluation(self, state: TrainingState) -> None:
-        """Before an evaluation."""
+        """Called before an evaluation."""
 
     def evaluation(self, state: TrainingState) -> None:
-        """After an evaluation, whose results are in `state.evaluation`."""
+        """Called after an evaluation, whose results are in `state.evaluation`."""
 
     def checkpoint(self, state: TrainingState) -> None:
-        """Before a checkpoint of the state after `state.step` is saved."""
+        """Called before a checkpoint of the state after `state.step` is saved."""
 
     def exception(self, state: TrainingState, error: Exception) -> None:
-        """After an error on this rank. Other ranks may be gone, so no collectives; but a FloatingPointError is raised
-        by all ranks together."""
+        """Called after an error on this rank. Other ranks may be gone, so no collectives; but a FloatingPointError is
+        raised by all ranks together."""
 
     def end(self, state: TrainingState) -> None:
-        """After the last step, when everything is saved; not after an error."""
+        """Called after the last step, when everything is saved; not after an error."""
 
     def tensors(self, state: TrainingState) -> Shards:
         """Slices that a checkpoint keeps, by the name of the parameter of which they are."""

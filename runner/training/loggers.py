@@ -163,7 +163,7 @@ class Csv:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`."""
+    """Writes event files in `tensorboard/`."""
 
     def __init__(self, run_dir: Path, first: int, facts: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter

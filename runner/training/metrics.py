@@ -42,7 +42,7 @@ class Expected:
 
     @classmethod
     def of(cls, config: Config, run_dir: Path) -> Expected:
-        """Of the plan in a run folder; nothing is expected where there is none."""
+        """The predictions of the plan in a run folder; nothing is expected where there is none."""
         file = run_dir / "plan.json"
         if config.parallel.mode in ("stand_alone", "hybrid") or not file.is_file():
             return cls()

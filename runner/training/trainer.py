@@ -615,7 +615,7 @@ class Trainer:
         )
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On rank 0: unsharded tensors by name, from all pipeline stages (collective)."""
+        """Gather unsharded tensors by name from all pipeline stages, on rank 0 (collective)."""
         if self.execution.runner is None:
             return tensors
         own = tensors if self.execution.communicator.rank == 0 else {}

@@ -46,7 +46,7 @@ class AssignedBuffers:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Around exports."""
+        """Export within this context."""
         hooks = [
             register_module_buffer_registration_hook(self._assigned),
             self.root.register_forward_pre_hook(self._begin),

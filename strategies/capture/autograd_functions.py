@@ -43,8 +43,8 @@ SCALES = (1e-4, 1.0, 1e4)
 
 @contextmanager
 def functions_as_operators(training: bool) -> Iterator[None]:
-    """Around an export: record calls of torch.autograd.Functions, however the user holds on to their `apply`. Raises
-    StrategyError, within the call, for a function that ranks could not call."""
+    """Record calls of torch.autograd.Functions in the exports within this context, however the user holds on to their
+    `apply`. Raises StrategyError, within the call, for a function that ranks could not call."""
     tried: dict[tuple[type, str], bool] = {}
 
     def apply(cls: Any, *args: Any) -> Any:

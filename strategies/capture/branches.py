@@ -117,7 +117,7 @@ class Branches:
 
     @contextmanager
     def as_choices(self) -> Iterator[None]:
-        """Around an export. Raises NotChosen within."""
+        """Export within this context. Raises NotChosen within."""
         if not self.chosen:
             yield
             return
@@ -510,14 +510,14 @@ def _node(tracer: Any, tensor: Tensor) -> fx.Node | None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """Its operands, each as often as it stands there."""
+    """The operands of a node, each as often as it occurs."""
     found = list[fx.Node]()
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _plain(node: fx.Node) -> list[Any]:
-    """What it is called with beside operands, with the structure of all of it."""
+    """The arguments of a node that are no operands, and the structure of all of them."""
     leaves, structure = tree_flatten(fx.map_arg((node.args, node.kwargs), lambda _: None))
     return [*leaves, structure]
 

@@ -50,7 +50,7 @@ class ChangingAttributes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around an export."""
+        """Export within this context."""
         hooks = [self._root.register_forward_pre_hook(self._begin), self._root.register_forward_hook(self._end)]
         try:
             with self._clocks.watched():
@@ -80,9 +80,9 @@ class ChangingAttributes:
     def check(
         self, graph: OperatorGraph, tensors: Mapping[str, Tensor], batch: Sequence[Tensor], training: bool
     ) -> None:
-        """After the export. Raises StrategyError for a tensor that the forward replaces and the graph needs, for a
-        number or flag that it computes with, and changes in every call, for a tensor of the call before that it
-        needs, and for a clock, a process or a file that changes."""
+        """Check what the export has done. Raises StrategyError for a tensor that the forward replaces and the graph
+        needs, for a number or flag that it computes with, and changes in every call, for a tensor of the call before
+        that it needs, and for a clock, a process or a file that changes."""
         places = {_memory(one): key for key, one in self._replaced.items()}
         for source in graph.of_kind("constant"):
             key = places.get(_memory(tensors[source.name]))

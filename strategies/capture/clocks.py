@@ -60,7 +60,7 @@ localtime, gmtime, strftime, ctime, asctime = time.localtime, time.gmtime, time.
 
 
 class _OfTime(type(Date)):  # type: ignore[misc]
-    """Of a stand-in for `datetime.datetime`."""
+    """The metaclass of a stand-in for `datetime.datetime`."""
 
     def __instancecheck__(cls, one: object) -> bool:
         return isinstance(one, Date)

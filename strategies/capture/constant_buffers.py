@@ -32,7 +32,7 @@ class ConstantBuffers:
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Around exports."""
+        """Export within this context."""
         hook = self._root.register_forward_pre_hook(self._begin)
         try:
             yield

@@ -57,7 +57,7 @@ class Conversions:
 
     @contextmanager
     def as_symbols(self) -> Iterator[None]:
-        """Around an export."""
+        """Export within this context."""
         with ExitStack() as stack:
             for code, other in self.chosen.items():
                 functions = [one for one in gc.get_referrers(code) if isinstance(one, FunctionType)]

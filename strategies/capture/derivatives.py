@@ -47,7 +47,8 @@ REMEDY = "write it as operators, or train with parallel.mode=stand_alone."
 
 @contextmanager
 def derivatives_as_operators() -> Iterator[None]:
-    """Around an export. Raises StrategyError, with the user's line, for a derivative that cannot be captured."""
+    """Export within this context. Raises StrategyError, with the user's line, for a derivative that cannot be
+    captured."""
 
     def run(outputs: Any, upstream: Any, retain: bool, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
         tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
@@ -245,7 +246,8 @@ def _convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> Any:
-    """By operators that have sharding rules: a derivative by the input is a convolution the other way."""
+    """Backward of a convolution by operators that have sharding rules: a derivative by the input is a convolution the
+    other way."""
     if wanted[1]:
         return NotImplemented
     reached = [

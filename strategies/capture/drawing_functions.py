@@ -76,8 +76,8 @@ class DrawingFunctions:
 
     @contextmanager
     def as_nodes(self) -> Iterator[None]:
-        """Around an export. Raises DrawsIn within for a function that must be one node, StrategyError for numbers that
-        cannot be restored so."""
+        """Export within this context. Raises DrawsIn within for a function that must be one node, StrategyError for
+        numbers that cannot be restored so."""
         before = {name: pickle.dumps(state()) for name, state in STATES.items()}
         own = list(map(pickle.dumps, self.generators))
         with ExitStack() as stack:

@@ -28,6 +28,7 @@ from strategies.rules.traits import traits
 
 
 def dtype_of(value: Tensor) -> str:
+    """The name of a tensor's dtype, without `torch.`."""
     return str(value.dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""From a torch module to an `OperatorGraph`, by torch.export on an example batch.
+"""Capture a torch module as an `OperatorGraph`, by torch.export on an example batch.
 
 torch.export is used without `run_decompositions`, which loses no_grad regions and breaks batch-norm in training. What
 the loss does not need is dropped. The module and the batch are left as they were.

@@ -118,6 +118,7 @@ def beneath_tracing() -> Iterator[None]:
 
 
 def in_library(filename: str) -> bool:
+    """Whether a file belongs to torch, another package that calls models, or Python itself."""
     return filename.startswith(("<", *PACKAGES)) or (filename.startswith(STANDARD) and "-packages" not in filename)
 
 
@@ -169,6 +170,7 @@ def op_of(node: fx.Node) -> str:
 
 
 def floating(value: Any) -> bool:
+    """Whether a value is a tensor of floating-point or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

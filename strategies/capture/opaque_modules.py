@@ -66,7 +66,7 @@ class OpaqueModules:
 
     @contextmanager
     def as_nodes(self) -> Iterator[None]:
-        """Around an export."""
+        """Export within this context."""
         skeletons = {
             id(vars(module)): _skeleton(module) for module in self.root.modules() if type(module) in self.chosen
         }

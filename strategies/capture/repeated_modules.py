@@ -89,7 +89,7 @@ class RepeatedModules:
 
     @contextmanager
     def traced_once(self) -> Iterator[None]:
-        """Around an export. Raises NotRepeated within."""
+        """Export within this context. Raises NotRepeated within."""
         classes = {type(layer) for some in self.lists for layer in some.layers.values()}
         with forwards_wrapped(classes, self._watched):
             yield

@@ -64,6 +64,7 @@ def _memory(node: fx.Node) -> tuple[object, ...]:
 
 
 def axes(sizes: Sequence[int], strides: Sequence[int]) -> list[Axis]:
+    """The axes of a tensor with these sizes and strides, in the order of its dims."""
     return [Axis(dim, size, stride) for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True))]
 
 
@@ -101,7 +102,7 @@ def _apart(own: Sequence[Axis]) -> bool:
 def _steps(
     own: Sequence[Axis], wanted: Sequence[Axis], skipped: int, same: Sequence[tuple[Axis, Axis]]
 ) -> list[Step] | None:
-    """As `windows`, with the pairs of axes in `same` unchanged."""
+    """The views that `windows` returns, with the pairs of axes in `same` unchanged."""
     result = {mine: theirs.dim for mine, theirs in same}
     merged = [axis for axis in own if axis not in result]
     row, others = _by_stride(merged), _by_stride([axis for axis in wanted if axis.dim not in result.values()])

@@ -50,7 +50,7 @@ TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_sh
 
 @contextmanager
 def traceable(objective: nn.Module) -> Iterator[None]:
-    """Around the export of `objective`."""
+    """Export `objective` within this context."""
     with ExitStack() as stack:
         stack.enter_context(in_few_words())
         stack.enter_context(_cumulative_averages(objective))

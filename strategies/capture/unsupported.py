@@ -52,7 +52,8 @@ def check_hooks(objective: nn.Module) -> None:
 
 @contextmanager
 def refusing_unseen(training: bool) -> Iterator[None]:
-    """Around an export: raises StrategyError, with the user's line, where the forward does what a graph cannot hold."""
+    """Export within this context: raises StrategyError, with the user's line, where the forward does what a graph
+    cannot hold."""
     with ExitStack() as stack:
         if training:
             stack.enter_context(_refused(Tensor, "register_hook", "registers a hook on a gradient", HOOK))

@@ -43,6 +43,7 @@ def meant(pattern: str, operators: Iterable[Operator]) -> list[tuple[Operator, s
 
 
 def segments_match(pattern: str, name: str) -> bool:
+    """Whether the dotted segments of `name` match the globs of `pattern`, one by one."""
     globs, words = pattern.split("."), name.split(".")
     return len(globs) == len(words) and all(fnmatchcase(word, glob) for glob, word in zip(globs, words, strict=True))
 

@@ -19,7 +19,7 @@ LINEAR = (*RESHAPED, *"flatten index index_select mul permute reshape squeeze su
 
 
 def experts(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
-    """By path of such a module, its parameters: all have the experts in dim 0."""
+    """The parameters of every module that has experts, by its path: all have the experts in dim 0."""
     found = {}
     for operator in graph.operators:
         if operator.op not in GROUPED or operator.module in found:
@@ -33,8 +33,8 @@ def experts(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
 
 
 def matrices_of(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
-    """By path of a module whose parameters are all matrices by expert, without biases, and which returns what is linear
-    in its last products: its parameters."""
+    """The parameters, by path, of every module whose parameters are all matrices by expert, without biases, and which
+    returns what is linear in its last products."""
     found: dict[str, list[Source]] = {}
     for source in graph.of_kind("parameter"):
         found.setdefault(source.name.rpartition(".")[0], []).append(source)

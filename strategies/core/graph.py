@@ -178,7 +178,7 @@ class OperatorGraph:
 
     @cached_property
     def users(self) -> dict[Ref, tuple[tuple[Operator, int], ...]]:
-        """For every value: the operators that use it, with the operand's position."""
+        """The operators that use each value, with the operand's position."""
         uses_of: dict[Ref, list[tuple[Operator, int]]] = {ref: [] for ref in self.specs}
         for operator in self.operators:
             for position, ref in enumerate(operator.operands):

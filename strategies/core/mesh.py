@@ -102,7 +102,7 @@ class Mesh:
         return length.numerator
 
     def start(self, rank: int, size: int, axes: Sequence[str]) -> int:
-        """Where the slice of `rank` of a dim of `size` begins. Raises StrategyError as `length`."""
+        """The first element of the slice of `rank` of a dim of `size`. Raises StrategyError as `length`."""
         length = self.length(size, axes)
         if self.share is None or self.share.axis not in axes:
             return self.index(rank, axes) * length

@@ -129,10 +129,12 @@ class Plan:
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """A layout in plan.json: axes per dim, and those over which it is partial."""
     return {"dims": [list(dim) for dim in layout.dims], "partial": sorted(layout.partial)}
 
 
 def layout_from_json(data: Mapping[str, Any]) -> Layout:
+    """The inverse of `layout_to_json`."""
     return Layout(tuple(tuple(dim) for dim in data["dims"]), frozenset(data["partial"]))
 
 

@@ -68,7 +68,7 @@ class Compute:
 
     @cached_property
     def form(self) -> str:
-        """Its arguments, but for which values and ordinals they are."""
+        """The arguments, with the type alone of values and ordinals: equal for calls of the same form."""
         return repr(rewrite((self.args, self.kwargs), lambda leaf: type(leaf) if isinstance(leaf, _PLACED) else leaf))
 
 
@@ -98,7 +98,7 @@ class Redistribute:
 
     @property
     def parts(self) -> tuple[Redistribute, ...]:
-        """Itself, as the one part of what its collectives carry."""
+        """The redistributions that its collectives carry: itself."""
         return (self,)
 
     @property

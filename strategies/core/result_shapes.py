@@ -74,7 +74,7 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence
 
 
 def forget() -> None:
-    """All that is remembered."""
+    """Forget all shapes."""
     _known.clear()
 
 

@@ -118,7 +118,7 @@ ReshardingPath = tuple[Step, ...]
 
 
 def size_of(block: Block) -> int:
-    """Elements of a block."""
+    """The number of elements of a block."""
     return math.prod(stop - start for start, stop in block)
 
 

@@ -1,4 +1,4 @@
-"""From measured times to the constants of a described machine.
+"""Fit the constants of a described machine to measured times.
 
 Every law is linear in its constants (seconds of a call, per round, per byte, per flop), none of which is negative.
 Errors are relative, so that short calls count as much as long ones. Invariant: the law that is fitted is the one that

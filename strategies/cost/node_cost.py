@@ -35,7 +35,7 @@ class NodeCost:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of the gradients of all parameters."""
         trained = [source.spec for source in self.problem.graph.sources if source.trainable]
         return sum(spec.elements * max(spec.item_bytes, MASTER) for spec in trained)
 

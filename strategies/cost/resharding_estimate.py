@@ -154,7 +154,7 @@ def estimated_seconds(
 
 @cache
 def shares(before: Layout, after: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...], float, float], ...]:
-    """Of every step of that path: kind, axes, and the shares of the tensor that a rank sends and copies, whatever its
+    """The steps of that path: kind, axes, and the shares of the tensor that a rank sends and copies, whatever its
     shape is."""
     shape = (mesh.size,) * len(before.dims)
     elements = math.prod(shape)

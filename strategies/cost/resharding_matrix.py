@@ -541,7 +541,7 @@ class _Bounds:
         return found
 
     def _single(self, source: Integers, target: Integers, slices: Integers) -> tuple[Booleans, Seconds, Seconds]:
-        """For [pairs] with the axis allocations `source` and `target` [pairs, axes]: whether one collective suffices,
+        """Whether one collective suffices for [pairs] with the axis allocations `source` and `target` [pairs, axes],
         and what it sends and copies, as in `Compared`."""
         moving = (source != -1) & (source != target)
         axis = moving.argmax(1)

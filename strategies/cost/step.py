@@ -101,7 +101,7 @@ class StepCost:
         return self.compute + self.communication + self.optimizer
 
     def to_json(self) -> dict[str, str | float | dict[str, float]]:
-        """For plan.json; `total` is `compute` + `communication` + `optimizer`."""
+        """The entry of plan.json; `total` is `compute` + `communication` + `optimizer`."""
         return {
             "cluster": self.cluster,
             "forward": self.forward,

@@ -59,7 +59,7 @@ class ModuleLayouts:
 
     @cached_property
     def options(self) -> dict[str, tuple[str, ...]]:
-        """By operator, the factors that the axes may slice."""
+        """The factors of every operator that the axes may slice."""
         return {
             operator.id: tuple(
                 factor for factor in self.shardings[operator.id].factors if self._may_slice(operator, factor)

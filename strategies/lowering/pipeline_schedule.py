@@ -1,4 +1,5 @@
-"""In which order the ranks of a pipeline run forward and backward of their stages: plain lists, made by pure functions.
+"""The order in which the ranks of a pipeline run forward and backward of their stages: plain lists, made by pure
+functions.
 
 `groups` of ranks share the stages. With several per group (virtual stages) they are dealt out round robin, so stage k
 is run by group k % groups, or in a V, so group g runs the stages g and 2 groups - 1 - g. Invariant: every stage runs

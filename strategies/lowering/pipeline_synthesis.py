@@ -72,7 +72,7 @@ class ScheduleProblem:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """By pass. Where backward is not split, `B` stands for both halves, and no `W` is ever run."""
+        """Seconds of every pass. Where backward is not split, `B` stands for both halves, and no `W` is ever run."""
         found: list[float] = []
         for one in self.times:
             own = one.forward, one.input, one.weight
@@ -81,7 +81,7 @@ class ScheduleProblem:
 
     @cached_property
     def before(self) -> list[int]:
-        """By pass, what it needs of a neighbouring stage, or of its own; -1: nothing."""
+        """The pass of a neighbouring stage, or of the same stage, that every pass needs; -1: none."""
         found = []
         for stage, micro_batch, computation in product(range(len(self.times)), range(self.micro_batches), range(3)):
             if computation == F:
@@ -94,7 +94,7 @@ class ScheduleProblem:
 
     @cached_property
     def stored(self) -> list[float]:
-        """By pass, what it adds to the memory of its group."""
+        """The bytes that every pass adds to the memory of its group."""
         found: list[float] = []
         for size in self.sizes:
             found += ((size, 0.0, -size) if self.splits else (size, -size, 0.0)) * self.micro_batches
@@ -102,7 +102,7 @@ class ScheduleProblem:
 
     @cached_property
     def remaining(self) -> list[float]:
-        """By pass, the seconds from its begin to the end of its micro-batch, if nothing waits."""
+        """The seconds from the begin of every pass to the end of its micro-batch, if nothing waits."""
         found = [0.0] * self.count
         for micro_batch in range(self.micro_batches):
             left = 0.0
@@ -265,7 +265,7 @@ def _listed(
         return used[group] + problem.sizes[stage] + reserved <= limits[group]
 
     def rank(computation: int, stage: int) -> tuple[float, ...]:
-        """The smallest goes first."""
+        """The priority of a pass: the smallest goes first."""
         late = (computation == B) != backward_first
         if computation == F:
             return late, -stage if deep_first else stage

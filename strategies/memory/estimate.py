@@ -45,8 +45,8 @@ def parameter_bytes(problem: Problem, layout: Layout, ref: Ref) -> float:
 
 
 def operator_bytes(problem: Problem, operator: Operator, assignment: Assignment) -> float:
-    """Of an operator's results, and of the parameters of which it is the first user: they have the layout that it
-    wants."""
+    """Bytes of an operator's results, and of the parameters of which it is the first user: they have the layout that
+    it wants."""
     graph, sharding, total = problem.graph, problem.shardings[operator.id], 0.0
     given = problem.outputs.get(operator.id) or sharding.result_layouts(assignment)
     for index, (layout, spec) in enumerate(zip(given, operator.results, strict=True)):
@@ -71,7 +71,7 @@ def plan_bytes(problem: Problem, chosen: Mapping[str, Assignment]) -> float:
 
 @dataclass(frozen=True)
 class _Use:
-    """By an operator that does more than return a value; `saves`: autograd surely saves it there."""
+    """A use by an operator that does more than return a value; `saves`: autograd surely saves the value there."""
 
     user: Operator
     position: int
@@ -198,7 +198,7 @@ class _StoredTensors:
 
 
 class KnownBytes:
-    """Of one program.
+    """Bytes of one program that need no trace.
 
     Attributes:
         need: What the optimizer needs per element.
@@ -301,7 +301,7 @@ class Outline:
 
 
 def outline(program: Program, settings: OptimizerSettings) -> Outline:
-    """Of a program, which may have no trainable parameter."""
+    """The bytes of a program's step that its order does not change. The program may have no trainable parameter."""
     known = KnownBytes(program, settings)
     added = known.gradients if settings.accumulate > 1 else 0
     zero = known.zero if isinstance(known.zero, ShardedBytes) else None

@@ -55,7 +55,7 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, Any]:
-        """For plan.json. `total` is the sum of the parts."""
+        """The entry of plan.json. `total` is the sum of the parts."""
         more = {"held": self.persistent, "peak": self.peak, "peak_in": self.peak_in, "peaks": dict(self.peaks)}
         return {**self.by_part, **more, "host": self.host, "disk": self.disk, "total": sum(self.by_part.values())}
 

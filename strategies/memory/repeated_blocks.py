@@ -264,9 +264,9 @@ def trace_repeated(
     slack: float = SLACK,
     recorded: dict[Hashable, Recorded] | None = None,
 ) -> Traced:
-    """As `trace`, in time that does not grow with the repetitions; but for at most `slack` of the peak. `recorded` are
-    the programs with few repetitions that were traced before: plans that recompute other numbers of layers share them.
-    """
+    """Trace as `trace` does, in time that does not grow with the repetitions; but for at most `slack` of the peak.
+    `recorded` are the programs with few repetitions that were traced before: plans that recompute other numbers of
+    layers share them."""
     uneven = settings.offload.activations != "none" or settings.complete  # some layers are complete, others not
     program = without_updates(program)
     if uneven or repeated_blocks(program) is None:
@@ -387,7 +387,7 @@ def _grown(less: Traced, more: Traced, left: int) -> Traced:
 def _peaks(
     known: KnownBytes, settings: OptimizerSettings, segments: Sequence[_Segment], traced: Traced
 ) -> Traced | None:
-    """With the peaks of all `segments`; None where a joined bucket is too large to be counted without a moment."""
+    """The peaks with all `segments`; None where a joined bucket is too large to be counted without a moment."""
     peaks, filled = {name: 0 for name in traced.peaks}, 0
     for segment in segments:
         phase = segment.phase

@@ -15,7 +15,7 @@ from strategies.optimizer.sharding import FROZEN, bucket_limit, gradient_dtype, 
 
 
 class ShardedBytes:
-    """Of one program; `need` is what the optimizer needs."""
+    """Bytes of one program's sharded parameters, gradients and states; `need` is what the optimizer needs."""
 
     def __init__(self, program: Program, need: Need, settings: OptimizerSettings) -> None:
         groups = [group["names"] for group in settings.groups_for(program)]

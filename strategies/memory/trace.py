@@ -277,7 +277,7 @@ class TracedStep:
 
 
 def trace_step(program: Program, settings: OptimizerSettings) -> TracedStep:
-    """As `trace`, of a step of our own stage 3, for any number of elements that stay complete."""
+    """Trace, as `trace`, a step of our own stage 3, for any number of elements that stay complete."""
 
     def work(program: Program, need: Need) -> TracedStep:
         trace = Trace(program, replace(settings, complete=0), need)

@@ -92,7 +92,7 @@ class PersistentBytes:
 
 
 def complete_bytes(program: Program) -> dict[str, tuple[int, int]]:
-    """Of every parameter that DeepSpeed's stage 3 divides: its elements, and the bytes of all parts of it."""
+    """Bytes of every parameter that DeepSpeed's stage 3 divides: of its elements, and of all parts of it."""
     found = {}
     for source in parameters(program):
         ranks = program.mesh.product(layout_of(program, source.name).replica_axes(program.mesh))

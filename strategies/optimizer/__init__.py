@@ -1,1 +1,1 @@
-"""From gradients to the next weights: replicated updates, and ZeRO."""
+"""Turn gradients into the next weights: replicated updates, and ZeRO."""

@@ -131,7 +131,7 @@ class _Updated:
 
     @property
     def group(self) -> int:
-        """Of the optimizer."""
+        """The number of the optimizer's group."""
         return self.unit[0]
 
 

@@ -112,7 +112,7 @@ def sharded_buckets(
 def _buckets(
     program: Program, groups: Sequence[Sequence[str]], limit: int | None, stage: int
 ) -> tuple[ShardedBucket, ...]:
-    """Of which none stays complete at stage 3."""
+    """The buckets, none of which stays complete at stage 3."""
     sources = {source.name: source for source in parameters(program)}
     elements = {name: local_elements(program, source) for name, source in sources.items()}
     size = {name: elements[name] * source.spec.item_bytes for name, source in sources.items()}
@@ -195,7 +195,7 @@ def after_update(buckets: Sequence[ShardedBucket]) -> Iterator[Calls]:
 
 
 def gradient_dtype(bucket: ShardedBucket) -> str:
-    """In which gradients are added, and in which the optimizer works."""
+    """The dtype in which gradients are added, and in which the optimizer works."""
     return bucket.dtype if ITEM_BYTES[bucket.dtype] >= ITEM_BYTES["float32"] else "float32"
 
 

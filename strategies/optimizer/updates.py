@@ -121,7 +121,7 @@ class Updates(ABC):
 
     @abstractmethod
     def collect(self) -> None:
-        """In place of `backward`, where another has called it: a pass of a pipeline stage (input-gradient,
+        """Collect gradients where another has called `backward`: a pass of a pipeline stage (input-gradient,
         weight-gradient or backward) or of the user's loop has added its gradients, divided by the number of
         micro-batches, to `grad` of the parameters."""
 
@@ -131,8 +131,8 @@ class Updates(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """After `reduce`, before `update`: the gradient of this rank's slice of every trainable parameter, at least in
-        fp32; zeros where there is none. Collective: every rank must go through all of it."""
+        """Yield the gradient of this rank's slice of every trainable parameter, at least in fp32, zeros where there is
+        none; after `reduce`, before `update`. Collective: every rank must go through all of it."""
 
     @abstractmethod
     def update(self, measure: bool = True) -> float | None:
@@ -209,14 +209,17 @@ def axes_needed(program: Program) -> list[tuple[str, ...]]:
 
 
 def parameters(program: Program) -> tuple[Source, ...]:
+    """The sources of a program that are parameters."""
     return tuple(source for source in program.sources if source.kind == "parameter")
 
 
 def layout_of(program: Program, name: str) -> Layout:
+    """The layout of the source called `name`."""
     return program.layouts[next(source.id for source in program.sources if source.name == name)]
 
 
 def local_elements(program: Program, source: Source) -> int:
+    """The number of elements of a rank's slice of `source`."""
     return math.prod(program.layouts[source.id].local_shape(source.spec.shape, program.mesh))
 
 

@@ -17,7 +17,7 @@ from strategies.runtime.flight_recorder import PLACE, recorder
 
 
 class WithoutGradient:
-    """Of the steps of one program."""
+    """Parameters without a gradient in the steps of one program."""
 
     def __init__(self, program: Program, communicator: Communicator, device: torch.device) -> None:
         self.names = [name for name in program.trainable_names if name in program.optional_names]

@@ -149,6 +149,7 @@ def model_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
 
 
 def model_name(operator: Operator) -> str:
+    """The name of an operator in the model, without the batch slice that it belongs to."""
     return operator.name if operator.batch_slice is None else operator.batch_slice.name
 
 

@@ -576,7 +576,7 @@ class SlicedModules:
         ]
 
     def plan(self, stage: int, memory: float | None) -> Plan:
-        """As `Planning.plan`, the best of all meshes; its lower bound is that of all of them."""
+        """The best plan of all meshes, as `Planning.plan` finds it for one; its lower bound is that of all of them."""
         found: list[Plan] = []
         refused: list[StrategyError] = []
         for one in self.every:

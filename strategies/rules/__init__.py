@@ -54,7 +54,7 @@ def _of_graph(graph: OperatorGraph) -> dict[int, tuple[Operator, Sharding]]:
 
 
 def sharding_of(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """As `rule_of`, of an operator in no graph with operands of these shapes."""
+    """The sharding of an operator, as `rule_of` gives it, in no graph and with operands of these shapes."""
     rule = rule_of_lines(operator.lines) if operator.lines else RULES.get(operator.op)
     found = rule(operator, specs) if rule else None
     found = found or replicated(operator, specs, draw_replicated if draws(operator) else None)

@@ -60,6 +60,7 @@ def reshaped(operator: Operator, local: Local) -> Ref:
 
 @rule(*"_unsafe_view flatten ravel reshape reshape_as squeeze unflatten unsqueeze view view_as".split())
 def reshape(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """Views of another shape: dims that are split or joined are sliced by their outermost factor."""
     result = operator.results[0]
     if result.dtype != specs[0].dtype or 0 in result.shape:
         return None  # a reinterpretation of bits, or nothing to slice
@@ -86,7 +87,7 @@ def _last(values: Sequence[Any], count: int) -> tuple[Any, ...]:
 
 
 def _order(operator: Operator, rank: int) -> list[int]:
-    """For every dim of the result the operand's dim that it is."""
+    """The operand's dim that each dim of the result is."""
     order, arguments = list(range(rank)), operator.args[1:]
     if operator.op in ("t", "numpy_T"):
         order.reverse()

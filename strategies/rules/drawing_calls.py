@@ -64,8 +64,8 @@ def _interval(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inte
 
 @contextmanager
 def noticing(notice: Notice) -> Iterator[set[str]]:
-    """Around a forward: calls `notice` before this thread draws numbers, unless the forward has seeded the generator
-    itself: then they are the same in every step. Yields the names of the modules whose generators it has seeded."""
+    """Call `notice` before this thread draws numbers in a forward, unless the forward has seeded the generator itself:
+    then they are the same in every step. Yields the names of the modules whose generators it has seeded."""
     thread, seeded = threading.get_ident(), set[str]()
 
     def drawing(module: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ def begin_at(number: int) -> None:
 
 
 def states() -> tuple[Any, ...]:
-    """Of both generators; equal if neither has advanced in between."""
+    """The states of both generators; equal if neither has advanced in between."""
     state: Any = np.random.get_state(legacy=True)
     return random.getstate(), state[1].tobytes(), *state[2:]
 

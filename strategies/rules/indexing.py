@@ -209,7 +209,7 @@ def _take_along_all(_: Operator, local: Local) -> Ref:
 
 @rule("take_along_dim")
 def take_along_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Like gather, with broadcast dims; `dim` of x stays replicated. Without dim it runs over the flattened tensor,
+    """Gather with broadcast dims; `dim` of x stays replicated. Without dim it runs over the flattened tensor,
     replicated."""
     rank, dim = len(specs[0].shape), arguments(operator)["dim"]
     if dim is None:

@@ -96,7 +96,7 @@ def divided(total: Tensor, count: Tensor) -> Tensor:
 
 @local_function
 def exponentials(scores: Tensor, start: int, total: int) -> Tensor:
-    """Of the classes of one slice the largest score m, and the sum of exp(score - m): [2, ...] without the class dim.
+    """The largest score m of the classes of one slice, and the sum of exp(score - m): [2, ...] without the class dim.
 
     m is no smaller than the smallest finite number, so that a slice with no class at all, or whose scores are all -inf,
     has the sum 0 and gradients of 0.

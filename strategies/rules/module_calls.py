@@ -30,7 +30,7 @@ Results = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an operand belongs among the arguments of a call."""
+    """The position of an operand among the arguments of a call."""
 
     index: int
 

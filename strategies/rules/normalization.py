@@ -79,7 +79,8 @@ def batch_norm_training(input: Tensor, *settings: Any) -> tuple[Tensor, Tensor, 
 
 @local_function
 def instance_norm_training(input: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `batch_norm_training`, but torch's instance norm: the statistics are those of the samples, averaged."""
+    """torch's instance norm in training: as `batch_norm_training`, but the statistics are those of the samples,
+    averaged."""
     return _with_statistics(torch.instance_norm, input, *settings)
 
 
@@ -184,8 +185,8 @@ def training(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 
 @rule("batch_norm")
 def batch_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """By running statistics: every dim passes. In training without running ones: by those of the batch. (With both,
-    torch writes its operands, which a graph does not have.)"""
+    """Batch norm by running statistics: every dim passes. In training without running ones: by those of the batch.
+    (With both, torch writes its operands, which a graph does not have.)"""
     given, dims = arguments(operator), _dims(specs[0].shape)[0]
     if not given["training"]:
         return _per_channel(operator, specs, dims)
@@ -205,7 +206,8 @@ def _instances(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
 
 @rule("instance_norm_training")
 def instance_training(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """Like batch_norm_training, but per sample: n and c pass, the other dims stay replicated."""
+    """Instance norm in training, as batch_norm_training, but per sample: n and c pass, the other dims stay
+    replicated."""
     return _per_channel(operator, specs, ("n", "c", *(None,) * (len(specs[0].shape) - 2)), _instances)
 
 

@@ -73,8 +73,8 @@ def _extreme(x: Tensor, largest: bool, dims: tuple[int, ...]) -> Tensor:
 
 @local_function
 def slice_extreme(x: Tensor, largest: bool, dims: tuple[int, ...]) -> Tensor:
-    """Of one slice the largest (or smallest) elements over `dims`, and how many elements equal them: [2, ...] with size
-    1 in place of `dims`, without gradient. In float32, int64 or wider: numbers are counted."""
+    """The largest (or smallest) elements of one slice over `dims`, and how many elements equal them: [2, ...] with
+    size 1 in place of `dims`, without gradient. In float32, int64 or wider: numbers are counted."""
     x = x.detach()
     extreme = _extreme(x, largest, dims)
     ties = (x == extreme).sum(tuple(dims), keepdim=True)
@@ -111,7 +111,7 @@ def extreme_of_slices(x: Tensor, slices: Tensor, largest: bool, dims: tuple[int,
 def slice_first(
     x: Tensor, largest: bool, dim: int | None, starts: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Of one slice the largest (or smallest) elements over `dim` (None: over all), and the first place of each among
+    """The largest (or smallest) elements of one slice over `dim` (None: over all), and the first place of each among
     all `sizes`, of which the slice begins at `starts`: with size 1 in place of what was reduced."""
     if dim is not None:
         value, place = x.max(dim, keepdim=True) if largest else x.min(dim, keepdim=True)
@@ -185,7 +185,7 @@ def _with_place(dtype: str, operator: Operator, local: Local) -> Ref | tuple[Ref
 
 @rule("amax", "amin", "argmax", "argmin", "max", "min")
 def extreme(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Of all elements, or over some dims; or of two operands, element by element."""
+    """The extreme of all elements, or over some dims; or of two operands, element by element."""
     if len(specs) == 2:
         return notation("..., ... -> ...", operator, specs)
     placed = operator.multiple or operator.op.startswith("arg")
@@ -194,7 +194,7 @@ def extreme(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
 
 
 def _distances(operator: Operator, local: Local) -> Ref:
-    """As torch would compute all distances."""
+    """The distances as torch would compute all of them."""
     mode = MATRIX_PRODUCT if max(local.size("p"), local.size("r")) > FEW else ONE_BY_ONE
     return local.itself(compute_mode=int(arguments(operator)["compute_mode"] or mode))
 

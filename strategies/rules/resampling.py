@@ -105,7 +105,7 @@ def weighed(
     operator: str,
     *given: Any,
 ) -> Tensor:
-    """As `sampled`, for places that are means of `count` rows at most."""
+    """`sampled`, for places that are means of `count` rows at most."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     numbers, weights = means(operator, given, rows, count, dtype, x.device)
     places = (torch.arange(block, device=x.device) + position * block).clamp(max=numbers.shape[1] - 1)

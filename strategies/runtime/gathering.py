@@ -62,7 +62,7 @@ class GatheredParameters:
 
     @property
     def bytes(self) -> int:
-        """Of the complete parameters, while they are gathered."""
+        """Bytes of the complete parameters, while they are gathered."""
         return self._ranks * self.part.nbytes
 
     def launch(self) -> None:

@@ -60,7 +60,7 @@ def read_slices(
 def slices_of(
     tensors: Mapping[str, Tensor], program: Program, rank: int, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """As `read_slices`, of unsharded `tensors` by name; copies."""
+    """Copies of the slices of unsharded `tensors` by name, as `read_slices` reads them."""
     found = {}
     for source in program.sources:
         if source.kind != "input":

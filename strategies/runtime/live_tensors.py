@@ -148,7 +148,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """As `tensors_in`, for the few values of a call, of which hardly one is nested."""
+    """The tensors that `tensors_in` finds, for the few values of a call, of which hardly one is nested."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -21,8 +21,8 @@ Where = Literal["none", "host", "disk"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Where each kind goes. Of activations those of the modules that `modules` (globs; none: all) mean, if they are of
-    `larger_than` bytes or more. `folder` is on the disk that is meant."""
+    """The destination of each kind of state. Of activations those of the modules that `modules` (globs; none: all)
+    mean, if they are of `larger_than` bytes or more. `folder` is on the disk that is meant."""
 
     optimizer: Where = "none"
     parameters: Where = "none"

@@ -96,7 +96,7 @@ class StageRunner:
         return self._run(self.schedule, self.units, load, updates, shares, 1 / self.parts)
 
     def one(self, load: Load, updates: Gradients, share: float, *, short: bool) -> Tensor:
-        """As `step`, with one micro-batch alone, which has this share of the step's rows."""
+        """A step with one micro-batch alone, which has this share of the step's rows."""
         units = self.short if short else self.units
         alone = tuple(
             (

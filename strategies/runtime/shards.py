@@ -55,7 +55,7 @@ def full(shape: Sequence[int]) -> Block:
 
 
 def overlaps(block: Block, parts: Sequence[Block]) -> Iterator[tuple[int, Block, Block]]:
-    """Where `block` meets disjoint parts of the same tensor.
+    """The overlaps of `block` with disjoint parts of the same tensor.
 
     Yields:
         (number of the part, what they share counted from the corner of the part, and from the corner of `block`).

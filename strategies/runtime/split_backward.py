@@ -27,7 +27,7 @@ DeferredBackward = Callable[[], None]
 
 @dataclass
 class _Branch:
-    """Where parameters branch off: the node, what came in, and the parameters that nothing else leads to."""
+    """A node where parameters branch off, what came in, and the parameters that nothing else leads to."""
 
     node: Node
     parameters: list[Tensor]
@@ -77,7 +77,7 @@ def backward_to(
 def _branches(
     order: Sequence[Node], roots: Sequence[Node], on_the_way: set[Node], leaves: dict[Node, Tensor]
 ) -> list[_Branch]:
-    """From where each parameter is reached: from one node on the way, or it has no part in any branch."""
+    """The branches of parameters that are reached from one node on the way alone; the others are in none."""
     reached: dict[Node, list[Node | None]] = {}
     for node in reversed(order):
         if node in on_the_way:

@@ -197,8 +197,8 @@ class JointUses(FactorTable):
         return np.asarray(paid.min(0)[self.wanted[own].of_candidate])
 
     def _divided(self, gains: Sequence[Seconds]) -> tuple[list[Seconds], Seconds]:
-        """For every set of uses, numbered by its bits: [layouts of the value], the least that they pay, divided as is
-        best, and [sets, targets], the sum of their gains."""
+        """The least that every set of uses, numbered by its bits, pays, divided as is best: [layouts of the value]
+        each; and [sets, targets], the sum of their gains."""
         together = np.zeros((1, self.costs.shape[1]))
         for gain in gains:
             together = np.concatenate((together, together + gain))
@@ -398,7 +398,7 @@ class CostGraph:
         return self.known[key]
 
     def _add_variables(self) -> None:
-        """In the order of the program; those of values come before their first users."""
+        """Add the variables in the order of the program; those of values come before their first users."""
         first: dict[str, list[Ref]] = {}
         for ref, uses in self.operators.users.items():
             if len(uses) > 1 and (ref.id in self.learned or ref in self.shared):

@@ -157,7 +157,7 @@ class ReducedCostFixing:
         """Seconds that any solution costs at least."""
 
     def _completed(self, indices: Sequence[int]) -> list[int]:
-        """With the candidates of eliminated variables."""
+        """The solution with the candidates of eliminated variables."""
         found = dict(zip(self.first.kept, indices, strict=True))
         self.first.complete(found)
         return [found[v] for v in range(len(found))]

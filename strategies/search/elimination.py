@@ -264,7 +264,7 @@ class Elimination:
                     heapq.heappush(heap, now)
 
     def _entries(self, variable: int, joint: int, used: set[int]) -> int:
-        """Of the tables that eliminating a variable adds up and makes."""
+        """The entries of the tables that eliminating a variable adds up and makes."""
         sizes = self.sizes
         divided = used & self.divided if self.divided else ()
         if len(divided) != 1:

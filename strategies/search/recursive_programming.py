@@ -194,7 +194,7 @@ class Partitioning:
         return self._tables[key]
 
     def _evaluated(self, number: int, assignment: Assignment) -> RoundCandidate:
-        """With the work of a class and what flows into it from sources."""
+        """An assignment evaluated with the work of a class and what flows into it from sources."""
         name = tuple(assignment.items())
         key = number, name, self.decided
         if key not in self._candidate:

@@ -89,7 +89,7 @@ class Propagated:
 
     @property
     def assignments(self) -> Mapping[str, Assignment]:
-        """Of the plan that is taken, by operator id."""
+        """The assignments of the plan that is taken, by operator id."""
         return self.solution.assignments
 
     def to_json(self) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ DRY_RUN = "launch.dry_run"
 
 @dataclass(frozen=True)
 class LaunchSite:
-    """Where a run is started from.
+    """The place from which a run is started.
 
     Attributes:
         folder: the only argument of a rank; holds all of its inputs.

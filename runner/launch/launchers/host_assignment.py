@@ -32,8 +32,9 @@ def part_by_hand(launch: Launch) -> LocalRanks | None:
 
 
 def address_of(launch: Launch) -> str:
-    """Where the hosts of a launch reach this machine: the address that `launch.address` names, else the one on the way
-    to the first host; loopback where no hosts are configured. Raises ConfigError if there is no such address."""
+    """The address by which the hosts of a launch reach this machine: the one that `launch.address` names, else the one
+    on the way to the first host; loopback where no hosts are configured. Raises ConfigError if there is no such
+    address."""
     if launch.address is not None:
         return network.resolve(launch.address, "launch.address")
     names = [host.name for host in launch.hosts]

@@ -1,4 +1,4 @@
-"""From a config to running ranks, with one import of torch per machine.
+"""Start the ranks of a config, with one import of torch per machine.
 
 Importing torch and its exporter costs more than everything else before the first step. So the fork server does it once;
 a fork of it builds, captures and plans, local ranks are forks of it, and the parent, which talks to the user, never

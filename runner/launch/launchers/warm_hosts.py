@@ -40,8 +40,8 @@ END = 3.0
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where host processes reach the command; `silence` as in `connection.call`. Plain data, in a file beside the
-    secret."""
+    """The address by which host processes reach the command; `silence` as in `connection.call`. Plain data, in a file
+    beside the secret."""
 
     address: str
     port: int
@@ -98,7 +98,8 @@ class HostProcess:
         self._send()
 
     def poll(self) -> int | None:
-        """As `Popen.poll`: the exit code of the ranks of the attempt, or that of the process if it has ended."""
+        """The exit code of the ranks of the attempt, or that of the process if it has ended; None before, as from
+        `Popen.poll`."""
         if self.returncode is None and self.connection is not None and not self.cut_off:
             try:
                 while self.returncode is None and self.connection.poll(0):

@@ -97,8 +97,8 @@ def _without_compiler() -> Iterator[None]:
 
 @contextmanager
 def left_out(optimizer: Optimizer, flats: Sequence[Tensor]) -> Iterator[None]:
-    """Around a step of DeepSpeed: torch's optimizer, which it calls for one flat tensor after the other, sees no
-    gradient of `flats`."""
+    """Step DeepSpeed within this context: torch's optimizer, which it calls for one flat tensor after the other, sees
+    no gradient of `flats`."""
     without, taken = {id(flat) for flat in flats}, list[tuple[Tensor, Tensor | None]]()
 
     def before(optimizer: Optimizer, *_: Any) -> None:
@@ -185,6 +185,7 @@ def unrecognised(optimizer: Optimizer) -> Iterator[None]:
 def initialize(
     deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], group: SimpleNamespace | None
 ) -> Any:
+    """DeepSpeed's engine. Raises StrategyError, with DeepSpeed's words, where it refuses the config."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

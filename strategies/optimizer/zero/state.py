@@ -86,8 +86,8 @@ class ZeroState:
         return bool(self._zero.offload_optimizer if self._stage == 3 else self._zero.cpu_offload)
 
     def forget_gradient(self, name: str) -> None:
-        """At stage 3, and where gradients are offloaded, a micro-batch after the first adds to what was left by the
-        step before if none before it has a gradient of a parameter."""
+        """Forget a gradient of the step before: at stage 3, and where gradients are offloaded, a micro-batch after the
+        first adds to what was left by the step before if none before it has a gradient of a parameter."""
         if self._stage == 3:
             parts = self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
             parts[self._found[name].ds_id].zero_()  # type: ignore[attr-defined]

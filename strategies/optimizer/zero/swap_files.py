@@ -84,8 +84,8 @@ class Handle:
 
 
 def keep_gradients(self: Any, parameter: Any, gradient_offsets: Any, gradient_tensors: Any, **_: Any) -> None:
-    """In place of DeepSpeed 0.19's `OptimizerSwapper._swap_out_gradients`, which damages gradients on their way to a
-    disk: they stay in memory until the step."""
+    """Keep gradients in memory until the step. It replaces DeepSpeed 0.19's `OptimizerSwapper._swap_out_gradients`,
+    which damages gradients on their way to a disk."""
     info = self.swap_params_info.get(self.parameter_id(parameter))
     if info is not None:
         for tensor, offset in zip(gradient_tensors, gradient_offsets, strict=True):
