@@ -336,6 +336,7 @@ def main() -> None:
     if options.out is not None:
         from benchmarks.search import charts
 
+        (options.out.parent / "images").mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
         lines: dict[str, list[tuple[float, float]]] = {}
         for one in stored:

@@ -63,7 +63,7 @@ def write(folder: Path) -> None:
         for name in PARTS
         if (file := folder / "peers" / f"{name}.json").exists()
     }
-    (folder / "images").mkdir(exist_ok=True)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
     (folder / "images" / "peers.svg").write_text(plot(stored), encoding="utf-8")
     (folder / "peers.md").write_text(text(stored), encoding="utf-8")
 

@@ -6,7 +6,7 @@ it has traced a forward, not the content of lists, classes or globals. So where 
 module is called twice, and put back: what a forward sets once, such as the length of a cached table, is the same in the
 second call. Numbers and flags that are read must be, but for a number of calls or steps to which a forward only adds.
 What the first call has left behind may not matter to the second one: it computes the same where tensors of it are not
-numbers, and with what was added to lists. What it computes may not follow a clock either.
+numbers, and with what was added to lists. What it computes may not follow a clock or what else it reads of the system.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.capture.clocks import AHEAD, Clocks, advancing
 from strategies.capture.python_state import ENTRIES, INTERNAL, Place, PythonState, State, changed
 from strategies.capture.repeated_modules import reading
+from strategies.capture.system_reads import AHEAD, SystemReads, controlled
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.rules.drawing_calls import begin_at, restored
@@ -46,14 +46,14 @@ class ChangingAttributes:
         self._counts = self._keeps = False
         """Whether a value of Python, and whether a tensor has changed."""
         self._replaced: dict[tuple[str, str], Tensor] = {}
-        self._clocks = Clocks()
+        self._system = SystemReads()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Export within this context."""
         hooks = [self._root.register_forward_pre_hook(self._begin), self._root.register_forward_hook(self._end)]
         try:
-            with self._clocks.watched():
+            with self._system.watched():
                 yield
         finally:
             for hook in hooks:
@@ -67,11 +67,11 @@ class ChangingAttributes:
             self._first.restore()
 
     def _begin(self, *_: Any) -> None:
-        self._clocks.in_forward, now = True, PythonState(self._root)
+        self._system.in_forward, now = True, PythonState(self._root)
         self._first, self._before, self._tensors = self._first or now, now.values, _tensors(self._root)
 
     def _end(self, *_: Any) -> None:
-        self._clocks.in_forward = False
+        self._system.in_forward = False
         tensors = {isinstance(one, Tensor) for one in changed(self._before, PythonState(self._root).values).values()}
         self._counts, self._keeps = self._counts or False in tensors, self._keeps or True in tensors
         now = _tensors(self._root)
@@ -98,9 +98,9 @@ class ChangingAttributes:
             return
         small = sum(one.numel() * one.element_size() for one in own) <= LARGEST
         if self._counts or (self._keeps and small):
-            with advancing(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
+            with controlled(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_twice(batch, training)
-        if self._clocks.read and small:
+        if self._system.read and small:
             with torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_later(batch, training)
 
@@ -108,13 +108,13 @@ class ChangingAttributes:
         module = self._root.train(training)
         put_back, results = _restoring(module), []
         for seconds in (0, AHEAD):
-            with advancing(seconds):
+            with controlled(seconds):
                 results.append(_called(module, batch))
             put_back()
         if not _equal(*results):
             raise StrategyError(
                 "MW906",
-                f"The model's forward computes with {self._clocks.what}, of which a graph would have what its capture "
+                f"The model's forward computes with {self._system.what}, of which a graph would have what its capture "
                 "read in every step, and which no two ranks have in common. Count steps in a buffer (register_buffer), "
                 "draw numbers with torch, and give the constructor what does not change.",
             )

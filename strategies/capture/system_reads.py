@@ -1,5 +1,5 @@
-"""Clocks that a forward reads, random bytes of the operating system, processes and hosts that it asks for, and files: a
-graph would have those of its capture in every step and on every rank.
+"""What a forward reads of the system it runs on: clocks, random bytes, the process and host, and files. A graph would
+have what its capture read in every step and on every rank.
 
 Most are read to measure or to report, which is no part of a graph. So what reads one is called with clocks that stand
 still and with others, as another process on another host, and with files as the call before has left them, and only
@@ -99,9 +99,9 @@ CALENDAR: tuple[tuple[ModuleType, str, Any], ...] = (
 """Functions that read a clock in C, and the same ones that read `time.time`."""
 
 
-class Clocks:
-    """Clocks, random bytes, processes, hosts and files that files of the user's read while they are `watched`, within
-    the forward, by name: the exporter itself asks for some."""
+class SystemReads:
+    """What files of the user's read of the system while they are `watched`, within the forward, by name: the exporter
+    itself reads some of it."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -136,7 +136,7 @@ class Clocks:
 
 
 @contextmanager
-def advancing(seconds: float) -> Iterator[None]:
+def controlled(seconds: float) -> Iterator[None]:
     """Clocks stand still but for `seconds` by which each goes on when it is read, and random bytes follow from
     `seconds`. If these are not 0 it is another process, for all but Python and torch."""
 
