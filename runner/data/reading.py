@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, pairwise
@@ -38,14 +38,13 @@ from runner.errors import ConfigError
 from runner.launch import logs
 from runner.launch.failure import FULL, CauseOrder, Failure, Reported, from_exception, killed_by
 from runner.launch.server import tie_to_parent
+from runner.launch.temporary_folder import socket_folder
 
 LOOKS = 6
 """Micro-batches after which `data.workers=auto` decides; the first is not counted."""
 SHARE, SECONDS, IDLE = 0.02, 0.01, 0.001
 """Reading that takes more of the time between two micro-batches, and longer, is left to workers: more than IDLE seconds
 where a GPU has nothing to do meanwhile."""
-LONGEST = 56
-"""Bytes of a temporary folder in which a worker's socket, 2 folders deeper, has a name that Unix takes (103 bytes)."""
 MOST = 16
 """Workers that `auto` starts at most."""
 
@@ -99,7 +98,7 @@ class BatchReader:
         self._ahead: Iterator[Any] | None = None
         self._pending: deque[RowRequest] = deque()
         self._processes: list[BaseProcess] = []
-        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        self._sockets, self._resources = "", ExitStack()
         self.workers = 0
         """How many processes read at the moment."""
 
@@ -164,9 +163,8 @@ class BatchReader:
                 if process.is_alive():
                     process.kill()
             self._processes.clear()
-        if self._sockets is not None:
-            self._sockets.cleanup()
-            self._sockets = None
+        self._resources.close()
+        self._sockets = ""
 
     def _decide(self, started: float, ended: float, busy: float) -> None:
         """Start workers where reading takes time: as many as keep up, but beyond 2 no more than keep the cores of this
@@ -201,9 +199,8 @@ class BatchReader:
                 yield request
 
         before = {process.pid for process in active_children()}
-        if self._sockets is None:  # a worker that is killed does not remove its own
-            short = None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST else "/tmp"
-            self._sockets = tempfile.TemporaryDirectory(prefix="r-", dir=short, ignore_cleanup_errors=True)
+        if not self._sockets:
+            self._sockets = str(self._resources.enter_context(socket_folder()))
         with warnings.catch_warnings():
             # torch counts processors where a worker may wait for a disk; python 3.12 warns of threads, of which a
             # worker uses none.
@@ -217,7 +214,7 @@ class BatchReader:
                     num_workers=self.workers,
                     prefetch_factor=self._section.prefetch,
                     pin_memory=self._pinned,
-                    worker_init_fn=partial(_begin, os.getpid(), self._sockets.name),
+                    worker_init_fn=partial(_begin, os.getpid(), self._sockets),
                     multiprocessing_context="fork",
                     generator=torch.Generator(),  # else it would draw its seed from the generator of training
                 )

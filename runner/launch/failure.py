@@ -11,6 +11,7 @@ import enum
 import errno
 import os
 import re
+import resource
 import signal
 import sys
 import sysconfig
@@ -95,6 +96,18 @@ _PEER_LOST = re.compile(
 )
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a write without room: the disk is full, a quota is used up, a file is as large as it may be."""
+SHORT = frozenset((errno.ENOMEM, errno.EAGAIN))
+_SHORT = re.compile(
+    r"can't start new thread|resource temporarily unavailable|(cannot|can't|can not) allocate memory|bad_alloc",
+    re.IGNORECASE,
+)
+LIMITS = (
+    (resource.RLIMIT_AS, "v", 1024),
+    (resource.RLIMIT_DATA, "d", 1024),
+    (resource.RLIMIT_NPROC, "u", 1),
+)
+"""Limits of memory and of threads, the flag of the shell's `ulimit` that sets each, and its unit. Root may have any
+number of threads."""
 LOG_LINES = 15
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing", "pydantic"})
 
@@ -104,7 +117,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     if isinstance(error, Reported):
         return replace(error.failure, rank=rank, at=time.monotonic())
     chain = list(_chain(error))
-    text = _first_paragraph(error)
+    text = _first_paragraph(error) + _limits(chain)
     name = type(error).__name__
     refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
     # Only runtime errors (torch's distributed ones are) and broken sockets can be the echo of another rank's end.
@@ -121,6 +134,19 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         text=str(error),
         code=error.code if isinstance(error, CodedError) else code,
     )
+
+
+def _limits(chain: Sequence[BaseException]) -> str:
+    """The limits of this process that memory or threads may have reached."""
+    short = any(isinstance(one, MemoryError) or getattr(one, "errno", None) in SHORT for one in chain)
+    if not short and not any(_SHORT.search(str(one)) for one in chain if isinstance(one, RuntimeError)):
+        return ""
+    found = []
+    for which, flag, unit in LIMITS:
+        limit, _ = resource.getrlimit(which)
+        if limit != resource.RLIM_INFINITY and (which != resource.RLIMIT_NPROC or os.geteuid()):
+            found.append(f"{limit // unit} (ulimit -{flag})")
+    return f"; the limits of this process: {', '.join(found)}" if found else ""
 
 
 def _order(text: str) -> CauseOrder:

@@ -30,6 +30,7 @@ from runner.launch.rank import enter
 from runner.launch.server import Descriptor
 from runner.launch.startup import Starting
 from runner.launch.supervision import SupervisedRank, Supervision
+from runner.launch.temporary_folder import remove_sockets
 from strategies.runtime.flight_recorder import PROGRESS, read_cells
 
 STOP = 1.0  # seconds between asking a rank to end and killing it
@@ -95,7 +96,7 @@ def run_ranks(
     together = part is None and Path(OPEN_FILES).is_dir()
     part = part or LocalRanks((*range(world_size),), (*(devices or range(world_size)),))
     if network.is_loopback(part.address):
-        network.require_loopback()
+        part = replace(part, address=network.loopback())
     group = GroupOrders(entry, world_size, run_dir.absolute(), device, timeout, threads, elastic)
     (group.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # the parent's output comes before that of rank 0
@@ -127,6 +128,7 @@ def run_ranks(
                     listener=Descriptor(listener.fileno()) if first and listener is not None else None,
                     console=Descriptor(1) if first else None,
                     connection=rank.far_end,
+                    own_address=part.address,
                 )
                 supervision.starting.look()
                 rank.start(orders, name or f"rank {rank.number}")
@@ -140,6 +142,7 @@ def run_ranks(
         finally:
             interrupts.hold()
             _stop(ranks)
+            remove_sockets()
     result = ranks[0].report
     assert isinstance(result, Done)
     return None if result.value is None else pickle.loads(result.value)

@@ -11,10 +11,11 @@ import ipaddress
 import socket
 import struct
 import sys
+from contextlib import suppress
 
 from runner.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
@@ -54,11 +55,14 @@ def towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def require_loopback() -> None:
-    """Raises ConfigError where the ranks of this machine cannot reach each other; they would time out."""
+def loopback() -> str:
+    """The address by which the ranks of this machine reach each other: that of IPv6 where there is no other. Raises
+    ConfigError where there is none; they would time out."""
     try:
-        towards(LOOPBACK)
+        return towards(LOOPBACK)
     except ConfigError as error:
+        with suppress(ConfigError, OSError):  # no IPv6 in the kernel
+            return towards(LOOPBACK_6)
         raise ConfigError(
             "MW702",
             f"ranks talk through this machine's loopback interface, which is down: {error} Bring it up (ip link set lo "

@@ -22,7 +22,7 @@ from runner.planning import lowering
 from runner.planning.batch_rows import EqualRanks, kinds_of
 from runner.planning.memory_limit import MODES, Mode, RecomputedLayers, pareto_front
 from runner.planning.served_memory import of_server, of_worker
-from runner.planning.slices import sliced
+from runner.planning.slices import SlicedProgram, sliced
 from runner.planning.sources import wanted_recompute
 from strategies.core.graph import ITEM_BYTES, OperatorGraph, Ref
 from strategies.core.mesh import Mesh
@@ -185,6 +185,8 @@ class Estimate:
     """By group of ranks."""
     servers: Servers | None = None
     """The parameter servers, where there are any."""
+    served: frozenset[str] = frozenset()
+    """The names of the parameters that they hold."""
     kinds: Sequence[KindEstimate] = ()
     """The kinds of ranks with different slices of the batch, where there are any: `parts` is then that of the slowest,
     and `cluster` describes its devices."""
@@ -457,7 +459,9 @@ def estimate(
         stages = programs.stages(config, *in_step, owners)
         pairs = [(stage.graph, stage.plan) for stage in stages]
         lowered = lowering.pipeline_programs(config, stages, owners, lowering.training_options(config), programs)
-    parts, servers = [], servers_of(config, *in_step) if config.parallel.elastic else None
+    parts, of_slice = [], sliced(config, *in_step) if config.parallel.elastic else None
+    servers = None if of_slice is None else servers_of(config, in_step[0], of_slice)
+    served_names = frozenset[str]() if of_slice is None else frozenset(of_slice.elements)
     for group, (graph, plan), program in zip(owners, pairs, lowered, strict=True):
         own = cluster.of_group(group, plan.mesh.size)
         works = programs.works(graph, plan, own)
@@ -465,7 +469,7 @@ def estimate(
         if servers is not None:
             cost = served(cost, servers, own)
         parts.append(StageEstimate(graph, plan, program, works, cost, own))
-    return Estimate(parts, stages, schedule, settings, cluster, traces, servers=servers)
+    return Estimate(parts, stages, schedule, settings, cluster, traces, servers=servers, served=served_names)
 
 
 def _of_kinds(
@@ -482,9 +486,9 @@ def _of_kinds(
     return Estimate([slowest.part], (), None, settings, slowest.kind.cluster, traces, kinds=kinds)
 
 
-def servers_of(config: Config, graph: OperatorGraph, plan: Plan) -> Servers:
+def servers_of(config: Config, graph: OperatorGraph, of_slice: SlicedProgram) -> Servers:
     """The servers of mode parameter_server. Of a table each id of a slice may name another row."""
-    section, of_slice = config.parallel.server, sliced(config, graph, plan)
+    section = config.parallel.server
     item = next(one.spec.item_bytes for one in graph.of_kind("parameter") if one.name in of_slice.elements)
     wide = max(item, MASTER)
     dense = sum(count for name, count in of_slice.elements.items() if name not in of_slice.widths)

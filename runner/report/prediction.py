@@ -43,7 +43,10 @@ def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int
         ranks: Those of all stages.
     """
     parts, cluster, settings = step.parts, step.cluster, step.settings
-    costs = [operator_costs(part.graph, part.plan, part.program, part.cluster, settings, part.cost) for part in parts]
+    costs = [
+        operator_costs(part.graph, part.plan, part.program, part.cluster, settings, part.cost, step.served)
+        for part in parts
+    ]
     entries = iter(content["operators"])
     made = {model_name(operator) for part in parts for operator in part.graph.operators}
     for part, found in zip(parts, costs, strict=True):

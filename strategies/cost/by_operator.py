@@ -8,7 +8,7 @@ twice, and the seconds of computing and of gradients add up to those of the step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 
 from strategies.core.graph import OperatorGraph, Ref, Source
@@ -75,13 +75,21 @@ class OperatorCost:
 
 
 def operator_costs(
-    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, settings: OptimizerSettings, step: StepCost
+    graph: OperatorGraph,
+    plan: Plan,
+    program: Program,
+    cluster: Cluster,
+    settings: OptimizerSettings,
+    step: StepCost,
+    served: Set[str] = frozenset(),
 ) -> dict[str, OperatorCost]:
     """The cost of every operator by its plan name, of a step with these `settings` that costs `step`; `program` is
-    `plan` lowered. What parameter servers send is not divided among operators."""
+    `plan` lowered. What is sent to and by the parameter servers that hold those named `served` is not divided among
+    operators."""
     zero_stage, accumulate = settings.stage, settings.accumulate
     communication, owned = _Communication(plan, program, cluster, accumulate), _first_users(graph)
-    gradients = communication.gradients(graph, owned, zero_stage, step.exposed + sum(step.zero.values()))
+    reduced = {name: [one for one in found if one.name not in served] for name, found in owned.items()}
+    gradients = communication.gradients(graph, reduced, zero_stage, step.exposed + sum(step.zero.values()))
     costs = {}
     for operator in graph.operators:
         sharding, assignment = rule_of(operator, graph), plan.operators[operator.name].assignment

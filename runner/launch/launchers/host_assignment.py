@@ -39,7 +39,7 @@ def address_of(launch: Launch) -> str:
         return network.resolve(launch.address, "launch.address")
     names = [host.name for host in launch.hosts]
     if not names and launch.nodes in (None, 1):
-        return network.LOOPBACK
+        return network.loopback()
     if not names:
         raise ConfigError(
             "MW704",
@@ -54,14 +54,15 @@ def address_of(launch: Launch) -> str:
             f"launch.hosts has {', '.join(names)}: the other hosts cannot reach one that is called localhost; give "
             "names or addresses that hold in the whole network.",
         )
-    return network.towards(others[0]) if others else network.LOOPBACK
+    return network.towards(others[0]) if others else network.loopback()
 
 
 def meeting(launch: Launch, *, resolve: bool = True) -> tuple[str, int]:
     """The rendezvous address and port: those of the first host. A port that is not configured is free where the first
     host is this machine, else the usual one. Without `resolve` no machine is looked at: the name, and the usual
     port. Raises ConfigError where another process has the port."""
-    address = launch.hosts[0].name if launch.hosts else network.LOOPBACK
+    alone = network.loopback() if resolve else network.LOOPBACK
+    address = launch.hosts[0].name if launch.hosts else alone
     address = network.resolve(address) if resolve else address
     if resolve and network.is_here(address):
         return address, network.free_port(address, launch.port or 0)

@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from runner.config.schema import Data
 from runner.data import loader
 from runner.data.reading import BatchReader, RowRequest
+from runner.errors import RunFailed
 from runner.launch.failure import Reported, from_exception
 
 REQUESTS = [RowRequest((row, row + 1), row // 8) for row in range(0, 24, 2)]
@@ -166,6 +167,17 @@ def test_training_is_the_same_with_any_number_of_workers(start):
     alone = start(*words, "data.workers=0", folder="alone").losses
     assert len(alone) == 10
     assert start(*words, "data.workers=2", folder="two").losses == alone
+
+
+@pytest.mark.slow
+def test_a_killed_rank_leaves_no_sockets_of_its_workers(start, monkeypatch):
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        fault = "launch={faults: [{kind: kill, rank: 1, step: 2, phase: data}], max_restarts: 0}"
+        with pytest.raises(RunFailed, match="killed by SIGKILL"):
+            start(*PARALLEL, "train.steps=4", "data.workers=1", fault)
+        assert [name for name in os.listdir(folder) if name.startswith(".")] == []
 
 
 @pytest.mark.parametrize(

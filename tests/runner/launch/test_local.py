@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from runner.errors import ConfigError, RunFailed
-from runner.launch import run_ranks
+from runner.launch import network, run_ranks
 from runner.launch.failure import CauseOrder, Failure, dumped_place, from_exception, from_exit, message, root_cause
 from runner.launch.liveness import forks_of
 from runner.launch.logs import console_may_close, keep_open
@@ -418,6 +420,30 @@ def test_a_module_that_closes_stdout_takes_it_from_nobody(tmp_path: Path, monkey
 
 def test_a_failure_is_one_paragraph() -> None:
     assert from_exception(0, ValueError("bad row\n  second line")).what == "failed: ValueError: bad row second line"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")]
+)
+def test_limits_that_memory_and_threads_may_reach_are_named(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    limits = {resource.RLIMIT_AS: 1200 * 2**20}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY), -1))
+    assert from_exception(0, error).what.endswith("; the limits of this process: 1228800 (ulimit -v)")
+    assert "ulimit" not in from_exception(0, RuntimeError("another")).what
+    limits.clear()
+    assert "ulimit" not in from_exception(0, error).what
+
+
+def test_ranks_meet_by_ipv6_where_there_is_no_other_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = network.towards
+
+    def towards(address: str) -> str:
+        if address == network.LOOPBACK:
+            raise ConfigError("MW702", "there is no way to it.")
+        return plain(address) if address != "::1" else address
+
+    monkeypatch.setattr(network, "towards", towards)
+    assert network.loopback() == "::1"
 
 
 def test_output_to_a_closed_console_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

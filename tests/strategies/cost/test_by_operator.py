@@ -67,6 +67,22 @@ def test_parameters_are_counted_once_and_by_parts_under_zero(gpt: OperatorGraph)
         assert sum(cost.parameters for cost in costs.values()) == pytest.approx(size / share, rel=1e-3)
 
 
+def test_gradients_that_servers_add_up_are_sent_by_no_operator(gpt: OperatorGraph) -> None:
+    plan = make_plan(gpt, Request("data_parallel", 8))
+    program, settings = lower(gpt, plan, LoweringOptions(partial_loss=True)), OptimizerSettings()
+    step = step_cost(gpt, plan, program, MACHINE, settings)
+    given = gpt, plan, program, MACHINE, settings, step
+    parameters = {source.name for source in gpt.of_kind("parameter")}
+    kept = min(parameters)
+    plain, alone, none = (
+        {name: cost.sent for name, cost in operator_costs(*given, served).items()}
+        for served in (frozenset(), parameters - {kept}, parameters)
+    )
+    sizes = {source.name: source.spec.elements * 4 for source in gpt.of_kind("parameter")}
+    assert sum(alone.values()) - sum(none.values()) == 2 * sizes[kept] * 7 // 8
+    assert sum(plain.values()) - sum(none.values()) == sum(2 * size * 7 // 8 for size in sizes.values())
+
+
 def test_large_products_are_bound_by_flops_and_norms_are_not() -> None:
     net = nn.Sequential(nn.LayerNorm(4096), nn.Linear(4096, 4096))
     batch = torch.empty(4096, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
