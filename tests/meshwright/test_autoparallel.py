@@ -68,7 +68,7 @@ def test_primals_are_those_of_a_joint_graph_of_torch() -> None:
     assert theirs == {f"primals_{number}": shape for number, shape in enumerate(ours, 1)}
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_file_is_read_as_the_plan_that_it_is_of(tmp_path: Path, zero: int) -> None:
     module, mesh = gpt(torch.float32), {"dp": 2, "tp": 2}
     plan = meshwright.from_tp_plan(MEGATRON, module, tokens(), loss=next_token, mesh=mesh, zero=zero)

@@ -152,7 +152,6 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
 }
 QUICK = (
     "ring, tensor parallel, recompute, fp64",
-    "2-d, recompute with sliced inputs, accumulation, fp64",
     "zero bubble of virtual stages, sliced recompute, fp64",
 )
 
