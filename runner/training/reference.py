@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from strategies.capture.nodes import replaced
+from strategies.capture.nodes import forwards_wrapped, replaced
 from strategies.core.graph import rewrite
 from strategies.rules.attention import attention_block
 from strategies.rules.drawing_calls import begin_at, drawing_call, noticing, restored
+from strategies.rules.packed_sequences import LAYERS, packed_layers
 from strategies.rules.random import dropout_block, in_row_major, mix, rrelu_block, seeding
 from strategies.rules.recurrent import BLOCK, NETWORKS, drops, recurrent_block
 from strategies.rules.registry import named
@@ -92,6 +94,8 @@ class ExactRandom(TorchFunctionMode):
         self.patched = ExitStack()
         self.drawing: FrameType | None = None
         """The drawing call in whose numbers the global generators of Python and numpy are."""
+        self.packed: PackedSequence | None = None
+        """What the recurrent network that runs was called with, if it is packed."""
 
     def __enter__(self) -> ExactRandom:
         later, at_once = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
@@ -108,6 +112,7 @@ class ExactRandom(TorchFunctionMode):
         }
         for name, patch in patches.items():
             self.patched.enter_context(replaced(checkpoint, name, patch))
+        self.patched.enter_context(forwards_wrapped((nn.LSTM, nn.GRU, nn.RNN), self._on_packed))
         self.patched.enter_context(restored())
         self.patched.enter_context(noticing(self._notice))
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -147,7 +152,7 @@ class ExactRandom(TorchFunctionMode):
             return self._dropout(**given)
         if name == "scaled_dot_product_attention":
             return self._attention(func, args, kwargs)
-        if name in NETWORKS and isinstance(args[3], bool):  # packed sequences have their weights there
+        if name in NETWORKS:
             return self._network(func, args)
         if name.rstrip("_") in SWITCHED:
             return self._switched(func, name, args, kwargs)
@@ -206,11 +211,25 @@ class ExactRandom(TorchFunctionMode):
             query, key, value, mask, start, dropout, scale, grouped, self.key, ordinal, shape, starts
         )
 
+    def _on_packed(self, forward: Function) -> Function:
+        def call(module: nn.Module, input: Any, *args: Any, **kwargs: Any) -> Any:
+            self.packed = input if isinstance(input, PackedSequence) else None
+            return forward(module, input, *args, **kwargs)
+
+        return call
+
     def _network(self, func: Function, args: Sequence[Any]) -> Any:
-        target = f"aten.{func.__name__}.input"
+        packed = not isinstance(args[3], bool)  # has its weights there
+        target = f"aten.{func.__name__}.{'data' if packed else 'input'}"
         given = named(target, args, {})
         if not drops(given):
             return func(*args)
+        if packed:
+            states = (given["hx"],) if isinstance(given["hx"], Tensor) else given["hx"]
+            draws = self.key, self._next(), 0, states[0].shape[1]
+            options = {name: given[name] for name in LAYERS}
+            assert self.packed is not None
+            return packed_layers(func.__name__, self.packed, states, **options, draws=draws)
         batch = given["input"].shape[0 if given["batch_first"] else 1]
         return recurrent_block(
             target,

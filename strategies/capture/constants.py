@@ -59,7 +59,7 @@ OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_o
 
 def has_values(tensor: Any) -> bool:
     """Whether a traced tensor has the same values in every step."""
-    return _known(tensor) is not None
+    return values_of(tensor) is not None
 
 
 def traced(tensor: Any) -> tuple[fx.Proxy | None, Any]:
@@ -73,7 +73,7 @@ def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
     """The answer of a traced tensor to one of `QUESTIONS`, or None if its values are not known."""
     if traced(tensor)[0] is None:
         return None
-    if (value := _known(tensor)) is not None:
+    if (value := values_of(tensor)) is not None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return (QUESTIONS[question](value),)
     asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)
@@ -93,7 +93,7 @@ def literal(function: Any, args: Any, kwargs: Any) -> Any:
         return None
     known: dict[int, Tensor] = {}
     for leaf in leaves:
-        if (value := _known(leaf)) is None:
+        if (value := values_of(leaf)) is None:
             return None
         known[id(leaf)] = value
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -114,7 +114,7 @@ def places(function: Any, args: Any) -> tuple[Any, Any]:
     if getattr(function, "__name__", "") == "masked_select" and len(args) == 2:
         tensor, mask = args
         shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
-        if (value := _known(mask)) is not None:
+        if (value := values_of(mask)) is not None:
             return Tensor.__getitem__, (tensor.expand(shape), _places(value, shape, mask.device))
     if function is not Tensor.__getitem__:
         return function, args
@@ -122,7 +122,7 @@ def places(function: Any, args: Any) -> tuple[Any, Any]:
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         masking = isinstance(part, Tensor) and part.dtype is torch.bool and part.dim()
-        if masking and (value := _known(part)) is not None:
+        if masking and (value := values_of(part)) is not None:
             parts += _places(value, part.shape, part.device)
         elif isinstance(part, slice):
             parts.append(slice(*map(number, (part.start, part.stop, part.step))))
@@ -154,7 +154,7 @@ def number(leaf: Any) -> Any:
     return answer[0] if single and (answer := answered(Tensor.item, leaf)) else leaf
 
 
-def _known(tensor: Any) -> Tensor | None:
+def values_of(tensor: Any) -> Tensor | None:
     """The values of a tensor that are the same in every step: of one that is traced, or that a module has as a plain
     attribute and the graph does not have yet."""
     proxy, root = traced(tensor)

@@ -34,6 +34,7 @@ from strategies.capture.indexed import by_places
 from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
+from strategies.capture.packed_sequences import packed_as_padded
 from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.strided import replace_strides
@@ -220,6 +221,7 @@ def _captured(
             constant.known(),
             changing.watched(),
             refusing_unseen(training),
+            packed_as_padded(),
             functions_as_operators(training),
             derivatives_as_operators(),
             opaque.as_nodes(),

@@ -1,8 +1,7 @@
 """Reject, with its line, what a forward graph cannot express, before export misreads it.
 
 Hooks change or watch gradients from outside of the operators: export drops them silently, and the graph would train to
-other numbers. Packed sequences and sparse gradients end in torch errors that do not name
-the cause.
+other numbers. Sparse gradients end in torch errors that do not name the cause.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as every_module
-from torch.nn.utils import rnn
 
 from strategies.capture.nodes import at, fakes, op_of, replaced, users_line
 from strategies.capture.vmapped import is_functional
@@ -25,10 +23,6 @@ from strategies.rules.registry import named
 HOOK = (
     "which would never be called: the ranks run operators of their own, not this module. Remove it, or write what it "
     "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
-)
-PACKED = (
-    "whose shape depends on the values of lengths, so it is not one graph. Give the network the padded sequences, and "
-    "let the loss ignore the padding."
 )
 
 PRODUCTS = frozenset({"addmm", "addmv", "baddbmm", "bmm", "linear", "matmul", "mm", "mv"})
@@ -57,7 +51,6 @@ def refusing_unseen(training: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if training:
             stack.enter_context(_refused(Tensor, "register_hook", "registers a hook on a gradient", HOOK))
-        stack.enter_context(_refused(rnn, "_packed_sequence_init", "packs sequences", PACKED))
         yield
 
 

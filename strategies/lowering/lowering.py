@@ -463,7 +463,7 @@ class _Lowering(Emission):
             outputs,
             self.reductions,
             self.graph.parameter_order,
-            bool(self.ordinals),
+            bool(self.ordinals) or any(KEY in step.operands for step in self.instructions),
             loss_axes,
             updates,
             self.plan.recompute,

@@ -151,11 +151,11 @@ def _opaque_draw(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: 
 
     @torch.no_grad()
     def draw(given: Sequence[Tensor]) -> list[Tensor]:
-        return computed([*map(int, given[:first]), *given[first:]])
+        return [one.contiguous() for one in computed([*map(int, given[:first]), *given[first:]])]
 
     @torch.no_grad()
     def shaped(given: Sequence[Tensor]) -> list[Tensor]:
-        return computed([0] * first + [*given[first:]])
+        return [one.contiguous() for one in computed([0] * first + [*given[first:]])]
 
     def gradient(given: Sequence[Tensor]) -> list[Tensor]:
         leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in given[first:end]]

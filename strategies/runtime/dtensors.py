@@ -49,8 +49,8 @@ GATHERED: dict[str, tuple[int | str, ...]] = {
 there, and DTensor sorts them complete."""
 FAULTY = ("aten.native_group_norm_backward.default",)
 """Operators that DTensor (torch 2.13) takes apart with sizes that are not those of a slice."""
-OPAQUE = ("called_module", "drawn_function")
-"""Operators that run code of the user."""
+OPAQUE = ("called_module", "drawn_function", "meshwright::packed_network")
+"""Operators that run code of the user, or networks of torch on what has as many elements as values say."""
 
 
 def gathered(graph: OperatorGraph, device: str) -> Mapping[str, tuple[int | str, ...]]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_full_backward_hook
-from torch.nn.utils import rnn
 
 from strategies.capture import Captured, LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
@@ -23,7 +22,6 @@ class Net(nn.Module):
     def __init__(self, body: Callable[[Net, Tensor], Tensor]) -> None:
         super().__init__()
         self.inner, self.table, self.body = nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True), body
-        self.recurrent = nn.LSTM(4, 4, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x).square().mean()
@@ -56,11 +54,6 @@ def under_autocast(net: Net, x: Tensor) -> Tensor:
         return grad(net.inner(x).sum(), x, create_graph=True)[0]
 
 
-def packed(net: Net, x: Tensor) -> Tensor:
-    sequences = rnn.pack_padded_sequence(x.view(4, 2, 4), torch.tensor([2, 2, 1, 1]), batch_first=True)
-    return rnn.pad_packed_sequence(net.recurrent(sequences)[0], batch_first=True)[0]
-
-
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "hook": (hooked, r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called"),
     "derivative of what is drawn": (
@@ -73,7 +66,6 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         lambda net, x: torch.func.grad(lambda y: net.inner(y).tanh().sum())(x),
         r"computes a derivative at capture/test_unsupported.py:\d+",
     ),
-    "packed": (packed, r"packs sequences at capture/test_unsupported.py:\d+"),
     "vmap": (lambda net, x: torch.vmap(F.dropout, randomness="same")(net.inner(x)), r"torch.vmap of a function that"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
     "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
@@ -83,10 +75,10 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     body, message = REFUSED[name]
-    before = Tensor.register_hook, torch.autograd._engine_run_backward, rnn._packed_sequence_init
+    before = Tensor.register_hook, torch.autograd._engine_run_backward
     with pytest.raises(StrategyError, match=message):
         captured(Net(body))
-    assert (Tensor.register_hook, torch.autograd._engine_run_backward, rnn._packed_sequence_init) == before
+    assert (Tensor.register_hook, torch.autograd._engine_run_backward) == before
 
 
 def test_evaluation_has_no_gradients() -> None:
