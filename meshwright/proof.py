@@ -65,7 +65,8 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
     eager = Eager(duplicate(planned.step_of(module)).train())
     own = {name: tensor.detach() for name, tensor in eager.tensors().items()}
-    values = {**planned.captured.tensors, **own, **dict(zip(names, tensors, strict=True))}
+    values = {**planned.captured.tensors, **own}
+    values |= {f"input.{name}" if name in values else name: one for name, one in zip(names, tensors, strict=True)}
     ours, buffers = _on_simulated_ranks(planned, values, key)
     theirs = _on_one_device(eager, tensors, key, ours)
     limit, rounding = tolerance or TOLERANCE[precision], ROUNDING[precision]

@@ -53,10 +53,10 @@ def content(prepared: Prepared, title: str) -> str:
 def primals(graph: OperatorGraph, names: Sequence[str], targets: Iterable[str]) -> list[Source | None]:
     """What a joint graph of the model takes: its parameters, buffers, and the entries of a batch without targets; None
     for what no operator uses."""
-    known = {source.name: source for source in graph.sources}
+    entries, known = ({s.name: s for s in graph.sources if (s.kind == "input") is fed} for fed in (True, False))
     own = [known.get(name) for name in graph.parameter_order]
     buffers = [source for source in own if source is not None and source.kind == "buffer"]
-    inputs = [known.get(name) for name in names if name not in {*targets}]
+    inputs = [entries.get(name) for name in names if name not in {*targets}]
     return [*(source for source in own if source not in buffers), *buffers, *inputs]
 
 

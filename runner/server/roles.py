@@ -82,12 +82,11 @@ def _serve(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes)
     prepared, config = job.prepared, job.prepared.config
     assert prepared.step is not None and prepared.graph is not None
     of_slice = sliced(config, *prepared.step)
-    dtypes = {source.name: source.spec.dtype for source in of_slice.program.sources}
     store = Store(
         partition(of_slice.elements, of_slice.widths, config.parallel.server.servers),
         groups_of(prepared.graph.sources, config),
         optimizers.optimizer_factory(config.optimizer),
-        getattr(torch, dtypes[next(iter(of_slice.elements))]),
+        getattr(torch, of_slice.program.tensors[next(iter(of_slice.elements))].spec.dtype),
         secret,
         config.launch.timeout,
         rank.address,

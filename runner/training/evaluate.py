@@ -110,7 +110,7 @@ class Evaluator:
         """Copy the trained parameters and buffers of the loss into the loss module."""
         if self.scores.loss is None:
             return
-        sources = {source.name: source for source in self.execution.program.sources}
+        sources = self.execution.program.tensors
         for name, tensor in (*self.scores.loss.named_parameters(), *self.scores.loss.named_buffers()):
             if (source := sources.get(f"loss.{name}")) is not None:
                 shard = self.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]

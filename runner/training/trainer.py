@@ -639,7 +639,7 @@ class Trainer:
 
     def _record(self, step: int, loss: float) -> None:
         """Record the unsharded gradients of this step, written by rank 0 for the comparison."""
-        sources = {source.name: source for source in self.execution.program.sources}
+        sources = self.execution.program.tensors
         gradients = {
             name: self.execution.full_tensor(sources[name], shard).cpu() for name, shard in self.updates.gradients()
         }

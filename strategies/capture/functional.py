@@ -31,6 +31,8 @@ UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"
 """Operators that write running statistics although their schema does not say so, and that no module of torch calls."""
 OTHERWISE = {"normal_": "normal_functional"}
 """In-place operators whose functional overload has another name."""
+NUMBERS = frozenset({"full_like", "ones_like", "zeros_like"})
+"""Operators that take only the shape and dtype of their operand (and those of a row of traits, `fills`)."""
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 """Sizes by which the dims of a permuted tensor are recognised."""
 
@@ -276,7 +278,8 @@ class _Rewriting:
             if node.op == "placeholder" and self.trainable(node):
                 return True
             if (
-                op_of(node) == "detach"
+                (op := op_of(node)) in ("detach", *NUMBERS)
+                or traits(op).fills
                 or node.meta.get("without_grad")
                 or not any(map(floating, fakes(node.meta.get("val"))))
             ):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from strategies.capture.constants import number
+from strategies.rules.registry import PLAIN
 
 LINEAR: dict[Any, Callable[..., Tensor]] = {
     getattr(Tensor, form.format(name)): getattr(torch, name)
@@ -22,6 +23,12 @@ LINEAR: dict[Any, Callable[..., Tensor]] = {
     for form in ("{}", "{}_", "__{}__", "__i{}__")
 } | {getattr(Tensor, name): torch.div for name in ("div", "div_", "__truediv__", "__itruediv__")}
 """What may be done to selected elements with a number: elements that are not selected get no gradient of it."""
+MAKING_MASKS = {
+    getattr(owner, form.format(name))
+    for name in ("eq", "ne", "gt", "ge", "lt", "le", "logical_and", "logical_or", "logical_not", "isnan", "isfinite")
+    for owner, form in ((torch, "{}"), (Tensor, "{}"))
+} | {getattr(Tensor, f"__{name}__") for name in ("eq", "ne", "gt", "ge", "lt", "le", "and", "or", "invert", "getitem")}
+"""Functions that make masks, equal ones of equal operands."""
 
 
 def by_places(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,9 +56,25 @@ class _Selected:
         return self.versions == _versions(self.result, self.mask, self.dense)
 
 
+@dataclass(frozen=True)
+class _Mask:
+    """What a function of MAKING_MASKS returned for `args`, and how often they had been written by then."""
+
+    result: Tensor
+    function: Any
+    args: tuple[Any, ...]
+    versions: tuple[int, ...]
+
+    @property
+    def is_current(self) -> bool:
+        return self.versions == _versions(self.result, *_tensors(self.args))
+
+
 class _Indexing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
+        self.masks: dict[int, _Mask] = {}
+        """By the id of the result, which is alive."""
         self.selected: dict[int, _Selected] = {}
         """By the id of the result, which is alive."""
 
@@ -66,6 +89,8 @@ class _Indexing(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if known is not None and type(args[1]) in (int, float):
             self._note(result, known.mask, LINEAR[function](known.dense, args[1]))
+        if function in MAKING_MASKS and not kwargs and isinstance(result, Tensor):
+            self.masks[id(result)] = _Mask(result, function, args, _versions(result, *_tensors(args)))
         return result
 
     def _known(self, value: Any) -> _Selected | None:
@@ -74,6 +99,19 @@ class _Indexing(TorchFunctionMode):
 
     def _note(self, result: Tensor, mask: Tensor, dense: Tensor) -> None:
         self.selected[id(result)] = _Selected(result, mask, dense, _versions(result, mask, dense))
+
+    def _are_equal(self, one: Any, other: Any) -> bool:
+        """Whether two masks are one, or were made of the same by the same functions; or two operands of these."""
+        if one is other or type(one) is not type(other):
+            return one is other
+        if isinstance(one, tuple):
+            return len(one) == len(other) and all(map(self._are_equal, one, other))
+        if not isinstance(one, Tensor):
+            return isinstance(one, (*PLAIN, slice)) and bool(one == other)
+        first, second = self.masks.get(id(one)), self.masks.get(id(other))
+        if first is None or second is None or not first.is_current or not second.is_current:
+            return False
+        return first.function == second.function and self._are_equal(first.args, second.args)
 
     def _select(self, tensor: Tensor, index: Any) -> Tensor:
         (mask,) = index if isinstance(index, tuple) else (index,)
@@ -84,12 +122,16 @@ class _Indexing(TorchFunctionMode):
 
     def _choose(self, tensor: Tensor, index: Any, value: Any) -> None:
         (mask,), known = index if isinstance(index, tuple) else (index,), self._known(value)
-        same = known is not None and known.mask is mask and known.dense.shape == tensor.shape
+        same = known is not None and self._are_equal(known.mask, mask) and known.dense.shape == tensor.shape
         if known is None or not same or known.dense.dtype != tensor.dtype:
             tensor[index] = value
         else:
             chosen = mask.reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim()))
             tensor.copy_(torch.where(chosen, known.dense, tensor))
+
+
+def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    return [arg for arg in args if isinstance(arg, Tensor)]
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
-from strategies.capture.unsupported import check_hooks, check_nodes, check_operands, refusing_unseen
+from strategies.capture.unsupported import check_hooks, check_nodes, check_operands, check_scripted, refusing_unseen
 from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
 from strategies.core.graph import FusedSections, OperatorGraph
@@ -171,6 +171,7 @@ def capture(
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
     _check_calls(objective)
+    check_scripted(objective)
     opaque, drawing, constant = OpaqueModules(objective), DrawingFunctions(objective), ConstantBuffers(objective)
     branches, conversions = Branches(objective), Conversions()
     while True:
@@ -187,7 +188,8 @@ def capture(
         except NotChosen as error:
             branches.refuse(error.owner)
         except StrategyError as error:
-            if not isinstance(cause := error.__cause__, UNKNOWN):
+            cause = error.__cause__
+            if cause is None or not (isinstance(cause, UNKNOWN) or _leaves_torch(cause)):
                 raise
             running, guard = _running(cause), isinstance(cause, GuardOnDataDependentSymNode)
             branching = guard and (conversions.choose(cause) or branches.choose(running))
@@ -274,6 +276,11 @@ def _captured(
     graph = unmerged(_needed(graph))
     changing.check(graph, tensors, batch, training)
     return Captured(graph, tensors)
+
+
+def _leaves_torch(error: BaseException) -> bool:
+    """Whether a forward hands a tensor, which has no values while it is traced, to numpy."""
+    return ".numpy() is not supported" in str(error)
 
 
 def _running(error: BaseException) -> list[nn.Module]:
@@ -396,6 +403,13 @@ def _capture_failure(error: BaseException) -> str:
             "tensors alone and train the same parameters. Use torch.where or another operator, a module of its own in "
             "a list of layers, which takes tensors and does nothing but compute, or, for a constant, a Python number "
             "or a buffer that is not saved (persistent=False)."
+        )
+    if _leaves_torch(error):
+        return (
+            f"The model's forward leaves torch{where}: what numpy or scipy computes there is unknown to a capture, as "
+            "tensors have no values. Compute it with torch; in the loss (loss.target), a module or function of its own "
+            "that runs as one operator; or in a function of torch.library.custom_op with register_fake, which is one, "
+            "too."
         )
     if any(words in str(error) for words in ("Cannot access data pointer", "active drivers")):  # torch's and Triton's
         return (

@@ -44,6 +44,18 @@ def check_hooks(objective: nn.Module) -> None:
             raise StrategyError("MW904", f"Module {called} has a backward hook, {HOOK}")
 
 
+def check_scripted(objective: nn.Module) -> None:
+    """Raises StrategyError for a module that torch.jit has compiled: its forward is no Python that can be traced."""
+    for name, module in objective.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StrategyError(
+                "MW906",
+                f"Module {name.removeprefix('model').removeprefix('.') or 'of the model'} is compiled by "
+                "torch.jit.script or torch.jit.trace (or loaded by torch.jit.load), which cannot be captured; use the "
+                "module itself. train.compile=true compiles what the ranks run.",
+            )
+
+
 @contextmanager
 def refusing_unseen(training: bool) -> Iterator[None]:
     """Export within this context: raises StrategyError, with the user's line, where the forward does what a graph

@@ -252,6 +252,11 @@ class Program:
         return replace(self, instructions=tuple(instructions), outputs=outputs, updates=updates)
 
     @cached_property
+    def tensors(self) -> dict[str, Source]:
+        """Parameters, buffers and constants by name, which may be that of a batch entry, too."""
+        return {source.name: source for source in self.sources if source.kind != "input"}
+
+    @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
         """All of them, also those that are parts of a `Fused` or of a channel, or have a `Start` and a `Wait`."""
         return tuple(part for carried in self._carried for part in carried.parts)

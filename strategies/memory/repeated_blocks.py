@@ -111,8 +111,8 @@ def truncated(program: Program, blocks: RepeatedBlocks, count: int) -> Program:
         *(_renamed(one, renamed) if any(ref.id in renamed for ref in one.operands) else one for one in steps[last:]),
     )
     used, unused = ({ref.id for one in some for ref in one.operands} for some in (kept, steps[first:last]))
-    dropped = {source.id: source.name for source in program.sources if source.id in unused - used}
-    names = set(dropped.values())
+    dropped = unused - used
+    names = {name for name, source in program.tensors.items() if source.id in dropped}
     return replace(
         program,
         sources=tuple(source for source in program.sources if source.id not in dropped),
@@ -143,7 +143,7 @@ def program_signature(program: Program, groups: Sequence[Mapping[str, Any]] = ()
     signatures, places = _Signatures(program), {source.id: -1 - i for i, source in enumerate(program.sources)}
     places |= {step.id: number for number, step in enumerate(program.instructions)}
     group = {name: number for number, one in enumerate(groups) for name in one["names"]}
-    named = {source.name: number for number, source in enumerate(program.sources)}
+    named = {name: number for number, name in enumerate(program.tensors)}
 
     def values(refs: Sequence[Ref]) -> Hashable:
         return tuple((places.get(ref.id, ref.id), ref.index) for ref in refs)

@@ -214,8 +214,8 @@ def parameters(program: Program) -> tuple[Source, ...]:
 
 
 def layout_of(program: Program, name: str) -> Layout:
-    """The layout of the source called `name`."""
-    return program.layouts[next(source.id for source in program.sources if source.name == name)]
+    """The layout of the tensor called `name`."""
+    return program.layouts[program.tensors[name].id]
 
 
 def local_elements(program: Program, source: Source) -> int:

@@ -132,7 +132,8 @@ class Simulation:
 
     Args:
         program: what `lower` made.
-        values: the global tensor of every source (batch entries, parameters, buffers, constants), by name.
+        values: the global tensor of every source (batch entries, parameters, buffers, constants), by name; a batch
+            entry with the name of a tensor of the model as `input.NAME`.
         by_rank: the program of each rank where their meshes have shares: the same instructions for other shapes.
     """
 
@@ -142,7 +143,8 @@ class Simulation:
         self.meshes = tuple(own.mesh for own in self.by_rank)
         self.slices: dict[Ref, list[Any]] = {}
         for source in program.sources:
-            layout, value = program.layouts[source.id], values[source.name]
+            shared = source.kind == "input" and source.name in program.tensors
+            layout, value = program.layouts[source.id], values[f"input.{source.name}" if shared else source.name]
             pieces = [cut(value, layout, own.mesh, rank) for rank, own in enumerate(self.by_rank)]
             self.slices[Ref(source.id)] = [piece.requires_grad_(source.trainable) for piece in pieces]
 

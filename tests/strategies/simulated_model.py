@@ -44,9 +44,10 @@ class Model:
         self.net = net
         self.captured: Captured = capture(self.objective, self.batch, training=True)
         # before the eager run, which changes buffers
-        self.values = {k: v.clone() for k, v in self.captured.tensors.items()} | dict(
-            zip(names, self.batch, strict=True)
-        )
+        self.values = {k: v.clone() for k, v in self.captured.tensors.items()}
+        self.values |= {
+            f"input.{k}" if k in self.values else k: entry for k, entry in zip(names, self.batch, strict=True)
+        }
         self.loss, self.gradients = self._eager()
         self.buffers = {k: v.detach().clone() for k, v in _buffers(self.objective)}
 
@@ -99,9 +100,9 @@ class Model:
             operators[operator.name] = OperatorPlan(
                 assignment, "configured", outputs if source_of.rng.random() < 0.25 else None
             )
-        layouts = {source.name: source_of.layout(source.spec.shape, mesh) for source in self.graph.sources}
-        inputs = {source.name: layouts[source.name] for source in self.graph.of_kind("input")}
-        tensors = {s.name: layouts[s.name] for s in self.graph.sources if s.kind != "input"}
+        layouts = {source.id: source_of.layout(source.spec.shape, mesh) for source in self.graph.sources}
+        inputs = {source.name: layouts[source.id] for source in self.graph.of_kind("input")}
+        tensors = {s.name: layouts[s.id] for s in self.graph.sources if s.kind != "input"}
         return Plan(mesh, operators, inputs, tensors)
 
     def worst(self, draw: Callable[[int], Any], seeds: int = 6) -> float:

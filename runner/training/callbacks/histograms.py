@@ -92,12 +92,12 @@ class Histograms(Callback):
                     yield from ((name, one.view) for one in shards if not one.shared or self._first(state, name))
 
     def _own_gradients(self, state: TrainingState) -> Iterator[tuple[str, Tensor]]:
-        mesh, shapes = state.program.mesh, {source.name: source.spec.shape for source in state.program.sources}
+        mesh, tensors = state.program.mesh, state.program.tensors
         for name, gradient in state.gradients():
             if self._first(state, name):
-                layout = layout_of(state.program, name)
-                blocks = layout.blocks(shapes[name], mesh, state.rank % mesh.size)
-                yield from ((name, one.view) for one in of_slice(shapes[name], blocks, gradient))  # without padding
+                layout, shape = layout_of(state.program, name), tensors[name].spec.shape
+                blocks = layout.blocks(shape, mesh, state.rank % mesh.size)
+                yield from ((name, one.view) for one in of_slice(shape, blocks, gradient))  # without padding
 
     def _record(self, state: TrainingState, kind: str, own: Iterator[tuple[str, Tensor]]) -> None:
         """Count on all ranks, add up on rank 0, and write (collective)."""

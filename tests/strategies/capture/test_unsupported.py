@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,11 @@ def under_autocast(net: Net, x: Tensor) -> Tensor:
         return grad(net.inner(x).sum(), x, create_graph=True)[0]
 
 
+def matched(net: Net, x: Tensor) -> Tensor:
+    """As with scipy's linear_sum_assignment."""
+    return net.inner(x)[torch.as_tensor(net.inner(x).detach().cpu().numpy().argsort(0)[:, 0])]
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "hook": (hooked, r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called"),
     "derivative of what is drawn": (
@@ -66,6 +72,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         lambda net, x: torch.func.grad(lambda y: net.inner(y).tanh().sum())(x),
         r"computes a derivative at capture/test_unsupported.py:\d+",
     ),
+    "numpy": (matched, r"leaves torch at capture/test_unsupported.py:\d+: .*argsort.*custom_op"),
     "vmap": (lambda net, x: torch.vmap(F.dropout, randomness="same")(net.inner(x)), r"torch.vmap of a function that"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
     "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
@@ -127,6 +134,16 @@ OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "matrix": (lambda x: x.index_select(0, torch.zeros(2, 4, dtype=torch.long)), "indices of .2, 4.* vector"),
     "labels": (lambda x: F.cross_entropy(x, torch.ones(8, dtype=torch.int32)), "labels of int32.*int64"),
 }
+
+
+def test_a_module_of_torch_jit_is_refused() -> None:
+    net = Net(lambda net, x: net.inner(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit itself
+        net.inner = torch.jit.script(net.inner)
+    with pytest.raises(StrategyError, match=r"Module inner is compiled by torch\.jit\.script") as refusal:
+        captured(net)
+    assert refusal.value.code == "MW906"
 
 
 def test_sparse_tensors() -> None:
