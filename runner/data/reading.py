@@ -36,7 +36,7 @@ from runner.config.schema import Data
 from runner.data.loader import SHARED_MEMORY
 from runner.errors import ConfigError
 from runner.launch import logs
-from runner.launch.failure import FULL, CauseOrder, Failure, Reported, from_exception, killed_by
+from runner.launch.failure import FULL, CauseOrder, Failure, Reported, from_exception, killed_by, oom_kills
 from runner.launch.server import tie_to_parent
 from runner.launch.temporary_folder import socket_folder
 
@@ -99,6 +99,7 @@ class BatchReader:
         self._pending: deque[RowRequest] = deque()
         self._processes: list[BaseProcess] = []
         self._sockets, self._resources = "", ExitStack()
+        self._oom_kills: int | None = None
         self.workers = 0
         """How many processes read at the moment."""
 
@@ -149,7 +150,7 @@ class BatchReader:
             for process in self._processes:
                 if process.sentinel in ended:
                     process.join()  # its files are closed, and its connections reset, before its exit code is there
-                    raise Reported(_death(process)) from error
+                    raise Reported(_death(process, self._oom_kills)) from error
             raise
         return found
 
@@ -198,7 +199,7 @@ class BatchReader:
                 self._pending.append(request)
                 yield request
 
-        before = {process.pid for process in active_children()}
+        before, self._oom_kills = {process.pid for process in active_children()}, oom_kills()
         if not self._sockets:
             self._sockets = str(self._resources.enter_context(socket_folder()))
         with warnings.catch_warnings():
@@ -226,10 +227,10 @@ class BatchReader:
         yield from loader
 
 
-def _death(process: BaseProcess) -> Failure:
+def _death(process: BaseProcess, oom_kills_before: int | None) -> Failure:
     """The failure of a rank whose worker has ended by itself."""
     code = process.exitcode or 0
-    how = killed_by(-code) if code < 0 else f"ended with exit code {code}"
+    how = killed_by(-code, oom_kills_before) if code < 0 else f"ended with exit code {code}"
     text = f"lost its data worker, process {process.pid}, which {how}"
     remedy = "data.prefetch=1 or fewer data.workers take less memory, data.workers=0 reads in the rank itself"
     return Failure(0, time.monotonic(), CauseOrder.CAUSE, f"{text}; {remedy}", code="MW820")

@@ -155,24 +155,42 @@ def _order(text: str) -> CauseOrder:
     return CauseOrder.PEER_LOST if _PEER_LOST.search(text) else CauseOrder.CAUSE
 
 
-def from_exit(rank: int, code: int, log: str) -> Failure:
+def from_exit(rank: int, code: int, log: str, oom_kills_before: int | None = None) -> Failure:
     """The failure of a rank that ended with exit code `code` (negative: a signal) without a report, with the log
-    `log`."""
+    `log`; `oom_kills` were so many when it was started."""
     what, where = f"ended with exit code {code} before it was done", ""
     if code < 0:
-        what, where = killed_by(-code), dumped_place(log)  # of a crash handler, unless the signal was SIGKILL
+        what, where = (
+            killed_by(-code, oom_kills_before),
+            dumped_place(log),
+        )  # of a crash handler, unless the signal was SIGKILL
     # a watchdog of the communication library ends its process by SIGABRT
     order = _order(log) if -code == signal.SIGABRT else CauseOrder.CAUSE
     return Failure(rank, time.monotonic(), order, what, where, code=KILLED)
 
 
-def killed_by(number: int) -> str:
-    """The description of a process that was ended by signal `number`."""
+def killed_by(number: int, oom_kills_before: int | None = None) -> str:
+    """The description of a process that was ended by signal `number`; `oom_kills` were so many when it was started."""
     try:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    return f"was killed by {name}{' (was memory short?)' if number == signal.SIGKILL else ''}"
+    if number != signal.SIGKILL:
+        return f"was killed by {name}"
+    now = oom_kills()
+    if now is not None and oom_kills_before is not None and now > oom_kills_before:
+        return f"was killed by {name} (memory was short: the kernel's OOM killer was at work)"
+    return f"was killed by {name} (was memory short?)"
+
+
+def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
+    """How many processes the kernel has killed since it was booted because this machine, or a control group, had no
+    memory; None where it does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", vmstat.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1])
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:

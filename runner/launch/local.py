@@ -157,10 +157,11 @@ class _LocalRank(SupervisedRank):
         self._process: Fork | None = None
         self._orders: Orders | None = None
         self._started, self._short_lives = 0.0, 0
+        self._oom_kills: int | None = None
 
     def start(self, orders: Orders, name: str) -> None:
         """Start the process and hand it the far end of the connection with its `orders`."""
-        self._orders, self._started = orders, time.monotonic()
+        self._orders, self._started, self._oom_kills = orders, time.monotonic(), failure.oom_kills()
         self._process = fork(enter, (orders,), name, orders.group.timeout)
         self.far_end.close()
 
@@ -189,14 +190,14 @@ class _LocalRank(SupervisedRank):
     def listen(self) -> None:
         super().listen()
         if self.report is None and self._process is not None and (code := self._process.exitcode) is not None:
-            self.report = failure.from_exit(self.number, code, self.output())
+            self.report = failure.from_exit(self.number, code, self.output(), self._oom_kills)
 
     def ending(self) -> Failure:
         self.join(time.monotonic() + ANSWER)  # the end of the connection is a little ahead of the exit code
         code = None if self._process is None else self._process.exitcode
         if code is None:
             return self.failed("ended before it was done, and the fork server, which knows how, does not answer")
-        return failure.from_exit(self.number, code, self.output())
+        return failure.from_exit(self.number, code, self.output(), self._oom_kills)
 
     def request_stack(self) -> None:
         self.send_signal(signal.SIGUSR1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from runner.errors import ConfigError, RunFailed
-from runner.launch import network, run_ranks
+from runner.launch import failure, network, run_ranks
 from runner.launch.failure import CauseOrder, Failure, dumped_place, from_exception, from_exit, message, root_cause
 from runner.launch.liveness import forks_of
 from runner.launch.logs import console_may_close, keep_open
@@ -432,6 +432,18 @@ def test_limits_that_memory_and_threads_may_reach_are_named(monkeypatch: pytest.
     assert "ulimit" not in from_exception(0, RuntimeError("another")).what
     limits.clear()
     assert "ulimit" not in from_exception(0, error).what
+
+
+def test_a_lack_of_memory_is_known_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 3\noom_killed 9\n", encoding="ascii")
+    assert failure.oom_kills(tmp_path / "vmstat") == 3
+    assert failure.oom_kills(tmp_path / "none") is None
+    monkeypatch.setattr(failure, "oom_kills", lambda: 3)
+    for before, sure in ((2, True), (3, False), (None, False)):
+        what = from_exit(1, -signal.SIGKILL, "", before).what
+        assert what.startswith("was killed by SIGKILL (")
+        assert (what == from_exit(1, -signal.SIGKILL, "").what) is not sure
+    assert "memory" not in from_exit(1, -signal.SIGSEGV, "", 2).what
 
 
 def test_ranks_meet_by_ipv6_where_there_is_no_other_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
