@@ -322,8 +322,13 @@ def _as_configured(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], c
 
 def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str) -> dict[str, int]:
     """Consecutive stages whose heaviest is as light as possible, cut between modules as far up the tree as is even;
-    `work` is that of every operator, by stage."""
+    `work` is that of every operator, by stage. Each stage has a trainable parameter, where there are any."""
     stages, found = len(work), None
+    learns = [
+        any(isinstance(o := graph.by_id[ref.id], Source) and o.trainable for ref in one.operands)
+        for one in graph.operators
+    ]
+    learning = sum(learns)
     even = 1 / sum(1 / sum(own) for own in work)  # of every stage, if operators could be divided
     deepest = max(len(operator.path) for operator in graph.operators)
     for depth in range(1, deepest + 2):
@@ -331,16 +336,19 @@ def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str)
         if len(units) < stages:
             continue
         sums = [[sum(own[i] for i in unit) for unit in units] for own in work]
-        ends = _lightest(sums)
+        ends = _lightest(sums, [not learning or any(learns[i] for i in unit) for unit in units])
+        if not ends:
+            continue
         heaviest = max(sum(own[a:b]) for own, a, b in zip(sums, (0, *ends), ends, strict=False))
         if found is None or heaviest < found[0] / EVEN:
             found = heaviest, units, ends
         if found[0] <= EVEN * even:
             break
     if found is None:
-        raise StrategyError(
-            "MW431", f"{count}, but the model has only {len(graph.operators)} operators; take fewer stages."
-        )
+        few = f"{len(graph.operators)} operators"
+        if len(graph.operators) >= stages:
+            few = f"{learning} operators with a trainable parameter, of which every stage needs one"
+        raise StrategyError("MW431", f"{count}, but the model has only {few}; take fewer stages.")
     _, units, ends = found
     return {
         graph.operators[i].id: sum(number >= end for end in ends) for number, unit in enumerate(units) for i in unit
@@ -353,16 +361,22 @@ def _units(graph: OperatorGraph, depth: int) -> list[list[int]]:
     return [list(run) for _, run in groupby(range(len(paths)), lambda i: paths[i])]
 
 
-def _lightest(work: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The ends of consecutive parts, none empty, whose heaviest is as light as possible; `work` is that of every unit,
-    by part."""
+def _lightest(work: Sequence[Sequence[float]], needed: Sequence[bool]) -> tuple[int, ...]:
+    """The ends of consecutive parts, each with a unit that is `needed`, whose heaviest is as light as possible; `work`
+    is that of every unit, by part. Nothing where there are no such parts."""
     first, *others = [(0.0, *accumulate(own)) for own in work]
-    best: list[tuple[float, tuple[int, ...]]] = [(first[end], (end,)) for end in range(len(first))]
-    for part, sums in enumerate(others, start=2):
+    before = (0, *accumulate(needed))
+    none: tuple[float, tuple[int, ...]] = float("inf"), ()
+    best = [(first[end], (end,)) if before[end] else none for end in range(len(first))]
+    for sums in others:
         best = [
             min(
-                ((max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], end)) for cut in range(part - 1, end)),
-                default=(float("inf"), ()),
+                (
+                    (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], end))
+                    for cut in range(end)
+                    if best[cut][1] and before[cut] < before[end]
+                ),
+                default=none,
             )
             for end in range(len(sums))
         ]

@@ -296,6 +296,17 @@ def test_stages_are_as_long_as_their_devices_are_fast(speeds: tuple[int, ...], l
     assert list(split.values()) == layers
 
 
+def test_every_balanced_stage_learns() -> None:
+    """Fast devices would take all layers, and leave the loss to slow ones."""
+    graph = Pipeline(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))]
+    ).captured.graph
+    flops = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
+    placed = in_stages(graph, 2, "auto", seconds=[flops, [1000 * one for one in flops]])
+    assert [placed[o.id] for o in graph.operators if o.module.startswith("2")] == [1]
+    assert "only 3 operators with a trainable parameter" in refused(lambda: in_stages(graph, 4, "auto"))
+
+
 class Doubled(nn.Module):
     """Evaluates with an operator more, whose name is that of another one in training."""
 
