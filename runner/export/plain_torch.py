@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -64,6 +64,25 @@ def _replicated(name: str) -> None:
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[function] = every
 
 
+def _fill_zeros() -> None:
+    """Let gradients of norms and deviations, which fill zeros in place, be partial sums: DTensor (torch 2.13) refuses
+    that."""
+
+    def placed(own: Any, mask: Any, value: Any) -> list[tuple[list[Any], list[Any]]]:
+        def of_mask(one: Placement) -> Placement:
+            dim = getattr(one, "dim", 0) - own.ndim + mask.ndim
+            sliced = not (one.is_partial() or one.is_replicate()) and dim >= 0 and mask.shape[dim] > 1
+            return _along(one, dim) if sliced else Replicate()
+
+        kept = [one for one in {*own.placements, Replicate()} if value == 0 or not one.is_partial()]
+        return [([one], [one, of_mask(one), None]) for one in kept]
+
+    function = torch.ops.aten.masked_fill_.Scalar
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.op_single_dim_strategy_funcs.pop(function, None)  # of DTensor, which would go before
+    register_sharding(function)(placed)
+
+
 def make_mesh(device_type: str = "cuda") -> DeviceMesh:
     """The ranks of the default process group, which is made if there is none."""
     return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
@@ -73,6 +92,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Make the tensors of a module DTensors, and lay out what its modules receive and return; in place."""
     for name in REPLICATED:  # the module's own ones exist by now
         _replicated(name)
+    _fill_zeros()
     replicated = (Replicate(),) * mesh.ndim
     known: dict[int, tuple[Tensor, nn.Parameter]] = {}  # tied parameters stay tied
     for path, part in module.named_modules():
@@ -206,16 +226,19 @@ def sliced(batch: Sequence[Tensor], mesh: DeviceMesh, first: int = 0) -> list[Te
 def running(mesh: DeviceMesh) -> Iterator[None]:
     """Run forward and backward within this context: tensors that the model makes itself are the same on all ranks,
     attention is made of products where torch has no sharded kernel (on CPUs), convolutions and experts run on slices,
-    fused weights are taken apart where every rank has a slice of each section, signs and angles have gradients, and
-    losses are means over all slices."""
+    fused weights are taken apart where every rank has a slice of each section, signs and angles have gradients, running
+    sums and quantiles are those of complete dims, and losses are means over all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
-    with implicit_replication(), attention, _Means(), _Sections(), _Convolutions(), _Experts(), _Angles(), _Recurrent():
+    modes = _Means(), _Sections(), _Convolutions(), _Experts(), _Angles(), _Recurrent(), _Complete()
+    with ExitStack() as entered:
+        for one in (implicit_replication(), attention, *modes):
+            entered.enter_context(one)
         yield
 
 
 class _Means(TorchFunctionMode):
     """Averages losses one by one. DTensor (torch 2.13) averages the means of slices: for these losses with gradients
-    that are too large by the number of slices, for cross-entropy whatever targets are ignored in each."""
+    that are too large by the number of slices, for those of classes whatever targets are ignored in each, or weigh."""
 
     LOSSES = (
         functional.binary_cross_entropy,
@@ -224,16 +247,65 @@ class _Means(TorchFunctionMode):
         functional.smooth_l1_loss,
         functional.soft_margin_loss,
     )
+    OF_CLASSES = functional.cross_entropy, functional.nll_loss
+    WEIGHTED = functional.binary_cross_entropy, *OF_CLASSES
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        mean = given.get("reduction", "mean") == "mean" and given.get("weight") is None and len(args) == 2
-        if not mean or func not in (*self.LOSSES, functional.cross_entropy) or not isinstance(args[0], DTensor):
+        mean = given.get("reduction", "mean") == "mean" and len(args) == 2 and func in (*self.LOSSES, *self.OF_CLASSES)
+        weighted = given.get("weight") is not None
+        if not mean or not isinstance(args[0], DTensor) or (weighted and func not in self.WEIGHTED):
             return func(*args, **given)
         losses = func(*args, **{**given, "reduction": "none"})
-        if func is not functional.cross_entropy or args[1].is_floating_point():
+        if func not in self.OF_CLASSES or args[1].is_floating_point():
             return losses.mean()
-        return losses.sum() / (args[1] != given.get("ignore_index", -100)).sum()
+        ignored = given.get("ignore_index", -100)
+        if not weighted:
+            return losses.sum() / (args[1] != ignored).sum()
+        ones = -torch.ones_like(args[0]).detach()
+        weights = functional.nll_loss(ones, args[1], given["weight"], ignore_index=ignored, reduction="none")
+        return losses.sum() / weights.sum()
+
+
+class _Complete(TorchFunctionMode):
+    """Runs on a rank's slices what needs a dim, or all of a tensor, complete. Of dims that are counted from the last,
+    DTensor (torch 2.13) adds up every slice for itself, products end in an error in backward, as do quantiles, and
+    shifts return what is shifted."""
+
+    SCANS = torch.cumprod, torch.cumsum, torch.logcumsumexp, Tensor.cumprod, Tensor.cumsum, Tensor.logcumsumexp
+    OTHERS = (
+        *(torch.quantile, torch.nanquantile, Tensor.quantile, Tensor.nanquantile),
+        *(torch.bitwise_left_shift, torch.bitwise_right_shift, Tensor.bitwise_left_shift, Tensor.bitwise_right_shift),
+        *(Tensor.__lshift__, Tensor.__rshift__, torch.mvlgamma, Tensor.mvlgamma, torch.fft.ihfft),
+        *(torch.select_scatter, torch.slice_scatter, Tensor.select_scatter, Tensor.slice_scatter),
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func not in (*self.SCANS, *self.OTHERS):
+            return func(*args, **given)
+        args = args or (given.pop("input"),)
+        value = args[0]
+        if not isinstance(value, DTensor):
+            return func(*args, **given)
+        mesh, dims = value.device_mesh, value.ndim
+        placed: Placed = (Replicate(),) * mesh.ndim
+        if func in self.SCANS and dims:
+            dim = (args[1] if len(args) > 1 else given["dim" if "dim" in given else "axis"]) % dims
+            moved = [one.is_partial() or getattr(one, "dim", dim) == dim for one in value.placements]
+            pairs = zip(moved, value.placements, strict=True)
+            placed = tuple(Replicate() if gathered else one for gathered, one in pairs)
+
+        def local(one: Any) -> Any:
+            if not isinstance(one, DTensor):
+                return one
+            return laid_out(one, mesh, placed).to_local(grad_placements=placed)  # type: ignore[attr-defined]
+
+        made = func(*map(local, args), **{name: local(one) for name, one in given.items()})
+        if func in self.OTHERS:
+            return DTensor.from_local(made, mesh, placed, run_check=False)
+        strides = torch.empty(value.shape, device="meta").stride()
+        return DTensor.from_local(made, mesh, placed, run_check=False, shape=value.shape, stride=strides)
 
 
 class _Convolutions(TorchFunctionMode):
@@ -329,18 +401,20 @@ def _of_experts(placed: Placement) -> tuple[Placement, ...]:
     """The placements of rows [rows, inputs], matrices, ends [experts] and the result for a placement of matrices
     [experts, inputs, outputs]; and of the gradients of rows and matrices."""
 
-    def along(dim: int) -> Placement:
-        return _StridedShard(dim, split_factor=placed.split_factor) if isinstance(placed, _StridedShard) else Shard(dim)
-
     replicated, added = Replicate(), Partial()
     match getattr(placed, "dim", None):
         case 0:
-            return replicated, placed, along(0), added, added, placed
+            return replicated, placed, _along(placed, 0), added, added, placed
         case 1:
-            return along(1), placed, replicated, added, along(1), placed
+            return _along(placed, 1), placed, replicated, added, _along(placed, 1), placed
         case 2:
-            return replicated, placed, replicated, along(1), added, placed
+            return replicated, placed, replicated, _along(placed, 1), added, placed
     return (replicated,) * 6
+
+
+def _along(placed: Any, dim: int) -> Placement:
+    """The slices of a dim, along another one."""
+    return _StridedShard(dim, split_factor=placed.split_factor) if isinstance(placed, _StridedShard) else Shard(dim)
 
 
 def _products(func: Any, rows: Tensor, matrices: Tensor, starts: Tensor, ends: Tensor) -> Tensor:

@@ -44,9 +44,12 @@ GATHERED: dict[str, tuple[int | str, ...]] = {
     "conv3d": (-3, -2, -1),
     **{name.rpartition("::")[2]: ("rows",) for name in GROUPED},
     **dict.fromkeys(("chunk", "glu", "narrow", "slice", "split", "split_with_sizes"), ("part",)),
+    **dict.fromkeys(("quantile", "nanquantile", "mvlgamma", "fft_ihfft", "select_scatter", "slice_scatter"), ("all",)),
+    **dict.fromkeys(("__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift"), ("all",)),
 }
 """Dims that the plan may slice and DTensor replicates, by operator; see `unsliced_dims`. Rows are sorted by expert
-there, and DTensor sorts them complete."""
+there, and DTensor sorts them complete. Exported programs compute those of `all` on complete tensors, since DTensor
+computes them wrongly."""
 FAULTY = ("aten.native_group_norm_backward.default",)
 """Operators that DTensor (torch 2.13) takes apart with sizes that are not those of a slice."""
 OPAQUE = ("called_module", "drawn_function", "meshwright::packed_network")

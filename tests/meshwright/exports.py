@@ -60,6 +60,11 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return Recurrent(), batches
     if model == "grouped":
         return Grouped(), batches
+    if model == "reductions":
+        return Reductions(), batches
+    if model == "weighed":
+        net = nn.Sequential(nn.Embedding(TOKENS, 16), nn.Tanh(), nn.Linear(16, TOKENS), nn.LogSoftmax(-1))
+        return net, batches
     if model in EXPERTS:
         return Logits(model), batches
     if model == "vit":
@@ -118,6 +123,22 @@ class Gpt2(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         logits: Tensor = self.net(input_ids=input_ids).logits
+        return logits
+
+
+class Reductions(nn.Module):
+    """Norms, deviations and running sums along features, which are slices: tokens -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, 32), nn.Linear(32, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.table(x))
+        norm = torch.linalg.vector_norm(h, 3, dim=-1, keepdim=True)
+        h = h * norm / (1 + norm.square()) / h.std(-1, keepdim=True)
+        h = h.cumsum(-1) + torch.cumprod(h, dim=-1) + h.logcumsumexp(-1) * h.quantile(0.4, -1, keepdim=True)
+        logits: Tensor = self.head(h)
         return logits
 
 
@@ -229,6 +250,16 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
+def weighed(output: Tensor, targets: Tensor) -> Tensor:
+    """Losses whose means are over weights, and a slice of which may count none."""
+    numbers, classes = output.flatten(0, -2), targets.flatten()
+    weights = torch.linspace(0.1, 2.0, TOKENS)
+    chosen = functional.one_hot(classes.clamp(min=0), TOKENS).float()
+    every = functional.binary_cross_entropy(numbers.exp(), chosen, weights.expand_as(chosen))
+    smooth = functional.cross_entropy(numbers, classes, weights, label_smoothing=0.1)
+    return functional.nll_loss(numbers, classes) + functional.nll_loss(numbers, classes, weights) + smooth + every
+
+
 class TorchsCount(CommDebugMode):
     """What torch counts, without its tracker of modules, which raises an IndexError for a Llama on one device too."""
 
@@ -247,13 +278,14 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     mesh = program.make_mesh("cpu")
     program.parallelize(module, mesh)
     names = {mesh.get_group(axis).group_name: (axis,) for axis in program.MESH}
+    loss_at = weighed if model == "weighed" else loss_of
     pair = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3) for one in (module, eager)]
     worst = {"loss": 0.0, "gradient": 0.0}
     for x, y in batches:
         with program.running(mesh), TorchsCount() as torchs, Counting(names) as sent:
-            loss = loss_of(module(*program.sliced([x], mesh)), *program.sliced([y], mesh, first=1))
+            loss = loss_at(module(*program.sliced([x], mesh)), *program.sliced([y], mesh, first=1))
             loss.backward()
-        expected = loss_of(eager(x), y)
+        expected = loss_at(eager(x), y)
         expected.backward()
         learnt = {name: one.grad for name, one in eager.named_parameters() if one.grad is not None}
         gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}

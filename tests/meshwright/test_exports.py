@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exports import built, loss_of
+from exports import built, loss_of, weighed
 from loops import SECTIONS, gpt, next_token, tokens
 from torch import Tensor, nn
 
@@ -123,7 +123,8 @@ def more_sent(on_ranks: Callable[..., Any], file: Path, model: str, options: dic
     """The bytes that the exported program sends beyond its plan; its numbers are those of one device, and all that it
     sends is predicted."""
     module, batches = built(model)
-    plan = meshwright.plan(module, batches[0], loss=loss_of, plan_cache=None, **options)
+    loss = weighed if model == "weighed" else loss_of
+    plan = meshwright.plan(module, batches[0], loss=loss, plan_cache=None, **options)
     worst = on_ranks("exported", (plan.export("torch", file, allow_changes=True), model), module="exports")
     assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
     assert worst["bytes"] == pytest.approx(predicted(plan), abs=2)
@@ -135,6 +136,19 @@ def more_sent(on_ranks: Callable[..., Any], file: Path, model: str, options: dic
 def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
     more_sent(on_ranks, tmp_path / "searched.py", model, SEARCHED)
     assert abs(more_sent(on_ranks, tmp_path / "data_parallel.py", model, DATA_PARALLEL)) <= 400
+
+
+@pytest.mark.slow
+def test_reductions_of_slices_are_those_of_one_device(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Gradients of norms and deviations are partial sums; running sums and quantiles need all features."""
+    columns = {"up.matmul": [[2, 1, 1], [1, 2]], "head.matmul": [[2, 1, 2], [2, 1]]}
+    options = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": columns}
+    more_sent(on_ranks, tmp_path / "exported.py", "reductions", options)
+
+
+@pytest.mark.slow
+def test_losses_of_weighed_classes_are_those_of_one_device(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    more_sent(on_ranks, tmp_path / "exported.py", "weighed", DATA_PARALLEL)
 
 
 PRODUCT = "net.model.layers.*.mlp.experts.grouped_mm_fallback@"
@@ -211,6 +225,20 @@ def test_sections_of_other_sizes_are_gathered_and_listed() -> None:
     (change,) = plan.expressible("torch")
     assert (change.name, change.exported) == ("split_with_sizes", "(-, -, -)")
     assert change.bytes == 8 * 8 * 32 * 4 * 3 // 4 and change.seconds > 0
+
+
+GROUPED = {"qkv.matmul": [[2, 1, 1], [1, 2]], "split_with_sizes": [[2, 1, 2]], "head.matmul": [[2, 1, 2], [2, 1]]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "strategies", "zero"), [("grouped", GROUPED, 0), ("grouped", GROUPED, 3), ("fused", SECTIONS, 3)]
+)
+def test_sections_that_are_gathered_train_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, model: str, strategies: dict[str, Any], zero: int
+) -> None:
+    options = {"mesh": {"dp": 2, "tp": 2}, "strategies": strategies, "zero": zero}
+    more_sent(on_ranks, tmp_path / "exported.py", model, options)
 
 
 @pytest.mark.slow
@@ -321,6 +349,29 @@ def test_signs_and_angles_have_gradients() -> None:
     plan = meshwright.plan(Angles(), batch, **options)
     assert plan.expressible("torch") == []
     assert [one.name for one in plan.expressible("torch", collectives=True)] == ["all_reduce"]  # it runs
+
+
+class Spread(nn.Module):
+    """Deviations of columns, whose gradients are partial sums where these are sliced, and medians: [rows, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        x = x * x.std(-1, keepdim=True) + x.quantile(0.5, -1, keepdim=True)
+        return x @ self.out
+
+
+def test_gradients_that_are_partial_sums_run() -> None:
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": {"dp": 2, "tp": 2}, "plan_cache": None}
+    columns = {"matmul@0": [[2, 1], [1, 2]], "matmul@1": [[2, 2], [2, 1]]}
+    options |= {"strategies": columns, "search": "sharding_propagation"}
+    plan = meshwright.plan(Spread(), batch, **options)
+    assert {change.name for change in plan.expressible("torch")} == {"quantile"}
+    assert any(change.kind == "collectives" for change in plan.expressible("torch", collectives=True))  # it runs
 
 
 class Rows(nn.Module):
