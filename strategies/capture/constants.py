@@ -232,7 +232,8 @@ def _constants(nodes: Sequence[fx.Node], literals: nn.Module) -> dict[fx.Node, A
 def _run(node: fx.Node, target: OpOverload, known: dict[fx.Node, Any]) -> None:
     """Add the result of a node to what is known if all that it reads is; else forget what it writes."""
     unread = node.args[0] if target._schema.name.partition("::")[2] in OF_SHAPES else None
-    large = any(fake.numel() > LARGEST for fake in fakes(node.meta.get("val")))
+    made = [fake for fake in fakes(node.meta.get("val")) if isinstance(fake, Tensor)]
+    large = any(_shapeless(fake) or fake.numel() > LARGEST for fake in made)
     random = torch.Tag.nondeterministic_seeded in target.tags
     if large or random or not all(arg in known or arg is unread for arg in node.all_input_nodes):
         if target._schema.is_mutable:
@@ -242,12 +243,17 @@ def _run(node: fx.Node, target: OpOverload, known: dict[fx.Node, Any]) -> None:
         return
 
     def value_of(arg: fx.Node) -> Any:
-        return known[arg] if arg in known else torch.empty(arg.meta["val"].shape, dtype=arg.meta["val"].dtype)
+        fake = arg.meta["val"]
+        return known[arg] if arg in known else torch.empty(() if _shapeless(fake) else fake.shape, dtype=fake.dtype)
 
     args, kwargs = tree_map_only(
         torch.device, lambda _: torch.device("cpu"), fx.map_arg((node.args, dict(node.kwargs)), value_of)
     )
     known[node] = target(*args, **kwargs)
+
+
+def _shapeless(fake: Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in fake.shape)
 
 
 def _memory(value: Any) -> object:

@@ -31,6 +31,8 @@ UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"
 """Operators that write running statistics although their schema does not say so, and that no module of torch calls."""
 OTHERWISE = {"normal_": "normal_functional"}
 """In-place operators whose functional overload has another name."""
+LITERALS = frozenset({"lift_fresh", "lift_fresh_copy"})
+"""Operators that return what `torch.tensor(numbers)` makes: in every step anew, whatever was written there."""
 NUMBERS = frozenset({"full_like", "ones_like", "zeros_like"})
 """Operators that take only the shape and dtype of their operand (and those of a row of traits, `fills`)."""
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -163,7 +165,7 @@ class _Rewriting:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             self._in_place(node, op)
             return
-        shown = _shown(node)
+        shown = None if op in LITERALS else _shown(node)
         self.given[node] = node.args, node.kwargs
         node.args, node.kwargs = fx.map_arg(node.args, self.read), fx.map_arg(node.kwargs, self.read)
         self._register(node, None if shown is None else self._name(shown))
@@ -176,7 +178,7 @@ class _Rewriting:
             raise StrategyError(
                 "MW903", f"{op}{at(node)} writes in place to several tensors, which cannot be captured."
             )
-        if torch.Tag.inplace_view in node.target.tags:
+        if torch.Tag.inplace_view in node.target.tags and op != "detach_":
             self._turn(node, base, op)
             return
         old = self.read(base)

@@ -118,7 +118,8 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "MW902",
             f"The model{at(node)} goes on with a tensor whose shape depends on values (indexed with a mask, nonzero, "
             "unique, bincount, ...), so it is not one graph; use torch.where, multiply with the mask, ignore_index in "
-            "a loss, or bincount with minlength=N (torch.zeros(N).scatter_add of ones).",
+            "a loss, bincount with minlength=N (torch.zeros(N).scatter_add of ones), or, for what is the same in every "
+            "step, a buffer that is not saved (persistent=False).",
         )
     else:
         raise StrategyError(

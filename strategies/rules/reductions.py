@@ -1,6 +1,7 @@
 """Reductions that are no line of notation: quantiles, whose number stands in front of the result, and histograms;
 running sums, which can be sliced along their own dim too, given the totals of the slices before; extremes, which every
-rank finds among those of all slices; and distances between the vectors of two tensors, whose own dim stays replicated.
+rank finds among those of all slices; variances, norms and others, to which every slice adds its part; and distances
+between the vectors of two tensors, whose own dim stays replicated.
 
 An extreme of all (amax, max without dim) has the gradient of torch: it is divided evenly among all elements that are
 equal to it, on whatever ranks. Where its place is returned too (max with dim, argmax), it is the first one, which alone
@@ -9,8 +10,9 @@ has the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -191,6 +193,91 @@ def extreme(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     placed = operator.multiple or operator.op.startswith("arg")
     local = partial(_with_place, specs[0].dtype) if placed else _among_slices
     return notation("... -> ...* ; ^dim", operator, specs, padded=True, local=local)
+
+
+REDUCING: dict[str, Callable[[Tensor, tuple[int, ...], Any], Tensor]] = {
+    "all": lambda x, dims, _: x.all(dims, keepdim=True),
+    "any": lambda x, dims, _: x.any(dims, keepdim=True),
+    "logsumexp": lambda x, dims, _: x.logsumexp(dims, keepdim=True),
+    "prod": lambda x, dims, _: reduce(lambda product, dim: product.prod(dim, keepdim=True), dims, x),
+    "linalg_vector_norm": lambda x, dims, order: torch.linalg.vector_norm(x, order, dims, keepdim=True),
+}
+"""Reductions that of the results of all slices make the result of all: x, dims, the order of a norm."""
+
+
+@local_function
+def reduced_slice(x: Tensor, how: str, dims: tuple[int, ...], order: Any, dtype: str) -> Tensor:
+    """Of one slice the reduction `how` over `dims`, in front [1, ...]; of a variance how many elements there are, their
+    mean, and the sum of their squared distances from it [3, ...]."""
+    x = x if how in ("all", "any") else x.to(getattr(torch, dtype))
+    if how in REDUCING:
+        return REDUCING[how](x, dims, order)[None]
+    mean = x.mean(dims, keepdim=True)
+    count = torch.full_like(mean, math.prod(x.shape[dim] for dim in dims))
+    return torch.stack((count, mean, (x - mean).square().sum(dims, keepdim=True)))
+
+
+@local_function
+def reduction_of_slices(
+    own: Tensor,
+    slices: Tensor,
+    place: int,
+    how: str,
+    dims: tuple[int, ...],
+    order: Any,
+    keepdim: bool,
+    dtype: str,
+) -> tuple[Tensor, ...]:
+    """The reduction of all from that of every slice, `slices` [slices, parts, ...], of which `own` is the one at
+    `place`, which alone has a gradient. `order` is the correction of a variance."""
+    every = torch.cat((slices[:place], own[None], slices[place + 1 :]))
+    if how in REDUCING:
+        results: tuple[Tensor, ...] = (REDUCING[how](every, (0,), order)[0, 0],)
+    else:
+        counts, means, squares = every.unbind(1)
+        mean = (counts * means).sum(0) / counts.sum(0)
+        squares = (squares + counts * (means - mean).square()).sum(0)
+        variance = squares / (counts.sum(0) - order).clamp(min=0)
+        if how.startswith("std"):  # whose gradient is 0 where it is 0
+            variance = variance.where(variance == 0, variance.where(variance != 0, 1).sqrt())
+        results = (variance, mean) if how.endswith("_mean") else (variance,)
+    return tuple((one if keepdim else one.squeeze(dims)).to(getattr(torch, dtype)) for one in results)
+
+
+def _from_slices(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
+    shape, spec = local.operand_shape(), operator.results[0]
+    dims = _reduced(operator, len(shape))
+    factors = [f"d{dim}" for dim in dims]
+    if local.parts(*factors) == 1:
+        return local.itself()
+    given, how = arguments(operator), operator.op
+    order = given["ord"] if how == "linalg_vector_norm" else _correction(given)
+    dtype = wide(spec.dtype) if spec.floating else spec.dtype
+    own = local.call("local.reduced_slice", local.args[0], how, dims, order, dtype)
+    left = tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+    parts = 1 if how in REDUCING else 3
+    slices = local.gather_over(own, *factors, shape=(parts, *left), dtype=dtype, differentiable=False)
+    place = local.position(tuple(factors))
+    keepdim = bool(given.get("keepdim"))
+    found = local.several("local.reduction_of_slices", own, slices, place, how, dims, order, keepdim, spec.dtype)
+    results = tuple(Ref(found.id, at) for at in range(len(operator.results)))
+    return results if operator.multiple else results[0]
+
+
+def _correction(given: Mapping[str, Any]) -> float:
+    """What a variance subtracts from the number of elements."""
+    unbiased, correction = given.get("unbiased", True), given.get("correction")
+    return int(unbiased) if correction is None else correction
+
+
+@rule("all", "any", "linalg_vector_norm", "logsumexp", "prod", "std", "std_mean", "var", "var_mean")
+def reduction(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """Reductions of which slices have parts. Those of complex numbers, and the number of elements that are not 0 as a
+    norm, have dims that stay replicated."""
+    even = operator.op in ("linalg_vector_norm", "prod", "std", "std_mean")
+    parts = "complex" not in specs[0].dtype and arguments(operator).get("ord") != 0
+    line, local = ("... -> ...* ; ^dim", _from_slices) if parts else ("... -> ...* ; !dim", None)
+    return notation(line, operator, specs, padded=not even, local=local)
 
 
 def _distances(operator: Operator, local: Local) -> Ref:

@@ -86,7 +86,7 @@ PADDED = (
     (
         "... -> ...* ; !dim",
         """
-        _is_all_true _is_any_true all aminmax any kthvalue logsumexp median mode nanmean nanmedian var var_mean
+        _is_all_true _is_any_true aminmax kthvalue median mode nanmean nanmedian
         """,
     ),
     # Windows and lookups
@@ -125,7 +125,7 @@ EVEN = (
     (
         "... -> ...* ; !dim",
         """
-        linalg_matrix_norm linalg_norm linalg_vector_norm norm prod std std_mean
+        linalg_matrix_norm linalg_norm norm
         """,
     ),
     # Matrices; what padding holds may be singular

@@ -230,8 +230,21 @@ def advantages(net: Net, x: Tensor) -> Tensor:
     return (values * found).tanh() + noise
 
 
+def literals(net: Net, x: Tensor) -> Tensor:
+    """What `torch.tensor` makes is new in every step: a loss is added up in it, weights are written into it."""
+    total, weights = torch.tensor(0.0, dtype=x.dtype), torch.tensor([1.0, 2.0] * 4)
+    shown = weights[2:]
+    weights[0] = 5.0
+    weights.mul_(2)
+    chosen = weights[torch.arange(8) % 2 == 0]
+    chosen += 1
+    for one in (net.dense(x), x):
+        total += one.square().mean()
+    return net.dense(x) * weights + total * shown.sum() + chosen.sum()
+
+
 BODIES = [
-    advantages,
+    advantages, literals,
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowed, other_names, out_argument, parts_of_complex,
     counting, moving_average, shown_between_writes, following, detached, exchanged, copied, assigned, swapped,
     queue, normed, batch_in_place, data,

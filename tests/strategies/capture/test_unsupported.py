@@ -75,6 +75,10 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "numpy": (matched, r"leaves torch at capture/test_unsupported.py:\d+: .*argsort.*custom_op"),
     "vmap": (lambda net, x: torch.vmap(F.dropout, randomness="same")(net.inner(x)), r"torch.vmap of a function that"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
+    "sized": (
+        lambda net, x: net.inner(x)[x[:, 0] > 0].new_ones(8)[torch.arange(8) % 2 == 0] + net.inner(x)[x[:, 0] > 0],
+        r"shape depends on values",
+    ),
     "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
 }
 

@@ -33,7 +33,8 @@ AMINMAX = "NotImplemented" not in type(torch.aminmax(torch.ones(1, requires_grad
 """Whether it has a derivative (since torch 2.12)."""
 EVERY = "sum mean amax amin prod max min median std var argmax argmin".split()
 EXTREMES = "max min amax argmax argmin".split()
-COVERS = "amax amin argmax argmin histc max min nanquantile quantile"
+SLICED = "all any linalg_vector_norm logsumexp prod std std_mean var var_mean".split()
+COVERS = "amax amin argmax argmin histc max min nanquantile quantile " + " ".join(SLICED)
 CASES = [
     *((name, over(name), x(6, 12)) for name in EVERY),
     *((f"{name} dim", over(name, 1), x(6, 12)) for name in "sum mean prod argmax argmin".split()),
@@ -83,6 +84,20 @@ CASES = [
     ("any dim", lambda a: (a > 1).any(1), integers(6, 12)),
     ("all", lambda a: (a > 0).all(), integers(6, 12)),
     ("all dims", lambda a: (a > 0).all((0, 1), keepdim=True), integers(6, 12)),
+    ("any of bytes", lambda a: torch.any(a.to(torch.uint8), 0), integers(6, 12)),
+    ("logsumexp of a mask", lambda a: torch.where(torch.arange(12) < 4, a, -math.inf).logsumexp(1), x(6, 12)),
+    ("prod of zeros", lambda a: torch.where(torch.arange(12) % 5 == 3, 0, a).prod(1, keepdim=True), x(6, 12)),
+    ("prod of one zero", lambda a: torch.where(torch.arange(12) == 7, 0, a).prod(1), x(6, 12)),
+    ("prod of integers", lambda a: torch.prod(a, 0, dtype=torch.float64), integers(6, 4)),
+    ("std of equals", lambda a: (0 * a + 3).std(0), x(6, 12)),
+    ("var of large ones", lambda a: (1000 + a).var((0, 1), correction=0), x(6, 12)),
+    ("var of some", lambda a: torch.var(a, (0, 2), unbiased=True), x(6, 2, 12)),
+    ("var_mean of all", torch.var_mean, x(6, 12)),
+    ("norm of zeros", lambda a: torch.linalg.vector_norm(0 * a, dim=1), x(6, 12)),
+    *(
+        (f"norm {order}", lambda a, order=order: torch.linalg.vector_norm(a, order, (0, 1)), x(6, 12))
+        for order in (1, 3.5, math.inf, 0)
+    ),
     ("max other", torch.max, x(6, 12), x(12)),
     ("min other", torch.min, x(6, 1), x(12)),
     ("max of integers", torch.max, integers(6, 12)),
@@ -110,6 +125,14 @@ def test_extremes_are_those_of_all_slices(cases):
     extremes = [one for one in graph.operators if one.op in EXTREMES and len(one.operands) == 1]
     assert len(extremes) > 20
     for operator in extremes:
+        assert None not in rule_of(operator, graph).operands[0], operator
+
+
+def test_reductions_are_those_of_all_slices(cases):
+    graph = cases.captured.graph
+    reductions = [one for one in graph.operators if one.op in SLICED and "norm 0" not in cases.case_of(one.name)]
+    assert len(reductions) > 30
+    for operator in reductions:
         assert None not in rule_of(operator, graph).operands[0], operator
 
 
