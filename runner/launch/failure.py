@@ -42,6 +42,7 @@ class Done:
 
 
 RAISED = "failed: "
+LOST_PEER = "lost its connection to another rank, which has ended or cannot be reached; its command says why"
 RAISED_CODE, KILLED, HUNG, NOT_FINITE, DISK_FULL = "MW710", "MW711", "MW712", "MW719", "MW720"
 
 

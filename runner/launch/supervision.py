@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -194,6 +195,9 @@ class Supervision:
         elif cause is not None and (shown is not None or self.name is not None):
             same = [other.rank for other in failures if other is not cause and other.what == cause.what]
             sentence = failure.message(cause, same, self.group.world_size, self.name)
+            if cause.order is CauseOrder.PEER_LOST:  # a rank that another command has started
+                lost = replace(cause, what=failure.LOST_PEER)
+                sentence, shown = failure.message(lost, same, self.group.world_size), replace(cause, code="MW713")
             if len({rank.host for rank in self.ranks}) > 1:
                 sentence = f"on {named.host}, {sentence}"
         else:

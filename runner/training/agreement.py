@@ -38,16 +38,26 @@ def agree_on_program(prepared: Prepared, folder: Path) -> None:
     """Check that all ranks received the same preparation, and run the same versions (collective). Manually started
     hosts prepare independently: their results must be identical, including the initial weights in `folder`. Raises
     RuntimeError."""
-    config = prepared.config.model_dump_json(exclude={"launch": {"host", "rank"}})
+    config = json.loads(prepared.config.model_dump_json(exclude={"launch": {"host", "rank"}}))
+    sections = gather({name: digest(json.dumps(section)) for name, section in config.items()})
+    unequal = {name for name in config if len({of_rank[name] for of_rank in sections}) > 1}
     facts = {
         "torch": torch.__version__,
-        "the config": digest(config),
+        **_flat({name: section for name, section in config.items() if name in unequal}),
         "the captured model and its plan": prepared.digest,
     }
     if prepared.config.launch.by_hand:
         with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             facts["the initial weights"] = hashlib.sha256(content).hexdigest()[:12]
     agree(facts, "The ranks were not given the same; start them from one run folder, with one installation.")
+
+
+def _flat(section: Mapping[str, Any], path: str = "") -> dict[str, str]:
+    """The values of a section of the config as JSON, by the paths of their keys."""
+    found: dict[str, str] = {}
+    for key, value in section.items():
+        found |= _flat(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": json.dumps(value)}
+    return found
 
 
 def agree_on_data(
@@ -99,8 +109,8 @@ def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | N
 def different(ranks: Sequence[int], facts: Sequence[Mapping[str, str]]) -> str:
     """Which `ranks` differ from most of them in which of their `facts`; nothing where all agree."""
     differences = []
-    for name in facts[0]:
-        values = [of_rank[name] for of_rank in facts]
+    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
+        values = [of_rank.get(name, "nothing") for of_rank in facts]
         usual = Counter(values).most_common(1)[0][0]
         others = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
         if others:

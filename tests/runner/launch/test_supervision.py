@@ -42,6 +42,14 @@ def test_the_first_cause_is_named_and_not_its_echo(run: Supervision) -> None:
     assert str(run.ranks[3].log) in str(error)
 
 
+def test_a_rank_of_another_command_that_is_gone_is_not_an_error_of_gloo(run: Supervision) -> None:
+    failed(run, 0, CauseOrder.PEER_LOST, "failed: RuntimeError: [pair.cc:537] Connection reset by peer", where="loss")
+    error = error_of(run)
+    assert (error.code, error.rank) == ("MW713", 0)
+    assert "rank 0 of 4 lost its connection to another rank" in str(error) and "pair.cc" not in str(error)
+    assert f"The traceback is in {run.ranks[0].log}" in str(error)
+
+
 def test_a_host_that_is_cut_off_is_named_with_all_of_its_ranks(run: Supervision) -> None:
     run.ranks[2].lost = True
     failed(run, 2, CauseOrder.CAUSE, "no longer answers: Connection timed out")

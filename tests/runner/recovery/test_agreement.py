@@ -11,6 +11,8 @@ from runner.training.agreement import _without_names, different
 def test_those_who_differ_from_most_are_named():
     facts = [{"torch": "2.13", "the config": "a"} for _ in range(6)]
     assert different(range(6), facts) == ""
+    facts[2] = {"torch": "2.12", "the config": "a", "one more": "c"}
+    assert different(range(6), facts).endswith(" Rank 2 differs in one more: c instead of nothing.")
     facts[2] = {"torch": "2.12", "the config": "a"}
     assert different(range(6), facts) == "Rank 2 differs in torch: 2.12 instead of 2.13."
     facts[5] = {"torch": "2.12", "the config": "b"}
@@ -22,7 +24,7 @@ def test_those_who_differ_from_most_are_named():
     ("entry", "message"),
     [
         ("with_another_plan", "Rank 2 differs in the captured model and its plan: "),
-        ("with_another_config", "Rank 2 differs in the config: "),
+        ("with_another_config", r"Rank 2 differs in optimizer.args.lr: 0.5 instead of .*\. The ranks"),
         ("with_another_torch", "Rank 2 differs in torch: 0.1 instead of 2."),
         ("with_other_code", "Rank 2 differs in the generated code: "),
     ],
