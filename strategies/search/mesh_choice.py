@@ -44,7 +44,8 @@ def finest(mesh: Mesh) -> Factorisation:
 def factorisations(mesh: Mesh, cluster: Cluster) -> list[Factorisation]:
     """All groupings of neighbouring axes of `mesh` into at most `MOST_AXES` that end where levels of the cluster end.
 
-    The finest comes first where it has so few axes. Of more levels than axes, some levels are joined.
+    The finest comes first where it has so few axes, then those that divide the innermost units, where links are fast:
+    what is found there prunes most others. Of more levels than axes, some levels are joined.
     """
     names = tuple(name for name, size in mesh.axes if size > 1)
     ends = list(accumulate((mesh.sizes[name] for name in names), lambda left, right: left * right))
@@ -59,7 +60,7 @@ def factorisations(mesh: Mesh, cluster: Cluster) -> list[Factorisation]:
     if len(levels) > most:
         chosen = list(combinations(levels, most))
     found = [tuple(names[a:b] for a, b in pairwise((0, *cuts, len(names)))) for cuts in chosen] if names else [()]
-    return sorted(found, key=lambda runs: runs != finest(mesh))
+    return sorted(reversed(found), key=lambda runs: runs != finest(mesh))
 
 
 def least_work(problem: Problem, cluster: Cluster, factorisation: Factorisation) -> float:
