@@ -275,6 +275,10 @@ class _Path:
         while node.op != "root":
             nodes.append(node)
             node = node.next
+        for one in reversed(nodes):  # of what masks select, where it was computed without it (`masked`)
+            if shaped_by_values(one) and not one.users:
+                nodes.remove(one)
+                self.tracer.graph.erase_node(one)
         if self.predicates and any(map(shaped_by_values, nodes)):
             raise _Different
         self.segments, start = list[list[fx.Node]](), 0

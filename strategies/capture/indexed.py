@@ -1,12 +1,10 @@
-"""`x[i]`, `x[i : i + n]` and their assignments in a forward, where a tensor holds the number `i`, by places, and
-`x[mask] = y[mask]` by a choice: a graph has no element and no slice of which only a step will know where it is, or how
-many elements it has.
+"""`x[i]`, `x[i : i + n]` and their assignments in a forward, where a tensor holds the number `i`, by places: a graph
+has no element and no slice of which only a step will know where it is. What masks select is passed on (`masked`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -15,20 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from strategies.capture.constants import number
-from strategies.rules.registry import PLAIN
-
-LINEAR: dict[Any, Callable[..., Tensor]] = {
-    getattr(Tensor, form.format(name)): getattr(torch, name)
-    for name in ("add", "sub", "mul")
-    for form in ("{}", "{}_", "__{}__", "__i{}__")
-} | {getattr(Tensor, name): torch.div for name in ("div", "div_", "__truediv__", "__itruediv__")}
-"""What may be done to selected elements with a number: elements that are not selected get no gradient of it."""
-MAKING_MASKS = {
-    getattr(owner, form.format(name))
-    for name in ("eq", "ne", "gt", "ge", "lt", "le", "logical_and", "logical_or", "logical_not", "isnan", "isfinite")
-    for owner, form in ((torch, "{}"), (Tensor, "{}"))
-} | {getattr(Tensor, f"__{name}__") for name in ("eq", "ne", "gt", "ge", "lt", "le", "and", "or", "invert", "getitem")}
-"""Functions that make masks, equal ones of equal operands."""
+from strategies.capture.masked import LINEAR, NOT_KNOWN, Selections
 
 
 def by_places(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,100 +27,33 @@ def by_places(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@dataclass(frozen=True)
-class _Selected:
-    """What `dense[mask]` returned, and how often it and its operands had been written by then."""
-
-    result: Tensor
-    mask: Tensor
-    dense: Tensor
-    versions: tuple[int, ...]
-
-    @property
-    def is_current(self) -> bool:
-        return self.versions == _versions(self.result, self.mask, self.dense)
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """What a function of MAKING_MASKS returned for `args`, and how often they had been written by then."""
-
-    result: Tensor
-    function: Any
-    args: tuple[Any, ...]
-    versions: tuple[int, ...]
-
-    @property
-    def is_current(self) -> bool:
-        return self.versions == _versions(self.result, *_tensors(self.args))
-
-
 class _Indexing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.masks: dict[int, _Mask] = {}
-        """By the id of the result, which is alive."""
-        self.selected: dict[int, _Selected] = {}
-        """By the id of the result, which is alive."""
+        self.selections = Selections()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(map(_is_symbolic, index)):
                 return indexed(args[0], [number(part) for part in index], *args[2:])
-            if len(index) == 1 and isinstance(mask := index[0], Tensor) and mask.dtype is torch.bool and mask.dim():
-                return self._select(*args) if function is Tensor.__getitem__ else self._choose(*args)
-        known = self._known(args[0]) if self.selected and function in LINEAR and not kwargs else None
-        result = function(*args, **(kwargs or {}))
-        if known is not None and type(args[1]) in (int, float):
-            self._note(result, known.mask, LINEAR[function](known.dense, args[1]))
-        if function in MAKING_MASKS and not kwargs and isinstance(result, Tensor):
-            self.masks[id(result)] = _Mask(result, function, args, _versions(result, *_tensors(args)))
-        return result
-
-    def _known(self, value: Any) -> _Selected | None:
-        known = self.selected.get(id(value))
-        return known if known is not None and known.is_current else None
-
-    def _note(self, result: Tensor, mask: Tensor, dense: Tensor) -> None:
-        self.selected[id(result)] = _Selected(result, mask, dense, _versions(result, mask, dense))
-
-    def _are_equal(self, one: Any, other: Any) -> bool:
-        """Whether two masks are one, or were made of the same by the same functions; or two operands of these."""
-        if one is other or type(one) is not type(other):
-            return one is other
-        if isinstance(one, tuple):
-            return len(one) == len(other) and all(map(self._are_equal, one, other))
-        if not isinstance(one, Tensor):
-            return isinstance(one, (*PLAIN, slice)) and bool(one == other)
-        first, second = self.masks.get(id(one)), self.masks.get(id(other))
-        if first is None or second is None or not first.is_current or not second.is_current:
-            return False
-        return first.function == second.function and self._are_equal(first.args, second.args)
-
-    def _select(self, tensor: Tensor, index: Any) -> Tensor:
-        (mask,) = index if isinstance(index, tuple) else (index,)
-        result = tensor[index]
-        if isinstance(result.shape[0], torch.SymInt):
-            self._note(result, mask, tensor)
-        return result
-
-    def _choose(self, tensor: Tensor, index: Any, value: Any) -> None:
-        (mask,), known = index if isinstance(index, tuple) else (index,), self._known(value)
-        same = known is not None and self._are_equal(known.mask, mask) and known.dense.shape == tensor.shape
-        if known is None or not same or known.dense.dtype != tensor.dtype:
-            tensor[index] = value
-        else:
-            chosen = mask.reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim()))
-            tensor.copy_(torch.where(chosen, known.dense, tensor))
+            if len(index) == 1 and _is_mask(index[0]):
+                if function is Tensor.__getitem__:
+                    return self.selections.select(function, args[0], index[0])
+                return self.selections.choose(args[0], index[0], args[2])
+        if function in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
+            return self.selections.select(function, *args)
+        if self.selections.known:
+            if function in LINEAR and len(args) == 2 and isinstance(args[1], torch.SymInt):
+                args = args[0], self.selections.count(args[1])
+            result = self.selections.through(function, args, kwargs or {})
+            if result is not NOT_KNOWN:
+                return result
+        return function(*args, **(kwargs or {}))
 
 
-def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
-    return [arg for arg in args if isinstance(arg, Tensor)]
-
-
-def _versions(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors)
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype is torch.bool and part.dim() > 0
 
 
 def indexed(tensor: Tensor, parts: list[Any], *value: Any) -> Tensor | None:

@@ -104,13 +104,13 @@ def test_other_values_decide_otherwise(draw: Any) -> None:
 def of_some(out: Tensor, target: Tensor) -> Tensor:
     """A loss over the rows that values choose, as many as there are."""
     rows = target[:, 0] > 0
-    return (out[rows] - target[rows]).square().mean()
+    return (out[rows] - target[rows]).square().median()
 
 
 def at_worst(out: Tensor, target: Tensor) -> Tensor:
     """A loss that branches on values, and is of as many rows as these say."""
     worst = (out - target).abs().amax(1)
-    return worst.mean() if worst.max() < 1 else worst[worst > 0.5].mean()
+    return worst.mean() if worst.max() < 1 else worst[worst > 0.5].median()
 
 
 class AtWorst(nn.Module):

@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         lambda net, x: net.inner(x)[x[:, 0] > 0].new_ones(8)[torch.arange(8) % 2 == 0] + net.inner(x)[x[:, 0] > 0],
         r"shape depends on values",
     ),
-    "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
+    "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0].cumsum(0), r"shape depends on values \(indexed with a mask"),
 }
 
 

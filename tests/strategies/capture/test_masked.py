@@ -1,0 +1,137 @@
+"""Losses over what boolean masks select, within a forward, on random slicings and for masks that select nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from strategies.capture import Objective, capture
+from strategies.core.errors import StrategyError
+from strategies.core.program import LoweringOptions
+from strategies.lowering.lowering import lower
+from strategies.runtime.simulate import Simulation
+from tests.strategies.simulated_model import TOLERANCE, Model
+
+Loss = Callable[[Any, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """x [8, 4, 6], labels [8, 4] of which some are -100, y like x, and `chosen` [8, 4], to a loss."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.inner, self.head, self.loss = nn.Linear(6, 6), nn.Linear(6, 5), loss
+        self.heat = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+        return self.loss(self, self.inner(x), labels, y, chosen)
+
+
+def batch(empty: bool = False) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    labels, chosen = torch.randint(0, 5, (8, 4)), torch.rand(8, 4) < 0.5
+    labels[torch.rand(8, 4) < 0.4] = -100
+    if empty:
+        labels[:], chosen[:] = -100, False
+    return {"x": torch.randn(8, 4, 6), "labels": labels, "y": torch.randn(8, 4, 6), "chosen": chosen}
+
+
+def classes(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """The same mask, computed twice; a head on the rows alone; weights of classes."""
+    known, weight = labels != -100, torch.arange(1.0, 6, dtype=h.dtype)
+    scores = net.head(h[chosen].relu()).reshape(-1, 5)
+    each = F.cross_entropy(net.head(h)[known], labels[known], reduction="none", label_smoothing=0.1)
+    return (
+        F.cross_entropy(net.head(h)[labels != -100], labels[labels != -100])
+        + F.cross_entropy(scores, labels.clamp(min=0)[chosen].view(-1), weight, ignore_index=0)
+        + (each * each.detach()).sum() / known.sum().clamp(min=1)
+        - scores.log_softmax(-1).gather(1, labels[chosen].clamp(min=0)[:, None]).squeeze(1).mean()
+    )
+
+
+def elements(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    error = (h - y)[chosen]
+    return (
+        (error**2).mean()
+        + (error[:, :3] / net.heat).abs().sum(-1).mean()
+        + F.mse_loss(h[chosen], y[chosen])
+        + F.binary_cross_entropy_with_logits(h[chosen], (y > 0).to(h.dtype)[chosen], reduction="sum")
+        + torch.masked_select((h - y).square(), y > 0).mean()
+        + F.kl_div(h[chosen].log_softmax(-1), y[chosen].softmax(-1), reduction="batchmean")
+    )
+
+
+def means(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    losses = (h - y).square().mean(-1)
+    return losses[chosen].sum() / chosen.sum() + losses[chosen].mean() * losses[chosen].sum() / losses[chosen].shape[0]
+
+
+def infinite(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Of what is not selected, logarithms and their gradients, of parameters too."""
+    h = h.relu()
+    part = h[h > 0]
+    return (part.log() * net.heat).mean() + (net.heat / part).mean() + part.rsqrt().sum()
+
+
+def asked(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    known = labels != -100
+    return F.cross_entropy(net.head(h)[known], labels[known]) if known.any() else net.head(h).sum() * 0
+
+
+LOSSES = [classes, elements, means, infinite, asked]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda one: one.__name__)
+def test_a_loss(loss: Loss, draw: Any) -> None:
+    assert compared(loss, batch(), draw).isfinite()
+
+
+@pytest.mark.parametrize("loss", [classes, elements, asked], ids=lambda one: one.__name__)
+def test_a_mask_that_selects_nothing(loss: Loss, draw: Any) -> None:
+    assert compared(loss, batch(empty=True), draw).isnan() == (loss is not asked)
+
+
+def compared(loss: Loss, given: dict[str, Tensor], draw: Any) -> Tensor:
+    """The loss, which equals eager's on a random plan, and so does every gradient, NaN included."""
+    model = Model(Net(loss), None, given)
+    simulation = Simulation(lower(model.graph, model.random_plan(draw, 0), LoweringOptions()), model.values)
+    (losses,) = simulation.run()
+    simulation.backward(losses)
+    close = {"rtol": TOLERANCE, "atol": TOLERANCE, "equal_nan": True}
+    for found in losses:
+        torch.testing.assert_close(found, model.loss, **close)
+    for name, gradient in simulation.gradients().items():
+        torch.testing.assert_close(gradient, model.gradients[name], **close)
+    return model.loss
+
+
+def written(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    scores, labels = net.head(h)[labels != -100], labels.clone()
+    labels.clamp_(min=0)
+    return F.cross_entropy(scores, labels[labels != -100])
+
+
+def other(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    return (h[chosen] * y[labels == -100]).mean()
+
+
+def mixed(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    part = h[chosen]
+    return (part @ part.T).mean()
+
+
+def in_place(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    return F.relu(h[chosen], inplace=True).mean()
+
+
+@pytest.mark.parametrize("loss", [written, other, mixed, in_place], ids=lambda one: one.__name__)
+def test_refused(loss: Loss) -> None:
+    given = batch()
+    with pytest.raises(StrategyError, match="shape depends on values") as caught:
+        capture(Objective(Net(loss), None, tuple(given), ()), tuple(given.values()), training=True)
+    assert caught.value.code == "MW902"
