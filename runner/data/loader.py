@@ -171,9 +171,15 @@ def global_batch(
         try:
             batch = (collate or default_collate)(samples)
         except Exception as error:
-            function = "data.collate" if collate else "stacking"
+            function, cure = "data.collate", ""
+            if collate is None:
+                function = "stacking"
+                cure = (
+                    " Samples are tensors, arrays and numbers of the same shapes; others need data.collate, a function "
+                    "from a list of samples to a batch (runner.data.padding.pad makes lengths equal)."
+                )
             raise ConfigError(
-                "MW311", f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}."
+                "MW311", f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}.{cure}"
             ) from error
     names, tensors = flatten_batch(batch)
     _check_dense(names, tensors)
