@@ -11,11 +11,11 @@ import re
 from typing import Any
 
 from runner.export.changes import Change, of_optimizer
-from runner.export.tensor_parallel import of_rows, of_styles
+from runner.export.tensor_parallel import of_rows, of_styles, styles_of
 from runner.planning.prepare import Prepared
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.planner.module_styles import AUTOTP, axes_of, tp_plan_of
+from strategies.planner.module_styles import AUTOTP, axes_of
 
 SPECS: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
@@ -41,6 +41,7 @@ def config(prepared: Prepared, title: str) -> str:
     content: dict[str, Any] = {
         "_comment": f"{title}, by Meshwright",
         "train_micro_batch_size_per_gpu": rows // copies,
+        "gradient_clipping": prepared.config.train.clip or 0.0,  # left out, it would be 1.0
         "zero_optimization": {"stage": prepared.config.parallel.zero.known},
     }
     if axes:
@@ -54,7 +55,7 @@ def config(prepared: Prepared, title: str) -> str:
 def _specs(graph: OperatorGraph, plan: Plan) -> list[dict[str, Any]]:
     """AutoTP's rules: the patterns of all modules of one style share a rule."""
     patterns: dict[str, list[str]] = {}
-    for key, style in tp_plan_of(graph, plan, AUTOTP, axes_of(plan)).items():
+    for key, style in styles_of(graph, plan, AUTOTP, axes_of(plan)).items():
         name = r"\d+".join(map(re.escape, key.split("*")))
         patterns.setdefault(style, []).append(rf"{name}\.weight$")
     return [{"patterns": names, **SPECS[style]} for style, names in patterns.items()]

@@ -13,13 +13,15 @@ from runner.export.changes import Change, between, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from strategies.core.experts import experts
+from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
+from strategies.core.plan import Plan
 from strategies.core.steps import LOCAL
 from strategies.cost.collectives import step_seconds
 from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
-from strategies.planner.module_styles import EXPERTS, FOR_TRANSFORMERS, axes_of, declared, tp_plan_of
+from strategies.planner.module_styles import EXPERTS, FOR_TRANSFORMERS, axes_of, declared, glob_of, tp_plan_of
 
 
 def changes(prepared: Prepared) -> list[Change]:
@@ -33,7 +35,7 @@ def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     axes = axes_of(plan)
-    again = declared_plan(graph, declared(tp_plan_of(graph, plan, styles, axes), graph, plan.mesh, axes))
+    again = declared_plan(graph, declared(styles_of(graph, plan, styles, axes), graph, plan.mesh, axes))
     found = {str(change): change for change in between(prepared, again)}
     yield from found.values()
     known = {change.name for change in found.values()}
@@ -43,6 +45,19 @@ def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
         other = Layout(tuple(tuple(axis for axis in used if axis not in axes) for used in layout.dims))
         if operator.name not in known:
             yield sent("operator", operator.name, layout, other, graph.specs[ref], plan.mesh, cluster)
+
+
+def styles_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: tuple[str, ...]) -> dict[str, str]:
+    """`tp_plan_of`, in which modules of rows slice their input where what is exported of others gathers it. A trainer
+    without packed styles replicates fused weights: AutoTP has half of the heads in an attention that has half of any
+    weight."""
+    fused = {glob_of(one.name.rpartition(".")[0]) for one in graph.of_kind("parameter") if one.spec.packed is not None}
+    gathered = set() if "packed_colwise" in names else {(key, "colwise_gather_output") for key in fused}
+    found = tp_plan_of(graph, plan, names, axes)
+    found = {key: "replicate" if (key, style) in gathered else style for key, style in found.items()}
+    again = declared_plan(graph, declared(found, graph, plan.mesh, axes))
+    after = tp_plan_of(graph, again, names, axes)
+    return {key: after.get(key, style) if style == "rowwise" else style for key, style in found.items()}
 
 
 def of_rows(prepared: Prepared) -> Iterator[Change]:
@@ -80,7 +95,7 @@ def distributed_config(prepared: Prepared, title: str) -> str:
         "dp_replicate_size": 1 if fsdp else data,
     }
     if axes:
-        styles = tp_plan_of(graph, plan, FOR_TRANSFORMERS, axes)
+        styles = styles_of(graph, plan, FOR_TRANSFORMERS, axes)
         content["tp_plan"] = {key: style for key, style in styles.items() if style not in EXPERTS}
         by_expert = {key: style for key, style in styles.items() if style in EXPERTS}
         if by_expert:  # all ranks that share a module have all of its rows, and add up what their experts make of them

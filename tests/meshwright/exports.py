@@ -350,12 +350,12 @@ def sped(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:
     folder, file = given
     content = json.loads(file.read_text(encoding="utf-8"))
     model, eager = (transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False) for _ in range(2))
-    options = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}}
+    options = {"optimizer": {"type": "SGD", "params": {"lr": 0.02}}}
     engine, *_ = deepspeed.initialize(model=model, config=content | options)
-    optimizer, worst = torch.optim.Adam(eager.parameters(), lr=0.01), 0.0
+    optimizer, worst = torch.optim.SGD(eager.parameters(), lr=0.02), 0.0
     for step in range(3):
         x, _ = tokens(step)
-        loss, expected = (one(input_ids=x, labels=x).loss for one in (engine, eager))
+        loss, expected = (9 * one(input_ids=x, labels=x).loss for one in (engine, eager))  # its gradient is above 1
         worst = max(worst, float(abs(loss - expected).detach() / expected.detach()))
         engine.backward(loss)
         engine.step()
@@ -363,5 +363,5 @@ def sped(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     shapes = {tuple(one.shape) for name, one in engine.module.named_parameters() if "q_proj" in name}
-    assert shapes == {(8, 16)}
+    assert shapes in ({(8, 16)}, set())  # or queries, keys and values are one weight
     return {"loss": worst}

@@ -464,6 +464,7 @@ def test_rules_of_autotp_mean_what_the_plan_says(tmp_path: Path) -> None:
     assert kinds == {"parameter", "operator"}  # the table in slices of the vocabulary
     file = plan.export("deepspeed", tmp_path / "deepspeed.json", allow_changes=True)
     content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["gradient_clipping"] == 0.0
     assert content["train_micro_batch_size_per_gpu"] == 4 and content["tensor_parallel"]["autotp_size"] == 2
     rules = AutoTPConfig.from_dict(content["tensor_parallel"]["partition_config"])
     expected = {"q_proj": PartitionType.COLUMN, "o_proj": PartitionType.ROW, "attention_norm": PartitionType.SKIP}
@@ -483,6 +484,34 @@ def test_deepspeed_trains_the_export_as_one_device(on_ranks: Callable[..., Any],
     file = plan.export("deepspeed", tmp_path / "deepspeed.json")
     model.save_pretrained(tmp_path / "model")
     worst = on_ranks("sped", (tmp_path / "model", file), world_size=2, module="exports")
+    assert max(worst.values()) < 1e-5, worst
+
+
+FUSED = {
+    "model.layers.*.self_attn.qkv_proj": "packed_colwise",
+    "model.layers.*.mlp.gate_up_proj": "packed_colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+"""Of Phi-3, whose queries, and half as many keys and values, are one weight, as are gate and up."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "entry"), [("transformers", "transformed"), ("deepspeed", "sped")])
+def test_fused_weights_of_several_sizes_train_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, target: str, entry: str
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "use_cache": False}
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, **heads, **ends))
+    plan = meshwright.from_tp_plan(FUSED, model, labelled(), mesh={"tp": 2})
+    file = plan.export(target, tmp_path / "exported.json", allow_changes=True)
+    style = {"transformers": "rowwise_split_input", "deepspeed": "gradient_clipping"}
+    assert style[target] in file.read_text(encoding="utf-8")
+    model.save_pretrained(tmp_path / "model")
+    worst = on_ranks(entry, (tmp_path / "model", file), world_size=2, module="exports")
     assert max(worst.values()) < 1e-5, worst
 
 
