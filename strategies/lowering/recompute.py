@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from strategies.core.addressing import segments_match
 from strategies.core.errors import StrategyError, closest
-from strategies.core.graph import Operator, OperatorGraph, modules_around
+from strategies.core.graph import Operator, OperatorGraph, Ref, modules_around
 from strategies.core.plan import Recompute
 from strategies.core.program import KEY, Compute, Cooperate, Copy, Instruction, Program, Redistribute, Start, Wait
 from strategies.core.request import RecomputeRequest
@@ -24,7 +24,7 @@ from strategies.rules.sharding import Sharding
 
 def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: RecomputeRequest) -> Recompute:
     """What `wanted` means for this model. Raises StrategyError for globs and kinds that match nothing."""
-    modules = set(layers(graph, wanted.modules))
+    modules = {*layers(graph, wanted.modules)} - _with_changing_buffers(graph)
     inside = [operator for operator in graph.operators if not modules.isdisjoint(modules_around(operator.path))]
     if wanted.operators == "full":
         kept: tuple[str, ...] = ()
@@ -43,6 +43,18 @@ def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: 
     keeps = wanted.communication == "keep" or (wanted.communication is None and wanted.operators != "full")
     paths = dict.fromkeys(path for operator in inside for path in modules_around(operator.path) if path in modules)
     return Recompute(tuple(paths), kept, keeps, wanted.slice_inputs)
+
+
+def _with_changing_buffers(graph: OperatorGraph) -> frozenset[str]:
+    """The modules that compute with a buffer that the step writes, as the power iteration of a spectral norm does: in
+    backward they would read its new values. Norms in training compute with the statistics of the batch alone."""
+    written, behind, found = {Ref(id) for id, _ in graph.updates}, {ref.id for ref in graph.outputs}, set[str]()
+    for operator in reversed(graph.operators):
+        if operator.id in behind:
+            behind.update(ref.id for ref in operator.operands)
+            if not written.isdisjoint(operator.operands) and not operator.op.endswith("_training"):
+                found.update(modules_around(operator.path))
+    return frozenset(found)
 
 
 def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -302,3 +302,17 @@ def test_collectives_are_repeated_or_kept(ran):
     assert stored["full"] < stored["kept collectives"]
     assert stored["sliced"] < stored["full"]
     assert sent["sliced"] > sent["full"]
+
+
+def test_modules_that_compute_with_a_buffer_that_the_step_writes_are_left_out() -> None:
+    """The power iteration of a spectral norm; the statistics of a batch norm are those of the batch."""
+
+    def layer(linear: nn.Module) -> nn.Module:
+        return nn.Sequential(linear, nn.BatchNorm1d(8), nn.Tanh())
+
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    net = nn.Sequential(layer(nn.Linear(8, 8)), layer(normed), layer(nn.Linear(8, 8)))
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    graph = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), batch, training=True).graph
+    plan = make_plan(graph, Request("data_parallel", 2, recompute=RecomputeRequest("full")))
+    assert plan.recompute is not None and plan.recompute.modules == ("0", "2")
