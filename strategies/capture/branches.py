@@ -276,7 +276,7 @@ class _Path:
             nodes.append(node)
             node = node.next
         for one in reversed(nodes):  # of what masks select, where it was computed without it (`masked`)
-            if shaped_by_values(one) and not one.users:
+            if not one.users and (shaped_by_values(one) or _of_sizes(one)):
                 nodes.remove(one)
                 self.tracer.graph.erase_node(one)
         if self.predicates and any(map(shaped_by_values, nodes)):
@@ -511,6 +511,11 @@ class _Merger:
 def _node(tracer: Any, tensor: Tensor) -> fx.Node | None:
     proxy = tracer.unwrap_proxy(tensor)
     return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+def _of_sizes(node: fx.Node) -> bool:
+    """Whether a node returns a size, or compares sizes."""
+    return isinstance(node.meta.get("val"), (bool, torch.SymBool, torch.SymInt))
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

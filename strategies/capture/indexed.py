@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from strategies.capture.constants import number
-from strategies.capture.masked import LINEAR, NOT_KNOWN, Selections
+from strategies.capture.masked import FINDING, LINEAR, NOT_KNOWN, Selections
 
 
 def by_places(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,12 +37,21 @@ class _Indexing(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(map(_is_symbolic, index)):
                 return indexed(args[0], [number(part) for part in index], *args[2:])
-            if len(index) == 1 and _is_mask(index[0]):
-                if function is Tensor.__getitem__:
-                    return self.selections.select(function, args[0], index[0])
-                return self.selections.choose(args[0], index[0], args[2])
+            mask = index[0] if len(index) == 1 and _is_mask(index[0]) else self.selections.mask_of(args[0], index)
+            if mask is not None and function is Tensor.__getitem__:
+                return self.selections.select(function, args[0], mask)
+            if mask is not None:
+                return self.selections.choose(args[0], mask, args[2])
         if function in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
             return self.selections.select(function, *args)
+        if function in FINDING or (function is torch.where and len(args) == 1 and not kwargs):
+            return self.selections.find(function, args, kwargs or {})
+        if self.selections.places and args:
+            if function in (torch.index_select, Tensor.index_select) and args[1:2] == (0,) and len(args) == 3:
+                if (mask := self.selections.mask_of(args[0], args[2:])) is not None:
+                    return self.selections.select(Tensor.__getitem__, args[0], mask)
+            if (places := self.selections.places.get(id(args[0]))) is not None:
+                return self.selections.column(places, function, args, kwargs or {})
         if self.selections.known:
             if function in LINEAR and len(args) == 2 and isinstance(args[1], torch.SymInt):
                 args = args[0], self.selections.count(args[1])

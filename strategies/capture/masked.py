@@ -65,6 +65,9 @@ LOSSES = frozenset(
 )
 """Losses of elements."""
 CLASSES = (functional.cross_entropy, functional.nll_loss)
+FINDING = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+SAME_PLACES = frozenset("flatten long ravel reshape squeeze to view".split())
+"""Functions whose one-dimensional results have the elements that they are given."""
 
 
 @dataclass
@@ -105,6 +108,20 @@ class Selected:
         return dense.flatten(0, self.mask.dim() - 1) if self.mask.dim() > 1 else dense
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where a mask is true: the indices along its dim `dim`, or a column for every dim where that is None."""
+
+    result: Tensor
+    mask: Tensor
+    dim: int | None
+    versions: tuple[int, ...]
+
+    @property
+    def is_current(self) -> bool:
+        return self.versions == _versions(self.result, self.mask)
+
+
 def _versions(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors)
 
@@ -115,6 +132,8 @@ class Selections:
     def __init__(self) -> None:
         self.known: dict[int, Selected] = {}
         """By the id of the result, which is alive."""
+        self.places: dict[int, Places] = {}
+        """Likewise."""
 
     def of(self, value: Any) -> Selected | None:
         known = self.known.get(id(value))
@@ -122,14 +141,48 @@ class Selections:
 
     def select(self, function: Any, tensor: Tensor, mask: Tensor) -> Tensor:
         """`function` of a tensor and a mask: `x[mask]`, or torch.masked_select, which takes single elements."""
+        if function is not Tensor.__getitem__:
+            shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+            tensor, mask = tensor.expand(shape), mask if mask.shape == shape else mask.expand(shape)
+        same = (one.mask for one in self.known.values() if one.is_current and _equal(one.mask, mask))
+        mask = next(same, mask)  # of which torch knows how many elements it selects
         result: Tensor = function(tensor, mask)
         if isinstance(result.shape[0], torch.SymInt):
-            if function is not Tensor.__getitem__:
-                shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-                tensor, mask = tensor.expand(shape), mask if mask.shape == shape else mask.expand(shape)
-            same = (one.mask for one in self.known.values() if one.is_current and _equal(one.mask, mask))
-            self._note(result, next(same, mask), tensor)
+            self._note(result, mask, tensor)
         return result
+
+    def find(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a function returns that finds the elements of a tensor which are not zero."""
+        result, tensor = function(*args, **kwargs), args[0] if args else kwargs["input"]
+        columns = result if isinstance(result, (tuple, list)) else [result]
+        if tensor.dim() and isinstance(columns[0].shape[0], torch.SymInt):
+            mask = tensor if tensor.dtype is torch.bool else tensor != 0
+            for dim, column in enumerate(columns):
+                self._note_places(column, mask, dim if columns is result else None)
+        return result
+
+    def mask_of(self, tensor: Tensor, index: Sequence[Any]) -> Tensor | None:
+        """The mask that selects what an index of a tensor does, which is its places; None if there is none."""
+        known = [one for part in index if (one := self.places.get(id(part))) is not None and one.is_current]
+        if not known or len(known) < len(index):
+            return None
+        mask = known[0].mask
+        fits = tensor.shape[: mask.dim()] == mask.shape and [one.dim for one in known] == [*range(mask.dim())]
+        return mask if fits and all(_equal(one.mask, mask) for one in known[1:]) else None
+
+    def column(self, known: Places, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a function of places returns, which may be the places along one dim."""
+        result, count = function(*args, **kwargs), known.mask.dim()
+        if isinstance(result, Tensor) and result.dim() == 1 and result.dtype is torch.int64:
+            if getattr(function, "__name__", "") in SAME_PLACES and (known.dim is not None or count == 1):
+                self._note_places(result, known.mask, known.dim or 0)
+            elif function is Tensor.__getitem__ and known.dim is None and args[1][0] in (slice(None), ...):
+                if len(args[1]) == 2 and type(args[1][1]) is int:
+                    self._note_places(result, known.mask, args[1][1] % count)
+        return result
+
+    def _note_places(self, result: Tensor, mask: Tensor, dim: int | None) -> None:
+        self.places[id(result)] = Places(result, mask, dim, _versions(result, mask))
 
     def choose(self, tensor: Tensor, mask: Tensor, value: Any) -> None:
         """`tensor[mask] = value`, by a choice where the same mask has selected the value."""

@@ -78,12 +78,29 @@ def infinite(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> 
     return (part.log() * net.heat).mean() + (net.heat / part).mean() + part.rsqrt().sum()
 
 
+def places(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """By where masks are true instead of by the masks."""
+    where, (row, column), first = chosen.nonzero(), torch.where(labels != -100), chosen[:, 0].nonzero().squeeze(1)
+    return (
+        F.cross_entropy(net.head(h)[row, column], labels[(labels != -100).nonzero(as_tuple=True)])
+        + F.l1_loss(h[where[:, 0], where[:, 1]], y[chosen])
+        + F.mse_loss(h.index_select(0, first), y[first])
+        + h.reshape(-1, 6)[torch.nonzero(chosen.view(-1)).flatten()].square().sum() / len(h)
+    )
+
+
+def opposite(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Losses that compare how many elements are selected of both, within a branch too."""
+    outside = F.l1_loss(h[~chosen], y[~chosen])
+    return outside + F.mse_loss(h[chosen], y[chosen]) if chosen.sum() > 0 else outside
+
+
 def asked(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
     known = labels != -100
     return F.cross_entropy(net.head(h)[known], labels[known]) if known.any() else net.head(h).sum() * 0
 
 
-LOSSES = [classes, elements, means, infinite, asked]
+LOSSES = [classes, elements, means, infinite, places, opposite, asked]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda one: one.__name__)
@@ -129,7 +146,12 @@ def in_place(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> 
     return F.relu(h[chosen], inplace=True).mean()
 
 
-@pytest.mark.parametrize("loss", [written, other, mixed, in_place], ids=lambda one: one.__name__)
+def elsewhere(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Places that a mask of another shape has."""
+    return h.view(-1, 6)[chosen[:, 0].nonzero().squeeze(1)].mean()
+
+
+@pytest.mark.parametrize("loss", [written, other, mixed, in_place, elsewhere], ids=lambda one: one.__name__)
 def test_refused(loss: Loss) -> None:
     given = batch()
     with pytest.raises(StrategyError, match="shape depends on values") as caught:
