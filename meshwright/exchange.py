@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshwright.paths import path_of
 from meshwright.plans import Batch, Loss, Plan, config_of, planned, require_plan
 from runner.build.modules import target_names
 from runner.commands.diff import differences
@@ -134,6 +135,8 @@ def from_dtensor(
     Raises:
         ConfigError, StrategyError: there is no DTensor, or its mesh is no part of the one given.
     """
+    if not isinstance(sharded, nn.Module | Mapping):
+        raise ConfigError("MW882", f"meshwright.from_dtensor: {sharded!r} is neither a module nor its state dict.")
     entries = dict(sharded.named_parameters()) if isinstance(sharded, nn.Module) else dict(sharded)
     tensors = {name: one for name, one in entries.items() if isinstance(one, DTensor)}
     if not tensors:
@@ -186,7 +189,7 @@ def from_autoparallel(
     Raises:
         ConfigError, StrategyError: the file is none, or of another module.
     """
-    axes, nodes, striped = autoparallel_placements.read(Path(file))
+    axes, nodes, striped = autoparallel_placements.read(path_of(file, "meshwright.from_autoparallel"))
     names, tensors = flatten_batch(batch)
     config = config_of(module, tensors, loss, axes, None, torch.optim.AdamW, 0, "cpu", {})
     targets, grid = target_names(config, module, names), Mesh(tuple(axes.items()))

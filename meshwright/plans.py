@@ -19,11 +19,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from meshwright.paths import path_of
 from runner.build.modules import DTYPES, check_complete, sections_of, target_names
 from runner.config.load import load as load_config
 from runner.config.load import validated
 from runner.config.origins import Origins
 from runner.config.schema import Config
+from runner.config.section import MOST_RANKS
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, allowed
 from runner.export.changes import Change
@@ -248,7 +250,7 @@ def require_plan(given: object, what: str) -> None:
 
 def _written(file: str | Path, content: str, what: str) -> Path:
     """The path of a file that was written. Raises ConfigError where it cannot be."""
-    path = Path(file)
+    path = path_of(file, what)
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
@@ -302,6 +304,12 @@ def plan(
     """
     names, tensors = flatten_batch(batch)
     _check_device(module, "meshwright.plan")
+    if not isinstance(strategies, Mapping | None):
+        raise ConfigError(
+            "MW204",
+            f"meshwright.plan: strategies = {strategies!r} is no mapping; give one of operator paths, such as "
+            "{'layers.0.matmul': [[2, 4], [4, 1]]}.",
+        )
     options = {"search": search, "strategies": dict(strategies or {}), "memory_limit": memory_limit, "zero": zero}
     config = config_of(module, tensors, loss, mesh, cluster, optimizer, seed, device, options | parallel)
     return planned(config, module, names, tensors, loss)
@@ -336,6 +344,17 @@ def config_of(
     sizes = mesh.values() if isinstance(mesh, Mapping) else [mesh] if isinstance(mesh, int) else [1]
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError("MW204", f"meshwright.plan: mesh = {mesh!r}; a size is a number of ranks, at least 1.")
+    if math.prod(sizes) > MOST_RANKS:
+        raise ConfigError(
+            "MW204",
+            f"meshwright.plan: mesh = {mesh!r} has {math.prod(sizes)} ranks; plans are for {MOST_RANKS} at most.",
+        )
+    if not isinstance(optimizer, str) and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        raise ConfigError(
+            "MW204",
+            f"meshwright.plan: optimizer is an object of the class {_name(type(optimizer))}; give the class of an "
+            "optimizer, such as torch.optim.AdamW, or its dotted name.",
+        )
     if left := [name for name in parallel if name in OF_RUNS]:
         raise ConfigError(
             "MW464",
@@ -358,6 +377,7 @@ def config_of(
     elif isinstance(mesh, str | Path):
         cluster = cluster or mesh
     if cluster is not None:
+        path_of(cluster, "meshwright.plan: cluster")
         sections["cluster"] = {"file": str(_described(cluster)), "nodes": _nodes(cluster, sections["world_size"])}
     sections |= {
         "model": {"target": _name(type(module))},
@@ -383,7 +403,7 @@ def load(
     Raises:
         ConfigError, StrategyError: the file is no plan, or one of another module.
     """
-    place = Path(file)
+    place = path_of(file, "meshwright.load")
     content = read_content(place)
     check_form(content, f"the plan {str(file)!r}")
     if module is None or batch is None:

@@ -58,6 +58,10 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         RunFailed: a difference beyond the tolerance, or numbers of one device that are not finite.
     """
     require_plan(plan, "meshwright.verify")
+    if not (tolerance is None or (isinstance(tolerance, int | float) and 0 < tolerance < math.inf)):
+        raise ConfigError(
+            "MW204", f"meshwright.verify: tolerance = {tolerance!r}; give a number above 0, such as 1e-5, or None."
+        )
     planned = plan.planned("verify")
     check_signature(planned.signature, module, "meshwright.verify")
     names, tensors = flatten_batch(batch, planned.prepared.names)

@@ -197,6 +197,8 @@ class ShardedModule(nn.Module):
             raise ConfigError("MW464", "plan.optimizer: this module has an optimizer already; apply the plan again.")
         if not callable(factory):
             raise ConfigError("MW204", f"plan.optimizer: {factory!r} makes no optimizer; give a class of torch.optim.")
+        if not (clip is None or (isinstance(clip, int | float) and clip > 0)):
+            raise ConfigError("MW204", f"plan.optimizer: clip = {clip!r}; give the largest norm, above 0, or None.")
         config, program = self.prepared.config, self.execution.program
 
         def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.paths import path_of
 from runner.cli.jobs import alone, composed, occupying
 from runner.cli.run_folders import remove_if_unused, require_writable
 from runner.config.load import validated
@@ -62,10 +63,7 @@ def compose(recipe: str | None = None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: a paragraph per wrong key or value.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(
-            "MW103", f"meshwright.compose: {overrides!r} is one word; give a list of words, such as [{overrides!r}]."
-        )
+    _check_words(overrides, "meshwright.compose", "train.steps=2")
     return composed([*([] if recipe is None else [f"+recipe={recipe}"]), *overrides])
 
 
@@ -80,13 +78,12 @@ def train(config: Config | Sequence[str], folder: str | Path | None = None) -> R
         ConfigError, StrategyError: something is wrong with the input; the folder is left as it was.
         RunFailed: a rank failed.
     """
-    if isinstance(config, str):
-        raise ConfigError(
-            "MW103", f"meshwright.train: {config!r} is one word; give a list of words, such as ['+recipe={config}']."
-        )
+    if not isinstance(config, Config):
+        _check_words(config, "meshwright.train", "+recipe=quickstart")
     checked = config if isinstance(config, Config) else composed(config)
     checked = validated(checked.model_dump() | {"job": {"name": "train"}}, Origins())
-    place = Path(folder or f"runs/python/{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(2)}")
+    own = f"runs/python/{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(2)}"
+    place = path_of(folder or own, "meshwright.train")
     known = (place / "config.json").exists()
     require_writable(str(place), "folder")
     try:
@@ -97,3 +94,9 @@ def train(config: Config | Sequence[str], folder: str | Path | None = None) -> R
             remove_if_unused(place.absolute())
         raise
     return Run(place, checked, loss)
+
+
+def _check_words(given: object, what: str, example: str) -> None:
+    """Raises ConfigError, for the call `what`, for what is no list of strings."""
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(word, str) for word in given):
+        raise ConfigError("MW103", f"{what}: {given!r} is no list of words; give one, such as [{example!r}].")

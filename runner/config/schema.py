@@ -27,6 +27,7 @@ from runner.config.section import (
     Dotted,
     Glob,
     Positive,
+    Ranks,
     Section,
     dotted,
     refusal,
@@ -376,7 +377,7 @@ class Job(Section):
 class Config(Section):
     """All that a job needs to know. `world_size` null means: as many ranks as there are devices at hand."""
 
-    world_size: Count | None = setting(None, "Ranks; null: one per available device, 8 processes on CPU")
+    world_size: Ranks | None = setting(None, "Ranks; null: one per available device, 8 processes on CPU")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a GPU for every rank, else cpu")
     model: Model = setting(REQUIRED, "What is trained")
     loss: Loss = setting(Loss(), "What is minimised")

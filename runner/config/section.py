@@ -18,6 +18,9 @@ from pydantic_core import PydanticCustomError
 from runner.errors import allowed
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+MOST_RANKS = 131_072
+"""Of a plan: more than any machine has, and planned in seconds."""
+Ranks = Annotated[int, Field(strict=True, ge=1, le=MOST_RANKS)]
 
 
 def dotted(name: str) -> str:

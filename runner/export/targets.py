@@ -37,8 +37,8 @@ TARGETS = {
 
 def target_of(name: str) -> Target:
     """Raises ConfigError for a name that is none."""
-    if name not in TARGETS:
-        raise ConfigError("MW466", f"There is no target {name!r} of an export.{allowed(name, TARGETS)}")
+    if not isinstance(name, str) or name not in TARGETS:
+        raise ConfigError("MW466", f"There is no target {name!r} of an export.{allowed(str(name), TARGETS)}")
     return TARGETS[name]
 
 

@@ -40,6 +40,11 @@ def planned(module: nn.Module | None = None, **changed: Any) -> meshwright.Plan:
     return meshwright.plan(module or network(), points(), **given)
 
 
+@pytest.fixture(scope="module")
+def two() -> meshwright.Plan:
+    return planned(mesh=2, mode="data_parallel")
+
+
 class Normal(nn.Module):
     """Returns its loss; draws random numbers, writes buffers, ties two layers and leaves a parameter unused."""
 
@@ -281,6 +286,8 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     for mesh in (0, True, {}, {"dp": 0}, {"dp": 2.0}):
         assert f"mesh = {mesh!r}" in refused("MW204", partial(planned, mesh=mesh))
     refused("MW204", lambda: planned(mesh=2.5))
+    for mesh in (10**9, {"dp": 10**5, "tp": 10**5}):  # which planning did not finish
+        assert "131072 at most" in refused("MW204", partial(planned, mesh=mesh))
     refused("MW204", lambda: planned(loss="mse"))
     assert "0.weight" in refused("MW305", lambda: planned(nn.Sequential(nn.LazyLinear(4))))
     with pytest.warns(DeprecationWarning):
@@ -295,9 +302,40 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     refused("MW420", lambda: meshwright.load(tmp_path / "nothing.json"))
 
 
+@pytest.mark.parametrize(
+    ("call", "code", "named"),
+    [
+        (lambda plan: planned(optimizer=3), "MW204", "builtins.int"),
+        (lambda plan: planned(optimizer=torch.optim.SGD(network().parameters())), "MW204", "torch.optim.sgd.SGD"),
+        (lambda plan: planned(strategies=[1]), "MW204", "strategies = [1]"),
+        (lambda plan: planned(cluster=3), "MW204", "cluster: 3"),
+        (lambda plan: plan.save(None), "MW204", "plan.save: None"),
+        (lambda plan: plan.save("a\0b"), "MW204", "plan.save: 'a\\x00b'"),
+        (lambda plan: plan.report(3), "MW204", "plan.report: 3"),
+        (lambda plan: plan.export("torch", None, allow_changes=True), "MW204", "plan.export: None"),
+        (lambda plan: plan.export(None, "file"), "MW466", "None"),
+        (lambda plan: plan.expressible([]), "MW466", "[]"),
+        (lambda plan: meshwright.load(None), "MW204", "meshwright.load: None"),
+        (lambda plan: meshwright.from_autoparallel(None, network(), points()), "MW204", "from_autoparallel: None"),
+        (lambda plan: meshwright.from_dtensor(3, network(), points()), "MW882", "3 is neither"),
+        (lambda plan: meshwright.verify(network(), points(), plan, tolerance=-1), "MW204", "tolerance = -1"),
+        (lambda plan: meshwright.verify(network(), points(), plan, tolerance="x"), "MW204", "tolerance = 'x'"),
+        (lambda plan: meshwright.compose("quickstart", [3]), "MW103", "[3]"),
+        (lambda plan: meshwright.compose("quickstart", 3), "MW103", "meshwright.compose: 3"),
+        (lambda plan: meshwright.train(None), "MW103", "meshwright.train: None"),
+        (lambda plan: meshwright.train(["+recipe=quickstart"], "a\0b"), "MW204", "meshwright.train: 'a\\x00b'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(
+    call: Callable[[meshwright.Plan], object], code: str, named: str, two: meshwright.Plan
+) -> None:
+    assert named in refused(code, lambda: call(two))
+
+
 def test_one_rank_needs_no_process_group() -> None:
     plan, module = planned(mesh=1), network()
     sharded = plan.apply(module)
+    assert "clip = 'x'" in refused("MW204", lambda: plan.optimizer(torch.optim.SGD, lr=0.1, clip="x"))  # type: ignore[arg-type]
     refused("MW204", lambda: plan.optimizer("torch.optim.SGD", lr=0.1))  # type: ignore[arg-type]
     assert "lrr=0.1" in refused("MW304", lambda: plan.optimizer(torch.optim.SGD, lrr=0.1))
     optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
