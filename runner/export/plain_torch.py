@@ -35,7 +35,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 Placed = tuple[Placement, ...]
 """A placement for every axis of MESH."""
@@ -227,9 +227,9 @@ def running(mesh: DeviceMesh) -> Iterator[None]:
     """Run forward and backward within this context: tensors that the model makes itself are the same on all ranks,
     attention is made of products where torch has no sharded kernel (on CPUs), convolutions and experts run on slices,
     fused weights are taken apart where every rank has a slice of each section, signs and angles have gradients, running
-    sums and quantiles are those of complete dims, and losses are means over all slices."""
+    sums and quantiles are those of complete dims, what is assigned arrives, and losses are means over all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
-    modes = _Means(), _Sections(), _Convolutions(), _Experts(), _Angles(), _Recurrent(), _Complete()
+    modes = _Means(), _Sections(), _Convolutions(), _Experts(), _Instead(), _Recurrent(), _Complete(), _InPlace()
     with ExitStack() as entered:
         for one in (implicit_replication(), attention, *modes):
             entered.enter_context(one)
@@ -252,10 +252,13 @@ class _Means(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        mean = given.get("reduction", "mean") == "mean" and len(args) == 2 and func in (*self.LOSSES, *self.OF_CLASSES)
+        older = [given[name] for name in ("size_average", "reduce") if given.get(name) is not None]
+        averaged = all(older) if older else given.get("reduction", "mean") == "mean"
+        mean = averaged and len(args) == 2 and func in (*self.LOSSES, *self.OF_CLASSES)
         weighted = given.get("weight") is not None
         if not mean or not isinstance(args[0], DTensor) or (weighted and func not in self.WEIGHTED):
             return func(*args, **given)
+        given = {name: one for name, one in given.items() if name not in ("size_average", "reduce")}
         losses = func(*args, **{**given, "reduction": "none"})
         if func not in self.OF_CLASSES or args[1].is_floating_point():
             return losses.mean()
@@ -306,6 +309,72 @@ class _Complete(TorchFunctionMode):
             return DTensor.from_local(made, mesh, placed, run_check=False)
         strides = torch.empty(value.shape, device="meta").stride()
         return DTensor.from_local(made, mesh, placed, run_check=False, shape=value.shape, stride=strides)
+
+
+class _InPlace(TorchFunctionMode):
+    """Assigns to an index of a complete tensor, and computes out of place what DTensor (torch 2.13) has no rule for in
+    place. Views across slices are copies, so what it writes there would be lost: that is an error, except in
+    `x[...] *= y`, which assigns next."""
+
+    WRITES = re.compile(r"[a-z]\w*[^_]_|__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__|__setitem__")
+    LOST = "DTensor cannot write into {}; make a new tensor, or assign to x[...]."
+    RULELESS: Mapping[Any, Any] = {
+        getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+        for name in (
+            *("cumprod", "cumsum", "floor_divide", "masked_scatter", "tril", "triu"),
+            *("index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add", "scatter_reduce"),
+        )
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assigned: Any = None  # next, to an index
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, assigns, name = kwargs or {}, func is Tensor.__setitem__, getattr(func, "__name__", "")
+        awaited, self.assigned = self.assigned, None
+        if awaited is not None and not (assigns and args[2] is awaited):
+            raise NotImplementedError(self.LOST.format("a view across slices"))
+        if not args or func is Tensor.requires_grad_ or not self.WRITES.fullmatch(name):
+            return func(*args, **given)
+        value = args[0]
+        if assigns and not isinstance(value, DTensor) and isinstance(args[2], DTensor):
+            raise NotImplementedError(self.LOST.format("a tensor that is none (`x.new_zeros` makes one)"))
+        if not isinstance(value, DTensor):
+            return func(*args, **given)
+        copied = _is_copy(value)
+        if copied and assigns:
+            raise NotImplementedError(self.LOST.format("a view across slices"))
+        if assigns:
+            value.copy_(_assigned(*args))
+            return None
+        written = value.clone() if copied else value
+        if func in self.RULELESS:
+            written.copy_(self.RULELESS[func](value.clone(), *args[1:], **given))
+        else:
+            written = func(written, *args[1:], **given)
+        self.assigned = written if copied else None
+        return written
+
+
+def _is_copy(value: Any) -> bool:
+    """Whether a view does not share the memory of its base."""
+    storages = [one.to_local().untyped_storage()._cdata for one in (value, value._base) if isinstance(one, DTensor)]
+    return len({*storages}) > 1
+
+
+def _assigned(value: Any, index: Any, part: Any) -> Tensor:
+    """A complete copy of a tensor, with `part` at an index."""
+    mesh, replicated = value.device_mesh, (Replicate(),) * value.device_mesh.ndim
+
+    def local(one: Any) -> Any:
+        if not isinstance(one, DTensor):
+            return one
+        return laid_out(one, mesh, replicated).to_local(grad_placements=replicated)  # type: ignore[attr-defined]
+
+    made = local(value).clone()
+    made[tree_map(local, index)] = local(part)
+    return DTensor.from_local(made, mesh, replicated, run_check=False)
 
 
 class _Convolutions(TorchFunctionMode):
@@ -443,15 +512,23 @@ def _polar(abs: Tensor, angle: Tensor) -> Tensor:
     return torch.complex(abs * angle.cos(), abs * angle.sin())
 
 
-_ANGLES = {torch.sgn: _sign, Tensor.sgn: _sign, torch.angle: _angle, Tensor.angle: _angle, torch.polar: _polar}
+def _pooled(x: Tensor, output_size: Any) -> Tensor:
+    return functional.adaptive_avg_pool2d(x.contiguous(), output_size)
 
 
-class _Angles(TorchFunctionMode):
-    """Computes signs and angles by functions whose gradients are DTensors. In torch 2.13 that of `sgn` is none, and
-    those of `polar` and `angle` multiply by a complex number, which DTensor refuses."""
+_INSTEAD = {
+    **{torch.sgn: _sign, Tensor.sgn: _sign, torch.angle: _angle, Tensor.angle: _angle, torch.polar: _polar},
+    functional.adaptive_avg_pool2d: _pooled,
+}
+
+
+class _Instead(TorchFunctionMode):
+    """Computes signs and angles by functions whose gradients are DTensors, and pools pictures whose channels come last
+    by one that sets no strides in place. In torch 2.13 the gradient of `sgn` is none, and those of `polar` and `angle`
+    multiply by a complex number, which DTensor refuses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _ANGLES.get(func, func)(*args, **(kwargs or {}))
+        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Recurrent(TorchFunctionMode):

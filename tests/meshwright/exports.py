@@ -62,6 +62,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return Grouped(), batches
     if model == "reductions":
         return Reductions(), batches
+    if model == "written":
+        return Written(), batches
     if model == "weighed":
         net = nn.Sequential(nn.Embedding(TOKENS, 16), nn.Tanh(), nn.Linear(16, TOKENS), nn.LogSoftmax(-1))
         return net, batches
@@ -139,6 +141,25 @@ class Reductions(nn.Module):
         h = h * norm / (1 + norm.square()) / h.std(-1, keepdim=True)
         h = h.cumsum(-1) + torch.cumprod(h, dim=-1) + h.logcumsumexp(-1) * h.quantile(0.4, -1, keepdim=True)
         logits: Tensor = self.head(h)
+        return logits
+
+
+class Written(nn.Module):
+    """Writes in place to features, which are slices: tokens -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, 32), nn.Linear(32, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.table(x)).sigmoid() + 0.5
+        h[..., 0] = 0.5
+        h[..., 8:24] *= 1.5
+        h[h > 2.0] = 0.1
+        shifted = torch.zeros_like(h)
+        shifted[..., 1:] = h[..., :-1].cos()
+        scans = (h / 2).cumprod_(-1) + (h / 8).cumsum_(-1)
+        logits: Tensor = self.head(shifted + scans + (h / 2).tril_())
         return logits
 
 
@@ -257,7 +278,8 @@ def weighed(output: Tensor, targets: Tensor) -> Tensor:
     chosen = functional.one_hot(classes.clamp(min=0), TOKENS).float()
     every = functional.binary_cross_entropy(numbers.exp(), chosen, weights.expand_as(chosen))
     smooth = functional.cross_entropy(numbers, classes, weights, label_smoothing=0.1)
-    return functional.nll_loss(numbers, classes) + functional.nll_loss(numbers, classes, weights) + smooth + every
+    simple = functional.nll_loss(numbers, classes) + functional.nll_loss(numbers, classes, None, True)  # size_average
+    return simple + functional.nll_loss(numbers, classes, weights) + smooth + every
 
 
 class TorchsCount(CommDebugMode):

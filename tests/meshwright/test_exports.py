@@ -15,6 +15,7 @@ from loops import SECTIONS, gpt, next_token, tokens
 from torch import Tensor, nn
 
 import meshwright
+from runner.errors import RunFailed
 
 GPT2 = {
     "attn.c_attn.weight": "packed_rowwise",  # [inputs, outputs]
@@ -116,6 +117,7 @@ def test_fully_shard_is_zero_3_over_replicas(on_ranks: Callable[..., Any], tmp_p
 
 
 SEARCHED = {"mesh": {"dp": 2, "tp": 2}, "search": "dynamic_programming"}
+COLUMNS = {"up.matmul": [[2, 1, 1], [1, 2]], "head.matmul": [[2, 1, 2], [2, 1]]}
 DATA_PARALLEL = {"mesh": 4, "mode": "data_parallel"}
 
 
@@ -141,12 +143,67 @@ def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp
 @pytest.mark.slow
 def test_reductions_of_slices_are_those_of_one_device(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """Gradients of norms and deviations are partial sums; running sums and quantiles need all features."""
-    columns = {"up.matmul": [[2, 1, 1], [1, 2]], "head.matmul": [[2, 1, 2], [2, 1]]}
-    options = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": columns}
+    options = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": COLUMNS}
     more_sent(on_ranks, tmp_path / "exported.py", "reductions", options)
 
 
 @pytest.mark.slow
+def test_what_a_model_writes_into_slices_arrives(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    options = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": COLUMNS}
+    more_sent(on_ranks, tmp_path / "exported.py", "written", options)
+
+
+class PooledLast(nn.Module):
+    """Pools pictures whose channels come last, as a Swin of torchvision: torch sets strides in place there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.adaptive_avg_pool2d(self.up(x).permute(0, 3, 1, 2), 1).flatten(1)
+
+
+def test_pictures_whose_channels_come_last_are_pooled() -> None:
+    batch = (torch.randn(8, 4, 4, 16), torch.randn(8, 16))
+    options: dict[str, Any] = {"mesh": 2, "mode": "data_parallel", "plan_cache": None}
+    plan = meshwright.plan(PooledLast(), batch, loss=nn.MSELoss(), **options)
+    assert sum(plan.content["communication"].values()) - 64 < predicted(plan)
+
+
+class WritesToView(nn.Module):
+    """Its view of features is a copy where these are slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x) * 1.0
+        h[:, 3].mul_(3.0)
+        return h
+
+
+def test_what_a_model_would_write_into_copies_is_refused() -> None:
+    sliced = {"up.matmul": [[2, 1], [1, 2]]}
+    batch = (torch.randn(8, 16), torch.randn(8, 16))
+    options: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": sliced}
+    plan = meshwright.plan(WritesToView(), batch, loss=nn.MSELoss(), plan_cache=None, **options)
+    with pytest.raises(RunFailed, match="cannot write into a view across slices"):
+        plan.expressible("torch", collectives=True)
+
+
+def test_a_loss_that_checks_its_numbers_is_counted() -> None:
+    def likelihood(output: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.gaussian_nll_loss(output, targets, output.exp())
+
+    batch = (torch.randn(8, 16), torch.randn(8, 16))
+    plan = meshwright.plan(nn.Linear(16, 16), batch, loss=likelihood, mesh=2, mode="data_parallel", plan_cache=None)
+    assert sum(plan.content["communication"].values()) - 64 < predicted(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
 def test_losses_of_weighed_classes_are_those_of_one_device(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
     more_sent(on_ranks, tmp_path / "exported.py", "weighed", DATA_PARALLEL)
 
