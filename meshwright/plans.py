@@ -36,6 +36,7 @@ from runner.planning.prepare import Prepared
 from runner.report import text
 from runner.report.page import plan_page
 from runner.report.plan_files import plan_content
+from runner.report.plan_form import check_shown
 from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, LossFunction, Objective, duplicate
 from strategies.capture.shapes import pretend
@@ -405,9 +406,11 @@ def load(
     """
     place = path_of(file, "meshwright.load")
     content = read_content(place)
-    check_form(content, f"the plan {str(file)!r}")
+    name = f"the plan {str(file)!r}"
     if module is None or batch is None:
+        check_shown(content, name)
         return Plan(content)
+    check_form(content, name)
     _check_device(module, "meshwright.load")
     names, tensors = flatten_batch(batch)
     sections = content.get("config") or {

@@ -154,6 +154,8 @@ class ShardedModule(nn.Module):
         found, inputs = [], {source.name: source for source in program.sources if source.kind == "input"}
         for name in names:
             value, source = values[name], inputs[name]
+            if not isinstance(value, Tensor):
+                raise ConfigError("MW463", f"Entry {name} of the batch is {value!r}; give a tensor.")
             layout, shape, own = program.layouts[source.id], source.spec.shape, tuple(value.shape)
             if str(value.dtype) != f"torch.{source.spec.dtype}":
                 raise ConfigError(

@@ -18,7 +18,7 @@ from strategies.core.plan import Origin, Plan
 from strategies.rules import rule_of
 
 
-class _Form(BaseModel):
+class Form(BaseModel):
     """The fields of a section of plan.json that are read again; fields that reports add are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -28,18 +28,18 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class _Layout(_Form):
+class _Layout(Form):
     dims: list[list[str]]
     partial: list[str]
 
 
-class _Assignment(_Form):
+class _Assignment(Form):
     assignment: dict[str, list[str]]
     origin: Origin
     outputs: list[_Layout] | None
 
 
-class _Choice(_Form):
+class ChoiceForm(Form):
     stages: Size
     zero: Annotated[int, Field(ge=0, le=3)]
     micro_batches: Size
@@ -48,63 +48,69 @@ class _Choice(_Form):
     modules: list[str] | None = None
 
 
-class _Decided(_Choice):
+class DecidedForm(ChoiceForm):
     tried: Count
     pruned: Count
     over: Count
     refused: Count
-    runner_up: _Choice | None
+    runner_up: ChoiceForm | None
 
 
-class _Search(_Form):
+class SearchForm(Form):
     algorithm: str
     seconds: float
     cost: float | None
     lower_bound: float | None
     gap: float | None = None
     bytes: float | None = None
-    decided: _Decided | None = None
+    decided: DecidedForm | None = None
     context_parallel: Literal["ring"] | None = None
 
 
-class _Recompute(_Form):
+class RecomputeForm(Form):
     modules: list[str]
     kept: list[str]
     keeps_communication: bool
     slices_inputs: bool
 
 
-class _Operator(_Form):
+class OperatorForm(Form):
     name: str
     op: str
     shapes: list[list[int]]
 
 
-class _Packed(_Form):
+class _Packed(Form):
     dim: Count
     sizes: list[Size]
 
 
-class _Parameter(_Form):
+class _Parameter(Form):
     shape: list[int]
     packed: _Packed | None = None
 
 
-class _Plan(_Form):
+class _Config(Form):
+    data: dict[str, Any]
+    parallel: dict[str, Any]
+
+
+class PlanForm(Form):
     mesh: dict[str, Size]
     assignments: dict[str, _Assignment]
     inputs: dict[str, _Layout]
     tensors: dict[str, _Layout]
-    search: _Search
-    recompute: _Recompute | None
-    operators: list[_Operator]
+    search: SearchForm
+    recompute: RecomputeForm | None
+    operators: list[OperatorForm]
     parameters: dict[str, _Parameter]
+    config: _Config | None = None
 
 
-def check_form(content: Any, name: str) -> None:
+def check_form(content: Any, name: str, form: type[Form] = PlanForm) -> None:
     """Raises StrategyError, with the place in the file, where `content` does not have the form of a plan.json."""
     try:
-        _Plan.model_validate(content)
+        form.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -332,9 +332,48 @@ def test_arguments_of_another_kind_are_named(
     assert named in refused(code, lambda: call(two))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("cost", None, "(cost: "),
+        ("cost.redistributions", [], "(cost.redistributions: "),
+        ("communication.all_reduce", "x", "(communication.all_reduce: "),
+        ("memory.peak", -1, "(memory.peak: "),
+        ("copies", {}, "(copies.count: "),
+        ("copies.count", 2, "(copies: it has no rows)"),
+        ("prediction.axes", {}, "(prediction.axes has no dp)"),
+        ("prediction.mfu", None, "(prediction: it has no mfu)"),
+        ("search.mesh", {"mesh": [2], "seconds": 1.0}, "(search: it has no meshes)"),
+        ("operators.0.predicted", {}, "(operators.0.predicted.forward: "),
+        ("operators.0.name", "x", "(assignments has no x)"),
+        ("pipeline", {"stages": 2}, "(pipeline.bubble: "),
+    ],
+)
+def test_files_that_cannot_be_shown_are_refused_with_the_key(
+    key: str, value: object, shown: str, two: meshwright.Plan, tmp_path: Path
+) -> None:
+    content = json.loads(json.dumps(two.content))
+    *path, last = key.split(".")
+    at = content
+    for part in path:
+        at = at[int(part)] if part.isdigit() else at[part]
+    at[last] = value
+    (tmp_path / "plan.json").write_text(json.dumps(content), encoding="utf-8")
+    named = refused("MW420", lambda: meshwright.load(tmp_path / "plan.json"))
+    assert shown in named and "\n" not in named
+
+
+@pytest.mark.parametrize("config", ["x", [None], {"data": {}, "parallel": None}])
+def test_files_whose_config_is_none_are_refused(config: object, two: meshwright.Plan, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(two.content | {"config": config}), encoding="utf-8")
+    load = partial(meshwright.load, tmp_path / "plan.json", network(), points(), loss=nn.MSELoss())
+    assert "config" in refused("MW420", load)
+
+
 def test_one_rank_needs_no_process_group() -> None:
     plan, module = planned(mesh=1), network()
     sharded = plan.apply(module)
+    assert "is None; give a tensor" in refused("MW463", lambda: sharded(None, None))
     assert "clip = 'x'" in refused("MW204", lambda: plan.optimizer(torch.optim.SGD, lr=0.1, clip="x"))  # type: ignore[arg-type]
     refused("MW204", lambda: plan.optimizer("torch.optim.SGD", lr=0.1))  # type: ignore[arg-type]
     assert "lrr=0.1" in refused("MW304", lambda: plan.optimizer(torch.optim.SGD, lrr=0.1))
