@@ -152,6 +152,8 @@ class Plan:
         from meshwright.ranks import ShardedModule
 
         planned = self.planned("apply")
+        if isinstance(module, ShardedModule):
+            raise ConfigError("MW464", "plan.apply: this module is a rank's already; give the unsharded one.")
         check_signature(planned.signature, module, "plan.apply")
         self._sharded = ShardedModule(planned, module, device_mesh)
         return self._sharded
@@ -405,6 +407,10 @@ def load(
         ConfigError, StrategyError: the file is no plan, or one of another module.
     """
     place = path_of(file, "meshwright.load")
+    if (module is None) != (batch is None):
+        raise ConfigError(
+            "MW204", "meshwright.load: a plan is used with its module and a batch of it; give both, or only the file."
+        )
     content = read_content(place)
     name = f"the plan {str(file)!r}"
     if module is None or batch is None:

@@ -254,18 +254,28 @@ class ShardedModule(nn.Module):
 
     def taken(self, name: str, value: Tensor) -> Tensor:
         """This rank's slice of what a state dict has for the tensor `name` (collective for a DTensor of another
-        layout); what has another shape is left for torch to refuse."""
+        layout)."""
         program, source = self.execution.program, self._sources[name]
         layout, shape, mesh = program.layouts[source.id], source.spec.shape, program.mesh
-        if tuple(value.shape) != shape:
-            return value
         if isinstance(value, DTensor) and mesh.size > 1 and value.device_mesh == self.grid():
             if tuple(value.placements) == placements(layout, shape, mesh):
                 return filled(value.to_local(), layout.local_shape(shape, mesh))
         return cut(global_tensor(value), layout, mesh, self.execution.communicator.rank)
 
-    def check_loading(self) -> None:
-        """Raises ConfigError where the optimizer has weights of its own."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `torch.nn.Module.load_state_dict`, of DTensors of any layout and unsharded tensors (collective). Raises
+        ConfigError, before anything is loaded, for a state dict of another module, and for `assign`."""
+        if assign or not isinstance(state_dict, Mapping):
+            what = (
+                "assign=True would replace the weights of the program" if assign else f"{state_dict!r:.60} is no dict"
+            )
+            raise ConfigError("MW464", f"load_state_dict: {what}; give the state dict of the planned module alone.")
+        self.check_loading(state_dict, strict=strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def check_loading(self, given: Mapping[str, Any], *, strict: bool) -> None:
+        """Raises ConfigError, before anything is loaded, where the optimizer has weights of its own, and for a state
+        dict of another module."""
         low = any(source.spec.item_bytes < 4 for source in self._sources.values() if source.kind == "parameter")
         if self._updates is not None and (self.zero or low):
             raise ConfigError(
@@ -273,6 +283,15 @@ class ShardedModule(nn.Module):
                 "The optimizer keeps fp32 copies of the weights; load a state dict between plan.apply and "
                 "plan.optimizer.",
             )
+        own = self.state_dict()
+        for key in dict.fromkeys([*own, *given]) if strict else own.keys() & given.keys():
+            there, here = (_described(tensors.get(key)) for tensors in (own, given))
+            if there != here:
+                raise ConfigError(
+                    "MW462",
+                    f"load_state_dict: {key} is {there} in the module of this rank and {here} in the state dict; give "
+                    "that of the planned module.",
+                )
 
     def name_of(self, key: str) -> str:
         """The first name of the tensor that a state dict calls `key`."""
@@ -337,6 +356,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._updates.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ConfigError, before anything is loaded, for what is no state dict of this optimizer."""
+        own = self.state_dict()
+        if not isinstance(state_dict, Mapping) or own.keys() - state_dict.keys():
+            raise ConfigError(
+                "MW204",
+                f"optimizer.load_state_dict: {state_dict!r:.60} has not the keys {', '.join(map(str, own))}; give what "
+                "state_dict of this rank's optimizer returned.",
+            )
         self._updates.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -416,9 +443,16 @@ def _to_dtensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: 
         state_dict[key] = module.shown(name, module.weight(name))
 
 
+def _described(value: Any) -> str:
+    if value is None:
+        return "missing"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+
+
 def _from_dtensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     assert isinstance(module, ShardedModule)
-    module.check_loading()
+    given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+    module.check_loading(given, strict=False)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if (own := key.removeprefix(prefix)) in module._names:
             state_dict[key] = module.taken(module.name_of(own), state_dict[key])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -316,6 +316,7 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
         (lambda plan: plan.export(None, "file"), "MW466", "None"),
         (lambda plan: plan.expressible([]), "MW466", "[]"),
         (lambda plan: meshwright.load(None), "MW204", "meshwright.load: None"),
+        (lambda plan: meshwright.load("plan.json", network()), "MW204", "its module and a batch"),
         (lambda plan: meshwright.from_autoparallel(None, network(), points()), "MW204", "from_autoparallel: None"),
         (lambda plan: meshwright.from_dtensor(3, network(), points()), "MW882", "3 is neither"),
         (lambda plan: meshwright.verify(network(), points(), plan, tolerance=-1), "MW204", "tolerance = -1"),
@@ -394,6 +395,33 @@ def test_one_rank_needs_no_process_group() -> None:
     refused("MW463", lambda: sharded(x[:3], y))
     assert "float32" in refused("MW463", lambda: sharded(x.float(), y))
     refused("MW464", lambda: plan.optimizer(torch.optim.SGD))
+    refused("MW464", lambda: plan.apply(sharded))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"0.bias": None}, "missing in the state dict"),
+        ({"0.bias": torch.zeros(3).double()}, "a tensor of shape [3] in the state dict"),
+        ({"0.bias": 7}, "7 in the state dict"),
+        ({"more": torch.zeros(3)}, "more is missing in the module"),
+    ],
+)
+def test_a_state_dict_of_another_module_loads_nothing(wrong: dict[str, Any], text: str) -> None:
+    module = network()
+    plan = planned(mesh=1)
+    sharded = plan.apply(module)
+    zeros = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+    assert text in refused("MW462", lambda: sharded.load_state_dict(zeros | wrong))
+    refused("MW464", lambda: sharded.load_state_dict(zeros, assign=True))
+    refused("MW464", lambda: sharded.load_state_dict(cast(Any, 3)))
+    assert torch.equal(sharded.state_dict()["0.weight"], module[0].weight)
+    sharded.load_state_dict({"0.weight": zeros["0.weight"], "more": torch.zeros(3)}, strict=False)
+    assert not sharded.state_dict()["0.weight"].any()
+    optimizer = plan.optimizer(torch.optim.Adam, lr=0.1)
+    for state in ({}, 3, {"state": {}}):
+        refused("MW204", lambda state=state: optimizer.load_state_dict(state))
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
