@@ -55,7 +55,8 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
 
     Raises:
         ConfigError: module or batch are not those of the plan.
-        RunFailed: a difference beyond the tolerance, or numbers of one device that are not finite.
+        RunFailed: a difference beyond the tolerance, numbers of one device that are not finite, or a module that fails
+            there.
     """
     require_plan(plan, "meshwright.verify")
     if not (tolerance is None or (isinstance(tolerance, int | float) and 0 < tolerance < math.inf)):
@@ -145,8 +146,14 @@ def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int
 
 def _on_one_device(eager: Eager, tensors: Sequence[Tensor], key: int, ours: Record) -> Record:
     """The same step of the eager module; the gradients of the parameters that the record `ours` has."""
-    loss = eager(*tensors, key=key)
-    loss.backward()
+    try:
+        loss = eager(*tensors, key=key)
+        loss.backward()
+    except RuntimeError as error:
+        text = (
+            f"meshwright.verify: the module itself raises RuntimeError on one device, so nothing is to compare: {error}"
+        )
+        raise RunFailed("MW710", text) from error
     named = dict(eager.named_parameters())
     gradients = {name: named[name].grad for name in ours["gradients"]}
     zeros = {name: torch.zeros_like(named[name]) for name, gradient in gradients.items() if gradient is None}

@@ -249,6 +249,22 @@ def test_verify_says_what_is_not_finite_on_one_device(scale: float, what: str) -
     assert what in text and "test_plans.py" in text, text
 
 
+class Overwriting(nn.Module):
+    """Writes what its backward needs, which only eager torch refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).exp().mul_(2)
+
+
+def test_verify_says_that_one_device_fails() -> None:
+    module = Overwriting()
+    assert "on one device" in refused("MW710", lambda: meshwright.verify(module, points(), planned(module, mesh=2)))
+
+
 def refused(code: str, call: Callable[[], Any]) -> str:
     with pytest.raises(meshwright.CodedError) as error:
         call()
