@@ -6,6 +6,7 @@ The first difference is reported by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -116,7 +117,8 @@ def check_form(content: Any, name: str, form: type[Form] = PlanForm) -> None:
         place = ".".join(map(str, first["loc"]))
         given = repr(first["input"])
         shown = f", not {given if len(given) <= 60 else f'{given[:57]}...'}" if first["type"] != "missing" else ""
-        problem = f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}{shown}" if place else first["msg"]
+        wrong = re.sub(" or instance of .*", "", first["msg"])
+        problem = f"{place}: {wrong[0].lower()}{wrong[1:]}{shown}" if place else wrong
         raise StrategyError("MW420", f"{name} is not a plan.json ({problem}).") from None
 
 
