@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -285,7 +285,8 @@ class SharedParameter:
     """A parameter with several uses.
 
     A candidate is a layout and a set of replica axes over which the gradient is added once per step; every use must
-    leave its gradient partial over such axes only (lowering derives the remaining reductions in the same way).
+    leave its gradient partial over such axes only (lowering derives the remaining reductions in the same way). Where
+    fewer axes would cost more, as those between nodes may, it also says for each axis which use leaves it.
 
     Attributes:
         layouts: per candidate.
@@ -303,26 +304,30 @@ class SharedParameter:
         wanted = [(candidates[user.id].wanted[place].table, user.id in space.problem.fixed) for user, place, _ in uses]
         tables = [one for one, fixed in wanted if fixed] or [one for one, _ in wanted]
         layouts = dict.fromkeys(resharding.layout(one, i) for one in tables for i in range(len(one)))
-        every = [
-            (layout, frozenset(added))
+        update, ref = space.node_cost.parameter_seconds, Ref(source.id)
+        seconds = {
+            (layout, frozenset(added)): update(Layout(layout.dims, frozenset(added)), spec) if trained else 0.0
             for layout in layouts
             for replicas in [layout.replica_axes(mesh) if trained else ()]
             for size in range(len(replicas) + 1)
             for added in combinations(replicas, size)
+        }
+        gradients = [number for number, use in enumerate(uses) if use[2] and space.problem.resharding_counts(ref)]
+        every = [
+            (layout, added, leaving)
+            for (layout, added), own in seconds.items()
+            for fewer in [[seconds[layout, frozenset(x)] for n in range(len(added)) for x in combinations(added, n)]]
+            for leaving in _leaving(added, gradients if max(fewer, default=own) > own else [])
         ]
-        self.layouts = [layout for layout, _ in every]
-        self.seconds: Seconds = np.zeros(len(every))
-        if trained:
-            update = space.node_cost.parameter_seconds
-            self.seconds = np.array([update(Layout(layout.dims, added), spec) for layout, added in every])
-        ref = Ref(source.id)
+        self.layouts = [layout for layout, _, _ in every]
+        self.seconds: Seconds = np.array([seconds[layout, added] for layout, added, _ in every])
         per_element = np.array([parameter_bytes(space.problem, layout, ref) for layout in self.layouts])
         self.bytes: Seconds = space.elements(resharding.table_of(self.layouts), spec) * per_element
         self.own = FactorTable(lambda: self.seconds + space.multiplier * self.bytes)
         share = max(sum(not gradient for _, _, gradient in uses), 1)
         self.uses = [
-            _ParameterUse(space, spec, every, candidates[user.id], (user, place, gradient), share)
-            for user, place, gradient in uses
+            _ParameterUse(space, spec, every, candidates[user.id], (user, place, gradient), share, number)
+            for number, (user, place, gradient) in enumerate(uses)
             if space.problem.resharding_counts(ref)
         ]
 
@@ -348,6 +353,12 @@ class SharedParameter:
             table.refresh()
 
 
+def _leaving(axes: frozenset[str], uses: Sequence[int]) -> list[dict[str, int]]:
+    """Which of some uses leaves each axis, in all combinations; nothing is said without uses, and of too many."""
+    chosen = product(uses, repeat=len(axes)) if uses and len(uses) ** len(axes) <= 64 else [()]
+    return [dict(zip(sorted(axes), one, strict=False)) for one in chosen]
+
+
 class _ParameterUse(FactorTable):
     """One use of a parameter [candidates of the parameter, candidates of the user]. Those without a gradient share what
     they want in common: each pays a part."""
@@ -356,31 +367,33 @@ class _ParameterUse(FactorTable):
         self,
         space: StrategySpace,
         spec: TensorSpec,
-        every: Sequence[tuple[Layout, frozenset[str]]],
+        every: Sequence[tuple[Layout, frozenset[str], Mapping[str, int]]],
         candidates: Candidates,
         use: Use,
         share: int,
+        number: int,
     ) -> None:
         super().__init__(self._total)
         resharding, mesh, (user, place, gradient) = space.resharding, space.problem.mesh, use
         self.resharding, self.spec, self.share = resharding, spec, share
         self.wanted, self.returned = candidates.wanted[place], candidates.returned[place] if gradient else None
-        layouts = list(dict.fromkeys(layout for layout, _ in every))
+        layouts = list(dict.fromkeys(layout for layout, _, _ in every))
         places = {layout: place for place, layout in enumerate(layouts)}
-        self.stored, self.of_candidate = resharding.table_of(layouts), [places[layout] for layout, _ in every]
+        self.stored, self.of_candidate = resharding.table_of(layouts), [places[layout] for layout, _, _ in every]
         styled = space.problem.styled
         self.penalty = (
             0.0 if styled is None else styled.penalty(layouts, space.every(self.wanted.table), styled.use(user, place))
         )
         self.back: list[tuple[LayoutTable, LayoutTable]] = []
         self.illegal: list[list[bool]] = []
+        needed = [({one for one in leaving if leaving[one] == number}, have, added) for have, added, leaving in every]
         for column in range(len(self.returned.table) if self.returned is not None else 0):
             assert self.returned is not None
             layout = resharding.layout(self.returned.table, column)
             left = {have: left_axes(have, layout, spec.shape, mesh) for have in layouts}
             after = resharding.table_of([Layout(have.dims, left[have]) for have in layouts])
             self.back.append((resharding.table_of([layout]), after))
-            self.illegal.append([not left[have] <= added for have, added in every])
+            self.illegal.append([not own <= left[have] <= added for own, have, added in needed])
 
     def _total(self) -> Seconds:
         total = self.resharding.seconds(self.stored, self.wanted.table, self.spec) + self.penalty
