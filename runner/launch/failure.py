@@ -158,13 +158,11 @@ def _order(text: str) -> CauseOrder:
 
 def from_exit(rank: int, code: int, log: str, oom_kills_before: int | None = None) -> Failure:
     """The failure of a rank that ended with exit code `code` (negative: a signal) without a report, with the log
-    `log`; `oom_kills` were so many when it was started."""
+    `log`; `oom_kills` were `oom_kills_before` when it was started."""
     what, where = f"ended with exit code {code} before it was done", ""
     if code < 0:
-        what, where = (
-            killed_by(-code, oom_kills_before),
-            dumped_place(log),
-        )  # of a crash handler, unless the signal was SIGKILL
+        what = killed_by(-code, oom_kills_before)
+        where = dumped_place(log)  # of a crash handler, unless the signal was SIGKILL
     # a watchdog of the communication library ends its process by SIGABRT
     order = _order(log) if -code == signal.SIGABRT else CauseOrder.CAUSE
     return Failure(rank, time.monotonic(), order, what, where, code=KILLED)

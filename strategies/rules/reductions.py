@@ -272,10 +272,10 @@ def _correction(given: Mapping[str, Any]) -> float:
 
 @rule("all", "any", "linalg_vector_norm", "logsumexp", "prod", "std", "std_mean", "var", "var_mean")
 def reduction(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Reductions of which slices have parts. Those of complex numbers, and the number of elements that are not 0 as a
-    norm, have dims that stay replicated."""
+    """Reductions of which slices have parts. Those of complex numbers, and norms that count elements which are not 0 or
+    divide their gradient among equal extremes, have dims that stay replicated."""
     even = operator.op in ("linalg_vector_norm", "prod", "std", "std_mean")
-    parts = "complex" not in specs[0].dtype and arguments(operator).get("ord") != 0
+    parts = "complex" not in specs[0].dtype and arguments(operator).get("ord") not in (0, math.inf, -math.inf)
     line, local = ("... -> ...* ; ^dim", _from_slices) if parts else ("... -> ...* ; !dim", None)
     return notation(line, operator, specs, padded=not even, local=local)
 
