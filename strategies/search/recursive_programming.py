@@ -304,14 +304,14 @@ class Partitioning:
 
     def _tied(self) -> list[tuple[int, int, Source, tuple[int, int]]]:
         """Pairs of classes that use one parameter: the first user and another one."""
-        graph, pairs = self.problem.graph, []
-        for source in graph.of_kind("parameter"):
-            users = graph.users[Ref(source.id)]
-            for user, position in users[1:]:
-                pair = self.classes.of[users[0][0].id], self.classes.of[user.id]
-                if pair[0] != pair[1]:
-                    pairs.append((*pair, source, (users[0][1], position)))
-        return pairs
+        of, graph = self.classes.of, self.problem.graph
+        return [
+            (of[users[0][0].id], of[user.id], source, (users[0][1], position))
+            for source in graph.of_kind("parameter")
+            for users in [graph.users[Ref(source.id)]]
+            for user, position in users[1:]
+            if of[users[0][0].id] != of[user.id]
+        ]
 
     def solution(self, total: float) -> Solution:
         """The plan; `total` has the cost of its bytes."""

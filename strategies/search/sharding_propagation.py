@@ -153,9 +153,7 @@ def _around(
 
 
 def _small(problem: Problem) -> bool:
-    flops = [
-        sharding.flops for operator in problem.graph.operators if (sharding := problem.shardings[operator.id]).sums
-    ]
+    flops = [sharding.flops for sharding in problem.shardings.values() if sharding.sums]
     return len(flops) <= SMALL_PRODUCTS and sum(flops) <= SMALL_FLOPS and not repeats(problem)
 
 
@@ -373,11 +371,8 @@ def _extensions(sharding: Sharding, problem: Problem, start: Assignment) -> Iter
     taken = {axis for axes in start.values() for axis in axes}
     free = [axis for axis in mesh.names if axis not in taken and mesh.sizes[axis] > 1]
     options: tuple[str | None, ...] = (*sharding.sizes, None)
-    if len(options) ** len(free) > MOST_CANDIDATES:
-        placements = _contiguous(options, len(free))
-    else:
-        placements = product(options, repeat=len(free))
-    for placement in placements:
+    few = len(options) ** len(free) <= MOST_CANDIDATES
+    for placement in product(options, repeat=len(free)) if few else _contiguous(options, len(free)):
         assignment: dict[str, tuple[str, ...]] = dict(start)
         for axis, factor in zip(free, placement, strict=True):
             if factor is not None:

@@ -34,6 +34,9 @@ from strategies.memory.estimate import parameter_bytes
 from strategies.rules.sharding import DEFERRED, Assignment, Dims, Sharding
 from strategies.search.elimination import FactorTable
 
+MOST_COMBINATIONS = 256
+"""Of uses of a parameter and axes of its gradient, up to which each is a candidate."""
+
 
 @dataclass(frozen=True, eq=False)
 class Layouts:
@@ -238,13 +241,8 @@ class StrategySpace:
             total = total + [self.node_cost.local_communication(operator, sharding, one) for one in assignments]
         for side, ref in zip(returned, operator.operands, strict=True):
             if trained and ref in self.single_use and ref in graph.trained:
-                spec = graph.specs[ref]
-                total = (
-                    total
-                    + np.array([self.node_cost.parameter_seconds(one, spec) for one in self.every(side.table)])[
-                        side.of_candidate
-                    ]
-                )
+                update = [self.node_cost.parameter_seconds(one, graph.specs[ref]) for one in self.every(side.table)]
+                total = total + np.array(update)[side.of_candidate]
         after = problem.outputs.get(operator.id)
         if after is not None and problem.resharding_counts(Ref(operator.id)):
             natural = sharding.result_layouts(assignments[0])
@@ -285,8 +283,9 @@ class SharedParameter:
     """A parameter with several uses.
 
     A candidate is a layout and a set of replica axes over which the gradient is added once per step; every use must
-    leave its gradient partial over such axes only (lowering derives the remaining reductions in the same way). Where
-    fewer axes would cost more, as those between nodes may, it also says for each axis which use leaves it.
+    leave its gradient partial over such axes only (lowering derives the remaining reductions in the same way). For axes
+    without which it would cost more, as those within nodes may, it also says which use leaves each. Where that makes
+    too many candidates, a candidate is a lower bound: the update of a solution is over the axes that its uses leave.
 
     Attributes:
         layouts: per candidate.
@@ -313,13 +312,8 @@ class SharedParameter:
             for added in combinations(replicas, size)
         }
         gradients = [number for number, use in enumerate(uses) if use[2] and space.problem.resharding_counts(ref)]
-        every = [
-            (layout, added, leaving)
-            for (layout, added), own in seconds.items()
-            for fewer in [[seconds[layout, frozenset(x)] for n in range(len(added)) for x in combinations(added, n)]]
-            for leaving in _leaving(added, gradients if max(fewer, default=own) > own else [])
-        ]
-        self.layouts = [layout for layout, _, _ in every]
+        every = [(*name, leaving) for name in seconds for leaving in _leaving(seconds, *name, gradients)]
+        self.update, self.layouts = seconds, [layout for layout, _, _ in every]
         self.seconds: Seconds = np.array([seconds[layout, added] for layout, added, _ in every])
         per_element = np.array([parameter_bytes(space.problem, layout, ref) for layout in self.layouts])
         self.bytes: Seconds = space.elements(resharding.table_of(self.layouts), spec) * per_element
@@ -338,7 +332,7 @@ class SharedParameter:
 
     def cost(self, index: int, users: Sequence[int]) -> float:
         """Seconds of a solution whose entries are exact: uses without a gradient pay once for what they share."""
-        total, shared = float(self.seconds[index]), {}
+        total, left, shared = 0.0, frozenset[str](), {}
         for use, user in zip(self.uses, users, strict=False):
             seconds = float(use.seconds[index, user])
             if use.returned is None:
@@ -346,17 +340,26 @@ class SharedParameter:
                 shared[wanted.dims[use.wanted.of_candidate[user]].tobytes()] = seconds * use.share
             else:
                 total += seconds
-        return total + sum(shared.values())
+                left |= use.left[use.returned.of_candidate[user]][use.of_candidate[index]]
+        update = self.update[self.layouts[index], left] if self.uses else float(self.seconds[index])
+        return total + update + sum(shared.values())
 
     def refresh(self) -> None:
         for table in self.uses:
             table.refresh()
 
 
-def _leaving(axes: frozenset[str], uses: Sequence[int]) -> list[dict[str, int]]:
-    """Which of some uses leaves each axis, in all combinations; nothing is said without uses, and of too many."""
-    chosen = product(uses, repeat=len(axes)) if uses and len(uses) ** len(axes) <= 64 else [()]
-    return [dict(zip(sorted(axes), one, strict=False)) for one in chosen]
+def _leaving(
+    seconds: Mapping[tuple[Layout, frozenset[str]], float], layout: Layout, added: frozenset[str], uses: Sequence[int]
+) -> list[dict[str, int]]:
+    """Which of some uses leaves each of the axes that a gradient must be added over so that fewer do not cost more, in
+    all combinations; of fewer axes where these are too many."""
+    sets = [frozenset(some) for count in range(len(added) + 1) for some in combinations(sorted(added), count)]
+    costs = {some: seconds[layout, some] for some in sets}
+    needed = sorted(next(x for x in sets if all(costs[y] <= costs[added] for y in sets if x <= y))) if uses else []
+    while len(uses) ** len(needed) > MOST_COMBINATIONS:
+        needed.pop()
+    return [dict(zip(needed, one, strict=True)) for one in product(uses, repeat=len(needed))]
 
 
 class _ParameterUse(FactorTable):
@@ -385,15 +388,17 @@ class _ParameterUse(FactorTable):
             0.0 if styled is None else styled.penalty(layouts, space.every(self.wanted.table), styled.use(user, place))
         )
         self.back: list[tuple[LayoutTable, LayoutTable]] = []
+        self.left: list[list[frozenset[str]]] = []
         self.illegal: list[list[bool]] = []
         needed = [({one for one in leaving if leaving[one] == number}, have, added) for have, added, leaving in every]
         for column in range(len(self.returned.table) if self.returned is not None else 0):
             assert self.returned is not None
             layout = resharding.layout(self.returned.table, column)
-            left = {have: left_axes(have, layout, spec.shape, mesh) for have in layouts}
-            after = resharding.table_of([Layout(have.dims, left[have]) for have in layouts])
+            left = [left_axes(have, layout, spec.shape, mesh) for have in layouts]
+            after = resharding.table_of([Layout(have.dims, one) for have, one in zip(layouts, left, strict=True)])
             self.back.append((resharding.table_of([layout]), after))
-            self.illegal.append([not own <= left[have] <= added for own, have, added in needed])
+            self.left.append(left)
+            self.illegal.append([not own <= left[places[have]] <= added for own, have, added in needed])
 
     def _total(self) -> Seconds:
         total = self.resharding.seconds(self.stored, self.wanted.table, self.spec) + self.penalty
