@@ -15,6 +15,7 @@ from runner.cli import arguments, recipes
 from runner.cli.hydra_errors import COMPOSITION_ERRORS, reword
 from runner.cli.run_folders import check_files
 from runner.cli.verbs import VERBS
+from runner.config import exclusive
 from runner.config.load import load
 from runner.config.origins import Origins
 from runner.config.schema import Config
@@ -59,6 +60,8 @@ def alone(config: Config, run_dir: Path) -> float | None:
 
 def carried_out(config: Config, run_dir: Path) -> float | None:
     """The result of a config's verb, whose folder holds the config."""
+    for notice in exclusive.notices(config):
+        print(notice, flush=True)
     hidden = run_dir / f".{CONFIG_FILE}"
     hidden.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     os.replace(hidden, run_dir / CONFIG_FILE)

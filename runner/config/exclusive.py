@@ -1,4 +1,5 @@
-"""Keys that exclude or need each other: one table, which `Config` and the page docs/reference/exclusive_keys.md read.
+"""Keys that exclude or need each other, and keys without effect: two tables, which `Config`, the command and the page
+docs/reference/exclusive_keys.md read.
 
 A rule is broken where both of its keys have values of the kinds that it names, and so have the keys of `where`. What
 takes arithmetic (sizes that must divide each other, strategies that must fit a mesh) is checked in the sections.
@@ -84,6 +85,11 @@ class Rule:
         """The error paragraph for a config that breaks the rule."""
         first, second = (f"{key} = {shown(value_of(values, key))}" for key in (self.first, self.second))
         return f"{first} does not go with {second}: {self.why}; {self.remedy}."
+
+    def notice(self, values: Any) -> str:
+        """The line about a config where the first key has no effect."""
+        first, second = (f"{key} = {shown(value_of(values, key))}" for key in (self.first, self.second))
+        return f"{first} has no effect with {second}: {self.why}; {self.remedy}."
 
 
 AS_WRITTEN = any_of("stand_alone", "hybrid")
@@ -369,12 +375,48 @@ SOURCES: tuple[Rule, ...] = (
 )  # fmt: skip
 """Rules for the composed config, before files that some keys name replace other keys."""
 
+SCHEDULER, DROP = "optimizer.scheduler", "or drop it"
+WITHOUT_EFFECT: tuple[Rule, ...] = (
+    *(Rule(f"{SCHEDULER}.{name}", kind, f"{SCHEDULER}.target", UNSET, "the learning rate is constant",
+           f"name a scheduler there, {DROP}") for name, kind in (
+               ("args", GIVEN), ("per", none_of("step")), ("metric", GIVEN))),
+    Rule("loss.args", GIVEN, "loss.target", UNSET, "the model returns its loss", f"name a loss there, {DROP}"),
+    *(Rule(f"data.{name}", kind, "data.workers", any_of(0), "each rank reads its rows itself",
+           f"choose data.workers=auto, {DROP}") for name, kind in (
+               ("prefetch", none_of(2)), ("persistent_workers", OFF))),
+    Rule("checkpoint.copies", ABOVE_1, "checkpoint.form", any_of("merged"), "one file has every tensor once",
+         f"choose checkpoint.form=sharded or both, {DROP}"),
+    Rule("parallel.search", none_of("sharding_propagation"), MODE, none_of("auto"), "only mode auto searches",
+         f"choose parallel=auto, {DROP}"),
+    Rule("parallel.layouts", GIVEN, MODE, any_of("stand_alone", "data_parallel", SERVER), "nothing names a layout",
+         f"choose parallel.mode semi_auto, auto or hybrid, {DROP}"),
+    *(Rule(f"parallel.{name}", kind, MODE, any_of("stand_alone", "hybrid", *more), why, f"{A_MODE}, {DROP}")
+      for name, kind, more, why in (
+          ("for_target", GIVEN, (), NO_PLAN), ("dump_ir", GIVEN, (), NO_PLAN),
+          ("context_parallel", any_of("ring"), ("data_parallel", SERVER), "no sequence is sliced"))),
+    Rule("parallel.reduce_precision", none_of("auto"), "train.precision", any_of("fp32", "fp64"),
+         "nothing below fp32 is reduced", f"choose train.precision bf16, fp16 or bf16_autocast, {DROP}"),
+    Rule(f"{PIPELINE}.schedule", none_of("1f1b"), STAGES, UNSET, "there is no pipeline", f"set {STAGES}=N, {DROP}"),
+    Rule(ENGINE, any_of("deepspeed"), STAGE, any_of(0), "optimizer states are sharded by ZeRO 1, 2 or 3",
+         f"choose {STAGE}=1, 2 or 3, {DROP}"),
+    Rule("verify.reference.target", GIVEN, MODE, none_of("hybrid"), "your unchanged module is the reference",
+         f"choose parallel.mode=hybrid, {DROP}"),
+    Rule("launch.devices", GIVEN, "device", any_of("cpu"), "ranks on CPUs have no devices",
+         f"choose device=cuda, {DROP}"),
+)  # fmt: skip
+"""Rules whose first key has no effect beside the second: the command says so and goes on."""
+
 
 def check(config: BaseModel) -> None:
     """Raise the refusal of the first rule that a config breaks."""
     for rule in RULES:
         if rule.breaks(config):
             raise refusal(rule.paragraph(config), rule.first, rule.second)
+
+
+def notices(config: BaseModel) -> list[str]:
+    """A line for every key that has no effect."""
+    return [rule.notice(config) for rule in WITHOUT_EFFECT if rule.breaks(config)]
 
 
 def needs_deepspeed(config: BaseModel) -> str | None:

@@ -44,6 +44,12 @@ A config in which both keys of a row have such values is refused with the code M
 any value but `null`, `false` and an empty list or mapping.
 
 """
+WITHOUT_EFFECT = """
+## Keys without effect
+
+Where both keys of a row have such values, the first one changes nothing; the command says so and goes on.
+
+"""
 
 
 def files() -> dict[Path, str]:
@@ -99,8 +105,14 @@ def reference_page(schema: Mapping[str, Any]) -> str:
 
 def exclusive_page() -> str:
     """The page of mutually exclusive keys."""
-    page = EXCLUSIVE + "| key | with | why | what to do |\n|---|---|---|---|\n"
-    for rule in (*exclusive.RULES, *exclusive.SOURCES):
+    return (
+        EXCLUSIVE + _rules((*exclusive.RULES, *exclusive.SOURCES)) + WITHOUT_EFFECT + _rules(exclusive.WITHOUT_EFFECT)
+    )
+
+
+def _rules(rules: Iterable[exclusive.Rule]) -> str:
+    page = "| key | with | why | what to do |\n|---|---|---|---|\n"
+    for rule in rules:
         (first, *others) = ((rule.first, rule.of_first), (rule.second, rule.of_second), *rule.where)
         cells = [f"`{first[0]}` {first[1].text}", ", ".join(f"`{key}` {kind.text}" for key, kind in others)]
         page += f"| {' | '.join([*cells, _escaped(rule.why), _escaped(rule.remedy)])} |\n"

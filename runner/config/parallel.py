@@ -379,7 +379,9 @@ class Parallel(Section):
     )
     strategies: dict[str, StrategyForm] = setting({}, "Operator path: [[2, 4], [4, 1]] or {in: [...], out: [...]}")
     layouts: dict[str, LayoutMatrix] = setting({}, "NAME: {device_matrix: [2, 2, 2], axes: [dp, sp, mp]}")
-    set_data_parallel: tuple[Glob, ...] = setting((), "Globs of modules that stay data parallel")
+    set_data_parallel: tuple[Glob, ...] = setting(
+        (), "Globs of modules that stay data parallel, but for operators in strategies"
+    )
     dataset_strategy: DatasetStrategy | tuple[OperandForm, ...] = setting(
         "data_parallel", "data_parallel, full_batch, or the strategy of each batch entry"
     )
@@ -416,7 +418,9 @@ class Parallel(Section):
     pipeline: Pipeline = setting(Pipeline(), "Pipeline parallelism; pipeline=4 sets stages")
     server: Server = setting(Server(), "Servers and workers of mode parameter_server")
     plan: str | None = setting(
-        None, "A plan.json, or the folder of the run that wrote it, instead of strategies and search", min_length=1
+        None,
+        "A plan.json, or the folder of the run that wrote it, instead of strategies, dataset_strategy, mesh and search",
+        min_length=1,
     )
     plan_cache: str | None = setting(
         "auto", "Folder of searched plans; auto: the user's cache folder, null: none", min_length=1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from composing import compose_config
 
+import recipes
 from runner.config import exclusive, keys
-from runner.config.exclusive import DEEPSPEED_ONLY, GIVEN, RULES, SOURCES, UNSET, Rule
+from runner.config.exclusive import DEEPSPEED_ONLY, GIVEN, RULES, SOURCES, UNSET, WITHOUT_EFFECT, Rule
 from runner.errors import ConfigError
 
 OPEN = tuple(keys.open_mappings())
@@ -26,7 +29,7 @@ BREAKING = {
 }
 
 
-@pytest.mark.parametrize("rule", [*RULES, *SOURCES], ids=lambda rule: f"{rule.first}-{rule.second}")
+@pytest.mark.parametrize("rule", [*RULES, *SOURCES, *WITHOUT_EFFECT], ids=lambda rule: f"{rule.first}-{rule.second}")
 def test_every_key_of_a_rule_exists(rule):
     for key in (rule.first, rule.second, *(key for key, _ in rule.where)):
         assert keys.find(key) is not None or key.startswith(OPEN), key
@@ -34,7 +37,10 @@ def test_every_key_of_a_rule_exists(rule):
 
 
 def test_no_rule_stands_twice():
-    signatures = [(rule.first, rule.of_first.text, rule.second, rule.of_second.text) for rule in (*RULES, *SOURCES)]
+    signatures = [
+        (rule.first, rule.of_first.text, rule.second, rule.of_second.text)
+        for rule in (*RULES, *SOURCES, *WITHOUT_EFFECT)
+    ]
     assert len(set(signatures)) == len(signatures)
 
 
@@ -43,6 +49,32 @@ def test_a_config_that_breaks_a_rule_is_refused_with_both_keys(pair):
     with pytest.raises(ConfigError) as caught:
         compose_config("model.target=a.B", "data.target=a.C", "train.steps=1", *BREAKING[pair])
     assert caught.value.code == "MW205" and all(f"{key} = " in str(caught.value) for key in pair)
+
+
+IDLE = {
+    "optimizer.scheduler.args": "optimizer.scheduler.args={gamma: 0.5}",
+    "optimizer.scheduler.per": "optimizer.scheduler.per=epoch",
+    "loss.args": "loss.args={reduction: sum}",
+    "data.prefetch": "data={prefetch: 4, workers: 0}",
+    "checkpoint.copies": "checkpoint={copies: 2, form: merged}",
+    "parallel.search": "parallel={mode: semi_auto, search: dynamic_programming}",
+    "parallel.context_parallel": "parallel={mode: data_parallel, context_parallel: ring}",
+    "parallel.reduce_precision": "parallel={mode: auto, reduce_precision: own}",
+    "parallel.pipeline.schedule": "parallel={mode: auto, pipeline: {schedule: gpipe}}",
+    "parallel.zero.engine": "parallel={mode: auto, zero: {engine: deepspeed}}",
+}
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_a_key_that_has_no_effect_is_named(key):
+    config = compose_config("model.target=a.B", "data.target=a.C", "train.steps=1", IDLE[key])
+    (notice,) = exclusive.notices(config)
+    assert notice.startswith(f"{key} = ") and " has no effect with " in notice
+
+
+def test_no_recipe_has_a_key_without_effect():
+    for recipe in (Path(recipes.__file__).parent).glob("*.yaml"):
+        assert not exclusive.notices(compose_config(f"+recipe={recipe.stem}")), recipe.stem
 
 
 NEEDING = (
