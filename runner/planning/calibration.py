@@ -156,7 +156,7 @@ class Timer:
                 action()
             worked = (time.process_time() - started) / count
 
-        seconds = self.time(run)
+        seconds = self.time(run) / count
         if self._alone:
             return seconds, worked
         total = torch.tensor(worked, dtype=torch.float64)
@@ -318,8 +318,9 @@ class Bench:
 
     def _added(self, action: Callable[[], object], share: float) -> float | None:
         """Seconds that a call adds to the computation before it, while all ranks run both: the median of the
-        measurements in `share` seconds. If `share` is too short, the seconds of a call with nothing before it; None if
-        there is no time for that either."""
+        measurements in `share` seconds. By the clock, because ranks wait for each other, and relative to the
+        computation alone, because a busy machine stretches both. If `share` is too short, the seconds of a call with
+        nothing before it; None if there is no time for that either."""
         compute, _ = self._between
 
         def both() -> None:
@@ -339,8 +340,8 @@ class Bench:
             took = self._needed(took) / MIN_DIFFERENCES
             while self.timer.fits(took) and (len(found) < MIN_DIFFERENCES or self.timer.left > end):
                 before = self.timer.left
-                without, _ = self._timed(compute, TOGETHER)
-                found.append(self._timed(both, TOGETHER)[0] - without)
+                priced, without = self._timed(compute, TOGETHER)
+                found.append(priced * (self._timed(both, TOGETHER)[1] / without - 1))
                 took = before - self.timer.left
         return max(median(found), ADDED * alone) if len(found) >= MIN_DIFFERENCES else alone
 

@@ -531,7 +531,7 @@ def step_price(
     used = {ref for operator in graph.operators if operator.id in graph.returning for ref in operator.operands}
     count = sum(source.trainable and Ref(source.id) in used for source in graph.of_kind("parameter"))
     constant = calling_seconds(count, cluster, settings)
-    if settings.stage and ranks > 1:
+    if settings.stage and not settings.native and ranks > 1:
         constant += norm_seconds(Mesh((("all", ranks),)), cluster)
     if (wanted := wanted_recompute(parallel.recompute)) is not None:
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}

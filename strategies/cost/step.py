@@ -245,7 +245,8 @@ def _zero(
     backward: float,
     works: Mapping[str, Work] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for.
+    """Seconds of what ZeRO sends, by collective, with the norm of the gradients where the engine is DeepSpeed's, which
+    computes it in every step; others compute it where it is logged or clipped, at every stage.
     `backward` of one micro-batch hides reduce-scatters of our own: at stage 1 the last one alone. The `works` of
     operators, by plan name, hide gathers of our own stage 3."""
     by_kind: dict[str, list[float]] = {}
@@ -262,7 +263,7 @@ def _zero(
     if settings.native and settings.overlap and REDUCE_SCATTER in by_kind:
         hiding = settings.accumulate if settings.stage > 1 else 1
         exposed[REDUCE_SCATTER] = _exposed(by_kind[REDUCE_SCATTER][::-1], hiding * backward, cluster)
-    if settings.stage and program.mesh.size > 1:
+    if settings.stage and not settings.native and program.mesh.size > 1:
         exposed[ALL_REDUCE] = exposed.get(ALL_REDUCE, 0.0) + norm_seconds(program.mesh, cluster)
     return exposed
 

@@ -173,6 +173,35 @@ def test_ranks_that_start_late_measure_for_a_second_all_the_same():
     assert 0.05 <= timer.last and timer.left <= 0.95
 
 
+def test_seconds_are_those_of_one_call(monkeypatch):
+    timer, now = Timer(1, torch.device("cpu"), time.monotonic() + 100), [0.0]
+
+    def action():
+        now[0] += 0.5
+
+    for clock in ("perf_counter", "process_time"):
+        monkeypatch.setattr(calibration.time, clock, lambda: now[0])
+    assert (timer.time(action, 4), timer.worked(action, 4)) == (0.5, (0.5, 0.5))
+
+
+@pytest.mark.parametrize("stretched", [1.0, 8.0])
+def test_a_busy_machine_stretches_a_call_and_what_is_before_it(monkeypatch, stretched):
+    """The computation takes 0.5 seconds of a CPU that 2 ranks share, and the call behind it half as long by the clock,
+    of which its CPU works 0.05 seconds."""
+    monkeypatch.setattr(calibration, "cores", lambda: 1)
+    clock = Clock(1000.0, lambda _: 0.01)
+    bench = Bench(0, 2, torch.device("cpu"), clock)
+    compute = SampleLayers(torch.device("cpu"), 1, 16, 8).step
+    monkeypatch.setattr(bench, "_between", (compute, 1.0))
+
+    def worked(action, count=1):
+        clock.left -= 1.0
+        return (stretched, 0.5) if action == compute else (1.5 * stretched, 0.55)
+
+    monkeypatch.setattr(clock, "worked", worked)
+    assert bench._added(lambda: None, 900.0) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("busy", [1, 10, 50, 150])
 def test_a_machine_that_becomes_busy_stops_at_the_next_repetition(bench, busy):
     _, _, clock = bench(3.0, lambda number: 0.01 if number < busy else 0.2)

@@ -81,7 +81,7 @@ def savings(graph: OperatorGraph, machine: Cluster, updating: OptimizerSettings,
     learning = {ref for one in graph.operators if one.id in graph.returning for ref in one.operands}
     count = sum(source.trainable and Ref(source.id) in learning for source in graph.of_kind("parameter"))
     constant = calling_seconds(count, machine, updating)
-    if updating.stage:
+    if updating.stage and not updating.native:
         constant += norm_seconds(prime_mesh(ranks), machine)
     return StepSavings(optimizer_bytes=need_of(updating).moved, constant=constant)
 
