@@ -4,7 +4,6 @@ command, for each job of a sweep, and for Python.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ from runner.config.origins import Origins
 from runner.config.schema import Config
 from runner.errors import RunFailed
 from runner.run_folder import CONFIG_FILE, lineage
+from runner.run_folder.atomic import replace_text
 from runner.run_folder.lock import occupied
 from strategies.core.errors import CodedError
 
@@ -62,8 +62,6 @@ def carried_out(config: Config, run_dir: Path) -> float | None:
     """The result of a config's verb, whose folder holds the config."""
     for notice in exclusive.notices(config):
         print(notice, flush=True)
-    hidden = run_dir / f".{CONFIG_FILE}"
-    hidden.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    os.replace(hidden, run_dir / CONFIG_FILE)
+    replace_text(run_dir / CONFIG_FILE, config.model_dump_json(indent=2) + "\n")
     result: float | None = VERBS[config.job.name].function()(config, run_dir)
     return result

@@ -9,7 +9,6 @@ it, or if a run of its history did, at a step that the history includes. Nothing
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError
 from runner.run_folder import CONFIG_FILE
+from runner.run_folder.atomic import replace_text
 from runner.run_folder.lock import Occupant, occupant_of
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ def begin(config: Config, run_dir: Path, resume: str | None, ancestry: Sequence[
     content["resumed"] = (known and known.resumed) if auto else resume
     if known is not None:
         content["started"] = known.began.started
-    hidden = run_dir / f".{FILE}"
-    hidden.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(hidden, run_dir / FILE)
+    replace_text(run_dir / FILE, json.dumps(content, indent=2) + "\n")
 
 
 def occupant(config: Config, run_dir: Path, recipe: str | None) -> Occupant:

@@ -25,6 +25,7 @@ from torch import Tensor
 from runner.errors import RunFailed
 from runner.launch import network
 from runner.launch.launchers.connection import new_secret
+from runner.run_folder.atomic import replace_text
 from runner.server.links import BROKEN, Address, ServerLink, accept, connect
 
 PLACE, OVER = "coordinator", "over"
@@ -454,6 +455,4 @@ class Fleet:
 
 def _publish(folder: Path, content: str) -> None:
     """Write the file that members look for."""
-    hidden = folder / f".{PLACE}"
-    hidden.write_text(content, encoding="utf-8")
-    os.replace(hidden, folder / PLACE)
+    replace_text(folder / PLACE, content)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from runner.config.origins import as_typed
 from runner.run_folder import CONFIG_FILE
+from runner.run_folder.atomic import replace_text
 
 FILE = "job.json"
 STARTED = "sweep.json"
@@ -48,10 +48,7 @@ class SweepJob:
 
     def write(self, folder: Path) -> None:
         """Replace the job's file atomically."""
-        content = json.dumps(asdict(self), indent=2) + "\n"
-        new = folder / f"{FILE}.new"
-        new.write_text(content, encoding="utf-8")
-        os.replace(new, folder / FILE)
+        replace_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     def finished_before(self, folder: Path, config: str) -> SweepJob | None:
         """This job as it ended well in `folder` before, if its config, as text, was the same but for train.resume."""

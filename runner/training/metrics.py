@@ -19,6 +19,7 @@ from typing import Any, Literal
 from runner.config.schema import Config
 from runner.launch.logs import console
 from runner.report.units import shown_bytes, shown_rate, shown_share, shown_time
+from runner.run_folder.atomic import replace_lines
 from runner.run_folder.metrics import FILE, record_of
 from runner.training.loggers import Logger, close, log, loggers_of
 from strategies.core import bounded_files as bounded
@@ -233,7 +234,4 @@ def _drop_from(path: Path, step: int) -> None:
         end = position
     os.truncate(path, end)
     if damaged:
-        hidden = path.with_name(f".{path.name}")
-        with hidden.open("wb") as complete:
-            complete.writelines(line for line in bounded.lines(path) if record_of(line) is not None)
-        os.replace(hidden, path)
+        replace_lines(path, (line for line in bounded.lines(path) if record_of(line) is not None))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner.run_folder.atomic import replace_lines
 from runner.run_folder.lineage import LOGGED
 from runner.run_folder.metrics import record_of
 from runner.training.agreement import gather
@@ -54,10 +54,7 @@ class Histograms(Callback):
         path = state.run_dir / LOGGED[2]
         if path.is_file():  # of the run that is resumed: drop what will be written again
             lines = [(line, record_of(line)) for line in path.read_bytes().splitlines(keepends=True)]
-            kept = [line for line, record in lines if record is not None and record["step"] < state.first]
-            hidden = path.with_name(f".{path.name}")
-            hidden.write_bytes(b"".join(kept))
-            os.replace(hidden, path)
+            replace_lines(path, [line for line, one in lines if one is not None and one["step"] < state.first])
         if "tensorboard" in state.config.report.every_logger:
             from torch.utils.tensorboard import SummaryWriter
 

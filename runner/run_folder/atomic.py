@@ -1,0 +1,20 @@
+"""Files that others read while they are written: the content goes to a hidden file, which then takes their place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` in place of what `path` holds; whoever reads it sees one or the other."""
+    replace_lines(path, [text.encode()])
+
+
+def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """As `replace_text`, for lines that may be made of what `path` holds."""
+    hidden = path.with_name(f".{path.name}")
+    with hidden.open("wb") as file:
+        file.writelines(lines)
+    os.replace(hidden, path)
