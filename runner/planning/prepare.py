@@ -205,12 +205,7 @@ def prepare(
     order, rows = order_of(config, training), micro_batch_rows(config)
     first = order.rows(0)[:rows]
     names, tensors = flatten_batch(global_batch(training, collate, first, config.train.seed, 0))
-    if unknown := sorted(unbatched(collate) - {*names}):
-        raise ConfigError(
-            "MW316",
-            f"data.unbatched = [{', '.join(map(str, config.data.unbatched))}]: a batch has no {unknown[0]!r}; it has "
-            f"{', '.join(names)}.",
-        )
+    _check_unbatched(config, collate, names)
     tensors = cast(tensors, DTYPES[config.train.precision])
     if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
         say(
@@ -218,12 +213,12 @@ def prepare(
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    together = False
-    if collate is not None and world_size > 1 and config.job.name in (*TRAINING, "launch"):
-        together = mixes_rows(training, collate, first, config.train.seed, 0)
-    if evaluation_collate is not None and world_size > 1 and config.job.name == "predict" and evaluating is not None:
+    together, job, seed = False, config.job.name, config.train.seed
+    if collate is not None and world_size > 1 and job in (*TRAINING, "launch"):
+        together = mixes_rows(training, collate, first, seed, 0)
+    elif evaluation_collate is not None and world_size > 1 and job == "predict" and evaluating is not None:
         predicted = range(min(evaluation_rows(config), len(evaluating)))
-        together = mixes_rows(evaluating, evaluation_collate, predicted, config.train.seed, EVALUATION)
+        together = mixes_rows(evaluating, evaluation_collate, predicted, seed, EVALUATION)
     if together:
         say("data: data.collate makes rows of a batch from several samples, so every rank reads complete batches.")
     data = _described(config, training, evaluating, collate, shapes, first[0], say)
@@ -275,10 +270,8 @@ def prepare(
         run_once(step, tensors)
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
-        values = {
-            name.removeprefix("model."): tensor.detach()
-            for name, tensor in (*step.named_parameters(), *step.named_buffers())
-        }
+        named = (*step.named_parameters(), *step.named_buffers())
+        values = {name.removeprefix("model."): tensor.detach() for name, tensor in named}
     else:
         captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
@@ -304,6 +297,16 @@ def prepare(
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return prepared
+
+
+def _check_unbatched(config: Config, collate: Collate | None, names: Sequence[str]) -> None:
+    """Raises ConfigError where data.unbatched names what a batch does not have."""
+    if unknown := sorted(unbatched(collate) - {*names}):
+        raise ConfigError(
+            "MW316",
+            f"data.unbatched = [{', '.join(map(str, config.data.unbatched))}]: a batch has no {unknown[0]!r}; it has "
+            f"{', '.join(names)}.",
+        )
 
 
 def check_described(config: Config, graph: OperatorGraph) -> None:
