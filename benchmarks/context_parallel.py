@@ -21,16 +21,14 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
-
+from benchmarks.ranks import command_line, on_ranks
 from runner import launch
-from runner.cli import main as cli
+from runner.cli.jobs import composed
 from runner.commands import train
-from runner.config import load as config
-from runner.config.origins import Origins
 
 RANKS, HEADS, WIDTH = 4, 8, 64
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -243,23 +241,19 @@ def _hidden(step: Step, alone: float, options: dict[str, Any]) -> dict[str, floa
 
 def memory() -> list[dict[str, Any]]:
     """Bytes of the fullest rank by length and ranks beside what stays from step to step, predicted and measured."""
-    cli._register()
     launch.warm()
     found = []
-    with initialize_config_module("conf", version_base="1.3"):
-        for ranks in (1, 2, 4):
-            for length in LENGTHS:
-                words = TRAINED.format(length=length, ranks=ranks).split()
-                checked = config.load(compose("config", words), Origins(tuple(words)))
-                with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-                    train.run(checked, Path(folder))
-                    content = json.loads((Path(folder) / "memory.json").read_text(encoding="utf-8"))
-                predicted, measured = content["predicted"], content["measured"]
-                found.append(
-                    {"ranks": ranks, "length": length, "predicted": predicted["peaks"]["forward"] - predicted["held"]}
-                    | {"measured": max(one["peaks"]["forward"] - one["held"] for one in measured)}
-                    | {"stored": predicted["activations"], "kept": max(one["activations"] for one in measured)}
-                )
+    for ranks, length in product((1, 2, 4), LENGTHS):
+        checked = composed(TRAINED.format(length=length, ranks=ranks).split())
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+            train.run(checked, Path(folder))
+            content = json.loads((Path(folder) / "memory.json").read_text(encoding="utf-8"))
+        predicted, measured = content["predicted"], content["measured"]
+        found.append(
+            {"ranks": ranks, "length": length, "predicted": predicted["peaks"]["forward"] - predicted["held"]}
+            | {"measured": max(one["peaks"]["forward"] - one["held"] for one in measured)}
+            | {"stored": predicted["activations"], "kept": max(one["activations"] for one in measured)}
+        )
     return found
 
 
@@ -314,22 +308,11 @@ def page(timed: dict[str, Any], stored: list[dict[str, Any]], options: argparse.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser = command_line(__doc__, length=4096, repetitions=9)
     parser.add_argument("--out", type=Path, help="where to write the page; pictures go to images/ beside it")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        payload = {"length": options.length, "repetitions": options.repetitions}
-        timed = launch.run_ranks(
-            "benchmarks.context_parallel:measure",
-            payload,
-            world_size=RANKS,
-            run_dir=Path(folder),
-            device="cpu",
-            timeout=600,
-            threads=1,
-        )
+    payload = {"length": options.length, "repetitions": options.repetitions}
+    timed = on_ranks("benchmarks.context_parallel:measure", payload, RANKS)
     stored = memory()
     text = page(timed, stored, options)
     print(text)

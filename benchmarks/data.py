@@ -10,18 +10,15 @@ the time of a step; the default of 8 read them in 40 ms.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from runner import launch
+from benchmarks.ranks import command_line, on_ranks
 from runner.data.synthetic import Regression
 
 WIDTH, LAYERS, ROWS = 2048, 6, 16
@@ -90,21 +87,9 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--workers", type=int, default=8)
-    options = parser.parse_args()
+    options = command_line(__doc__, steps=60, workers=8).parse_args()
     for workers in (options.workers, "auto", 0):
-        with tempfile.TemporaryDirectory() as folder:
-            found = launch.run_ranks(
-                "benchmarks.data:measure",
-                {"steps": options.steps, "workers": workers},
-                world_size=1,
-                run_dir=Path(folder),
-                device="cpu",
-                timeout=300,
-                threads=1,
-            )
+        found = on_ranks("benchmarks.data:measure", {"steps": options.steps, "workers": workers}, 1)
         print(
             f"data.workers={workers}: {1000 * found['slow']:.1f} ms a step, {1000 * found['memory']:.1f} ms with the "
             f"data in memory, ratio {found['ratio']:.3f}",

@@ -11,7 +11,6 @@ communicators count what they send. Goal: the search never sends more.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.ranks import on_ranks
 from benchmarks.step_time import Built, Strategies, Task, program_of, settings
 from models.ffn import FFN
 from models.gpt import GPT
@@ -262,11 +262,7 @@ def run(hands: Sequence[Hand]) -> list[Result]:
             for one in both
             if hand.ranks == ranks
         ]
-        with tempfile.TemporaryDirectory() as folder:
-            counted[ranks] = launch.run_ranks(
-                "benchmarks.hand_plans:count", {"tasks": tasks}, world_size=ranks, run_dir=Path(folder), device="cpu",
-                timeout=600, threads=1,
-            )  # fmt: skip
+        counted[ranks] = on_ranks("benchmarks.hand_plans:count", {"tasks": tasks}, ranks)
     results = []
     for hand, both in zip(hands, pairs, strict=True):
         sent = counted[hand.ranks].pop(0), counted[hand.ranks].pop(0)

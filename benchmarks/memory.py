@@ -18,13 +18,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
-
 from runner import launch
-from runner.cli import main as cli
+from runner.cli.jobs import composed
 from runner.commands import train
-from runner.config import load as config
-from runner.config.origins import Origins
 
 PLAIN = "parallel=data_parallel parallel.mesh=null ~parallel.strategies +parallel.strategies={} world_size=2"
 OTHER = f"{PLAIN} parallel.dataset_strategy=data_parallel"
@@ -102,15 +98,8 @@ class Result:
 
 def measure(model: str, words: str, steps: int = FEW) -> Result:
     """Train for `steps` steps; the measured rank is the one with the highest peak."""
-    given = [
-        *MODELS[model].split(),
-        *STEPS.split(),
-        *words.split(),
-        "train.measure_memory=true",
-        f"train.steps={steps}",
-    ]
-    composed = compose("config", given)
-    checked = config.load(composed, Origins(tuple(given)))
+    own = "train.measure_memory=true", f"train.steps={steps}"
+    checked = composed([*MODELS[model].split(), *STEPS.split(), *words.split(), *own])
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         train.run(checked, Path(folder))
         content = json.loads((Path(folder) / "memory.json").read_text(encoding="utf-8"))
@@ -164,17 +153,15 @@ def table(results: list[Result]) -> str:
 
 def run(out: Path | None = None, only: str = "") -> list[Result]:
     """Measure the pairs whose model or plan contains `only`, and write the page to `out`."""
-    cli._register()
     launch.warm()
     results = []
-    with initialize_config_module("conf", version_base="1.3"):
-        for model, words in PAIRS:
-            if only in f"{model} {words}":
-                one = measure(model, words)
-                if abs(one.difference) > NOISE:
-                    one = measure(model, words, MANY)
-                results.append(one)
-                print(f"{one.difference:+7.2%}  {one.measured['peak']:>12,}  {model}: {words}", flush=True)
+    for model, words in PAIRS:
+        if only in f"{model} {words}":
+            one = measure(model, words)
+            if abs(one.difference) > NOISE:
+                one = measure(model, words, MANY)
+            results.append(one)
+            print(f"{one.difference:+7.2%}  {one.measured['peak']:>12,}  {model}: {words}", flush=True)
     if out is not None:
         out.write_text(table(results), encoding="utf-8")
     return results

@@ -13,35 +13,23 @@ micro-batches as stages, 1f1b holds less than gpipe.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks import overlap_copies, overlap_reduction, overlap_schedules
-from runner import launch
+from benchmarks.ranks import command_line, on_ranks
 
 PARTS = {"copies": overlap_copies, "reduction": overlap_reduction, "schedules": overlap_schedules}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, repetitions=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
     for name in options.parts:
         part: Any = PARTS[name]
-        with tempfile.TemporaryDirectory() as folder:
-            found = launch.run_ranks(
-                f"{part.__name__}:measure",
-                {"repetitions": options.repetitions, "clock": options.clock},
-                world_size=part.RANKS,
-                run_dir=Path(folder),
-                device="cpu",
-                timeout=600,
-                threads=1,
-            )
+        payload = {"repetitions": options.repetitions, "clock": options.clock}
+        found = on_ranks(f"{part.__name__}:measure", payload, part.RANKS)
         print(f"{name}\n{part.table(found)}", flush=True)
 
 

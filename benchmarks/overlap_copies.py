@@ -11,7 +11,19 @@ import statistics
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.ranks import PARTIAL_LOSS, Built, built, small_gpt
 from benchmarks.slow_link import Link, agreed, slowed
+from strategies.capture import capture
+from strategies.core.request import OperatorStrategy, Request
+from strategies.cost.roofline import flops_of
+from strategies.lowering.batch_splits import split_batch
+from strategies.lowering.lowering import lower
+from strategies.lowering.overlap import overlap
+from strategies.planner.planner import make_plan
 
 RANKS, LAYERS, WIDTH, ROWS, LENGTH = 2, 4, 384, 16, 64
 LATENCY, SHARE = 5e-4, 1.0
@@ -19,31 +31,14 @@ FIRST = 2
 """Steps of each way before those that count."""
 
 
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of the parameters of a rank, by name."""
+    return {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+
+
 def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Seconds per step, by number of splits and with or without the link, and the largest difference of gradients."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from models.gpt import GPT
-    from models.losses import NextTokenLoss
-    from strategies.capture import Objective, capture
-    from strategies.core.program import LoweringOptions
-    from strategies.core.request import OperatorStrategy, Request
-    from strategies.core.steps import LOCAL
-    from strategies.cost.roofline import flops_of
-    from strategies.lowering.batch_splits import split_batch
-    from strategies.lowering.lowering import lower
-    from strategies.lowering.overlap import overlap
-    from strategies.planner.planner import make_plan
-    from strategies.runtime.communicator import Communicator
-    from strategies.runtime.module_tree import build
-    from strategies.runtime.simulate import shard
-
-    torch.manual_seed(0)
-    net = GPT(256, LENGTH, WIDTH, LAYERS, 4)
-    batch = tuple(torch.randint(256, (ROWS, LENGTH)) for _ in range(2))
-    objective = Objective(net, NextTokenLoss(), ("0", "1"), ("1",))
+    objective, batch = small_gpt(ROWS, LENGTH, WIDTH, LAYERS)
     captured = capture(objective, batch, training=True)
     row, column = ((1, 1, 1), (1, RANKS)), ((1, 1, RANKS), (RANKS, 1))
     strategies = {
@@ -59,33 +54,23 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     request = Request("auto", RANKS, mesh=(("tp", RANKS),), strategies=strategies, dataset_strategy="full_batch")
     plan = make_plan(captured.graph, request)
 
-    def made(copies: int, early: bool) -> tuple[Any, dict[str, torch.Tensor], Communicator]:
+    def made(copies: int, early: bool) -> Built:
         graph, own = captured.graph, plan
         if copies > 1:
             part = capture(objective, [entry[: ROWS // copies] for entry in batch], training=True).graph
             found = split_batch(graph, part, plan, copies, ROWS // copies)
             graph, own = found.graph, found.plan
-        program = lower(graph, own, LoweringOptions(partial_loss=True))
+        program = lower(graph, own, PARTIAL_LOSS)
         program = overlap(program, flops_of(graph, own)) if early else program
-        chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
-        axes = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
-        communicator = Communicator(program.mesh, rank.rank, axes)
-        tensors = {}
-        for source in program.sources:
-            if source.kind != "input":
-                value = captured.tensors[source.name].detach()
-                piece = shard(value, program.layouts[source.id], program.mesh)[rank.rank]
-                tensors[source.name] = nn.Parameter(piece) if source.kind == "parameter" else piece
-        return build(program, tensors, communicator, "cpu"), tensors, communicator
+        return built(program, captured.tensors, rank.rank)
 
     programs = {"one batch, in order": made(1, False), "one batch": made(1, True)}
     programs |= {f"{copies} copies": made(copies, True) for copies in (2, 4)}
     links = {way: Link(LATENCY, float("inf"), options["clock"]) for way in programs}
 
     def step(way: str, linked: bool) -> float:
-        module, tensors, _ = programs[way]
-        for tensor in tensors.values():
-            tensor.grad = None
+        module = programs[way].module
+        module.zero_grad()
         dist.barrier()
         with slowed(links[way]) if linked else nullcontext():
             started = links[way].now()
@@ -94,7 +79,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
 
     first = "one batch, in order"
     alone = agreed(statistics.median([step(first, False) for _ in range(FIRST)]))
-    communicator = programs[first][2]
+    communicator = programs[first].communicator
     sent, calls = communicator.sent["all_reduce"] / FIRST, communicator.calls["all_reduce"] / FIRST
     carried = sent * RANKS / (2 * (RANKS - 1))  # bytes of the tensors, which the link counts
     for link in links.values():
@@ -106,17 +91,16 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
             seconds = step(*one)
             if repetition >= 0:
                 times[one].append(seconds)
-    truth = programs[first][1]
-    largest = max(one.grad.abs().max() for one in truth.values() if one.grad is not None)
+    truth = gradients(programs[first].module)
+    largest = max(one.abs().max() for one in truth.values())
     gaps = [
-        (tensor.grad - truth[name].grad).abs().max() / largest
-        for _, tensors, _ in programs.values()
-        for name, tensor in tensors.items()
-        if isinstance(tensor, nn.Parameter)
+        (gradient - truth[name]).abs().max() / largest
+        for program in programs.values()
+        for name, gradient in gradients(program.module).items()
     ]
     return {
         "seconds": {one: agreed(statistics.median(values)) for one, values in times.items()},
-        "calls": {way: communicator.calls["all_reduce"] for way, (_, _, communicator) in programs.items()},
+        "calls": {way: program.communicator.calls["all_reduce"] for way, program in programs.items()},
         "gap": max(gap.item() for gap in gaps),
         "waited": {way: agreed(link.waited) / agreed(link.taken) for way, link in links.items()},
     }

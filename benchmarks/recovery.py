@@ -24,14 +24,9 @@ from io import StringIO
 from multiprocessing import forkserver
 from pathlib import Path
 
-from hydra import compose, initialize_config_module
-
 from runner import launch
-from runner.cli import arguments as words
-from runner.cli import recipes
+from runner.cli.jobs import composed
 from runner.commands import train
-from runner.config import load as config
-from runner.config.origins import Origins
 from runner.recovery.restarting import RESTARTS
 
 EVERY, STEPS = 4, 14
@@ -115,9 +110,7 @@ def random_failures(draw: random.Random, ranks: int, count: int) -> list[RandomF
 
 
 def run(folder: Path, given: Sequence[str]) -> None:
-    with initialize_config_module("conf", version_base="1.3"):
-        typed = words.for_hydra(None, list(given))
-        made = config.load(compose("config", typed), Origins(typed))
+    made = composed(given)
     folder.mkdir()
     with redirect_stdout(StringIO()), (folder / "console").open("w", encoding="utf-8") as said:
         kept = os.dup(1)
@@ -188,7 +181,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    recipes.register()
     launch.warm()
     draw, rows, runs, extra, alive = random.Random(options.seed), defaultdict[str, Row](Row), 0, 0, 0
     undisturbed: dict[str, tuple[dict[str, str], list[tuple[int, float]]]] = {}

@@ -13,23 +13,59 @@ of the rank on which they are largest. Goal: 1 % of a step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from benchmarks.checkpoint import Run
+from benchmarks.ranks import command_line, on_ranks
 from runner import checkpoint as checkpoints
-from runner import launch
+from strategies.core.graph import Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
+from strategies.optimizer.stages import make_updates
+from strategies.optimizer.updates import axes_needed
+from strategies.runtime.communicator import Communicator
 
 WINDOW = 10
 """Steps of a window: those between two saves."""
 KINDS = ("clock", "cpu", "queued", "blocked")
+
+
+class Run:
+    """Data parallel training of square layers by AdamW."""
+
+    def __init__(self, rank: Any, width: int, layers: int, rows: int) -> None:
+        self.device = rank.device
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(self.device)
+        mesh = Mesh((("dp", rank.world_size),))
+        names = [name for name, _ in module.named_parameters()]
+        sources = tuple(Source(name, "parameter", name, TensorSpec((width, width), "float32"), True) for name in names)
+        axes = mesh.sorted(mesh.names)
+        layouts = {name: Layout.replicated(2) for name in names}
+        open_axes = dict.fromkeys(names, axes)
+        program = Program(mesh, sources, layouts, (), tuple(map(Ref, names)), open_axes, tuple(names), False)
+        communicator = Communicator(mesh, rank.rank, axes_needed(program))
+        groups = [{"names": names}]
+        updates = make_updates(0, module, program, communicator, lambda given: torch.optim.AdamW(given), groups)
+        config = {"world_size": mesh.size, "train": {"seed": 0}}
+        self.module, self.updates = module, updates
+        self.content = checkpoints.Content(program, communicator, {}, updates, None, {}, config)
+        self.saver = checkpoints.Saver()
+        self.batch = torch.randn(rows, width, device=self.device)
+
+    def step(self) -> None:
+        self.updates.backward(self.module(self.batch).square().mean())
+        self.updates.reduce()
+        self.saver.wait_for_copies()
+        self.updates.update(measure=False)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
 
 
 def now() -> dict[str, float]:
@@ -42,8 +78,8 @@ def now() -> dict[str, float]:
 def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """Median seconds of a window without a save, of what a save adds to it, and of the call, by kind; of the slowest
     rank."""
-    run = Run(rank, payload["width"], payload["layers"], payload["rows"], "wall")
-    folder, wanted = Path(payload["folder"]), checkpoints.SaveOptions(keep=2)
+    run = Run(rank, payload["width"], payload["layers"], payload["rows"])
+    folder, wanted = rank.run_dir, checkpoints.SaveOptions(keep=2)
     found: dict[str, list[dict[str, float]]] = {"plain": [], "beside": [], "call": []}
 
     def spent(before: dict[str, float]) -> dict[str, float]:
@@ -74,22 +110,10 @@ def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser = command_line(__doc__, ranks=1, width=384, layers=24, rows=32, rounds=12)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    for name, value in (("width", 384), ("layers", 24), ("rows", 32), ("rounds", 12)):
-        parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = launch.run_ranks(
-            "benchmarks.save_stall:measure",
-            vars(options) | {"folder": folder},
-            world_size=options.ranks,
-            run_dir=Path(folder),
-            device=options.device,
-            timeout=600,
-            threads=1,
-        )
+    found = on_ranks("benchmarks.save_stall:measure", vars(options), options.ranks, options.device)
     (plain, extra, call), header = found["seconds"], ("by the clock", "CPU", "waiting for a core", "blocked")
     print(f"| ms of the training thread | {' | '.join(header)} |\n|---|{'---:|' * len(header)}")
     for name, own, count in (("a step", plain, WINDOW), ("a save", extra, 1), ("of that the call", call, 1)):

@@ -11,17 +11,20 @@ do not slow each other.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner import launch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.ranks import built_stage, command_line, on_ranks
 from runner.report.schedule import drawing
+from strategies.capture import Objective, capture
 from strategies.lowering.pipeline_schedule import (
     Schedule,
     in_a_v,
@@ -32,6 +35,8 @@ from strategies.lowering.pipeline_schedule import (
 )
 from strategies.lowering.pipeline_synthesis import ScheduleProblem, synthesise
 from strategies.lowering.pipeline_timeline import StageTimes, makespan, timeline
+from strategies.runtime.peers import Peers
+from strategies.runtime.pipeline_stage import RankStage, StageRunner
 
 NAMED = ("1f1b", "zero_bubble", "interleaved_1f1b", "zero_bubble x 2", "zbv")
 RANKS, MICRO_BATCHES = 4, 8
@@ -122,60 +127,29 @@ def schedules() -> dict[str, Schedule]:
 
 def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Median seconds of a step and the loss, by schedule."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from strategies.capture import Objective, capture
-    from strategies.core.program import LoweringOptions
-    from strategies.core.request import Request
-    from strategies.lowering.lowering import lower, random_ordinals
-    from strategies.lowering.pipeline import cut, in_stages
-    from strategies.optimizer.stages import make_updates
-    from strategies.optimizer.updates import axes_needed
-    from strategies.planner.planner import make_plan
-    from strategies.runtime.communicator import Communicator
-    from strategies.runtime.module_tree import build
-    from strategies.runtime.peers import Peers
-    from strategies.runtime.pipeline_stage import RankStage, StageRunner
-
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(RANKS)))
     x, y = torch.randn(2 * MICRO_BATCHES, 32), torch.randn(2 * MICRO_BATCHES, 32)
     captured = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), (x[:2], y[:2]), training=True)
-    plan = make_plan(captured.graph, Request("data_parallel", 1))
-    lowered = LoweringOptions(partial_loss=True)
-    cuts = {str(number): number for number in range(RANKS)}
-    placed = in_stages(captured.graph, RANKS, cuts)
-    stages = cut(captured.graph, plan, placed, random_ordinals(captured.graph, lowered))
-    stage = stages[rank.rank]
-    program = lower(stage.graph, stage.plan, lowered, outputs=stage.sends, ordinals=stage.ordinals)
-    communicator = Communicator(program.mesh, 0, axes_needed(program), stage=rank.rank, stages=RANKS)
-    own = [source for source in program.sources if source.kind != "input"]
-    tensors = {source.name: captured.tensors[source.name].detach().clone() for source in own}
-    tensors |= {source.name: nn.Parameter(tensors[source.name]) for source in own if source.kind == "parameter"}
-    module = build(program, tensors, communicator, "cpu")
-    peers = Peers(communicator, stages, range(RANKS))
-    names = [source.name for source in own if source.kind == "parameter"]
-    updates = make_updates(
-        *(0, module, program, communicator, lambda groups: torch.optim.SGD(groups, lr=0.0), [{"names": names}]),
-        accumulate=MICRO_BATCHES,
-        peers=peers,
-    )
+    stages, own = built_stage(captured, {str(number): number for number in range(RANKS)}, rank.rank, RANKS)
+    peers = Peers(own.communicator, stages, range(RANKS))
+    sgd = lambda groups: torch.optim.SGD(groups, lr=0.0)  # noqa: E731
+    updates = own.updates(sgd, accumulate=MICRO_BATCHES, peers=peers)
     times = stage_times()[rank.rank]
 
     last_half = times.weight if rank.rank else times.input
-    for name in names:
+    for name, tensor in own.tensors.items():
         if name.endswith("weight"):
-            tensors[name].register_post_accumulate_grad_hook(lambda _: time.sleep(last_half))
+            tensor.register_post_accumulate_grad_hook(lambda _: time.sleep(last_half))
 
     def run(entries: Any, key: int) -> Any:
         time.sleep(times.forward)
         for value in entries[2:]:  # what the stage before sends
             value.register_hook(lambda _: time.sleep(times.input))
-        return module(*entries)
+        return own.module(*entries)
 
-    unit = RankStage(stage, program, run, tuple(tensors[name] for name in program.reductions))
+    reduced = tuple(own.tensors[name] for name in own.program.reductions)
+    unit = RankStage(stages[rank.rank], own.program, run, reduced)
     parts = list(zip(x.split(2), y.split(2), strict=True))
     runners = {
         name: StageRunner(peers, [unit], schedule, MICRO_BATCHES, "cpu", {}) for name, schedule in schedules().items()
@@ -199,16 +173,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(repetitions: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        found = launch.run_ranks(
-            "benchmarks.schedules:measure",
-            {"repetitions": repetitions},
-            world_size=RANKS,
-            run_dir=Path(folder),
-            device="cpu",
-            timeout=200,
-            threads=1,
-        )
+    found = on_ranks("benchmarks.schedules:measure", {"repetitions": repetitions}, RANKS)
     lines = ["| schedule | micro-batches kept | predicted ms | measured ms | of 1f1b |", "|---|---|---|---|---|"]
     for name, schedule in schedules().items():
         kept = max(peak_activations(actions) for actions in schedule)
@@ -249,10 +214,7 @@ def picture(named: Sequence[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser = command_line(__doc__, tables=500, first=0, repetitions=7)
     parser.add_argument("--only", nargs="+", choices=("tables", "dualpipe", "measured"), default=())
     parser.add_argument("--svg", type=Path)
     options = parser.parse_args()

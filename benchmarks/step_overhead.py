@@ -9,15 +9,21 @@ without the first three steps, is printed. Goal: at most 1.02 for steps of 10 ms
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from runner import launch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.ranks import PARTIAL_LOSS, built, command_line, on_ranks
+from strategies.capture import Objective, capture
+from strategies.core.request import OperatorStrategy, Request
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
 
 WARM_UP = 3
 """Steps that are not timed."""
@@ -33,39 +39,13 @@ class Shape:
 
 def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     """Seconds per step of both versions on this rank, and the largest difference between their weights at the end."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from strategies.capture import Objective, capture
-    from strategies.core.program import LoweringOptions
-    from strategies.core.request import OperatorStrategy, Request
-    from strategies.core.steps import LOCAL
-    from strategies.lowering.lowering import lower
-    from strategies.optimizer.stages import make_updates
-    from strategies.optimizer.updates import axes_needed
-    from strategies.planner.planner import make_plan
-    from strategies.runtime.communicator import Communicator
-    from strategies.runtime.module_tree import build
-
     shape = Shape(**options)
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.relu, self.down = (
-                nn.Linear(shape.width, shape.width, False),
-                nn.ReLU(),
-                nn.Linear(shape.width, shape.width, False),
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.down(self.relu(self.up(x)))
-            return out
-
     torch.manual_seed(0)
-    n, net = shape.ranks, Net()
-    x, y = torch.randn(shape.rows, shape.width), torch.randn(shape.rows, shape.width)
+    n, width = shape.ranks, shape.width
+    layers = {"up": nn.Linear(width, width, False), "relu": nn.ReLU(), "down": nn.Linear(width, width, False)}
+    net = nn.Sequential(OrderedDict(layers))
+    x, y = torch.randn(shape.rows, width), torch.randn(shape.rows, width)
     graph = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), (x, y), training=True).graph
     strategies = {
         "up": OperatorStrategy(((1, 1), (n, 1)), None),
@@ -75,21 +55,11 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     program = lower(
         graph,
         make_plan(graph, Request("semi_auto", n, strategies=strategies, dataset_strategy="full_batch")),
-        LoweringOptions(partial_loss=True),
+        PARTIAL_LOSS,
     )
-    axes = [s.axes for r in program.redistributions for c in (r.forward, r.backward) for s in c if s.kind not in LOCAL]
-    communicator = Communicator(program.mesh, rank.rank, [*axes, *axes_needed(program)])
-    up, down = (net.up.weight.detach().chunk(n, 0)[rank.rank], net.down.weight.detach().chunk(n, 1)[rank.rank])
-    tensors = {"up.weight": nn.Parameter(up.clone()), "down.weight": nn.Parameter(down.clone())}
-    module = build(program, tensors, communicator, "cpu")
-    updates = make_updates(
-        0,
-        module,
-        program,
-        communicator,
-        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-        [{"names": ["up.weight", "down.weight"]}],
-    )
+    own = built(program, dict(net.named_parameters()), rank.rank)
+    module, updates = own.module, own.updates(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    up, down = (own.tensors[f"{name}.weight"].detach() for name in ("up", "down"))
 
     class ScatterRows(torch.autograd.Function):
         @staticmethod
@@ -134,27 +104,16 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
             step()
             times[name].append(time.perf_counter() - started)
     found = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
-    gap = max((a - b).abs().max().item() for a, b in ((tensors["up.weight"], first), (tensors["down.weight"], second)))
+    gap = max((a - b).abs().max().item() for a, b in zip(own.tensors.values(), (first, second), strict=True))
     return found | {"gap": gap}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("ranks", 2), ("width", 2048), ("rows", 512), ("repetitions", 30)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = command_line(__doc__, ranks=2, width=2048, rows=512, repetitions=30)
     shape = Shape(**vars(parser.parse_args()))
     if shape.repetitions <= WARM_UP:
         parser.error(f"--repetitions must be more than {WARM_UP}: the first {WARM_UP} warm up and are not timed.")
-    with tempfile.TemporaryDirectory() as folder:
-        found = launch.run_ranks(
-            "benchmarks.step_overhead:measure",
-            vars(shape),
-            world_size=shape.ranks,
-            run_dir=Path(folder),
-            device="cpu",
-            timeout=300,
-            threads=1,
-        )
+    found = on_ranks("benchmarks.step_overhead:measure", vars(shape), shape.ranks)
     ours, by_hand = found["ours"] * 1e3, found["by_hand"] * 1e3
     print(f"ours {ours:.2f} ms, hand-written {by_hand:.2f} ms, ratio {ours / by_hand:.3f}")
     print(f"largest difference of the weights after {shape.repetitions} steps: {found['gap']:.1e}")

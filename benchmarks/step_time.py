@@ -25,7 +25,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.ranks import built, on_ranks
+from models.ffn import FFN
+from models.gpt import GPT
+from models.llama import Llama
+from models.losses import NextTokenLoss
 from runner import launch
+from runner.planning.clusters import from_description
+from strategies.capture import Objective, capture
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, Request
+from strategies.cost.step import step_cost
+from strategies.lowering.fusion import KINDS, LARGEST, fuse
+from strategies.lowering.lowering import lower
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.planner.planner import make_plan
+from strategies.runtime.slices import entries_of
 
 Strategies = Mapping[str, tuple[tuple[int, ...], ...]]
 WARM, REPETITIONS = 2, 2
@@ -56,13 +75,6 @@ def wishes(ranks: int) -> list[Wish]:
 
 def model_of(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
     """A model, its loss, a batch."""
-    import torch
-    from torch import nn
-
-    from models.ffn import FFN
-    from models.gpt import GPT
-    from models.llama import Llama
-    from models.losses import NextTokenLoss
 
     torch.manual_seed(0)
     if name == "ffn":
@@ -106,9 +118,6 @@ class Task:
 
 def tasks(name: str, ranks: int) -> Iterator[tuple[Wish, Task]]:
     """Every plan of a model."""
-    from strategies.capture import Objective, capture
-    from strategies.core.request import OperatorStrategy, Request
-    from strategies.planner.planner import make_plan
 
     net, loss, batch = model_of(name)
     captured = capture(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True)
@@ -123,22 +132,17 @@ def tasks(name: str, ranks: int) -> Iterator[tuple[Wish, Task]]:
 
 
 def program_of(task: Task) -> Any:
-    from strategies.core.program import LoweringOptions
-    from strategies.lowering.fusion import KINDS, LARGEST, fuse
-    from strategies.lowering.lowering import lower
 
     options = LoweringOptions(sharded_optimizer=task.stage > 0, partial_loss=True)
     return fuse(lower(task.graph, task.plan, options), dict.fromkeys(KINDS, LARGEST))
 
 
 def factory(groups: Any) -> Any:
-    import torch
 
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
 def settings(task: Task) -> Any:
-    from strategies.optimizer.settings import OptimizerSettings
 
     return OptimizerSettings(task.stage, factory, overlap=True, engine="native")
 
@@ -147,38 +151,12 @@ class Built:
     """One plan, built on one rank."""
 
     def __init__(self, task: Task, rank: int) -> None:
-        from torch import nn
-
-        from strategies.core.steps import LOCAL
-        from strategies.optimizer.stages import make_updates
-        from strategies.optimizer.updates import axes_needed
-        from strategies.runtime.communicator import Communicator
-        from strategies.runtime.module_tree import build
-        from strategies.runtime.simulate import shard
-
         program = program_of(task)
-        self.axes = program.loss_axes
-        chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
-        axes = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
-        self.communicator = communicator = Communicator(program.mesh, rank, [*axes, self.axes, *axes_needed(program)])
-        tensors: dict[str, Any] = {}
-        for source in program.sources:
-            if source.kind != "input":
-                tensor = task.tensors[source.name]
-                piece = shard(tensor, program.layouts[source.id], program.mesh)[rank].clone()
-                tensors[source.name] = nn.Parameter(piece) if source.kind == "parameter" else piece
-        inputs = [source for source in program.sources if source.kind == "input"]
-        self.batch = [
-            shard(tensor, program.layouts[source.id], program.mesh)[rank]
-            for source, tensor in zip(inputs, task.batch, strict=True)
-        ]
-        module = build(program, tensors, communicator, "cpu")
-        groups = [{"names": list(program.trainable_names)}]
-        given = module, program, communicator, factory, groups
-        self.updates = make_updates(task.stage, *given, overlap=True, engine="native")
+        self.axes, own = program.loss_axes, built(program, task.tensors, rank)
+        self.communicator, self.batch = own.communicator, entries_of(task.batch, program, rank)
+        self.updates = own.updates(factory, stage=task.stage, overlap=True, engine="native")
 
     def step(self) -> float:
-        import torch.distributed as dist
 
         dist.barrier()
         started = time.perf_counter()
@@ -194,8 +172,6 @@ class Built:
 
 def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
     """Seconds of the measured steps of a plan on the slowest rank, without warm-up steps."""
-    import torch
-    import torch.distributed as dist
 
     plan = Built(Task(*payload["task"]), rank.rank)
     found = torch.tensor([plan.step() for _ in range(WARM + payload["steps"])], dtype=torch.float64)
@@ -234,8 +210,6 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
     """Measure every plan of the models on `ranks` ranks; the machine is described by the file `cluster`, or calibrated
     for `seconds` seconds."""
     launch.warm()
-    from runner.planning.clusters import from_description
-    from strategies.cost.step import step_cost
 
     with tempfile.TemporaryDirectory() as name:
         file = cluster or Path(name) / "calibrated.yaml"
@@ -247,10 +221,7 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
         for turn in range(REPETITIONS):
             for number in list(found)[:: -1 if turn % 2 else 1]:
                 payload = {"task": tuple(vars(wanted[number][2]).values()), "steps": steps}
-                found[number] += launch.run_ranks(
-                    "benchmarks.step_time:measure", payload, world_size=ranks,
-                    run_dir=Path(name), device="cpu", timeout=300, threads=1,
-                )  # fmt: skip
+                found[number] += on_ranks("benchmarks.step_time:measure", payload, ranks)
         measured = [statistics.median(times) for times in found.values()]
     return [
         Result(model, wish, step_cost(task.graph, task.plan, program_of(task), machine, settings(task)), one)
@@ -261,7 +232,6 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
 def predicted(models: Sequence[str], ranks: int, cluster: Path | None) -> Iterator[tuple[str, Wish, Any]]:
     """The cost of every plan on the machine in a file, or on the one that is assumed for CPUs."""
     from runner.planning.clusters import DEFAULTS, busy, from_description, shipped
-    from strategies.cost.step import step_cost
 
     name = DEFAULTS["cpu"]
     machine = busy(name, shipped(name), ranks) if cluster is None else from_description(cluster)

@@ -12,16 +12,24 @@ rank's steps. Ideal is 1.67 for three ranks and 1.5 for two; the goal is 1.4.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from runner import launch
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import PARTIAL_LOSS, Built, built, command_line, on_ranks, small_gpt
+from runner.planning.batch_rows import divided
+from strategies.capture import capture
+from strategies.core.request import Request
+from strategies.lowering.lowering import lower
+from strategies.optimizer.updates import Updates
+from strategies.planner.planner import make_plan
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.slices import entries_of
 
 ROWS = 30
 LAYERS, WIDTH, LENGTH = 4, 192, 64
@@ -31,24 +39,6 @@ FIRST = 3
 
 def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The rows and median seconds per step of both variants, and the largest difference of their weights at the end."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from models.gpt import GPT
-    from models.losses import NextTokenLoss
-    from runner.planning.batch_rows import divided
-    from strategies.capture import Objective, capture
-    from strategies.core.program import LoweringOptions
-    from strategies.core.request import Request
-    from strategies.core.steps import LOCAL
-    from strategies.lowering.lowering import lower
-    from strategies.optimizer.stages import make_updates
-    from strategies.optimizer.updates import DEFAULT_BUCKETS, axes_needed
-    from strategies.planner.planner import make_plan
-    from strategies.runtime.communicator import Communicator
-    from strategies.runtime.module_tree import build
-    from strategies.runtime.transfer import cut
 
     class Paced(Communicator):
         """That of a rank whose process computes faster than its device."""
@@ -71,46 +61,27 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
             self.late += max(0.0, time.perf_counter() - ends)
             time.sleep(max(0.0, ends - time.perf_counter()))
 
-    torch.manual_seed(0)
     ranks = rank.world_size
     pace = options["pace"] * (2 if rank.rank == ranks - 1 else 1)
-    net = GPT(256, LENGTH, WIDTH, LAYERS, 4)
-    batch = [torch.randint(256, (ROWS, LENGTH)) for _ in range(2)]
-    captured = capture(Objective(net, NextTokenLoss(), ("0", "1"), ("1",)), batch, training=True)
+    objective, batch = small_gpt(ROWS, LENGTH, WIDTH, LAYERS)
+    captured = capture(objective, batch, training=True)
     plan = make_plan(captured.graph, Request("data_parallel", ranks))
     lines = [(1.0, 1.0)] * (ranks - 1) + [(2.0, 2.0)]
-    rows = {"equal": (ROWS // ranks,) * ranks, "by speed": divided(ROWS, lines, (ROWS,) * ranks)}
     names = [source.name for source in captured.graph.of_kind("parameter")]
+    rows = {"equal": (ROWS // ranks,) * ranks, "by speed": divided(ROWS, lines, (ROWS,) * ranks)}
 
-    def trained(own: tuple[int, ...]) -> tuple[Any, list[torch.Tensor], dict[str, torch.Tensor], Paced]:
-        seen = replace(plan, batch_rows=own).of_rank(rank.rank)
-        program = lower(captured.graph, seen, LoweringOptions(partial_loss=True))
-        paths = [path for one in program.redistributions for path in (one.forward, one.backward)]
-        axes = [step.axes for path in paths for step in path if step.kind not in LOCAL]
-        communicator = Paced(program.mesh, rank.rank, [*axes, *axes_needed(program)])
-        tensors = {}
-        for source in program.sources:
-            if source.kind != "input":
-                tensor = captured.tensors[source.name].detach().clone()
-                tensors[source.name] = nn.Parameter(tensor) if source.kind == "parameter" else tensor
-        inputs = [source for source in program.sources if source.kind == "input"]
-        entries = [
-            cut(tensor, program.layouts[source.id], program.mesh, rank.rank)
-            for source, tensor in zip(inputs, batch, strict=True)
-        ]
-        module = build(program, tensors, communicator, "cpu")
-        updates = make_updates(
-            *(0, module, program, communicator, lambda groups: torch.optim.SGD(groups, lr=0.01), [{"names": names}]),
-            cut=DEFAULT_BUCKETS,
-            overlap=False,
-        )
-        return updates, entries, tensors, communicator
+    def trained(own: tuple[int, ...]) -> tuple[Updates, list[torch.Tensor], Built]:
+        program = lower(captured.graph, replace(plan, batch_rows=own).of_rank(rank.rank), PARTIAL_LOSS)
+        made = built(program, captured.tensors, rank.rank, Paced)
+        updates = made.updates(lambda groups: torch.optim.SGD(groups, lr=0.01))
+        return updates, entries_of(batch, program, rank.rank), made
 
     variants = {name: trained(own) for name, own in rows.items()}
 
     def step(name: str) -> float:
         """Seconds of the slowest rank."""
-        updates, entries, _, communicator = variants[name]
+        updates, entries, own = variants[name]
+        communicator: Any = own.communicator
         dist.barrier()
         communicator.resume()
         started = communicator.began
@@ -126,8 +97,9 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     for repetition in range(FIRST + options["repetitions"]):
         for name in list(variants)[:: 1 if repetition % 2 else -1]:
             times[name].append(step(name))
-    (_, _, equal, _), (_, _, uneven, _) = variants.values()
-    late = torch.tensor(sum(communicator.late for *_, communicator in variants.values()), dtype=torch.float64)
+    equal, uneven = (own.tensors for *_, own in variants.values())
+    paced: list[Any] = [own.communicator for *_, own in variants.values()]
+    late = torch.tensor(sum(communicator.late for communicator in paced), dtype=torch.float64)
     dist.all_reduce(late, dist.ReduceOp.MAX)
     return {
         "rows": {name: list(own) for name, own in rows.items()},
@@ -151,21 +123,10 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--repetitions", type=int, default=10)
+    parser = command_line(__doc__, ranks=3, repetitions=10)
     parser.add_argument("--pace", type=float, default=9.0)
     options = vars(parser.parse_args())
-    with tempfile.TemporaryDirectory() as folder:
-        found = launch.run_ranks(
-            "benchmarks.uneven:measure",
-            options,
-            world_size=options["ranks"],
-            run_dir=Path(folder),
-            device="cpu",
-            timeout=600,
-            threads=1,
-        )
+    found = on_ranks("benchmarks.uneven:measure", options, options["ranks"])
     print(table(found))
 
 

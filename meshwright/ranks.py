@@ -33,10 +33,10 @@ from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.stages import make_updates
 from strategies.optimizer.updates import Updates, axes_needed
 from strategies.rules.random import mix
-from strategies.runtime import initial_weights as weights
 from strategies.runtime.dtensors import as_dtensor, global_tensor, placements
 from strategies.runtime.naming import inside, register
 from strategies.runtime.redistributions import Redistribution
+from strategies.runtime.slices import slices_of
 from strategies.runtime.transfer import cut, filled
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ class ShardedModule(nn.Module):
         execution = sharded(
             prepared,
             context,
-            lambda programs: weights.slices_of(tensors, programs[0], rank, self.device),
+            lambda programs: slices_of(tensors, programs[0], rank, self.device),
             lambda program: [*axes_needed(program), *gather_axes(program, _no_dtensors(program))],
         )
         self._execution = (execution,)  # in a tuple, so that its tensors have no second name here
         self._updates: Updates | None = None
         self._step = self._backwards = 0
         self.reduced = False
-        self._sources = {source.name: source for source in execution.program.sources if source.kind != "input"}
+        self._sources = execution.program.tensors
         self._names = _register(self, objective, execution.tensors)
         self.register_state_dict_post_hook(_to_dtensors)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_dtensors)  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ class ShardedModule(nn.Module):
                 "MW463", f"The batch has the entries {', '.join(given)}, but the plan is for {', '.join(names)}."
             )
         program, rank = self.execution.program, self.execution.communicator.rank
-        found, inputs = [], {source.name: source for source in program.sources if source.kind == "input"}
+        found, inputs = [], {source.name: source for source in program.inputs}
         for name in names:
             value, source = values[name], inputs[name]
             if not isinstance(value, Tensor):

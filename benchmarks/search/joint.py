@@ -9,9 +9,12 @@ from typing import Any
 
 from benchmarks.search import charts
 from benchmarks.search.outcome import Claim, Outcome, Setting
-from benchmarks.search_joint import capture, deciding, forget
-from runner.planning.joint import choice_of
+from runner.planning import joint
+from runner.planning.joint import JointDecision, choice_of
 from runner.report.units import shown_seconds
+from strategies.core import result_shapes as shapes
+from strategies.rules import sharding
+from tests.runner.composing import compose_config
 
 TITLE = "Decisions taken together"
 GOAL = 10.0
@@ -19,6 +22,9 @@ LAYERS, LENGTHS = 32, (2048, 4096)
 LIMITS = ("none", "60", "40", "20")
 """GiB of a rank; none: those of a device."""
 HEAD = ("tokens", "memory", "choices", "tried", "left out", "too large", "capture, s", "decision, s", "decided", "step")
+
+
+OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,35 @@ class Result:
     @property
     def name(self) -> str:
         return f"{self.length} tokens, {self.memory}"
+
+
+def deciding(layers: int, length: int, limit: str) -> JointDecision:
+    shape = (
+        f"vocabulary: 32000, length: {length}, width: 4096, layers: {layers}, heads: 32, kv_heads: 32, hidden: 11008"
+    )
+    words = (
+        *("parallel=auto", "parallel.search=dynamic_programming", "parallel.plan_cache=null", *OPEN),
+        *("cluster=dgx_h100", "world_size=8", "model.target=models.llama.Llama", f"model.args={{{shape}}}"),
+        *("loss.target=models.losses.NextTokenLoss", "optimizer.target=torch.optim.AdamW", "train.precision=bf16"),
+        *("data.target=runner.data.text.Windows", f"data.args={{length: {length}, train: true}}"),
+        *("data.batch_size=16", "job.name=plan"),
+    )
+    return JointDecision(
+        compose_config(*words, *([] if limit == "none" else [f"parallel.memory_limit={limit}GiB"])), print
+    )
+
+
+def capture(one: JointDecision) -> dict[int, joint.Capture]:
+    """Capture the model with the rows of every choice."""
+    for choice in one.choices:
+        one.searched(choice)
+    return one.captures
+
+
+def forget() -> None:
+    """Clear the caches that one decision leaves to the next in a process, except captures."""
+    shapes.forget()
+    sharding.forget()
 
 
 def decided(length: int, limit: str, layers: int) -> Result:

@@ -72,7 +72,7 @@ class SlicedProgram:
 
     @cached_property
     def _trained(self) -> dict[str, int]:
-        sizes = {one.name: math.prod(one.spec.shape) for one in self.program.sources if one.kind == "parameter"}
+        sizes = {one.name: math.prod(one.spec.shape) for one in self.program.parameters}
         return {name: sizes[name] for name in self.program.trainable_names}
 
     @cached_property
@@ -103,7 +103,7 @@ class SlicedProgram:
     @cached_property
     def stored(self) -> Program:
         """The program with the tensors of the model and the entries of a batch as its only sources."""
-        tensors = (one for one in self.program.sources if one.kind != "input")
+        tensors = self.program.tensors.values()
         return replace(self.program, sources=(*tensors, *self.entries))
 
     @cached_property
@@ -220,7 +220,7 @@ def _with_tables(program: Program, served: Collection[str]) -> tuple[Program, tu
     A parameter on servers is a table where all its uses are embeddings by entries of the batch. What is done to the row
     of the padding is left to who adds up gradients.
     """
-    inputs = [source for source in program.sources if source.kind == "input"]
+    inputs = program.inputs
     position = {source.id: number for number, source in enumerate(inputs)}
     changed: dict[str, Instruction] = {}
     added: list[Source] = []

@@ -151,7 +151,7 @@ class Evaluator:
             mesh, layouts = self.execution.program.mesh, self._inputs()
             return [layouts[name].block((size, *sizes), mesh, rank) for name, sizes in shapes.items()]
         program = self._program(size)
-        sources = [one for one in program.sources if one.kind == "input" and one.name not in self.prepared.targets]
+        sources = [one for one in program.inputs if one.name not in self.prepared.targets]
         blocks = {one.name: program.layouts[one.id].block(one.spec.shape, program.mesh, rank) for one in sources}
         span = next(iter(blocks.values()))[0]
         return [blocks.get(name, (span, *((0, size) for size in sizes))) for name, sizes in shapes.items()]

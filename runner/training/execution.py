@@ -29,7 +29,7 @@ from strategies.core.graph import OperatorGraph, Source
 from strategies.core.layout import Block, Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
-from strategies.core.steps import LOCAL, ReshardingPath
+from strategies.core.steps import ReshardingPath
 from strategies.lowering.pipeline import Stage, joined
 from strategies.lowering.pipeline_schedule import stages_of
 from strategies.resharding.path import resharding_path
@@ -115,12 +115,12 @@ def sharded(prepared: Prepared, rank: RankContext, slices: Slices, axes: Axes) -
         rows: lowering.evaluation_program(config, evaluation.graph, evaluation.plan)
         for rows, evaluation in prepared.evaluations.items()
     }
-    used = [*_loss_axes_used(program), *axes(program), *chain(*map(_axes_used, evaluations.values()))]
+    used = [*program.axes, *axes(program), *chain(*(one.axes for one in evaluations.values()))]
     short_program = None
     if short is not None and short.graph is not None and short.plan is not None:
         reductions = lowering.with_reductions({id(short.graph): program.reductions})
         short_program = lowering.training_program(config, short.graph, short.plan, reductions)
-        used += _loss_axes_used(short_program)
+        used += short_program.axes
     communicator = Communicator(program.mesh, rank.rank, used)
     tensors = slices([program, *evaluations.values()])
     module = build(program, tensors, communicator, rank.device, compiled=compile_)
@@ -192,8 +192,8 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     by_group = [joined([stages[k] for k in ks], [programs[k] for k in ks]) for ks in groups]
     program = by_group[number]
     # A group of ranks across the stages is named by how many each rank has made before.
-    used = [names for of_group in by_group for names in (*_loss_axes_used(of_group), *axes(of_group))]
-    used += chain(*(_axes_used(of_stage) for evaluation in evaluations.values() for of_stage in evaluation))
+    used = [names for of_group in by_group for names in (*of_group.axes, *axes(of_group))]
+    used += chain(*(of_stage.axes for evaluation in evaluations.values() for of_stage in evaluation))
     short = () if prepared.short is None else prepared.short.stages
     short_programs: Sequence[Program] = ()
     if short:
@@ -202,7 +202,7 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         short_programs = lowering.pipeline_programs(
             config, short, owners, lowering.training_options(config), reductions
         )
-        used += chain(*map(_loss_axes_used, short_programs))
+        used += chain(*(one.axes for one in short_programs))
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     evaluated = [evaluation[k] for evaluation in evaluations.values() for k in mine]
     tensors = _tensors([program, *evaluated], local, rank.device, folder)
@@ -267,20 +267,8 @@ def blamed(error: BaseException, graph: OperatorGraph) -> str | None:
     return None
 
 
-def _axes_used(program: Program) -> list[tuple[str, ...]]:
-    paths = [r.forward for r in program.redistributions]
-    paths += [r.backward for r in program.redistributions if r.differentiable]
-    steps = [step.axes for path in paths for step in path if step.kind not in LOCAL]
-    return list(dict.fromkeys([*steps, *program.replicas.values()]))
-
-
-def _loss_axes_used(program: Program) -> list[tuple[str, ...]]:
-    return [*_axes_used(program), program.loss_axes]
-
-
 def _blocks(program: Program, rank: int) -> tuple[Block, ...]:
-    inputs = [source for source in program.sources if source.kind == "input"]
-    return tuple(program.layouts[source.id].block(source.spec.shape, program.mesh, rank) for source in inputs)
+    return tuple(program.layouts[one.id].block(one.spec.shape, program.mesh, rank) for one in program.inputs)
 
 
 def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
@@ -337,9 +325,8 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
 
 def gather_axes(program: Program, sources: Iterable[Source] | None = None) -> list[tuple[str, ...]]:
     """The groups that `full_tensor` needs for `sources`; None: every parameter."""
-    if sources is None:
-        sources = [source for source in program.sources if source.kind == "parameter"]
-    return list(dict.fromkeys(step.axes for source in sources for step in _to_replicated(source, program)))
+    wanted = program.parameters if sources is None else sources
+    return list(dict.fromkeys(step.axes for source in wanted for step in _to_replicated(source, program)))
 
 
 def _to_replicated(source: Source, program: Program) -> ReshardingPath:

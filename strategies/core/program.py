@@ -252,6 +252,16 @@ class Program:
         return replace(self, instructions=tuple(instructions), outputs=outputs, updates=updates)
 
     @cached_property
+    def inputs(self) -> tuple[Source, ...]:
+        """The entries of a batch, in their order."""
+        return tuple(source for source in self.sources if source.kind == "input")
+
+    @cached_property
+    def parameters(self) -> tuple[Source, ...]:
+        """The sources that are parameters."""
+        return tuple(source for source in self.sources if source.kind == "parameter")
+
+    @cached_property
     def tensors(self) -> dict[str, Source]:
         """Parameters, buffers and constants by name, which may be that of a batch entry, too."""
         return {source.name: source for source in self.sources if source.kind != "input"}
@@ -260,6 +270,12 @@ class Program:
     def redistributions(self) -> tuple[Redistribute, ...]:
         """All of them, also those that are parts of a `Fused` or of a channel, or have a `Start` and a `Wait`."""
         return tuple(part for carried in self._carried for part in carried.parts)
+
+    @cached_property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The sets of mesh axes over which ranks communicate, each once; for `Communicator`."""
+        steps = [step.axes for one in self.redistributions for step in one.collectives]
+        return tuple(dict.fromkeys([*steps, *self.replicas.values(), self.loss_axes]))
 
     @property
     def _carried(self) -> Iterator[Redistribute | Fused]:

@@ -27,7 +27,7 @@ from strategies.optimizer import sharding
 from strategies.optimizer.buckets import Bucket, all_reduce_elements, buckets
 from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.settings import OptimizerSettings
-from strategies.optimizer.updates import Engine, local_elements, parameters
+from strategies.optimizer.updates import Engine, local_elements
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.rules import rule_of
 
@@ -179,7 +179,7 @@ def step_cost(
     by_name = dict(zip((operator.name for operator in graph.operators), works, strict=True))
     redistributed = {kind: micro_batches * one for kind, one in added_seconds(program, by_name, cluster).items()}
     weights = dict[str, float]()
-    names = frozenset(source.id for source in parameters(program))
+    names = frozenset(source.id for source in program.parameters)
     if any(one.value.id in names and (one.forward or one.backward) for one in program.redistributions):
         others = added_seconds(program, by_name, cluster, without=names)
         weights = {kind: seconds - micro_batches * others.get(kind, 0.0) for kind, seconds in redistributed.items()}
@@ -274,7 +274,7 @@ def _hidden_gathers(
     """Seconds of our own stage 3's gathers that forward and backward of one micro-batch hide."""
     names = [group["names"] for group in settings.groups_for(program)]
     buckets = sharding.sharded_buckets(program, names, settings.limit, settings.stage, settings.complete)
-    ids, gathers = {source.name: source.id for source in parameters(program)}, dict[str, tuple[int, float]]()
+    ids, gathers = {source.name: source.id for source in program.parameters}, dict[str, tuple[int, float]]()
     for number, bucket in enumerate(buckets):
         if bucket.ranks > 1 and not bucket.stay:
             size = (bucket.ranks - 1) * bucket.part * ITEM_BYTES[bucket.dtype]
@@ -307,7 +307,7 @@ def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSet
     need = need_of(settings)
     moved, count, names = 0.0, 0, set(program.trainable_names)
     copies = WORK[settings.engine].copies
-    for source in parameters(program):
+    for source in program.parameters:
         if source.name in names:
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
             elements, item_bytes = local_elements(program, source), max(MASTER, source.spec.item_bytes)

@@ -44,6 +44,7 @@ from strategies.runtime.disk import Disk, Extent
 from strategies.runtime.gathering import GatheredParameters, Gathering
 from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import build
+from strategies.runtime.slices import as_owned
 
 Result = TypeVar("Result")
 Events = Sequence[tuple[object, int]]
@@ -106,7 +107,7 @@ def without_updates(program: Program) -> Program:
 
 def optimizer_need(program: Program, settings: OptimizerSettings) -> Need:
     """What the optimizer needs for the parameters of a program."""
-    owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
+    owned = next((source.spec.dtype for source in program.parameters), "float32")
     wide = torch.promote_types(getattr(torch, owned), torch.float32)
     return needed(settings.factory, wide, at_once=settings.device != "cpu")
 
@@ -197,12 +198,7 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[dict[int, int]]:
 
 def local_tensors(program: Program, device: str) -> dict[str, Tensor]:
     """The rank's slices of parameters, buffers and constants, by name."""
-    tensors: dict[str, Tensor] = {}
-    for source in program.sources:
-        if source.kind != "input":
-            own = _zeros(program, source, device)
-            tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
-    return tensors
+    return {name: as_owned(source, _zeros(program, source, device)) for name, source in program.tensors.items()}
 
 
 def _zeros(program: Program, source: Source, device: str) -> Tensor:
@@ -429,8 +425,7 @@ class Trace:
         before = self.live.now
         inputs = [
             _zeros(self.program, source, self.settings.device).requires_grad_(source.trainable)
-            for source in self.program.sources
-            if source.kind == "input"
+            for source in self.program.inputs
         ]
         with saved_tensors([*self.tensors.values(), *inputs]) as saved, self._phase("forward"):
             self.outputs = self.module(*inputs, *([0] if self.program.random else []))

@@ -22,7 +22,6 @@ from strategies.optimizer.updates import (
     Groups,
     layout_of,
     local_elements,
-    parameters,
     trainable_groups,
     updated_together,
 )
@@ -60,7 +59,7 @@ class FlatGroup:
 
 def flat_groups(program: Program, groups: Groups, stage: int) -> list[FlatGroup]:
     """The flat tensors of DeepSpeed: one per parameter group of the user and set of replicas."""
-    sources, flat = {source.name: source for source in parameters(program)}, []
+    sources, flat = {source.name: source for source in program.parameters}, []
     for members, _ in trainable_groups(program, groups):
         by_axes: dict[tuple[str, ...], dict[str, int]] = {}
         for name in members:
@@ -94,7 +93,7 @@ class PersistentBytes:
 def complete_bytes(program: Program) -> dict[str, tuple[int, int]]:
     """Bytes of every parameter that DeepSpeed's stage 3 divides: of its elements, and of all parts of it."""
     found = {}
-    for source in parameters(program):
+    for source in program.parameters:
         ranks = program.mesh.product(layout_of(program, source.name).replica_axes(program.mesh))
         elements = local_elements(program, source)
         if ranks > 1:

@@ -22,7 +22,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
-from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, local_elements, parameters
+from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, local_elements
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
 
@@ -47,7 +47,7 @@ def completed(program: Program) -> tuple[str, ...]:
     for position, instruction in enumerate(program.instructions):
         for ref in instruction.operands:
             first.setdefault(ref.id, position)
-    place = {source.name: first.get(source.id, 0) for source in parameters(program)}
+    place = {source.name: first.get(source.id, 0) for source in program.parameters}
     names = [name for name in reversed(program.trainable_names) if program.reductions[name]]
     return tuple(sorted(names, key=lambda name: -place[name]))
 
@@ -62,8 +62,8 @@ def buckets(program: Program, cut: BucketLimits = DEFAULT_BUCKETS) -> tuple[Buck
             f"parallel.comm_fusion.all_reduce.config = {list(cut.at)} cuts behind gradient {cut.at[-1]}, but there are "
             f"{len(order)} gradients to add; choose positions below {len(order)}, or mode: auto.",
         )
-    elements = {source.name: local_elements(program, source) for source in parameters(program)}
-    dtypes = {source.name: _summed_in(source.spec.dtype) for source in parameters(program)}
+    elements = {source.name: local_elements(program, source) for source in program.parameters}
+    dtypes = {source.name: _summed_in(source.spec.dtype) for source in program.parameters}
     size = BUCKET_BYTES if cut.size is None else cut.size
     latest: dict[tuple[tuple[str, ...], str, int], list[str]] = {}
     found: list[tuple[tuple[str, ...], str, list[str]]] = []
@@ -87,7 +87,7 @@ def _summed_in(dtype: str) -> str:
 
 def predicted(program: Program, *, measure: bool = True) -> dict[str, int]:
     """Bytes that one rank sends per optimizer step for gradients, by collective; `measure` adds the norm (a double)."""
-    mesh, sources = program.mesh, {source.name: source for source in parameters(program)}
+    mesh, sources = program.mesh, {source.name: source for source in program.parameters}
     total = sum(
         all_reduce_elements([local_elements(program, sources[name])], mesh.product(program.reductions[name]))
         * ITEM_BYTES[_summed_in(sources[name].spec.dtype)]

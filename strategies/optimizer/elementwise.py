@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
-from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, kind_of, parameters
+from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, kind_of
 
 VALUES = torch.linspace(1.0, 2.0, 16).view(2, 8) * torch.tensor([[0.01], [10.0]])
 GRADIENTS = (torch.linspace(2.0, 1.0, 16).view(2, 8), torch.linspace(-1.0, 3.0, 16).view(2, 8))
@@ -26,7 +26,7 @@ TOLERANCE, ROUNDING = 1e-3, 4 * torch.finfo(torch.float32).eps
 def check_slices(factory: OptimizerFactory, groups: Groups, program: Program, stage: int, device: torch.device) -> None:
     """Raises StrategyError if the optimizer updates slices of parameters otherwise than complete ones, and the plan or
     the ZeRO stage slices some."""
-    sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
+    sliced = [source.name for source in program.parameters if program.layouts[source.id].axes]
     if program.mesh.size == 1 or not (stage or sliced):
         return
     what = f"ZeRO stage {stage} flattens and cuts up parameters" if stage else f"this plan slices {sliced[0]}"

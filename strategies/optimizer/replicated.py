@@ -41,7 +41,6 @@ from strategies.optimizer.updates import (
     check_optimizer,
     layout_of,
     mark,
-    parameters,
 )
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.shards import MODEL, OPTIMIZER, KnownShards, Shard, Shards, of_slice, replicated
@@ -178,7 +177,7 @@ class BucketedUpdates(OwnUpdates):
 
     def pieces(self, write: bool = False) -> Iterator[Shards]:
         found = {}
-        for source in parameters(self._program):
+        for source in self._program.parameters:
             shape, name = source.spec.shape, source.name
             if not write and name in self._follows:
                 continue
@@ -213,7 +212,7 @@ class BucketedUpdates(OwnUpdates):
         set_groups(self._optimizer, self._members, plain)
         if self._scale is not None and self._scale.adapts and plain.loss_scale is not None:
             self._scale = LossScale(**plain.loss_scale | {"adapts": True})
-        shapes = {source.name: source.spec.shape for source in parameters(self._program)}
+        shapes = {source.name: source.spec.shape for source in self._program.parameters}
         for name, holder in self._owned.items():
             found = {key: placed(key, value, holder) for key, value in plain.scalars.get(name, {}).items()}
             for key, entries in states.items():

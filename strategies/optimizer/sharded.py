@@ -24,7 +24,7 @@ from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.own_updates import OwnUpdates
 from strategies.optimizer.sharding import FROZEN, Member, ShardedBucket, Unit, gradient_dtype, sharded_buckets
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
-from strategies.optimizer.updates import Groups, OptimizerFactory, check_optimizer, mark, parameters
+from strategies.optimizer.updates import Groups, OptimizerFactory, check_optimizer, mark
 from strategies.optimizer.without_gradient import WithoutGradient
 from strategies.optimizer.zero.partition import Range
 from strategies.runtime.communicator import Communicator
@@ -166,7 +166,7 @@ class ShardedUpdates(OwnUpdates):
         super().__init__(module, program, communicator, groups, scale=scale, **shared)
         mesh, self._stage, self._overlaps = program.mesh, stage, stage == 3 or (overlap and self._peers is None)
         self._members = [names for names, _ in self._groups]
-        self._sources = {source.name: source for source in parameters(program)}
+        self._sources = {source.name: source for source in program.parameters}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         buckets = sharded_buckets(program, self._members, limit, stage, complete)
         axes = dict.fromkeys(bucket.axes for bucket in buckets if bucket.axes)

@@ -19,7 +19,7 @@ from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, REDUCE_SCATTER
 from strategies.optimizer.buckets import BUCKET_BYTES
-from strategies.optimizer.updates import local_elements, parameters
+from strategies.optimizer.updates import local_elements
 from strategies.optimizer.zero.partition import Range
 from strategies.optimizer.zero.traffic import Calls
 from strategies.runtime.module_tree import units
@@ -113,7 +113,7 @@ def _buckets(
     program: Program, groups: Sequence[Sequence[str]], limit: int | None, stage: int
 ) -> tuple[ShardedBucket, ...]:
     """The buckets, none of which stays complete at stage 3."""
-    sources = {source.name: source for source in parameters(program)}
+    sources = {source.name: source for source in program.parameters}
     elements = {name: local_elements(program, source) for name, source in sources.items()}
     size = {name: elements[name] * source.spec.item_bytes for name, source in sources.items()}
     limit = bucket_limit(program, stage) if limit is None else limit
@@ -150,7 +150,7 @@ def staying(buckets: Sequence[ShardedBucket]) -> Iterator[tuple[int, int]]:
 
 def bucket_limit(program: Program, stage: int) -> int:
     """Bytes of a bucket of a program at most, where none are configured."""
-    sources = parameters(program)
+    sources = program.parameters
     return usual_limit(sum(local_elements(program, source) * source.spec.item_bytes for source in sources), stage)
 
 

@@ -93,7 +93,7 @@ class Updates(ABC):
         self._clip, self._accumulate, self._short, self._peers = clip, accumulate, short, peers
         self.evaluation = evaluation
         named = parameters_by_name(module)
-        self._parameters = {source.name: named[source.name] for source in parameters(program)}
+        self._parameters = {source.name: named[source.name] for source in program.parameters}
         self._groups = trainable_groups(program, groups)
         copies = {} if peers is None else peers.copies
         self._follows = frozenset() if peers is None else frozenset(copies.keys() - peers.leads)
@@ -202,15 +202,10 @@ def axes_needed(program: Program) -> list[tuple[str, ...]]:
     """
     mesh = program.mesh
     needed = [mesh.sorted(mesh.names), *(mesh.sorted(axes) for axes in program.reductions.values())]
-    for source in parameters(program):
+    for source in program.parameters:
         replicas = program.layouts[source.id].replica_axes(mesh)
         needed += [replicas, mesh.others(replicas)]
     return [axes for axes in dict.fromkeys(needed) if axes]
-
-
-def parameters(program: Program) -> tuple[Source, ...]:
-    """The sources of a program that are parameters."""
-    return tuple(source for source in program.sources if source.kind == "parameter")
 
 
 def layout_of(program: Program, name: str) -> Layout:
@@ -267,7 +262,7 @@ def check_kind(optimizer: Optimizer) -> None:
 def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
     """Raises StrategyError if the optimizer cannot do the same on shards as on global parameters."""
     check_kind(optimizer)
-    sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
+    sliced = [source.name for source in program.parameters if program.layouts[source.id].axes]
     if (kind := kind_of(optimizer, BY_SHAPE)) and (stage or sliced):
         what = f"ZeRO stage {stage} flattens them" if stage else f"this plan slices {sliced[0]}"
         raise StrategyError(

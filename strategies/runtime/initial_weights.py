@@ -12,10 +12,11 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strategies.core.layout import indices
 from strategies.core.program import Program
+from strategies.runtime.slices import as_owned
 from strategies.runtime.tensor_files import Part, StoredTensor, TensorReader
 from strategies.runtime.transfer import cut
 
@@ -41,8 +42,8 @@ def read_slices(
     """The local slice of every parameter (as nn.Parameter), buffer and constant of `program`, by name; with
     `pretrained` only of those that are in other files."""
     (tensors, stored), reader, found = _read(path), TensorReader(), {}
-    for source in program.sources:
-        if source.kind == "input" or (pretrained and source.name not in stored):
+    for source in program.tensors.values():
+        if pretrained and source.name not in stored:
             continue
         layout, mesh = program.layouts[source.id], program.mesh
         if source.name in stored:
@@ -53,19 +54,7 @@ def read_slices(
             piece = piece.to(device)
         else:
             piece = cut(tensors[source.name], layout, mesh, rank).to(device)
-        found[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
-    return found
-
-
-def slices_of(
-    tensors: Mapping[str, Tensor], program: Program, rank: int, device: torch.device | str
-) -> dict[str, Tensor]:
-    """Copies of the slices of unsharded `tensors` by name, as `read_slices` reads them."""
-    found = {}
-    for source in program.sources:
-        if source.kind != "input":
-            piece = cut(tensors[source.name].detach(), program.layouts[source.id], program.mesh, rank).to(device)
-            found[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
+        found[source.name] = as_owned(source, piece)
     return found
 
 

@@ -117,7 +117,7 @@ def units(program: Program) -> list[ModuleUnit]:
 
 def _units(program: Program) -> list[ModuleUnit]:
     names, paths = _owned(program), _paths(program)
-    kinds = {source.name for source in program.sources if source.kind == "parameter"}
+    kinds = {source.name for source in program.parameters}
     homes: dict[tuple[str, ...], set[str]] = {}
     for name in kinds:
         homes.setdefault(tuple(name.split(".")[:-1]), set()).add(name)
@@ -144,7 +144,7 @@ def _units(program: Program) -> list[ModuleUnit]:
 
 def _owned(program: Program) -> dict[Ref, str]:
     """The values that are tensors of the model, by their full names."""
-    return {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
+    return {Ref(source.id): name for name, source in program.tensors.items()}
 
 
 def _paths(program: Program) -> Paths:
@@ -213,7 +213,7 @@ class _Tree:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
         self.compiled, self.copied = compiled, OffloadTraffic()
         self.owned, self.paths, self.parts = _owned(program), _paths(program), parts_of(program)
-        inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
+        inputs = [Ref(source.id) for source in program.inputs] + [KEY] * program.random
         outputs = [*program.outputs, *(value for _, value in program.updates)]
         results: dict[str, set[int]] = {step.id: set() for step in program.instructions if _several(step)}
         self.used: dict[Ref, list[str]] = {ref: [] for ref in outputs}
@@ -225,8 +225,7 @@ class _Tree:
                 results[ref.id].add(ref.index)
         self.taken = {id: sorted(indices) for id, indices in results.items()}
         # DeepSpeed holds parameters of shape () with shape (1,), so code views them as what they are
-        parameters = (source for source in program.sources if source.kind == "parameter")
-        self.scalars = {source.name for source in parameters if not source.spec.shape}
+        self.scalars = {source.name for source in program.parameters if not source.spec.shape}
         self.numbers: dict[Hashable, int] = {}
         self.path_numbers: dict[int, int] = {}  # by id: the program holds them
         self.calls = {step.id: self._number(self._call(step)) for step in program.instructions}

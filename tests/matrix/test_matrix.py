@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import run_ranks
 from strategies.runtime import initial_weights as weights
 from tests.matrix.__main__ import main
 from tests.matrix.coverage import LISTED, Row, markdown, row
@@ -28,6 +27,7 @@ from tests.matrix.runs import (
     worst,
 )
 from tests.matrix.zoo import ARCHITECTURES, FURTHER, Architecture
+from tests.ranks import start_ranks
 from tests.strategies.on_ranks import Case
 from tests.strategies.threads import Trees
 
@@ -164,7 +164,7 @@ def test_real_processes(tmp_path: Path) -> None:
         subjects.append(one)
         cases.append(Case(one.graph, plan, file, {key: one.values[key] for key in inputs}))
     entry = "tests.strategies.on_ranks:steps"
-    results = run_ranks(entry, cases, world_size=4, run_dir=tmp_path, device="cpu", timeout=240.0, threads=1)
+    results = start_ranks(entry, cases, 4, tmp_path, timeout=240.0)
     for one, result in zip(subjects, results, strict=True):
         assert abs(result.loss - one.loss) <= TOLERANCE["fp32"] * abs(one.loss)
         assert result.gradients.keys() == one.gradients.keys()

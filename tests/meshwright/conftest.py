@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.launch import run_ranks
+from tests.ranks import start_ranks
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "runner")]  # for `loops`, which ranks import by its name, and `networks`
@@ -18,14 +18,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "runner")]  # for `loops`, which ra
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> Callable[..., Any]:
     def call(entry: str, payload: Any, world_size: int = 4, module: str = "loops") -> Any:
-        return run_ranks(
-            f"{module}:{entry}",
-            payload,
-            world_size=world_size,
-            run_dir=tmp_path,
-            device="cpu",
-            timeout=60.0,
-            threads=1,
-        )
+        return start_ranks(f"{module}:{entry}", payload, world_size, tmp_path, timeout=60.0)
 
     return call

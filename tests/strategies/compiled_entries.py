@@ -13,7 +13,6 @@ from torch._dynamo.utils import counters
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions
-from strategies.core.steps import LOCAL
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
 from strategies.runtime import compiled
@@ -21,7 +20,7 @@ from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
-from strategies.runtime.simulate import shard
+from strategies.runtime.slices import entries_of
 
 KEYS = (11, 2**62 + 1)
 
@@ -64,15 +63,12 @@ def _run(case: Case, rank: int, way: str) -> Ran:
 
 def _ran(case: Case, rank: int, way: str) -> tuple[Ran, Communicator]:
     program = fuse(lower(case.graph, case.plan, LoweringOptions(partial_loss=True)), case.sizes)
-    chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
-    used = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
-    communicator = Communicator(program.mesh, rank, used)
+    communicator = Communicator(program.mesh, rank, program.axes)
     tensors = weights.read_slices(case.file, program, rank, "cpu")
     module = build(program, tensors, communicator, "cpu", compiled=way != "plain")
     if way != "plain":
         compiled.compile_units(module, "cpu", leaves=way == "leaves", backend="aot_eager")
-    inputs = [source for source in program.sources if source.kind == "input"]
-    entries = [shard(case.batch[one.name], program.layouts[one.id], program.mesh)[rank] for one in inputs]
+    entries = entries_of([case.batch[one.name] for one in program.inputs], program, rank)
     counters.clear()
     losses, gradients = [], []
     for key in KEYS:

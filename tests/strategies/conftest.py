@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from runner.launch import run_ranks
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.rules.sharding import Sharding
+from tests.ranks import start_ranks
 
 # reproducible examples, no time limit on busy machines, no folder left behind
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
@@ -81,14 +81,6 @@ def training() -> Iterator[ModuleType]:
 def ranks(training: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     def call(entry: str, payload: Any, world_size: int = 4, module: str = "sharded_training") -> Any:
         folder = tmp_path_factory.mktemp("run")
-        return run_ranks(
-            f"{module}:{entry}",
-            payload,
-            world_size=world_size,
-            run_dir=folder,
-            device="cpu",
-            timeout=60.0,
-            threads=1,
-        )
+        return start_ranks(f"{module}:{entry}", payload, world_size, folder, timeout=60.0)
 
     return call

@@ -15,7 +15,6 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions, Program
-from strategies.core.steps import LOCAL
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
@@ -24,7 +23,8 @@ from strategies.optimizer.updates import axes_needed
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
-from strategies.runtime.simulate import assemble, shard
+from strategies.runtime.simulate import assemble
+from strategies.runtime.slices import entries_of
 
 
 @dataclass(frozen=True)
@@ -60,31 +60,19 @@ def steps(rank: Any, cases: list[Case]) -> list[Result]:
 
 def chains_of(program: Program) -> list[tuple[Any, int]]:
     """Every resharding step of a training step, with its bytes per element."""
-    return [
-        (step, r.spec.item_bytes)
-        for r in program.redistributions
-        for chain in ((r.forward, r.backward) if r.differentiable else (r.forward,))
-        for step in chain
-        if step.kind not in LOCAL
-    ]
+    return [(step, one.spec.item_bytes) for one in program.redistributions for step in one.collectives]
 
 
 def _step(case: Case, rank: int) -> Result:
     program = fuse(lower(case.graph, case.plan, LoweringOptions(partial_loss=True)), case.sizes)
     program = overlap(program) if case.early else program
     mesh = program.mesh
-    used = [*(step.axes for step, _ in chains_of(program)), program.loss_axes, *axes_needed(program)]
-    communicator = Communicator(mesh, rank, used)
+    communicator = Communicator(mesh, rank, [*program.axes, *axes_needed(program)])
     tensors = weights.read_slices(case.file, program, rank, "cpu")
     module = build(program, tensors, communicator, "cpu")
     groups = [{"names": list(program.reductions)}]
     updates = make_updates(0, module, program, communicator, lambda found: torch.optim.SGD(found, lr=0.1), groups)
-    entries = [
-        shard(case.batch[source.name], program.layouts[source.id], mesh)[rank]
-        for source in program.sources
-        if source.kind == "input"
-    ]
-    loss = module(*entries)
+    loss = module(*entries_of([case.batch[source.name] for source in program.inputs], program, rank))
     updates.backward(loss)
     total = loss.detach().clone()
     if program.loss_axes:

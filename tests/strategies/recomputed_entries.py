@@ -12,14 +12,13 @@ from torch import Tensor
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions
-from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.memory.trace import saved_tensors, trace
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
-from strategies.runtime.simulate import shard
+from strategies.runtime.slices import entries_of
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,10 @@ def steps(rank: Any, case: Case) -> list[list[Ran]]:
 
 def _step(case: Case, plan: Plan, rank: int) -> Ran:
     program = lower(case.graph, plan, LoweringOptions(exact=True, partial_loss=True))
-    chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
-    used = [*(step.axes for chain in chains for step in chain if step.kind not in LOCAL), *program.replicas.values()]
-    communicator = Communicator(program.mesh, rank, used)
+    communicator = Communicator(program.mesh, rank, program.axes)
     tensors = weights.read_slices(case.file, program, rank, "cpu")
     module = build(program, tensors, communicator, "cpu")
-    inputs = [source for source in program.sources if source.kind == "input"]
-    entries = [shard(case.batch[one.name], program.layouts[one.id], program.mesh)[rank] for one in inputs]
+    entries = entries_of([case.batch[one.name] for one in program.inputs], program, rank)
     with saved_tensors([*tensors.values(), *entries]) as saved:
         loss = module(*entries, 11)
     stored = sum(saved.values())

@@ -27,7 +27,6 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Compute, LoweringOptions, Program
-from strategies.core.steps import LOCAL
 from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import predicted
@@ -39,6 +38,7 @@ from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import COPIED, build
 from strategies.runtime.offload import NO_OFFLOAD, Offload, OffloadTraffic
 from strategies.runtime.simulate import assemble, shard
+from strategies.runtime.slices import entries_of, slices_of
 
 MESH = Mesh((("a", 2), ("b", 2)))
 ALONE = Mesh((("a", 1),))
@@ -308,16 +308,6 @@ def _over_batch(operator: Any, graph: OperatorGraph, mesh: Mesh) -> dict[str, tu
     return {fits[0]: mesh.names} if fits and mesh.size > 1 else {}
 
 
-def pieces_of(program: Program, tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """This rank's slices of parameters, buffers and constants."""
-    found = {}
-    for source in program.sources:
-        if source.kind != "input":
-            piece = shard(tensors[source.name], program.layouts[source.id], program.mesh)[rank]
-            found[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
-    return found
-
-
 class Setup:
     """One case on one rank: program, module and updates."""
 
@@ -329,20 +319,13 @@ class Setup:
         evaluation_plan = plan_of(task.evaluation, case.seed, mesh)
         evaluation_plan = replace(evaluation_plan, tensors={**evaluation_plan.tensors, **self.plan.tensors})
         self.evaluation = lower(task.evaluation, evaluation_plan)
-        axes = [
-            step.axes
-            for program in (self.program, self.evaluation)
-            for instruction in program.redistributions
-            for chain in (instruction.forward, instruction.backward)
-            for step in chain
-            if step.kind not in LOCAL
-        ]
         self.rank, self.mesh, self.layouts = rank, mesh, layouts
-        self.communicator = Communicator(mesh, rank, [*axes, self.program.loss_axes, *axes_needed(self.program)])
-        self.tensors = pieces_of(self.program, task.tensors, rank)
+        used = [*self.program.axes, *self.evaluation.axes, *axes_needed(self.program)]
+        self.communicator = Communicator(mesh, rank, used)
+        self.tensors = slices_of(task.tensors, self.program, rank)
         module = build(self.program, self.tensors, self.communicator, "cpu")
         self.copied: OffloadTraffic = module.meta[COPIED]
-        shared = {**pieces_of(self.evaluation, task.tensors, rank), **self.tensors}
+        shared = {**slices_of(task.tensors, self.evaluation, rank), **self.tensors}
         evaluation = build(self.evaluation, shared, self.communicator, "cpu")
         self.updates: Updates = make_updates(
             case.stage,
@@ -365,11 +348,7 @@ class Setup:
         self.scheduler = scheduler_of(self.updates.optimizer)
 
     def batch(self, program: Program, *tensors: Tensor) -> list[Tensor]:
-        sources = [source for source in program.sources if source.kind == "input"]
-        return [
-            shard(tensor, program.layouts[source.id], self.mesh)[self.rank]
-            for source, tensor in zip(sources, tensors, strict=True)
-        ]
+        return entries_of(tensors, program, self.rank)
 
     def micro(self, x: Tensor, y: Tensor) -> float:
         loss = self.updates.module(*self.batch(self.program, x, y))
@@ -392,7 +371,7 @@ class Setup:
         return loss, norm
 
     def weights(self) -> dict[str, Tensor]:
-        return {s.name: self.updates.weight(s.name).clone() for s in self.program.sources if s.kind == "parameter"}
+        return {s.name: self.updates.weight(s.name).clone() for s in self.program.parameters}
 
     def gathered(self, slices: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
         """Global tensors on rank 0, and whether replicas are bitwise equal."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.launch import run_ranks
 from strategies import collectives
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
+from tests.ranks import start_ranks
 
 # ranks 0..3 on the mesh a 2 x b 2: rank = 2 a + b
 
@@ -21,9 +21,7 @@ from strategies.core.layout import Layout
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("run")
-    result: dict[str, Any] = run_ranks(
-        "tests.strategies.on_ranks:adjoints", None, world_size=4, run_dir=folder, device="cpu", timeout=60.0, threads=1
-    )
+    result: dict[str, Any] = start_ranks("tests.strategies.on_ranks:adjoints", None, 4, folder, timeout=60.0)
     return result
 
 

@@ -13,14 +13,15 @@ from threading import Condition
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
-from strategies.runtime.simulate import assemble, shard
+from strategies.runtime.simulate import assemble
+from strategies.runtime.slices import entries_of, slices_of
 
 PATIENCE = 60.0
 """Timeout in seconds of a rank that waits for the others."""
@@ -83,16 +84,9 @@ class Trees:
     def __init__(self, program: Program, values: Mapping[str, Tensor]) -> None:
         self.program, self.mesh = program, program.mesh
         self.meeting = Meeting()
-        ranks = range(self.mesh.size)
-        self.slices: list[dict[str, Tensor]] = [{} for _ in ranks]
-        self.inputs: list[list[Tensor]] = [[] for _ in ranks]
-        for source in program.sources:
-            for rank, piece in enumerate(shard(values[source.name], program.layouts[source.id], self.mesh)):
-                if source.kind == "input":
-                    self.inputs[rank].append(piece)
-                else:
-                    parameter = source.kind == "parameter"
-                    self.slices[rank][source.name] = nn.Parameter(piece, source.trainable) if parameter else piece
+        ranks, batch = range(self.mesh.size), [values[source.name] for source in program.inputs]
+        self.slices = [slices_of(values, program, rank) for rank in ranks]
+        self.inputs = [entries_of(batch, program, rank) for rank in ranks]
         self.modules = [
             build(program, self.slices[rank], InMemory(self.mesh, rank, self.meeting), "cpu") for rank in ranks
         ]

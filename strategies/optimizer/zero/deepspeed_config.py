@@ -16,7 +16,7 @@ from torch import nn
 from strategies.core.errors import StrategyError, closest
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import POWER, SMALLEST, WINDOW
-from strategies.optimizer.updates import Precision, parameters
+from strategies.optimizer.updates import Precision
 from strategies.runtime.offload import Offload, Where
 
 LARGEST_BUCKET = 50_000_000
@@ -182,7 +182,7 @@ def sizes_of(module: nn.Module, program: Program, found: Mapping[str, nn.Paramet
     """Elements of the largest piece of a parameter that stage 3 leaves to a rank, and the most parameters of one
     module."""
     largest = 0
-    for source in parameters(program):
+    for source in program.parameters:
         n = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
         largest = max(largest, -(-found[source.name].numel() // n))
     return largest, max(len(unit._parameters) for unit in module.modules())

@@ -27,7 +27,6 @@ from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import all_reduce_elements
-from strategies.optimizer.updates import parameters
 from strategies.optimizer.zero.swap_files import SwapFiles
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import GATHER, PLACE, SCATTER, SUM, recorder
@@ -130,7 +129,7 @@ def replica_groups(
     """
     groups = importlib.import_module("deepspeed.utils.groups")
     mesh, names, alone = program.mesh, {}, None
-    for source in parameters(program):
+    for source in program.parameters:
         replicas = program.layouts[source.id].replica_axes(mesh)
         slices = mesh.others(replicas)
         if not slices:

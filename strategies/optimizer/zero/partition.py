@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from strategies.core.program import Program
-from strategies.optimizer.updates import local_elements, parameters
+from strategies.optimizer.updates import local_elements
 
 ALIGNMENT = 2
 """Parts of stages 1 and 2 are multiples of as many elements."""
@@ -69,7 +69,7 @@ def ranges_of_each(sizes: Sequence[int], replicas: int, index: int) -> Iterator[
 def parts(program: Program, rank: int, stage: int, names: Sequence[str]) -> tuple[list[tuple[str, Range]], int]:
     """What `rank` keeps in fp32 of the slices of parameters that have one replica group, and the size of the flat
     tensor for it, padding included."""
-    mesh, by_name = program.mesh, {source.name: source for source in parameters(program)}
+    mesh, by_name = program.mesh, {source.name: source for source in program.parameters}
     replicas = program.layouts[by_name[names[0]].id].replica_axes(mesh)
     count, index = mesh.product(replicas), mesh.index(rank, replicas)
     sizes = [local_elements(program, by_name[name]) for name in names]

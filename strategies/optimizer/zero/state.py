@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
-from strategies.optimizer.updates import parameters
 from strategies.optimizer.zero.partition import Range, parts
 from strategies.runtime.shards import MODEL, OPTIMIZER, Blocks, Shard, Shards, of_range, of_slice
 
@@ -41,7 +40,7 @@ class ZeroState:
     ) -> None:
         self._zero, self._stage, self._program, self._rank = zero, stage, program, rank
         self._found, self._members, self._follows, self._on_disk = found, members, follows, on_disk
-        self._sources = {source.name: source for source in parameters(program)}
+        self._sources = {source.name: source for source in program.parameters}
         self._learning = {name for names in members for name in names}
 
     @property

@@ -13,7 +13,7 @@ from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import all_reduce_elements
-from strategies.optimizer.updates import Groups, local_elements, parameters, updated_together
+from strategies.optimizer.updates import Groups, local_elements, updated_together
 from strategies.optimizer.zero.partition import elements_of_part
 from strategies.runtime.module_tree import units
 
@@ -48,7 +48,7 @@ def calls(
     given = [list(trainable)] if groups is None else [one["names"] for one in groups]
     given = [names for group in given for names in updated_together(program, group)]
     by_replicas: dict[tuple[str, ...], list[Source]] = {}
-    for source in parameters(program):
+    for source in program.parameters:
         axes = program.layouts[source.id].replica_axes(program.mesh)
         if program.mesh.product(axes) > 1:
             by_replicas.setdefault(axes, []).append(source)

@@ -20,9 +20,9 @@ from runner import checkpoint as checkpoints
 from runner.checkpoint import content, folder, index, saving, writing
 from runner.checkpoint.continuation import compare, differences
 from runner.errors import ConfigError, RunFailed
-from runner.launch import run_ranks
 from strategies.core.errors import StrategyError
 from strategies.optimizer.state import OptimizerScalars, placed
+from tests.ranks import start_ranks
 
 HERE = Path(__file__).parents[1]
 
@@ -39,15 +39,7 @@ def entries():
 def ranks(entries, tmp_path_factory):
     def call(entry, payload, world_size=4):
         run_dir = tmp_path_factory.mktemp("run")
-        return run_ranks(
-            f"checkpoint_entries:{entry}",
-            payload,
-            world_size=world_size,
-            run_dir=run_dir,
-            device="cpu",
-            timeout=60.0,
-            threads=1,
-        )
+        return start_ranks(f"checkpoint_entries:{entry}", payload, world_size, run_dir, timeout=60.0)
 
     return call
 

@@ -12,7 +12,7 @@ from runner import checkpoint as checkpoints
 from runner.commands.convert import run
 from runner.conversion import deepspeed_files
 from runner.errors import ConfigError
-from runner.launch import run_ranks
+from tests.ranks import start_ranks
 
 
 def test_blocks_of_a_parameter_over_two_ranks(tmp_path):
@@ -41,14 +41,8 @@ def test_partitions_with_too_few_elements_are_refused(tmp_path):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_weights_are_those_of_deepspeeds_own_tool(tmp_path, stage):
     (tmp_path / "run").mkdir()
-    expected = run_ranks(
-        "deepspeed_entries:save",
-        {"stage": stage, "folder": str(tmp_path / "saved")},
-        world_size=2,
-        run_dir=tmp_path / "run",
-        device="cpu",
-        timeout=60,
-        threads=1,
+    expected = start_ranks(
+        "deepspeed_entries:save", {"stage": stage, "folder": str(tmp_path / "saved")}, 2, tmp_path / "run", timeout=60
     )
     assert run([str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
     opened = checkpoints.read(tmp_path / "merged")

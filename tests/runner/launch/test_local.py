@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from runner.errors import ConfigError, RunFailed
-from runner.launch import failure, network, run_ranks
+from runner.launch import failure, network
 from runner.launch.failure import CauseOrder, Failure, dumped_place, from_exception, from_exit, message, root_cause
 from runner.launch.liveness import forks_of
 from runner.launch.logs import console_may_close, keep_open
 from strategies.core.errors import StrategyError
+from tests.ranks import start_ranks
 
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
@@ -34,15 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.syspath_prepend(str(HERE))
 
     def call(entry: str, payload: object = None, world_size: int = 4, timeout: float = 30.0) -> Any:
-        return run_ranks(
-            f"rank_entries:{entry}",
-            payload,
-            world_size=world_size,
-            run_dir=tmp_path,
-            device="cpu",
-            timeout=timeout,
-            threads=1,
-        )
+        return start_ranks(f"rank_entries:{entry}", payload, world_size, tmp_path, timeout=timeout)
 
     return call
 

@@ -12,9 +12,10 @@ from observed import ranks_of_this_process
 from small import MODES, SMALL
 
 from runner.errors import RunFailed
-from runner.launch import hangs, run_ranks
+from runner.launch import hangs
 from runner.launch.hangs import GRACE, Stall, diagnose, read_state
 from strategies.runtime.flight_recorder import GATHER, PLACE, RECEIVE, SEND, SUM, FlightRecorder
+from tests.ranks import start_ranks
 
 WORLD = 4
 
@@ -260,14 +261,6 @@ def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
 @pytest.mark.parametrize("way", ["each other", "different calls"])
 def test_a_deadlock_of_two(tmp_path, way):
     with pytest.raises(RunFailed) as caught:
-        run_ranks(
-            "drill_entries:deadlock",
-            way,
-            world_size=2,
-            run_dir=tmp_path,
-            device="cpu",
-            timeout=2.0,
-            threads=1,
-        )
+        start_ranks("drill_entries:deadlock", way, 2, tmp_path, timeout=2.0)
     assert "ranks 0, 1 wait for each other: rank 0 in all_reduce #1" in str(caught.value) or way != "each other"
     assert "ranks 0, 1 disagree: rank 0 in all_reduce #1" in str(caught.value) or way == "each other"

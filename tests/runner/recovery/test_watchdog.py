@@ -10,12 +10,12 @@ import time
 import pytest
 from small import ALONE, MODES, SMALL
 
-from runner import launch
 from runner.errors import ConfigError, RunFailed
 from runner.launch import forks, hangs, liveness
 from runner.launch.hangs import GRACE, Stall, diagnose, read_state
 from runner.launch.liveness import Signs
 from strategies.runtime.flight_recorder import SAVES, SAVING, FlightRecorder
+from tests.ranks import start_ranks
 
 TWO = (*SMALL, *MODES["data_parallel"], "world_size=2", "data.target=troubles.Troubled", "data.batch_size=4")
 
@@ -23,15 +23,8 @@ TWO = (*SMALL, *MODES["data_parallel"], "world_size=2", "data.target=troubles.Tr
 @pytest.fixture
 def run(tmp_path):
     def call(entry, payload=None, world_size=1, timeout=1.0, name="the search for a checkpoint"):
-        return launch.run_ranks(
-            f"troubles:{entry}",
-            payload,
-            world_size=world_size,
-            run_dir=tmp_path,
-            device="cpu",
-            timeout=timeout,
-            threads=1,
-            name=name if world_size == 1 else None,
+        return start_ranks(
+            f"troubles:{entry}", payload, world_size, tmp_path, timeout=timeout, name=name if world_size == 1 else None
         )
 
     return call

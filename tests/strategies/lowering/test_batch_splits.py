@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
-from runner.launch import run_ranks
 from strategies.capture import capture
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -26,6 +25,7 @@ from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.simulate import Simulation
+from tests.ranks import start_ranks
 from tests.strategies.lowering.test_overlap import check_order
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.simulated_model import MESH, TOLERANCE, Model
@@ -189,9 +189,7 @@ def test_real_ranks(model: Model, draw: Any, tmp_path: Path) -> None:
         for one in made
         for early in (False, True)
     ]
-    found: list[Result] = run_ranks(
-        "tests.strategies.on_ranks:steps", cases, world_size=4, run_dir=tmp_path, device="cpu", timeout=120.0, threads=1
-    )
+    found: list[Result] = start_ranks("tests.strategies.on_ranks:steps", cases, 4, tmp_path)
     for case, ran in zip(cases, found, strict=True):
         assert ran.sent == ran.predicted
         assert ran.names == found[0].names

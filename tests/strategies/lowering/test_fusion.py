@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.launch import run_ranks
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
@@ -18,6 +17,7 @@ from strategies.lowering import ir
 from strategies.lowering.fusion import KINDS, fuse
 from strategies.lowering.lowering import lower
 from strategies.runtime import initial_weights as weights
+from tests.ranks import start_ranks
 from tests.strategies.compiled_entries import Case as CompiledCase
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.simulated_model import MESH, Model
@@ -149,9 +149,7 @@ def test_real_ranks_do_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
     plans = [model.random_plan(draw, seed) for seed in range(4)] + [sliced_weights(model)]
     cases = [Case(model.graph, plan, file, batch, sizes) for plan in plans for sizes in ({}, EVERYTHING)]
     entry = "tests.strategies.on_ranks:steps"
-    found: list[Result] = run_ranks(
-        entry, cases, world_size=4, run_dir=tmp_path, device="cpu", timeout=120.0, threads=1
-    )
+    found: list[Result] = start_ranks(entry, cases, 4, tmp_path)
     for plan, apart, together in zip(plans, found[::2], found[1::2], strict=True):
         assert together.sent == together.predicted == apart.sent
         assert together.names == apart.names
@@ -171,9 +169,7 @@ def test_compiled_programs_do_the_same(model: Model, draw: Any, tmp_path: Any) -
         model.graph, sliced_weights(model, mesh), file, dict(zip("01", model.batch, strict=True)), EVERYTHING
     )
     entry = "tests.strategies.compiled_entries:compare"
-    found = run_ranks(
-        entry, ([case], ["plain", "units"]), world_size=2, run_dir=tmp_path, device="cpu", timeout=120.0, threads=1
-    )
+    found = start_ranks(entry, ([case], ["plain", "units"]), 2, tmp_path)
     for (ran,) in found:
         assert ran["units"].losses == ran["plain"].losses and ran["units"].breaks == []
         for name, gradient in ran["plain"].gradients[0].items():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.launch import run_ranks
 from strategies.core.graph import Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -24,6 +23,7 @@ from strategies.resharding.path import resharding_path
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.redistributions import starting, waiting
+from tests.ranks import start_ranks
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.simulated_model import MESH, Model
 
@@ -195,9 +195,7 @@ def test_real_ranks_do_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
         for early in (False, True)
     ]
     entry = "tests.strategies.on_ranks:steps"
-    found: list[Result] = run_ranks(
-        entry, cases, world_size=4, run_dir=tmp_path, device="cpu", timeout=120.0, threads=1
-    )
+    found: list[Result] = start_ranks(entry, cases, 4, tmp_path)
     for plain, early in zip(found[::2], found[1::2], strict=True):
         assert early.sent == early.predicted == plain.sent and early.calls == plain.calls
         assert early.loss == plain.loss and early.names == plain.names

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
-from runner.launch import run_ranks
 from strategies.capture import Captured, Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
@@ -32,6 +31,7 @@ from strategies.planner.planner import make_plan
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
+from tests.ranks import start_ranks
 from tests.strategies.machines import cluster
 from tests.strategies.recomputed_entries import Case, Ran
 
@@ -275,10 +275,7 @@ def ran(gpt, tmp_path_factory) -> dict[str | None, list[Ran]]:
     plans = [make_plan(gpt.graph, replace(request, recompute=wanted)) for wanted in (None, *POLICIES.values())]
     tokens, labels = batch_of(gpt)
     case = Case(gpt.graph, plans, folder / "weights.pt", {"0": tokens, "1": labels})
-    found = run_ranks(
-        "tests.strategies.recomputed_entries:steps", case, world_size=2, run_dir=folder, device="cpu", timeout=60.0,
-        threads=1,
-    )  # fmt: skip
+    found = start_ranks("tests.strategies.recomputed_entries:steps", case, 2, folder, timeout=60.0)
     return dict(zip([None, *POLICIES], found, strict=True))
 
 

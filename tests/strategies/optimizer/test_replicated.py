@@ -26,6 +26,7 @@ from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
 from strategies.runtime.shards import OPTIMIZER
 from strategies.runtime.simulate import shard
+from strategies.runtime.slices import slices_of
 
 ALONE = Mesh((("a", 1),))
 TOLERANCE = {"fp32": 2e-6, "fp64": 1e-12, "bf16": 2e-2, "fp16": 3e-3}
@@ -108,7 +109,7 @@ def alone(training):
     program = lower(task.graph, training.plan_of(task.graph, training.DATA_PARALLEL, ALONE))
 
     def make(kind="sgd", factory=None, groups=None, stage=0, **options):
-        module = build(program, training.pieces_of(program, task.tensors, 0), Communicator(ALONE, 0), "cpu")
+        module = build(program, slices_of(task.tensors, program, 0), Communicator(ALONE, 0), "cpu")
         groups = training.groups_of(program) if groups is None else groups
         return make_updates(
             stage, module, program, Communicator(ALONE, 0), factory or training.factory(kind), groups, **options
@@ -297,7 +298,7 @@ def test_optimizers_by_shape_need_full_parameters(alone, training):
     groups = [{"names": list(program.trainable_names)}]
     make(factory=torch.optim.Adafactor, groups=groups)
     sliced = replace(program, layouts={**program.layouts, ids(program)["emb.weight"]: Layout((("a",), ()))})
-    module = build(program, training.pieces_of(program, training.task()[1].tensors, 0), Communicator(ALONE, 0), "cpu")
+    module = build(program, slices_of(training.task()[1].tensors, program, 0), Communicator(ALONE, 0), "cpu")
     with pytest.raises(StrategyError, match=r"Adafactor .* this plan slices emb\.weight"):
         BucketedUpdates(module, sliced, Communicator(ALONE, 0), torch.optim.Adafactor, groups)
 
@@ -320,7 +321,7 @@ def test_accumulated_gradients_are_added_once_per_step(training, ranks):
 def test_a_step_with_overflow_leaves_everything_as_it_was(training):
     _, task = training.task(torch.float16)
     program = lower(task.graph, training.plan_of(task.graph, training.DATA_PARALLEL, ALONE))
-    module = build(program, training.pieces_of(program, task.tensors, 0), Communicator(ALONE, 0), "cpu")
+    module = build(program, slices_of(task.tensors, program, 0), Communicator(ALONE, 0), "cpu")
     updates = make_updates(
         0, module, program, Communicator(ALONE, 0), training.factory("adamw"), training.groups_of(program),
         precision="fp16",

@@ -4,11 +4,10 @@ them."""
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
 from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
+from strategies.memory.trace import local_tensors
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import MODULE, build, units
 
@@ -51,11 +50,7 @@ def test_units_are_those_of_the_module(training, cases, seed, monkeypatch):
     monkeypatch.setattr(Communicator, "group", lambda *_: None)
     task, mesh = cases[0][0], training.MESH
     program = lower(task.graph, training.plan_of(task.graph, seed, mesh), LoweringOptions(sharded_optimizer=True))
-    tensors = {}
-    for source in program.sources:
-        shape = program.layouts[source.id].local_shape(source.spec.shape, mesh)
-        piece = torch.zeros(shape, dtype=getattr(torch, source.spec.dtype))
-        tensors[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
+    tensors = local_tensors(program, "cpu")
     names = {id(tensor): name for name, tensor in tensors.items()}
     module = build(program, tensors, Communicator(mesh, 0), "cpu")
     built = [

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.quickstart import Net as Quickstart
-from runner.launch import run_ranks
 from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions
 from strategies.core.request import OperatorStrategy, Request
@@ -23,6 +22,7 @@ from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.planner.description import communication, describe
 from strategies.planner.planner import make_plan
 from strategies.runtime import initial_weights as weights
+from tests.ranks import start_ranks
 from tests.strategies.machines import cluster
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.simulated_model import TOLERANCE, Model
@@ -185,15 +185,7 @@ def executed(draw: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model
     return (
         model,
         plans,
-        run_ranks(
-            "tests.strategies.on_ranks:steps",
-            cases,
-            world_size=4,
-            run_dir=folder,
-            device="cpu",
-            timeout=120.0,
-            threads=1,
-        ),
+        start_ranks("tests.strategies.on_ranks:steps", cases, 4, folder),
     )
 
 

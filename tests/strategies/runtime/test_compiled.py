@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from runner.launch import run_ranks
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Ref, TensorSpec
 from strategies.core.layout import Layout
@@ -24,6 +23,8 @@ from strategies.runtime.communicator import Communicator
 from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
 from strategies.runtime.redistributions import redistributing
+from strategies.runtime.slices import slices_of
+from tests.ranks import start_ranks
 from tests.strategies.compiled_entries import Case, Ran
 from tests.strategies.simulated_model import MESH, Model
 
@@ -81,7 +82,7 @@ def on_ranks(cases: list[Case], modes: list[str], folder: Any) -> list[list[dict
     """The results of every rank, by case."""
     entry = "tests.strategies.compiled_entries:compare"
     count = cases[0].plan.mesh.size
-    found = run_ranks(entry, (cases, modes), world_size=count, run_dir=folder, device="cpu", timeout=300.0, threads=1)
+    found = start_ranks(entry, (cases, modes), count, folder, timeout=300.0)
     return [list(ranks) for ranks in zip(*found, strict=True)]
 
 
@@ -130,13 +131,9 @@ def test_compiled_ranks_send_the_same_value_once(model: Model, draw: Any, tmp_pa
 def alone(model: Model, draw: Any, exact: bool = False, compiling: bool = True) -> tuple[fx.GraphModule, list[Tensor]]:
     """The module of the one rank of a mesh of one, and its entries."""
     program = lower(model.graph, model.random_plan(draw, 0, Mesh((("a", 1),))), LoweringOptions(exact))
-    pieces = {s.name: model.values[s.name].clone() for s in program.sources if s.kind != "input"}
-    tensors = {
-        s.name: nn.Parameter(pieces[s.name], s.trainable) if s.kind == "parameter" else pieces[s.name]
-        for s in program.sources
-        if s.kind != "input"
-    }
-    return build(program, tensors, Communicator(program.mesh, 0), "cpu", compiled=compiling), list(model.batch)
+    tensors, communicator = slices_of(model.values, program, 0), Communicator(program.mesh, 0)
+    module = build(program, tensors, communicator, "cpu", compiled=compiling)
+    return module, list(model.batch)
 
 
 @pytest.mark.parametrize("exact", [False, True])

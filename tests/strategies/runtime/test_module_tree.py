@@ -22,6 +22,7 @@ from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
+from strategies.runtime.slices import slices_of
 from tests.strategies.simulated_model import TOLERANCE, Model
 
 ALONE = Mesh((("world", 1),))
@@ -82,12 +83,8 @@ def replicated_plan(graph: OperatorGraph) -> Plan:
 
 def built(graph: OperatorGraph, values: dict[str, Tensor]) -> tuple[fx.GraphModule, Program]:
     """The module of the one rank, on its own copies of the tensors."""
-    program, tensors = lower(graph, replicated_plan(graph)), {}
-    for source in program.sources:
-        if source.kind != "input":
-            copy = values[source.name].clone()
-            tensors[source.name] = nn.Parameter(copy, source.trainable) if source.kind == "parameter" else copy
-    return build(program, tensors, Communicator(ALONE, 0), "cpu"), program
+    program = lower(graph, replicated_plan(graph))
+    return build(program, slices_of(values, program, 0), Communicator(ALONE, 0), "cpu"), program
 
 
 def test_trains_like_the_model(model: Model) -> None:

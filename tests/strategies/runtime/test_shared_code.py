@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
-from runner.launch import run_ranks
 from runner.training.execution import blamed
 from strategies.capture import Captured, Objective, capture
 from strategies.core.program import LoweringOptions
@@ -24,6 +23,8 @@ from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
+from strategies.runtime.slices import slices_of
+from tests.ranks import start_ranks
 from tests.strategies.compiled_entries import Case
 
 TOKENS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -40,12 +41,7 @@ def module_of(seen: Captured, recompute: RecomputeRequest | None = None, compili
     """The module of the one rank."""
     plan = make_plan(seen.graph, Request("data_parallel", 1, recompute=recompute))
     program = lower(seen.graph, plan, LoweringOptions(partial_loss=True))
-    tensors: dict[str, Tensor] = {}
-    for source in program.sources:
-        if source.kind != "input":
-            copy = seen.tensors[source.name].detach().clone()
-            tensors[source.name] = nn.Parameter(copy, source.trainable) if source.kind == "parameter" else copy
-    return build(program, tensors, Communicator(program.mesh, 0), "cpu", compiled=compiling)
+    return build(program, slices_of(seen.tensors, program, 0), Communicator(program.mesh, 0), "cpu", compiled=compiling)
 
 
 def units(module: fx.GraphModule) -> list[fx.GraphModule]:
@@ -147,7 +143,7 @@ def planned(layers: int, folder: Any) -> Case:
 def test_compiled_graphs_and_groups_do_not_grow_with_the_depth(tmp_path: Any) -> None:
     entry = "tests.strategies.compiled_entries:depths"
     cases = [planned(layers, tmp_path) for layers in (5, 8)]
-    small, large = run_ranks(entry, cases, world_size=2, run_dir=tmp_path, device="cpu", timeout=200.0, threads=1)
+    small, large = start_ranks(entry, cases, 2, tmp_path, timeout=200.0)
     assert small == large
     assert 1 < small["graphs"] <= 12 and small["groups"] == 1 and small["breaks"] == 0
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from runner.errors import ConfigError
-from runner.launch import messages, network, run_ranks
+from runner.launch import messages, network
 from runner.launch.failure import CauseOrder, Done, Failure
 from runner.launch.launchers.connection import GREETING, Acceptor, Hello, Task, call, new_secret, own_address
 from runner.launch.orders import GroupOrders
+from tests.ranks import start_ranks
 
 SECRET = b"s" * 32
 
@@ -202,8 +203,6 @@ def test_no_port_is_open_where_all_ranks_are_here(tmp_path: Path, monkeypatch: p
     """The rendezvous keeps its keys in an unnamed file; only gloo's own ports remain."""
     monkeypatch.setattr(network, "listener", None)  # it would be called
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    described = run_ranks(
-        "rank_entries:describe", 1, world_size=2, run_dir=tmp_path, device="cpu", timeout=30.0, threads=1
-    )
+    described = start_ranks("rank_entries:describe", 1, 2, tmp_path, timeout=30.0)
     assert described["total"] == 1 and described["store"] == "FileStore"
     assert {path.name for path in tmp_path.iterdir()} == {"ranks"}
