@@ -154,7 +154,14 @@ def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tupl
     left = tuple(name for name in names if not targets.accepts(model.forward, name))
     if not left:  # by **kwargs, as models of transformers pass on, an entry is taken only if the loss needs none
         left = tuple(name for name in names if not targets.names(model.forward, name))
-    if not left or len(left) == len(names):
+    if len(left) == len(names):
+        taken = ", ".join(inspect.signature(model.forward).parameters) or "nothing"
+        raise ConfigError(
+            "MW313",
+            f"data: {config.model.target}.forward takes none of the entries of a sample ({', '.join(names)}) by name, "
+            f"but {taken}; give the entries the names of its arguments, in the dataset or by data.collate.",
+        )
+    if not left:
         raise ConfigError(
             "MW313",
             f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "

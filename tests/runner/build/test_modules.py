@@ -45,9 +45,11 @@ class Passes(torch.nn.Module):
 def test_what_forward_only_takes_among_its_kwargs_goes_to_the_loss():
     config = compose_config("+recipe=quickstart")
     assert target_names(config, Passes(), ("x", "label", "mask")) == ("label",)
-    for none_left in (("x", "mask"), ("a", "b")):  # all for the model, or none for it
-        with pytest.raises(ConfigError, match=r"takes every entry of a sample"):
-            target_names(config, Passes(), none_left)
+    with pytest.raises(ConfigError, match=r"takes every entry of a sample"):
+        target_names(config, Passes(), ("x", "mask"))
+    for none in (Passes(), torch.nn.Linear(2, 2)):
+        with pytest.raises(ConfigError, match=r"takes none of the entries of a sample \(a, b\) by name, but (x|input)"):
+            target_names(config, none, ("a", "b"))
 
 
 LARGE = "model.args={vocabulary: 128256, length: 64, width: 8192, layers: 2, heads: 64, kv_heads: 8, hidden: 28672}"
