@@ -194,7 +194,8 @@ class Pipeline(Section):
         None, "Stages of each rank, dealt out round robin, by zbv in a V; null: 2 with interleaved_1f1b or zbv, else 1"
     )
     micro_batches: Literal["auto"] | Count | None = setting(
-        None, "Micro-batches in the pipeline at once; auto; null: twice the stages (auto with them)"
+        None,
+        "Micro-batches in the pipeline at once, of averaged losses; auto; null: twice the stages (auto with them)",
     )
     schedule: Schedule = setting(
         "1f1b",

@@ -85,7 +85,9 @@ class Train(Section):
         "fp32", "Precision of training; bf16_autocast: fp32 parameters, torch.autocast in bf16"
     )
     loss_scale: Positive | None = setting(None, "Loss scale of fp16; null: dynamic")
-    accumulate: Count = setting(1, "Micro-batches of one optimizer step (gradient accumulation)")
+    accumulate: Count = setting(
+        1, "Micro-batches of one optimizer step (gradient accumulation), whose losses are averaged"
+    )
     clip: Positive | None = setting(None, "Maximum norm of the gradient; null: no clipping")
     random: Literal["fast", "exact"] = setting("fast", "exact: random operators draw the numbers of a single process")
     compile: StrictBool = setting(False, "Pass each rank's program through torch.compile")

@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar
 Kind = Literal["input", "parameter", "buffer", "constant"]
 
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "bool": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
+    "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 

@@ -25,6 +25,9 @@ from strategies.runtime.transfer import Transfer, local
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+BYTES_ALONE = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2))
+"""Dtypes that gloo and nccl do not know (of float8, gloo): what only moves is sent as bytes."""
+
 Carrier = Callable[[Sequence[Tensor]], list[Tensor]]
 """Carries one local tensor along each of several paths."""
 Landing = Callable[[], list[Tensor]]
@@ -104,7 +107,7 @@ class Communicator:
 
     def gather(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> Awaited | None:
         """Fill `into` with the `tensor`s of the ranks of `group`."""
-        return self._call(GATHER, group, later, all_gather, into, tensor)
+        return self._call(GATHER, group, later, all_gather, _sendable(into), _sendable(tensor))
 
     def gather_later(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Awaited | None:
         """Begin to fill `into` with the flat `tensor`s of the ranks of `group`, which makes no other calls."""
@@ -127,7 +130,12 @@ class Communicator:
         later: bool = False,
     ) -> Awaited | None:
         """Give every rank of `group` its part of `tensor`, and get their parts; equal parts without sizes."""
-        return self._call(EXCHANGING, group, later, dist.all_to_all_single, into, tensor, get, give)
+        if tensor.dtype in BYTES_ALONE and get is not None and give is not None:
+            size = tensor.element_size()
+            get, give = [size * one for one in get], [size * one for one in give]
+        return self._call(
+            EXCHANGING, group, later, dist.all_to_all_single, _sendable(into), _sendable(tensor), get, give
+        )
 
     def _call(
         self, kind: int, group: dist.ProcessGroup, later: bool, call: Callable[..., Any], *args: Any
@@ -217,6 +225,10 @@ class Communicator:
             return land
 
         return begin
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in BYTES_ALONE else tensor
 
 
 class _Several:

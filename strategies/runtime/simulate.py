@@ -40,7 +40,8 @@ def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mes
     for rank, piece in enumerate(slices):
         if mesh.index(rank, silent) == 0:
             for block, place in layout.blocks(shape, mesh, rank):
-                result[indices(block)] += piece[indices(place)]
+                values = piece[indices(place)]
+                result[indices(block)] = result[indices(block)] + values if layout.partial else values
     return result
 
 

@@ -33,9 +33,12 @@ NAMES = ("model.safetensors", "pytorch_model.bin")
 """What a folder of pretrained weights holds: one of these, or its index `NAME.index.json`."""
 NESTED = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep a state dict beside other things."""
+EXTRA = "_extra_state"
+"""How the name of what `torch.nn.Module.get_extra_state` returns ends, which may be anything."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64", "C128": "complex128",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "C64": "complex64", "C128": "complex128",
 }  # fmt: skip
 """What safetensors calls torch's dtypes; C128 is ours, which the library of that name does not read."""
 SIZES = {name: getattr(torch, name).itemsize for name in DTYPES.values()}
@@ -227,10 +230,13 @@ def _loaded(file: str) -> dict[str, Tensor]:
 
 
 def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
-    """The state dict in what a file holds: all of it, or one entry of it."""
+    """The state dict in what a file holds: all of it, or one entry of it; without what modules keep beside tensors."""
     for candidate in (content, *(content[key] for key in NESTED if isinstance(content, dict) and key in content)):
-        if isinstance(candidate, dict) and candidate and all(isinstance(one, Tensor) for one in candidate.values()):
-            return candidate
+        if not isinstance(candidate, dict):
+            continue
+        tensors = {name: value for name, value in candidate.items() if isinstance(value, Tensor)}
+        if tensors and all(str(name).endswith(EXTRA) for name in candidate if name not in tensors):
+            return tensors
     entries = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
     raise StrategyError(
         "MW308",

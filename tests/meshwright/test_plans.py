@@ -74,6 +74,26 @@ class Unusual(nn.Module):
         return self.layer((x * self.scale).float() - self.mean)
 
 
+class Codes(nn.Module):
+    """Has buffers of unsigned integers, and rounds to float8 in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 8).double(), nn.Linear(8, 4).double()
+        self.register_buffer("codes", torch.arange(8).to(torch.uint16))
+        self.register_buffer("wide", torch.arange(8).to(torch.uint32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.enter(x)) + self.codes.to(x.dtype) * self.wide.to(x.dtype)
+        return self.leave(h + (h.to(torch.float8_e4m3fn).to(h.dtype) - h).detach())
+
+
+def test_rare_dtypes_are_proven() -> None:
+    module = Codes()
+    proof = meshwright.verify(module, points(), planned(module, mesh=2, mode="data_parallel"))
+    assert proof.tolerance == 1e-10
+
+
 def test_modules_with_unusual_state_are_proven() -> None:
     torch.manual_seed(0)
     module, batch = Unusual(), points(dtype=torch.float32)

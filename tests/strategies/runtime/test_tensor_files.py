@@ -29,6 +29,7 @@ def tensors() -> dict[str, Tensor]:
         "count": torch.tensor(7),
         "order": torch.randperm(4, generator=draw),
         "turned": torch.randn(4, 3, generator=draw).t(),
+        "codes": torch.tensor([3, 65535]).to(torch.uint16),
     }
 
 
@@ -70,6 +71,14 @@ def test_every_form_gives_the_same_blocks(path: Path) -> None:
     assert torch.equal(piece, tensors()["enter.weight"][2:4, 5:10])
     assert piece.is_contiguous() and piece.untyped_storage().nbytes() == 2 * 5 * 4
     assert reader.block(found["enter.weight"], ((6, 6), (0, 10))).shape == (0, 10)
+
+
+def test_what_modules_keep_beside_tensors_is_left_out(tmp_path: Path) -> None:
+    torch.save({**tensors(), "a._extra_state": {"calls": 3}}, tmp_path / "one.pt")
+    assert index(tmp_path / "one.pt").keys() == tensors().keys()
+    torch.save({**tensors(), "other": {"calls": 3}}, tmp_path / "two.pt")
+    with pytest.raises(StrategyError, match="not a state dict"):
+        index(tmp_path / "two.pt")
 
 
 def test_only_headers_are_read_for_an_index(tmp_path: Path) -> None:
