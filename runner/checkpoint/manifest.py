@@ -98,7 +98,7 @@ def read_header(path: Path) -> Header:
         )
     with damaged(path):
         text = read_bytes(path / HEADER)
-        if (version := parse(text).get("version", 1)) != VERSION:
+        if (version := _entries(text).get("version", 1)) != VERSION:
             raise ConfigError(
                 "MW605",
                 f"The checkpoint {path} is of version {version}; this program reads version "
@@ -116,13 +116,20 @@ def read_header(path: Path) -> Header:
 
 def from_text(text: str | bytes) -> Header:
     """What `to_text` has written. Raises ValueError where it was changed."""
-    content = parse(text)
+    content = _entries(text)
     if content.pop("checksum", None) != _sum_of(content):
         raise ValueError(f"the checksum of {HEADER} is another")
     header = validated(_FORMAT, content)
     if not header.files.keys() >= {*chain(*header.plain)}:
         raise ValueError(f"{HEADER} names files of non-tensor state without size and checksum")
     return header
+
+
+def _entries(text: str | bytes) -> dict[str, Any]:
+    content = parse(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"{HEADER} holds {json.dumps(content)[:40]} in place of an object")
+    return content
 
 
 def stamp(file: Path) -> Stamp:
@@ -183,6 +190,15 @@ def marked(path: Path) -> dict[str, str]:
     return {name: str(what) for name, what in record.items()} if isinstance(record, dict) else {}
 
 
+def others_beside(path: Path) -> str:
+    """What to load in place of the checkpoint `path`."""
+    others = [other for other in folder.complete(path.parent) if other != path]
+    if not others:
+        return "There is no other beside it."
+    names = ", ".join(other.name for other in others)
+    return f"Others beside it: {names}; choose one, as with train.resume={others[-1]}."
+
+
 @contextmanager
 def damaged(path: Path) -> Iterator[None]:
     """Report any error while reading files as one paragraph."""
@@ -192,13 +208,7 @@ def damaged(path: Path) -> Iterator[None]:
         raise
     except (*READING, StrategyError) as error:
         text = " ".join(str(error).split())[:300]
-        names = ", ".join(other.name for other in folder.complete(path.parent) if other != path)
-        others = (
-            f"Others beside it: {names}; choose one with train.resume=PATH."
-            if names
-            else "There is no other beside it."
-        )
-        text = f"The checkpoint {path} is damaged ({type(error).__name__}: {text}). {others}"
+        text = f"The checkpoint {path} is damaged ({type(error).__name__}: {text}). {others_beside(path)}"
         raise ConfigError("MW606", text) from error
 
 

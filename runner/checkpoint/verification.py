@@ -17,7 +17,7 @@ import torch
 from runner.checkpoint import folder
 from runner.checkpoint.branch import candidates, is_one, locate
 from runner.checkpoint.folder import HEADER
-from runner.checkpoint.manifest import READING, faults, mark, read_header, unmark
+from runner.checkpoint.manifest import READING, faults, mark, others_beside, read_header, unmark
 from runner.checkpoint.reading import read
 from runner.errors import ConfigError
 from runner.run_folder.lineage import RecordedRun
@@ -46,7 +46,7 @@ def to_continue(resume: str | None, place: Path, run: RecordedRun | None = None)
         try:
             lost = examined(path)
         except ConfigError as error:
-            print(f"warning: {error}", flush=True)
+            print(f"warning: {str(error).removesuffix(others_beside(path)).rstrip()} It is passed over.", flush=True)
             continue
         if not (ranks := _without_random_states(lost)):
             _note(path, lost)

@@ -3,8 +3,10 @@ run."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -65,9 +67,14 @@ def require_writable(folder: str, key: str) -> None:
 
 
 def check_files(run_dir: Path) -> None:
-    """Raise ConfigError if one of our file names is not a regular file: opening a FIFO would block."""
+    """Raise ConfigError if one of our file names is not a regular file: opening a FIFO would block, and a link to
+    itself leads nowhere."""
     for name in FILES:
-        if (run_dir / name).exists() and not (run_dir / name).is_file():
+        try:
+            usable = stat.S_ISREG((run_dir / name).stat().st_mode)
+        except OSError as error:
+            usable = error.errno == errno.ENOENT
+        if not usable:
             raise ConfigError(
                 "MW603", f"{run_dir / name} is not a regular file; remove it, or give another hydra.run.dir."
             )

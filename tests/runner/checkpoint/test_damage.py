@@ -30,6 +30,14 @@ def test_auto_takes_the_newest_that_passes(tmp_path, capsys, damage):
     assert warning.count("\n") == 1
 
 
+def test_auto_says_that_it_passes_over_a_damaged_header(tmp_path, capsys):
+    for step in (1, 2):
+        save(tmp_path, step, seed=step)
+    (tmp_path / "step-00000002" / "checkpoint.json").write_text("null", encoding="utf-8")
+    assert checkpoints.to_continue("auto", tmp_path) == tmp_path / "step-00000001"
+    assert capsys.readouterr().out.endswith("in place of an object). It is passed over.\n")
+
+
 def test_every_byte_counts(tmp_path):
     """A flipped bit in any file is detected; the loss of one rank's RNG state alone is tolerated."""
     draw, path = random.Random(0), save(tmp_path, 1)

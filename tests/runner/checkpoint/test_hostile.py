@@ -104,6 +104,14 @@ def test_an_index_that_cannot_be_right_is_refused(tmp_path, change):
         assert str(caught.value).count("\n") == 0
 
 
+@pytest.mark.parametrize("text", ["null", "[1, 2]", '"x"', "7", "true"])
+def test_a_header_that_is_no_object_is_named(tmp_path, text):
+    path = checkpoint(tmp_path, TENSORS)
+    (path / "checkpoint.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"ValueError: checkpoint\.json holds .* in place of an object\)"):
+        checkpoints.read(path)
+
+
 def test_a_link_is_no_file_of_a_checkpoint(tmp_path):
     path = checkpoint(tmp_path, TENSORS)
     (path / "rank-00000.safetensors").rename(tmp_path / "secret")

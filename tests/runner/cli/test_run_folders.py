@@ -168,10 +168,15 @@ def test_jobs_of_a_sweep_begin_again_in_their_folders(command, tmp_path, job):
     assert command(*words).code == 0
 
 
+def link_to_itself(path):
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, link_to_itself])
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "run.json"])
-def test_a_fifo_in_a_run_folder_is_refused(command, tmp_path, name):
+def test_what_is_no_file_in_a_run_folder_is_refused(command, tmp_path, name, make):
     (tmp_path / "out").mkdir()
-    os.mkfifo(tmp_path / "out" / name)
+    make(tmp_path / "out" / name)
     done = command("plan", QUICK, "hydra.run.dir=out")
     assert done.code == 2 and name in done.err
 
