@@ -7,12 +7,11 @@ that hang in the kernel, hold a lock, are stopped, or have died. Does not import
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.launch.liveness import ASLEEP, QUIET, Signs
+from runner.launch.liveness import QUIET, RunningTime, Signs
 from strategies.runtime.flight_recorder import (
     FIRST,
     GROUP,
@@ -201,20 +200,24 @@ class Stall:
 
     `files` are the ranks' flight records; `signs` are those of their processes, where these are visible. A slow rank is
     not a hang: if none waits in a collective, a rank that computes, reads or writes keeps the run alive.
+
+    Attributes:
+        untimed: collectives have no time limit of their own. Then a rank that is silent for much longer than `timeout`,
+            and does not save, waits for others, too: in a collective that is not recorded, such as a user's.
     """
+
+    untimed = False
 
     def __init__(self, files: Sequence[Path], timeout: float, signs: Sequence[Signs] = ()) -> None:
         self._files, self._timeout, self.signs = files, timeout, signs
         self._seen: list[bytes] = [b""] * len(files)
-        self._since = [time.monotonic()] * len(files)
-        self._at = time.monotonic()
+        self._clock = RunningTime()
+        self._since = [self._clock.now] * len(files)
 
     def detected(self) -> bool:
         """Poll once; True if the ranks hang."""
-        now, waiting, steps = time.monotonic(), [False] * len(self._files), 0
-        if now - self._at > ASLEEP:
-            self._since = [now] * len(self._files)
-        self._at = now
+        now, waiting, steps = self._clock.look(), [False] * len(self._files), 0
+        saving = False
         for rank, file in enumerate(self._files):
             cells = read_cells(file)
             content = bytes(cells) if cells else b""
@@ -223,9 +226,10 @@ class Stall:
             if cells:
                 waiting[rank] = cells[GROUP] >= FIRST
                 steps = max(steps, cells[STARTED])
+                saving |= cells[PHASE] == SAVING
         for sign in self.signs:
             sign.look()
-        limit = now - self._timeout - GRACE
+        limit = now - self._timeout - (0.0 if self.untimed else GRACE)
         if any(wait and since < limit for wait, since in zip(waiting, self._since, strict=True)):
             return True
         if not all(since < limit for since in self._since):
@@ -233,4 +237,5 @@ class Stall:
         if not self.signs:  # the first step may compile for long; from the second on no rank is silent for so long
             return steps > 1 and all(since < limit - QUIET for since in self._since)
         halted = any(sign.halted(self._timeout) for sign in self.signs)
-        return halted or all(sign.lost(self._timeout) for sign in self.signs)
+        silent = [sign.lost(self._timeout) for sign in self.signs]
+        return halted or all(silent) or (self.untimed and any(silent) and steps > 0 and not saving)

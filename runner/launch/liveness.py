@@ -2,6 +2,7 @@
 detected too.
 
 Signs of life are CPU time, bytes read and written, and waiting for a disk. Without /proc every process counts as alive.
+Time is that in which the process that looks runs: a job that is suspended and continued has lost none.
 """
 
 from __future__ import annotations
@@ -18,8 +19,22 @@ BUSY, FLOW = 0.02, 16384
 """The share of a processor that counts as computing, and bytes per second that count as reading or writing; threads
 that only look at something now and then, and answer each other, need less."""
 
-ASLEEP = 10.0
-"""Seconds between two looks after which it was the one who looks that stood still, and nothing is known."""
+LOOK = 3.0
+"""Seconds that the time between two looks counts at most: beyond, the one who looks was suspended, too."""
+
+
+class RunningTime:
+    """Seconds in which this process was running, by how often it looks."""
+
+    def __init__(self) -> None:
+        self._at = self.now = time.monotonic()
+
+    def look(self) -> float:
+        """The seconds until now, since any time; called every second or so."""
+        at = time.monotonic()
+        self.now += min(at - self._at, LOOK)
+        self._at = at
+        return self.now
 
 
 class Signs:
@@ -28,16 +43,15 @@ class Signs:
 
     def __init__(self, pid: int, *, children: bool = True, computing: bool = True) -> None:
         self.pid, self._children, self._computing = pid, children, computing
-        self._at = self.since = time.monotonic()
+        self._clock = RunningTime()
+        self._at = self.since = self._clock.now
         self._seconds, self._bytes, _ = self._read()
         self.stopped: float | None = None
         """Since when the process is stopped (SIGSTOP, a debugger); None where it is not."""
 
     def look(self) -> None:
-        """Record activity since the last call; `since` is the time of the last sign of life."""
-        now = time.monotonic()
-        if now - self._at > ASLEEP:
-            self.since, self.stopped = now, None
+        """Record activity since the last call; `since` is the running time of the last sign of life."""
+        now = self._clock.look()
         seconds, bytes_, states = self._read()
         computed = self._computing and seconds - self._seconds > BUSY * (now - self._at)
         if computed or bytes_ - self._bytes > FLOW * (now - self._at) or "D" in states or not states:
@@ -50,11 +64,11 @@ class Signs:
 
     def halted(self, timeout: float) -> bool:
         """Whether the process has been stopped for more than `timeout` seconds."""
-        return self.stopped is not None and time.monotonic() - self.stopped > timeout
+        return self.stopped is not None and self._clock.now - self.stopped > timeout
 
     def lost(self, timeout: float) -> bool:
         """Whether it has been stopped for so long, or silent for much longer."""
-        return self.halted(timeout) or time.monotonic() - self.since > timeout + QUIET
+        return self.halted(timeout) or self._clock.now - self.since > timeout + QUIET
 
     def _read(self) -> tuple[float, int, str]:
         """CPU seconds, bytes read and written, and the states of the threads, the main thread's first."""

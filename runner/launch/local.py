@@ -103,6 +103,7 @@ def run_ranks(
     warm()
     ranks = [_LocalRank(rank, group.run_dir) for rank in part.ranks]
     supervision = _LocalSupervision(ranks, group, rescue, name, until)
+    supervision.stall.untimed = together and device == "cpu" and not elastic
     with Interrupts(supervision.stop_ranks if stoppable else None) as interrupts, ExitStack() as resources:
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)

@@ -7,10 +7,12 @@ elastic ranks only rank 0 has a group, of one.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import mmap
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,7 +23,34 @@ import torch.distributed as dist
 from runner.errors import ConfigError
 from runner.launch import network
 from runner.launch.orders import OPEN_FILES, Orders, RankContext, flight_record_of
-from strategies.runtime.flight_recorder import recorder
+from strategies.runtime.flight_recorder import ALL, BARRIER, BROADCAST, EXCHANGE, GATHER, GROUP, SCATTER, SUM, recorder
+
+PATIENCE = timedelta(days=7)
+"""The time limit of collectives where the command watches all ranks: the library's clock runs on while a job is
+suspended (SIGSTOP, a frozen container), the command's does not."""
+
+OVER_ALL = {
+    "barrier": BARRIER,
+    "all_reduce": SUM,
+    "reduce": SUM,
+    "broadcast": BROADCAST,
+    "broadcast_object_list": BROADCAST,
+    "all_gather": GATHER,
+    "all_gather_into_tensor": GATHER,
+    "all_gather_object": GATHER,
+    "gather": GATHER,
+    "gather_object": GATHER,
+    "scatter": SCATTER,
+    "reduce_scatter_tensor": SCATTER,
+    "all_to_all_single": EXCHANGE,
+}
+"""Functions of `torch.distributed` that all ranks call together, and their kinds."""
+
+
+def watched(orders: Orders) -> bool:
+    """Whether the command sees from the flight records of all ranks how long each waits. On a GPU calls return before
+    they complete, and other hosts may show files late."""
+    return orders.store is not None and orders.group.device == "cpu"
 
 
 def work(orders: Orders) -> Any:
@@ -45,7 +74,7 @@ def work(orders: Orders) -> Any:
     torch.set_num_threads(group.threads)
     if group.elastic and orders.rank:
         return _entry(group.entry)(context, _payload(orders.payload.number))
-    timeout = timedelta(seconds=group.timeout)
+    timeout = PATIENCE if watched(orders) else timedelta(seconds=group.timeout)
     store = _store(orders, timeout)
     store.set_timeout(timeout)
     backend = "gloo"
@@ -58,12 +87,45 @@ def work(orders: Orders) -> Any:
     for name, value in network.variables(orders.address).items():
         os.environ.setdefault(name, value)
     size = 1 if group.elastic else group.world_size
-    dist.init_process_group(backend, store=store, rank=orders.rank, world_size=size, timeout=timeout)
+    recorder.know(ALL, range(size), ALL)
+    recorder.among_all(
+        "the start",
+        BARRIER,
+        dist.init_process_group,
+        backend,
+        store=store,
+        rank=orders.rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    if size > 1:
+        _record_calls()
     value = _entry(group.entry)(context, _payload(orders.payload.number))
     if dist.is_initialized():  # an entry may have ended it itself
         dist.barrier()
         dist.destroy_process_group()
     return value
+
+
+def _record_calls() -> None:
+    """Show the flight recorder the calls of `torch.distributed` over all ranks, whoever makes them: this project, a
+    callback or a module of the user's. What is recorded elsewhere passes."""
+
+    def recorded(name: str, kind: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **named: Any) -> Any:
+            partial = named.get("group") is not None or any(isinstance(one, dist.ProcessGroup) for one in args)
+            later = named.get("async_op", False) or any(one is True for one in args)
+            aside = threading.current_thread() is not threading.main_thread()
+            if partial or later or aside or recorder.cells[GROUP]:
+                return call(*args, **named)
+            return recorder.among_all(f"torch.distributed.{name}", kind, call, *args, **named)
+
+        return run
+
+    for name, kind in OVER_ALL.items():
+        if hasattr(dist, name):
+            setattr(dist, name, recorded(name, kind, getattr(dist, name)))
 
 
 def _store(orders: Orders, timeout: timedelta) -> Any:

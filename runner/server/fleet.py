@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from torch import Tensor
 from runner.errors import RunFailed
 from runner.launch import network
 from runner.launch.launchers.connection import new_secret
+from runner.launch.liveness import RunningTime
 from runner.run_folder.atomic import replace_text
 from runner.server.links import BROKEN, Address, ServerLink, accept, connect
 
@@ -78,6 +78,7 @@ class Fleet:
         """Hosts and process ids."""
         self._places: dict[int, tuple[str, ServerLink]] = {}
         """Of every server its host, and the connection that it has opened."""
+        self._clock = RunningTime()
         self._requested: dict[ServerLink, float] = {}
         """Since when workers owe an answer."""
         self._addresses: dict[int, tuple[str, int]] = {}
@@ -188,12 +189,12 @@ class Fleet:
 
     def _ask(self, link: ServerLink, op: str, **fields: Any) -> None:
         """Send a worker what it answers."""
-        self._requested.setdefault(link, time.monotonic())
+        self._requested.setdefault(link, self._clock.now)
         self._send(link, op, **fields)
 
     def _end_hanging(self) -> None:
         """End the workers that have owed an answer for too long, where others are left."""
-        late = time.monotonic() - SILENT * self._timeout
+        late = self._clock.look() - SILENT * self._timeout
         hanging = [link for link, since in self._requested.items() if since < late and link in self._processes]
         if len(hanging) < len(self._workers):
             for link in hanging:
@@ -418,7 +419,7 @@ class Fleet:
         self._run(lambda: all(unit in self.results for unit in units), "a worker")
 
     def _run(self, done: Callable[[], bool], whom: str) -> None:
-        heard = time.monotonic()
+        heard = self._clock.look()
         while True:
             self._assign()
             if done():
@@ -426,9 +427,9 @@ class Fleet:
             self._end_hanging()
             try:
                 self._events.get(timeout=LOOK)()
-                heard = time.monotonic()
+                heard = self._clock.look()
             except queue.Empty:
-                if (silence := time.monotonic() - heard) > (SILENT + 1) * self._timeout:
+                if (silence := self._clock.look() - heard) > (SILENT + 1) * self._timeout:
                     raise RunFailed(
                         "MW712",
                         f"nothing was heard of {whom} for {silence:.0f} s (launch.timeout: {self._timeout:g} s).",

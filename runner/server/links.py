@@ -7,6 +7,7 @@ Invariant: a broken connection raises OSError or EOFError, at once where the pro
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
@@ -26,6 +27,8 @@ from runner.launch.messages import silence_of
 
 BROKEN = (OSError, EOFError)
 """What a connection raises whose other end has ended."""
+LOOK = 1.0
+"""Seconds of a part of a wait."""
 LONGEST = 1 << 26
 """Bytes of a JSON object."""
 _LENGTH = struct.Struct(">I")
@@ -40,22 +43,23 @@ class ServerLink:
         connection.close()
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of the handshake
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
-        self._socket.settimeout(timeout)
+        self._socket.settimeout(min(timeout, LOOK))
+        self._timeout = timeout
         self.sent = self.received = 0
 
     def patient(self) -> ServerLink:
         """This link, which from now on waits for a message for any time."""
-        self._socket.settimeout(None)
+        self._timeout = math.inf
         return self
 
     def send(self, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> None:
         """Send a message with tensors on the CPU."""
         described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
         head = json.dumps({"op": op, "tensors": described, **fields}).encode()
-        self._socket.sendall(_LENGTH.pack(len(head)) + head)
+        self._all(self._socket.send, memoryview(_LENGTH.pack(len(head)) + head))
         for tensor in tensors:
             if tensor.numel():
-                self._socket.sendall(_bytes(tensor.detach().contiguous()))
+                self._all(self._socket.send, _bytes(tensor.detach().contiguous()))
                 self.sent += tensor.nbytes
 
     def receive(self, into: Sequence[Tensor] = ()) -> tuple[dict[str, Any], list[Tensor]]:
@@ -102,12 +106,22 @@ class ServerLink:
 
     def _exactly(self, view: memoryview) -> memoryview:
         """Fill `view`."""
-        done = 0
+        return self._all(self._socket.recv_into, view)
+
+    def _all(self, move: Callable[[memoryview], int], view: memoryview) -> memoryview:
+        """Move all bytes of `view`. A wait counts by its parts, so that a job that is suspended has lost none."""
+        done, waited = 0, 0.0
         while done < len(view):
-            count = self._socket.recv_into(view[done:])
+            try:
+                count = move(view[done:])
+            except TimeoutError:
+                waited += LOOK
+                if waited < self._timeout:
+                    continue
+                raise
             if not count:
                 raise EOFError("the connection was closed")
-            done += count
+            done, waited = done + count, 0.0
         return view
 
 

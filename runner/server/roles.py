@@ -11,6 +11,7 @@ from torch import nn
 
 from runner.build import optimizers
 from runner.launch.launchers.connection import SECRET_FILE
+from runner.launch.liveness import RunningTime
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
 from runner.server.coordinator import Coordinator
@@ -63,8 +64,9 @@ def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[ServerLink, bytes
     """A connection to the coordinator, and the secret; None where all is done. Raises ConnectionError if there is none
     in time."""
     timeout = job.prepared.config.launch.timeout
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    clock = RunningTime()
+    deadline = clock.now + timeout
+    while clock.look() < deadline:
         try:
             place = (job.folder / PLACE).read_text(encoding="utf-8")
             if place == OVER:

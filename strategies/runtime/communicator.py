@@ -35,6 +35,16 @@ Landing = Callable[[], list[Tensor]]
 Launcher = Callable[[Sequence[Tensor]], Landing]
 
 
+def new_group(ranks: Sequence[int], own: bool) -> dist.ProcessGroup:
+    """A process group of `ranks`, made by these alone (`own`) or by all ranks of the default group, whose time limit it
+    has: torch would give it one of its own, of 10 or 30 minutes."""
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, use_local_synchronization=own)
+    return group
+
+
 class Communicator:
     """The collectives of one rank on a mesh.
 
@@ -81,7 +91,7 @@ class Communicator:
                 self._groups[ranks] = dist.group.WORLD  # type: ignore[assignment]
             else:
                 own = self.stages > 1  # other stages make other groups
-                self._groups[ranks] = dist.new_group([first + r for r in ranks], use_local_synchronization=own)
+                self._groups[ranks] = new_group([first + r for r in ranks], own)
             if self.rank in ranks:
                 recorder.know(self._groups[ranks], [first + r for r in ranks], names)
 
@@ -94,7 +104,7 @@ class Communicator:
         (collective)."""
         mine: dist.ProcessGroup | None = None
         for ranks in self.mesh.groups(self.mesh.sorted(axes)):
-            group = dist.new_group(sorted(ranks))
+            group = new_group(sorted(ranks), False)
             if self.rank in ranks:
                 mine = group
                 recorder.know(group, ranks, ", ".join(self.mesh.sorted(axes)))

@@ -23,8 +23,11 @@ FIRST, CELLS = 16, 2048
 """A group's cell, from FIRST on, has the number of calls that this rank has joined."""
 PHASES = ("the start", "data loading", "forward", "backward", "update", "evaluation", "saving")
 START, DATA, FORWARD, BACKWARD, UPDATE, EVALUATION, SAVING = range(len(PHASES))
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive", "broadcast")
-SUM, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE, BROADCAST = range(len(KINDS))
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive", "broadcast", "barrier")
+SUM, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE, BROADCAST, BARRIER = range(len(KINDS))
+
+ALL = "all ranks"
+"""The group of what is not called over axes of a mesh."""
 
 
 class FlightRecorder:
@@ -92,6 +95,13 @@ class FlightRecorder:
         self.enter(group, kind)
         result = function(*args, **named)
         self.leave()
+        return result
+
+    def among_all(self, what: str, kind: int, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """As `call`, of all ranks; `what` is named in place of an operator."""
+        before, self.cells[PLACE] = self.cells[PLACE], self.place(what)
+        result = self.call(ALL, kind, function, *args, **named)
+        self.cells[PLACE] = before
         return result
 
     def again(self, group: Hashable, kind: int, number: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from strategies.core.steps import ALL_REDUCE
 from strategies.lowering.pipeline import Stage
 from strategies.lowering.pipeline_schedule import stages_of
-from strategies.runtime.communicator import Communicator
+from strategies.runtime.communicator import Communicator, new_group
 from strategies.runtime.flight_recorder import RECEIVE as RECEIVING
 from strategies.runtime.flight_recorder import SEND as SENDING
 from strategies.runtime.flight_recorder import recorder
@@ -56,8 +56,7 @@ class Peers:
         """A process group of the peers in `groups`. torch names it by how many the rank has made before, which must be
         equally many on all of them: so a rank that is in none of `groups` makes one of its own."""
         ranks = [self._rank(group) for group in (groups if self.number in groups else [self.number])]
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-        return group
+        return new_group(ranks, True)
 
     def _rank(self, group: int) -> int:
         return group * self._communicator.mesh.size + self._communicator.rank

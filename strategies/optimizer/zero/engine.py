@@ -28,7 +28,7 @@ from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.zero.swap_files import SwapFiles
-from strategies.runtime.communicator import Communicator
+from strategies.runtime.communicator import Communicator, new_group
 from strategies.runtime.flight_recorder import GATHER, PLACE, SCATTER, SUM, recorder
 
 
@@ -136,7 +136,7 @@ def replica_groups(
             names[source.name] = ""
             continue
         if not replicas and alone is None:
-            alone = dist.new_group([communicator.world_rank], use_local_synchronization=True)
+            alone = new_group([communicator.world_rank], True)
         copies = communicator.group(replicas) if replicas else alone
         name = f"ep_size_{mesh.product(slices)}_{'_'.join(slices)}"
         groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
@@ -201,11 +201,7 @@ def data_parallel_group(communicator: Communicator) -> SimpleNamespace:
     """The model-parallel unit that DeepSpeed asks for the ranks over which it averages. Collective in the group."""
     first, size = communicator.world_rank - communicator.rank, communicator.mesh.size
     ranks = list(range(first, first + size))
-    group = (
-        communicator.group(communicator.mesh.names)
-        if size > 1
-        else dist.new_group(ranks, use_local_synchronization=True)
-    )
+    group = communicator.group(communicator.mesh.names) if size > 1 else new_group(ranks, True)
     answers = {
         "data_parallel_group": group,
         "data_parallel_group_ranks": ranks,
