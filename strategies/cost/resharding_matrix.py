@@ -88,6 +88,10 @@ class _Matrix:
         return *parts[:1], *sorted(parts[1:]), *ends  # dims but the first have no order in a pattern
 
 
+Entry = tuple[_Matrix, int, int]
+"""A matrix, a row and a column."""
+
+
 class ReshardingCosts:
     """The seconds of one mesh on one cluster.
 
@@ -181,7 +185,7 @@ class ReshardingCosts:
         hashes = pattern_hashes(before, after, kinds)
         made = _Matrix(before, after, spec, kinds, hashes, np.zeros(hashes.shape), np.zeros(hashes.shape, np.bool_))
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
-        many = ordered and (hashes.size > max(at_once, MANY) or len(np.unique(hashes)) > at_once)
+        many = ordered and (hashes.size >= max(at_once, MANY) or len(np.unique(hashes)) > at_once)
         if many:
             made.values = self._bounds.seconds(before, after, float(spec.elements * spec.item_bytes))
             made.values[:, after.partial > 0] = 0.0  # what may stay partial need not be sent
@@ -191,7 +195,7 @@ class ReshardingCosts:
         made.values[unreachable], made.exact[unreachable] = UNREACHABLE, True
         self._groups.setdefault(_ordered(kinds), _MatrixGroup()).adopt(made, self._pattern_seconds)
         while not many and not made.exact.all():  # patterns with one hash become exact one after the other
-            self._evaluate(made, np.argwhere(~made.exact).tolist())
+            self._evaluate([(made, row, column) for row, column in np.argwhere(~made.exact).tolist()])
         made.changes = 0
         return made
 
@@ -207,14 +211,20 @@ class ReshardingCosts:
         if made.exact[row, column]:
             return
         bound = made.values[row, column]
-        self._evaluate(made, [(row, column)])
+        self._evaluate([(made, row, column)])
         if made.values[row, column] <= bound * (1 + EQUAL):
             return
         for line, at in ((row, slice(None)), (slice(None), column)):
             same = ~made.exact[line, at] & (np.abs(made.values[line, at] - bound) <= EQUAL * bound)
-            pairs = [(row, place) if line is row else (place, column) for place in np.flatnonzero(same).tolist()]
-            if pairs:
-                self._evaluate(made, pairs)
+            places = np.flatnonzero(same).tolist()
+            if places:
+                self._evaluate([(made, row, one) if line is row else (made, one, column) for one in places])
+
+    def learn(self, other: ReshardingCosts) -> None:
+        """Makes exact what had bounds that were too low on another mesh of as many axes: mostly they are here, too."""
+        for kinds, group in self._groups.items():
+            if kinds in other._groups and (entries := group.entries(other._groups[kinds].raised)):
+                self._evaluate(entries)
 
     def changes(self, before: LayoutTable, after: LayoutTable, spec: TensorSpec) -> int:
         """The number of updates of entries between these tables."""
@@ -233,10 +243,11 @@ class ReshardingCosts:
             return tuple([math.gcd(extent, ranks) for extent in shape])
         return tuple([ranks + 1 + extent for extent in shape])
 
-    def _evaluate(self, made: _Matrix, pairs: Iterable[Sequence[int]]) -> None:
-        """Searches for the paths of the patterns of pairs, and updates all matrices in which these occur."""
-        group, hashes = self._groups[_ordered(made.kinds)], dict[int, None]()
-        for row, column in pairs:
+    def _evaluate(self, entries: Sequence[Entry]) -> None:
+        """Searches for the paths of the patterns of entries of one group, and updates all matrices in which these
+        occur."""
+        group, hashes = self._groups[_ordered(entries[0][0].kinds)], dict[int, None]()
+        for made, row, column in entries:
             number = int(made.hashes[row, column])
             if number in hashes:
                 continue
@@ -244,7 +255,9 @@ class ReshardingCosts:
             pattern = group.patterns[number] = made.pattern(row, column)
             if pattern not in self.paths:
                 self.paths[pattern] = self._path(made, row, column)
-        self.raised += group.update(hashes, self._pattern_seconds)
+        raised = group.update(hashes, self._pattern_seconds)
+        self.raised += bool(raised)
+        group.raised |= raised
 
     def _pattern_seconds(self, pattern: Pattern, spec: TensorSpec) -> float:
         size = spec.elements * spec.item_bytes
@@ -277,11 +290,13 @@ PatternSeconds = Callable[[Pattern, TensorSpec], float]
 
 
 class _MatrixGroup:
-    """All matrices of tensors of the same kinds; `patterns` have known paths, by their hashes."""
+    """All matrices of tensors of the same kinds; `patterns` have known paths, by their hashes. Those that `raised` a
+    bound took more seconds than that."""
 
     def __init__(self) -> None:
         self.matrices: list[_Matrix] = []
         self.patterns: dict[int, Pattern] = {}
+        self.raised: set[int] = set()
 
     def adopt(self, made: _Matrix, seconds: PatternSeconds) -> None:
         """Adds a matrix, of which entries with known paths become exact."""
@@ -290,13 +305,13 @@ class _MatrixGroup:
         self.matrices.append(made)
         self.__dict__.pop("concatenated", None)
 
-    def update(self, hashes: Iterable[int], seconds: PatternSeconds) -> bool:
-        """Makes all entries with these patterns exact; whether that raised a bound."""
+    def update(self, hashes: Iterable[int], seconds: PatternSeconds) -> set[int]:
+        """Makes all entries with these patterns exact; those that raised a bound."""
         return self._update(self.concatenated, self.matrices, hashes, seconds)
 
     def _update(
         self, every: _Concatenated, matrices: Sequence[_Matrix], hashes: Iterable[int], seconds: PatternSeconds
-    ) -> bool:
+    ) -> set[int]:
         order = np.array(sorted(hashes), dtype=np.int64)
         patterns = np.array([self.patterns[number] for number in order.tolist()], dtype=np.int64)
         nearest = np.minimum(np.searchsorted(order, every.hashes), len(order) - 1)
@@ -312,7 +327,19 @@ class _MatrixGroup:
         every.values[places], every.exact[places] = now, True
         for table in set(tables[now != before].tolist()):
             matrices[table].changes += 1
-        return bool((now > before * (1 + 1e-12)).any())
+        return set(every.hashes[places[now > before * (1 + 1e-12)]].tolist())
+
+    def entries(self, hashes: Iterable[int]) -> list[Entry]:
+        """One that is not exact for each of these hashes that has any."""
+        every = self.concatenated
+        places = np.flatnonzero(np.isin(every.hashes, np.array([*hashes], dtype=np.int64)) & ~every.exact)
+        places = places[np.unique(every.hashes[places], return_index=True)[1]]
+        tables = np.searchsorted(every.starts, places, side="right") - 1
+        rows, columns = np.divmod(places - every.starts[tables], every.widths[tables])
+        return [
+            (self.matrices[table], row, column)
+            for table, row, column in zip(tables.tolist(), rows.tolist(), columns.tolist(), strict=True)
+        ]
 
     @cached_property
     def concatenated(self) -> _Concatenated:

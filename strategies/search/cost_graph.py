@@ -202,14 +202,14 @@ class JointUses(FactorTable):
         together = np.zeros((1, self.costs.shape[1]))
         for gain in gains:
             together = np.concatenate((together, together + gain))
-        grouped = (self.costs + together[:, None]).min(2)
+        grouped = (self.costs + together[1:, None]).min(2)
         divided = [np.zeros(len(self.costs))]
         for uses in range(1, len(together)):
             first = uses & -uses  # whose group is any of these, with any of the others
-            best, group = grouped[uses], uses
+            best, group = grouped[uses - 1], uses
             while group := (group - 1) & uses:
                 if group & first:
-                    best = np.minimum(best, grouped[group] + divided[uses ^ group])
+                    best = np.minimum(best, grouped[group - 1] + divided[uses ^ group])
             divided.append(best)
         return divided, together
 
@@ -321,14 +321,13 @@ class CostGraph:
                 cost.evaluate(row, target)
         for ref, (variable, shared) in self.parameters.items():
             shared.evaluate(indices[variable], self._of_users(ref, indices))
+        return self.refresh()
+
+    def refresh(self) -> bool:
+        """Makes all tables again whose entries have changed; whether any bound was too low."""
         if self.resharding.raised == self.raised:
             return False
         self.raised = self.resharding.raised
-        self._refresh()
-        return True
-
-    def _refresh(self) -> None:
-        """Makes all tables again whose entries have changed."""
         changed = {id(one) for one in self.known.values() if isinstance(one, UseCost) and one.refresh()}
         for key, one in self.known.items():
             if isinstance(one, SharedParameter):
@@ -340,6 +339,7 @@ class CostGraph:
             elif isinstance(one, FactorTable) and not changed.isdisjoint(key):
                 one.refresh()
                 changed.add(id(one))
+        return True
 
     def cost(self, indices: Sequence[int]) -> float:
         """Seconds of a solution whose entries are exact: every target of a value is paid once."""

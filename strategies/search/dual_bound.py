@@ -34,7 +34,7 @@ from strategies.search.elimination import (
     elimination_effort,
 )
 
-SWEEPS, MOST_SWEEPS = 4, 60
+SWEEPS, MOST_SWEEPS = 2, 60
 """Between two evaluations of the bound, and in all."""
 RISE = 1e-5
 """Relative gain of the bound below which no more sweeps are made, at least."""
@@ -153,6 +153,7 @@ class ReducedCostFixing:
             variables = tuple([numbers[v] for v in self.first.scopes[place]])
             self.graph.factors.append(Factor(variables, self.first.tables[place]))
         self.dual = DualBound(self.graph, max(RISE, RISE_SHARE * tolerance))
+        self.candidates: list[Integers] = []
         self.lower_bound = -math.inf
         """Seconds that any solution costs at least."""
 
@@ -172,6 +173,9 @@ class ReducedCostFixing:
         where these are `enough`, no more is proven."""
         self.first.renew(self.memo)
         bound = self.dual.bound(enough)
+        if self.candidates and bound >= enough:
+            self.lower_bound = bound
+            return self.again()
         for effort in EFFORTS:
             candidates, beyond = self._taken(effort)
             self._take(candidates)

@@ -41,6 +41,7 @@ from strategies.search.mesh_choice import (
     factorisations,
     finest,
     least_work,
+    refines,
 )
 from strategies.search.solution import Solution, too_large
 from strategies.search.strategy_space import StrategySpace
@@ -88,7 +89,8 @@ class PlanSearch:
         cluster: whose seconds are minimised.
         tolerance: gap at which the search ends; None for that of `TOLERANCE`.
         wide: whether the cost graph is too wide to be eliminated; else that is found out.
-        shared: values to share from the beginning in a wide graph.
+        like: the search of another mesh with as many axes, whose evaluations show where bounds are too low, and which
+            values a wide graph has to share: a proof without them takes as long as one with them.
     """
 
     def __init__(
@@ -98,21 +100,24 @@ class PlanSearch:
         tolerance: float | None = None,
         *,
         wide: bool = False,
-        shared: frozenset[Ref] = frozenset(),
+        like: PlanSearch | None = None,
     ) -> None:
-        self.problem, self.wide, self.shared = problem, wide, shared
+        self.problem, self.wide = problem, wide
+        self.shared: frozenset[Ref] = frozenset() if like is None else like.shared | like.graph.shared
         self.space = StrategySpace(problem, ReshardingCosts(problem.mesh, cluster))
         self.axes = len(self.space.axes)
         self.tolerance = TOLERANCE[max(self.axes, 1)] if tolerance is None else tolerance
-        self.graph = self._build(shared if wide else frozenset())
+        self.graph: CostGraph = self._build()
+        if like is not None and like.wide:  # solutions of others are cheap, and show the same
+            self.space.resharding.learn(like.space.resharding)
+            self.graph.refresh()
 
-    def _build(self, shared: frozenset[Ref], like: CostGraph | None = None) -> CostGraph:
+    def _build(self, shared: frozenset[Ref] = frozenset(), like: CostGraph | None = None) -> CostGraph:
         graph = CostGraph(self.problem, self.space, shared, wide=self.wide, like=like)
-        factors = graph.factors
         self.solver: Elimination | ReducedCostFixing = (
-            ReducedCostFixing(factors, self.tolerance)
+            ReducedCostFixing(graph.factors, self.tolerance)
             if self.wide
-            else Elimination(dict(enumerate(factors.sizes)), factors.factors)
+            else Elimination(dict(enumerate(graph.factors.sizes)), graph.factors.factors)
         )
         return graph
 
@@ -139,6 +144,8 @@ class PlanSearch:
         while True:
             indices, bound = self.solve(proven > solutions, enough)
             lower = max(lower, bound)
+            if best is not None and lower >= enough:
+                break
             raised = self.graph.evaluate(indices)
             cost, size = self.graph.cost(indices), self.graph.bytes(indices)
             if best is None or cost + multiplier * size < least:
@@ -322,9 +329,7 @@ class DynamicProgramming:
     def __init__(self, problem: Problem, cluster: Cluster, meshes: Sequence[Coarsened]) -> None:
         self.problem, self.cluster = problem, cluster
         self.meshes = {one.runs: one for one in meshes}
-        self.budgets: dict[Factorisation, tuple[PlanSearch, MemoryBudget]] = {}
-        self.shared = frozenset[Ref]()
-        """Values that wide graphs had to share: a proof without them takes as long as one with them."""
+        self.budgets: dict[Factorisation, MemoryBudget] = {}
         self.bounds = dict.fromkeys(self.meshes, 0.0)
         if len(meshes) > 1:
             prime = finest(problem.mesh)
@@ -341,16 +346,17 @@ class DynamicProgramming:
         costs: list[float] = []
 
         def on_mesh(runs: Factorisation, enough: float) -> Solution | float:
-            mesh = self.meshes[runs]
-            if len(costs) >= ENOUGH and any(one.wide for one, _ in self.budgets.values()):
+            mesh, solvers = self.meshes[runs], [one.solver for one in self.budgets.values()]
+            if len(costs) >= ENOUGH and any(one.wide for one in solvers):
                 enough = min(enough, (1 - LITTLE) * min(costs))
+                finer = [one.lower_bound(memory) for other, one in self.budgets.items() if refines(other, runs)]
+                if max(finer, default=0.0) >= enough:
+                    return max(finer)
             if runs not in self.budgets:
-                search = PlanSearch(mesh.problem, self.cluster, shared=self.shared)
-                self.budgets[runs] = search, MemoryBudget(search)
-            search, budget = self.budgets[runs]
+                like = next((one for one in reversed(solvers) if one.axes == len(runs)), None)
+                self.budgets[runs] = MemoryBudget(PlanSearch(mesh.problem, self.cluster, like=like))
+            budget = self.budgets[runs]
             found = budget.within(memory, enough)
-            if search.wide:
-                self.shared |= search.graph.shared
             if found is None:
                 return budget.lower_bound(memory)
             costs.append(found.cost)

@@ -143,10 +143,6 @@ class FactorGraph:
         self.sizes.append(size)
         return len(self.sizes) - 1
 
-    def cost(self, indices: Sequence[int]) -> float:
-        """Seconds of an assignment, by the candidate of every variable."""
-        return float(sum(one.seconds[tuple(indices[v] for v in one.variables)] for one in self.factors))
-
 
 class Elimination:
     """The order in which variables are eliminated.

@@ -353,15 +353,9 @@ def candidates(
     """Every legal assignment that uses as many devices as the dims allow, among them those that keep a neighbour's
     axes in its order. Padded slices come from neighbours alone."""
     mesh = problem.mesh
-    found: dict[tuple[tuple[str, tuple[str, ...]], ...], Assignment] = {}
-    starts: list[Assignment] = [{}]
-    for dims, layout in neighbours:
-        start: Assignment = {f: axes for f, axes in zip(dims, layout.dims, strict=True) if f is not None and axes}
-        if sharding.legal(start, mesh):
-            starts.append(start)
-    for start in starts:
-        for assignment in _extensions(sharding, problem, start):
-            found.setdefault(tuple(assignment.items()), assignment)
+    near = [{f: axes for f, axes in zip(dims, layout.dims, strict=True) if f and axes} for dims, layout in neighbours]
+    starts = [start for start in ({}, *near) if sharding.legal(start, mesh)]
+    found = {tuple(one.items()): one for start in starts for one in _extensions(sharding, problem, start)}
     most = max(mesh.product(sharding.used(assignment)) for assignment in found.values())
     return [assignment for assignment in found.values() if mesh.product(sharding.used(assignment)) == most]
 

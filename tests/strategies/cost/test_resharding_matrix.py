@@ -88,6 +88,24 @@ def test_one_exact_pair_makes_all_with_its_pattern_exact(monkeypatch: pytest.Mon
             assert len(line[0]) + len(line[1]) > 2
 
 
+def test_what_was_too_low_on_one_mesh_is_exact_on_another() -> None:
+    spec, known, other = SPECS[0], *(ReshardingCosts(mesh, NODES, 0) for mesh in (MESH, Mesh((("a", 4), ("b", 2)))))
+    for costs in (known, other):
+        costs.seconds(*tables_of(costs), spec)
+    before, after = tables_of(known)
+    bounds = known.seconds(before, after, spec)
+    for row, column in product(range(0, len(before), 3), range(len(after))):
+        known.evaluate(before, after, spec, row, column)
+    raised = known.seconds(before, after, spec) > bounds * (1 + 1e-12)
+    before, after = tables_of(other)  # the same layouts
+    bounds = other.seconds(before, after, spec)
+    other.learn(known)
+    found, learned = other.seconds(before, after, spec), other._matrices[other._key(before, after, spec)].exact
+    assert learned[raised].all() and other.raised and (found > bounds).any() and not learned.all()
+    for row, column in np.argwhere(learned & raised).tolist():
+        assert found[row, column] == pytest.approx(exact_seconds(other, before, after, spec, row, column), rel=1e-12)
+
+
 def test_bounds_of_exchanges_are_near_their_seconds() -> None:
     costs = ReshardingCosts(MESH, NODES, at_once=0)
     before, after = tables_of(costs)
