@@ -274,13 +274,14 @@ def run(hands: Sequence[Hand]) -> list[Result]:
 def table(results: Sequence[Result]) -> str:
     """The page, in markdown."""
     more = [one.hand.name for one in results if one.sent[1] > one.sent[0]]
+    named = f": {', '.join(more)}" if more else ""
     lines = [
         "# Hand-written plans, and those that the search finds within their memory",
         "",
         "`python -m benchmarks.hand_plans` executes both on real ranks (CPU, gloo) and counts the bytes that the",
         "busiest rank sends in a step; memory is the predicted peak of a rank, and the hand plan's is the limit of the",
         "search, for which time is bytes, without ZeRO or at the hand plan's stage.",
-        f"{len(results)} hand plans; the search sends more than {len(more)}{': ' * bool(more)}{', '.join(more)}.",
+        f"Plans that are found send more than {len(more)} of {len(results)} hand plans{named}.",
         "",
         "| hand plan | ranks | bytes sent | memory | ours: bytes sent | memory | ZeRO | bytes, relative |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

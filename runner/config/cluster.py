@@ -59,7 +59,7 @@ class PaceForm(Section):
     factor: Positive = setting(REQUIRED, "Times the seconds that its flops or bytes take at the rates of the machine")
 
 
-class OperatorForm(Section):
+class OperatorPace(Section):
     """An operator that is slower, or faster, than flops and memory bandwidth say."""
 
     forward: PaceForm = setting(REQUIRED, "In forward")
@@ -80,7 +80,7 @@ class Machine(Section):
     algorithms: tuple[Literal["ring", "tree", "hierarchical"], ...] = setting(
         REQUIRED, "Algorithms of collectives", min_length=1
     )
-    operators: dict[str, OperatorForm] = setting(
+    operators: dict[str, OperatorPace] = setting(
         {}, "Operators by their names in a graph, such as rms_norm, that take other times than flops and bytes say"
     )
     cores: Count | None = setting(

@@ -261,13 +261,7 @@ def prepare(
         _check_mesh(config, world_size)
         values = {}
     elif config.parallel.mode == "stand_alone":
-        if several or hasattr(training, "vocabulary"):
-            with suppress(StrategyError):  # a module that is no graph: all micro-batches count the same
-                captured = capture(step, tensors, training=True)
-        if captured is not None:
-            check_vocabulary(captured.graph, training)
-            prepared = replace(prepared, counted=counted(captured.graph, captured.tensors) if several else None)
-        run_once(step, tensors)
+        prepared = replace(prepared, counted=_tried_alone(step, tensors, training, several))
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
         named = (*step.named_parameters(), *step.named_buffers())
@@ -297,6 +291,18 @@ def prepare(
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return prepared
+
+
+def _tried_alone(step: Objective, tensors: Sequence[Tensor], training: MapDataset, several: bool) -> Counted | None:
+    """Run a module that is not planned once; what its loss divides by, where there are `several` micro-batches."""
+    captured = None
+    if several or hasattr(training, "vocabulary"):
+        with suppress(StrategyError):  # a module that is no graph: all micro-batches count the same
+            captured = capture(step, tensors, training=True)
+    if captured is not None:
+        check_vocabulary(captured.graph, training)
+    run_once(step, tensors)
+    return counted(captured.graph, captured.tensors) if captured is not None and several else None
 
 
 def _check_unbatched(config: Config, collate: Collate | None, names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from strategies.planner.plan_file import (
     Form,
     OperatorForm,
     PlanForm,
-    RecomputeForm,
+    PlanRecomputeForm,
     SearchForm,
     Size,
     check_form,
@@ -184,7 +184,7 @@ class _Search(SearchForm):
         return self
 
 
-class _Recompute(RecomputeForm):
+class _Recompute(PlanRecomputeForm):
     stored_bytes: Bytes
     stored_bytes_without: Bytes
     sent_again_bytes: int

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Form:
+class SampleCall:
     """A call on `tokens`: shapes of its operands (of integers where `indices` names their position), further
     arguments, and the shape of its result."""
 
@@ -40,17 +40,17 @@ def _heads(tokens: int) -> Shape:
 
 
 FORMS = {  # first those that differ most from the roofline
-    "scaled_dot_product_attention": Form(
+    "scaled_dot_product_attention": SampleCall(
         "aten.scaled_dot_product_attention.default", lambda n: (_heads(n),) * 3, _heads, kwargs=(("is_causal", True),)
     ),
-    "rms_norm": Form("aten.rms_norm.default", lambda n: ((n, WIDTH), (WIDTH,)), _rows(WIDTH)),
-    "layer_norm": Form("aten.layer_norm.default", lambda n: ((n, WIDTH), (WIDTH,), (WIDTH,)), _rows(WIDTH)),
-    "cross_entropy_loss": Form(
+    "rms_norm": SampleCall("aten.rms_norm.default", lambda n: ((n, WIDTH), (WIDTH,)), _rows(WIDTH)),
+    "layer_norm": SampleCall("aten.layer_norm.default", lambda n: ((n, WIDTH), (WIDTH,), (WIDTH,)), _rows(WIDTH)),
+    "cross_entropy_loss": SampleCall(
         "aten.cross_entropy_loss.default", lambda n: ((n, VOCABULARY), (n,)), lambda n: (), indices=1
     ),
-    "softmax": Form("aten.softmax.int", lambda n: ((n, HIDDEN),), _rows(HIDDEN), args=(-1,)),
-    "gelu": Form("aten.gelu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
-    "silu": Form("aten.silu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
+    "softmax": SampleCall("aten.softmax.int", lambda n: ((n, HIDDEN),), _rows(HIDDEN), args=(-1,)),
+    "gelu": SampleCall("aten.gelu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
+    "silu": SampleCall("aten.silu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
 }
 NORMALISED = ("rms_norm", "layer_norm")
 STACK, DEPTH = "stack of layers", 4

@@ -68,7 +68,7 @@ class SearchForm(Form):
     context_parallel: Literal["ring"] | None = None
 
 
-class RecomputeForm(Form):
+class PlanRecomputeForm(Form):
     modules: list[str]
     kept: list[str]
     keeps_communication: bool
@@ -102,7 +102,7 @@ class PlanForm(Form):
     inputs: dict[str, _Layout]
     tensors: dict[str, _Layout]
     search: SearchForm
-    recompute: RecomputeForm | None
+    recompute: PlanRecomputeForm | None
     operators: list[OperatorForm]
     parameters: dict[str, _Parameter]
     config: _Config | None = None
