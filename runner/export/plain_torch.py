@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor._ops import _math_ops
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
@@ -64,23 +66,39 @@ def _replicated(name: str) -> None:
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[function] = every
 
 
-def _fill_zeros() -> None:
-    """Let gradients of norms and deviations, which fill zeros in place, be partial sums: DTensor (torch 2.13) refuses
-    that."""
+def _corrected() -> None:
+    """Correct rules of DTensor (torch 2.13) for partial sums."""
+    aten, propagator = torch.ops.aten, DTensor._op_dispatcher.sharding_propagator
+    # gradients of norms and deviations fill zeros into partial sums in place, which DTensor refuses
+    propagator.op_single_dim_strategy_funcs.pop(aten.masked_fill_.Scalar, None)  # would go before
+    register_sharding(aten.masked_fill_.Scalar)(_filled)
+    # what a rank fills an empty partial sum with would be added up
+    propagator.op_strategy_funcs[aten.empty_like.default] = propagator.op_strategy_funcs[aten.zeros_like.default]
+    # no dims of a reduction mean all
+    _math_ops._infer_reduction_dims = partial(_reduced, _math_ops._infer_reduction_dims)
+    # a number divided by partial sums is none
+    for function in (aten.div.Tensor, aten.div_.Tensor):
+        found: Any = propagator.op_single_dim_strategy_funcs[function]
+        propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
 
-    def placed(own: Any, mask: Any, value: Any) -> list[tuple[list[Any], list[Any]]]:
-        def of_mask(one: Placement) -> Placement:
-            dim = getattr(one, "dim", 0) - own.ndim + mask.ndim
-            sliced = not (one.is_partial() or one.is_replicate()) and dim >= 0 and mask.shape[dim] > 1
-            return _along(one, dim) if sliced else Replicate()
 
-        kept = [one for one in {*own.placements, Replicate()} if value == 0 or not one.is_partial()]
-        return [([one], [one, of_mask(one), None]) for one in kept]
+def _filled(own: Any, mask: Any, value: Any) -> list[tuple[list[Any], list[Any]]]:
+    def of_mask(one: Placement) -> Placement:
+        dim = getattr(one, "dim", 0) - own.ndim + mask.ndim
+        sliced = not (one.is_partial() or one.is_replicate()) and dim >= 0 and mask.shape[dim] > 1
+        return _along(one, dim) if sliced else Replicate()
 
-    function = torch.ops.aten.masked_fill_.Scalar
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.op_single_dim_strategy_funcs.pop(function, None)  # of DTensor, which would go before
-    register_sharding(function)(placed)
+    kept = [one for one in {*own.placements, Replicate()} if value == 0 or not one.is_partial()]
+    return [([one], [one, of_mask(one), None]) for one in kept]
+
+
+def _reduced(theirs: Any, dims: Any, ndim: int) -> Any:
+    return None if dims in ([], ()) else theirs(dims, ndim)
+
+
+def _divided(theirs: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    found = theirs(function, args, kwargs)
+    return [one for one in found if hasattr(args[0], "shape") or not any(isinstance(at, Partial) for at in one)]
 
 
 def make_mesh(device_type: str = "cuda") -> DeviceMesh:
@@ -92,7 +110,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Make the tensors of a module DTensors, and lay out what its modules receive and return; in place."""
     for name in REPLICATED:  # the module's own ones exist by now
         _replicated(name)
-    _fill_zeros()
+    _corrected()
     replicated = (Replicate(),) * mesh.ndim
     known: dict[int, tuple[Tensor, nn.Parameter]] = {}  # tied parameters stay tied
     for path, part in module.named_modules():
@@ -271,11 +289,20 @@ class _Means(TorchFunctionMode):
 
 
 class _Complete(TorchFunctionMode):
-    """Runs on a rank's slices what needs a dim, or all of a tensor, complete. Of dims that are counted from the last,
-    DTensor (torch 2.13) adds up every slice for itself, products end in an error in backward, as do quantiles, and
-    shifts return what is shifted."""
+    """Runs on a rank's slices what needs some dims, or all of a tensor, complete. Of dims that are counted from the
+    last, DTensor (torch 2.13) adds up every slice for itself, products end in an error in backward, as do quantiles,
+    shifts return what is shifted, gradients of adaptive pools have the sizes of slices, and fewer places than a tensor
+    has rows are sliced as these."""
 
     SCANS = torch.cumprod, torch.cumsum, torch.logcumsumexp, Tensor.cumprod, Tensor.cumsum, Tensor.logcumsumexp
+    POOLS: Mapping[Any, int] = {
+        functional.adaptive_avg_pool1d: 1,
+        functional.adaptive_avg_pool2d: 2,
+        functional.adaptive_avg_pool3d: 3,
+    }
+    PLACES = tuple(
+        getattr(of, name) for of in (torch, Tensor) for name in ("gather", "scatter", "scatter_add", "scatter_reduce")
+    )
     OTHERS = (
         *(torch.quantile, torch.nanquantile, Tensor.quantile, Tensor.nanquantile),
         *(torch.bitwise_left_shift, torch.bitwise_right_shift, Tensor.bitwise_left_shift, Tensor.bitwise_right_shift),
@@ -285,19 +312,19 @@ class _Complete(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
-        if func not in (*self.SCANS, *self.OTHERS):
+        if func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.OTHERS):
             return func(*args, **given)
         args = args or (given.pop("input"),)
         value = args[0]
-        if not isinstance(value, DTensor):
+        if not isinstance(value, DTensor) or (func in self.PLACES and _is_aligned(*args, **given)):
             return func(*args, **given)
         mesh, dims = value.device_mesh, value.ndim
-        placed: Placed = (Replicate(),) * mesh.ndim
+        gathered = {*range(dims)}
         if func in self.SCANS and dims:
-            dim = (args[1] if len(args) > 1 else given["dim" if "dim" in given else "axis"]) % dims
-            moved = [one.is_partial() or getattr(one, "dim", dim) == dim for one in value.placements]
-            pairs = zip(moved, value.placements, strict=True)
-            placed = tuple(Replicate() if gathered else one for gathered, one in pairs)
+            gathered = {(args[1] if len(args) > 1 else given["dim" if "dim" in given else "axis"]) % dims}
+        elif func in self.POOLS:
+            gathered = {*range(dims - self.POOLS[func], dims)}
+        placed = _complete_along(value, gathered)
 
         def local(one: Any) -> Any:
             if not isinstance(one, DTensor):
@@ -305,25 +332,43 @@ class _Complete(TorchFunctionMode):
             return laid_out(one, mesh, placed).to_local(grad_placements=placed)  # type: ignore[attr-defined]
 
         made = func(*map(local, args), **{name: local(one) for name, one in given.items()})
-        if func in self.OTHERS:
+        if all(map(Placement.is_replicate, placed)):
             return DTensor.from_local(made, mesh, placed, run_check=False)
-        strides = torch.empty(value.shape, device="meta").stride()
-        return DTensor.from_local(made, mesh, placed, run_check=False, shape=value.shape, stride=strides)
+        shape = torch.Size(made.shape[dim] if dim in gathered else size for dim, size in enumerate(value.shape))
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(made.contiguous(), mesh, placed, run_check=False, shape=shape, stride=strides)
+
+
+def _complete_along(value: Any, dims: Iterable[int]) -> Placed:
+    """The placements of a tensor without partial sums and slices of some dims."""
+    gathered = [one.is_partial() or getattr(one, "dim", None) in {*dims} for one in value.placements]
+    return tuple(Replicate() if moved else one for moved, one in zip(gathered, value.placements, strict=True))
+
+
+def _is_aligned(input: Tensor, dim: int, index: Tensor, *_: Any, **__: Any) -> bool:
+    """Whether slices of an index are those of the tensor."""
+    sizes = zip(input.shape, index.shape, strict=False)
+    return all(size == own for at, (size, own) in enumerate(sizes) if at != dim % input.ndim)
 
 
 class _InPlace(TorchFunctionMode):
-    """Assigns to an index of a complete tensor, and computes out of place what DTensor (torch 2.13) has no rule for in
-    place. Views across slices are copies, so what it writes there would be lost: that is an error, except in
-    `x[...] *= y`, which assigns next."""
+    """Assigns to an index of a complete tensor, and computes out of place what changes shapes or DTensor (torch 2.13)
+    has no rule for in place. Views across slices are copies, so what it writes there would be lost: that is an error,
+    except in `x[...] *= y`, which assigns next."""
 
-    WRITES = re.compile(r"[a-z]\w*[^_]_|__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__|__setitem__")
+    WRITES = re.compile(r"[a-z](\w*[^_])?_|__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__|__setitem__")
     LOST = "DTensor cannot write into {}; make a new tensor, or assign to x[...]."
     RULELESS: Mapping[Any, Any] = {
         getattr(Tensor, f"{name}_"): getattr(Tensor, name)
         for name in (
-            *("cumprod", "cumsum", "floor_divide", "masked_scatter", "tril", "triu"),
-            *("index_add", "index_copy", "index_fill", "index_put", "scatter", "scatter_add", "scatter_reduce"),
+            *("addbmm", "addmv", "addr", "cumprod", "cumsum", "floor_divide", "put", "renorm", "tril", "triu"),
+            *("index_add", "index_copy", "index_fill", "index_put", "index_reduce"),
+            *("masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
         )
+    }
+    RESHAPES: Mapping[Any, Any] = {
+        getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+        for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
     }
 
     def __init__(self) -> None:
@@ -343,8 +388,10 @@ class _InPlace(TorchFunctionMode):
         if not isinstance(value, DTensor):
             return func(*args, **given)
         copied = _is_copy(value)
-        if copied and assigns:
+        if (copied and assigns) or any(hasattr(one, "of_reshaped_view") for one in (value, value._base)):
             raise NotImplementedError(self.LOST.format("a view across slices"))
+        if func in self.RESHAPES:
+            return self._reshaped(value, self.RESHAPES[func](value.clone(), *args[1:], **given))
         if assigns:
             value.copy_(_assigned(*args))
             return None
@@ -355,6 +402,19 @@ class _InPlace(TorchFunctionMode):
             written = func(written, *args[1:], **given)
         self.assigned = written if copied else None
         return written
+
+    def _reshaped(self, value: Any, other: Any) -> Any:
+        """Gives a tensor, whose shape DTensor cannot change in place, the place of another one."""
+        is_view = value._base is not None
+        try:
+            torch.utils.swap_tensors(value, other)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            lost = "the shape of what a view, or a gradient, needs; reshape out of place."
+            raise NotImplementedError(f"DTensor cannot change {lost}") from None
+        if is_view:  # what is written to it would not reach its base
+            for one in (value, value._base):
+                one.of_reshaped_view = True
+        return value
 
 
 def _is_copy(value: Any) -> bool:
@@ -512,23 +572,65 @@ def _polar(abs: Tensor, angle: Tensor) -> Tensor:
     return torch.complex(abs * angle.cos(), abs * angle.sin())
 
 
-def _pooled(x: Tensor, output_size: Any) -> Tensor:
-    return functional.adaptive_avg_pool2d(x.contiguous(), output_size)
+def _selected(input: Tensor, dim: int, index: Any) -> Tensor:
+    return input.select(dim % input.ndim, index)
 
 
-_INSTEAD = {
+def _unbound(input: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    return tuple(input.select(dim % input.ndim, at) for at in range(input.shape[dim]))
+
+
+def _product(input: Tensor, other: Tensor) -> Tensor:
+    return (input[None] @ other)[..., 0, :] if input.ndim == 1 < other.ndim else input @ other
+
+
+def _quotient(input: Any, other: Any, **given: Any) -> Tensor:
+    added = laid_out(other, other.device_mesh, _complete_along(other, ())) if isinstance(other, DTensor) else other
+    return torch.div(input, added, **given)
+
+
+def _rms_norm(input: Any, normalized_shape: Any, *weight: Any, **given: Any) -> Tensor:
+    if isinstance(input, DTensor):
+        placed = _complete_along(input, range(input.ndim - len(normalized_shape), input.ndim))
+        input = laid_out(input, input.device_mesh, placed)
+    return functional.rms_norm(input, normalized_shape, *weight, **given)
+
+
+def _loss_of_product(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Any = None,
+    ignore_index: Any = None,
+    options: Any = None,
+    **given: Any,
+) -> Tensor:
+    logits = functional.linear(input, linear_weight, linear_bias)
+    return functional.cross_entropy(
+        logits, target, ignore_index=-100 if ignore_index is None else ignore_index, **given
+    )
+
+
+_INSTEAD: dict[Any, Any] = {
     **{torch.sgn: _sign, Tensor.sgn: _sign, torch.angle: _angle, Tensor.angle: _angle, torch.polar: _polar},
-    functional.adaptive_avg_pool2d: _pooled,
+    **{torch.select: _selected, Tensor.select: _selected, torch.unbind: _unbound, Tensor.unbind: _unbound},
+    getattr(functional, "linear_cross_entropy", None): _loss_of_product,  # of torch 2.13
+    **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.__truediv__), _quotient),
+    **{functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm},
+    **{torch.matmul: _product, Tensor.matmul: _product, Tensor.__matmul__: _product},
 }
 
 
 class _Instead(TorchFunctionMode):
-    """Computes signs and angles by functions whose gradients are DTensors, and pools pictures whose channels come last
-    by one that sets no strides in place. In torch 2.13 the gradient of `sgn` is none, and those of `polar` and `angle`
-    multiply by a complex number, which DTensor refuses."""
+    """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
+    those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
+    from the last, parts of a sliced dim and RMS norms along it are refused, and a vector times slices of a matrix has
+    the strides of a matrix."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
+        sliced = func in _INSTEAD and any(isinstance(one, DTensor) for one in args)
+        return (_INSTEAD[func] if sliced else func)(*args, **(kwargs or {}))
 
 
 class _Recurrent(TorchFunctionMode):

@@ -24,7 +24,8 @@ from strategies.planner.plan_file import (
 )
 
 Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=-1e-9)]
+"""Differences of sums may be less than nothing by their rounding."""
 Amounts = dict[str, float]
 Actions = Annotated[str, Field(pattern=r"^\d+[FBIW]\d+( \d+[FBIW]\d+)*$")]
 
@@ -42,17 +43,17 @@ def _require(form: Form, *keys: str) -> None:
 
 class _Cost(Form):
     cluster: str
-    forward: float
-    backward: float
-    recomputed: float
-    compute: float
-    redistributions: Amounts
-    gradients_exposed: float
-    zero: Amounts
-    optimizer: float
-    total: float
-    send: float = 0.0
-    waiting: float = 0.0
+    forward: Seconds
+    backward: Seconds
+    recomputed: Seconds
+    compute: Seconds
+    redistributions: dict[str, Seconds]
+    gradients_exposed: Seconds
+    zero: dict[str, Seconds]
+    optimizer: Seconds
+    total: Seconds
+    send: Seconds = 0.0
+    waiting: Seconds = 0.0
 
 
 class _Memory(Form):
@@ -78,10 +79,10 @@ class _Redistribution(Form):
 
 
 class _Predicted(Form):
-    forward: float
-    backward: float
-    communication: float
-    gradients: float
+    forward: Seconds
+    backward: Seconds
+    communication: Seconds
+    gradients: Seconds
     sent: Bytes
     parameters: Bytes
     results: Bytes
@@ -209,21 +210,24 @@ class _Pipeline(Form):
     stages: Size
     virtual_stages: Size = 1
     groups: list[Count] | None = None
-    bubble: float
+    bubble: Annotated[float, Field(ge=-1e-9, le=1)]
     held: list[Count]
     memory: list[_Memory]
     seconds: list[_Passes]
     operators: list[Count]
     schedule: str | None = None
-    clusters: list[str] = Field(default_factory=list)
-    memory_limits: list[Bytes] = Field(default_factory=list)
+    clusters: list[str] | None = None
+    memory_limits: list[Bytes] | None = None
     actions: list[Actions] | None = None
 
     @model_validator(mode="after")
     def _of_all_stages(self) -> _Pipeline:
-        if "actions" in self.model_fields_set:
-            _require(self, "actions", "schedule")
-        wanted = {"seconds": self.stages * self.virtual_stages, "actions": self.stages}
+        given = self.model_fields_set & {"actions", "clusters", "groups", "memory_limits"}
+        needs = {"actions": ("schedule",), "clusters": ("memory_limits",)}
+        _require(self, *sorted(given), *(key for one in sorted(given) for key in needs.get(one, ())))
+        every = self.stages * self.virtual_stages
+        wanted = dict.fromkeys(("groups", "operators", "seconds"), every)
+        wanted |= dict.fromkeys(("actions", "clusters", "held", "memory", "memory_limits"), self.stages)
         for key, count in wanted.items():
             if (entries := getattr(self, key)) is not None and len(entries) != count:
                 raise PydanticCustomError("missing", "{key} needs {count} entries", {"key": key, "count": count})
@@ -249,6 +253,11 @@ class ShownPlan(PlanForm):
             _require(self, "pipeline")
         if missing := [axis for axis in self.mesh if axis not in self.prediction.axes]:
             raise PydanticCustomError("missing", "prediction.axes has no {axis}", {"axis": missing[0]})
+        layouts = [*self.inputs.values(), *self.tensors.values()]
+        used = [axis for one in self.assignments.values() for axes in one.assignment.values() for axis in axes]
+        used += [axis for one in layouts for axes in one.dims for axis in axes]
+        if unknown := [axis for axis in used if axis not in self.mesh]:
+            raise PydanticCustomError("missing", "mesh has no {axis}", {"axis": unknown[0]})
         if strange := [one.name for one in self.operators if one.name not in self.assignments]:
             raise PydanticCustomError("missing", "assignments has no {name}", {"name": strange[0]})
         return self

@@ -42,6 +42,7 @@ GATHERED: dict[str, tuple[int | str, ...]] = {
     "conv1d": (-1,),
     "conv2d": (-2, -1),
     "conv3d": (-3, -2, -1),
+    "rms_norm": (-1,),
     **{name.rpartition("::")[2]: ("rows",) for name in GROUPED},
     **dict.fromkeys(("chunk", "glu", "narrow", "slice", "split", "split_with_sizes"), ("part",)),
     **dict.fromkeys(("quantile", "nanquantile", "mvlgamma", "fft_ihfft", "select_scatter", "slice_scatter"), ("all",)),

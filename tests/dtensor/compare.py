@@ -263,7 +263,7 @@ def _first_line(problem: Exception) -> str:
 
 
 def _leaf(value: Tensor, placed: Placed, mesh: Mesh, devices: DeviceMesh) -> DTensor:
-    """The slices of a value; of partial sums, the ranks that come first hold all and the others zeros."""
+    """The slices of a value; of partial sums, every rank holds a share."""
     mode = local_tensor_mode()
     assert mode is not None
 
@@ -271,8 +271,8 @@ def _leaf(value: Tensor, placed: Placed, mesh: Mesh, devices: DeviceMesh) -> DTe
         piece = value.detach().clone()
         for text, (axis, size) in zip(placed, mesh.axes, strict=True):
             at = mesh.coordinate(rank, axis)
-            if text == "P" and at:
-                piece = torch.zeros_like(piece)
+            if text == "P":
+                piece = piece * (0.25 if at else 1 - 0.25 * (size - 1))
             elif text.startswith("S"):
                 piece = piece.chunk(size, int(text[1:]))[at]
         return piece.contiguous()

@@ -369,6 +369,17 @@ def test_arguments_of_another_kind_are_named(
     assert named in refused(code, lambda: call(two))
 
 
+PART = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "buffers", "peak"), 1) | {"peak_in": "x"}
+PIPELINE: dict[str, object] = {
+    "stages": 2,
+    "bubble": 0.1,
+    "held": [1, 1],
+    "memory": [PART, PART],
+    "seconds": [{"forward": 1.0, "input": 1.0, "weight": 1.0}] * 2,
+    "operators": [1, 1],
+}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
     [
@@ -384,6 +395,13 @@ def test_arguments_of_another_kind_are_named(
         ("operators.0.predicted", {}, "(operators.0.predicted.forward: "),
         ("operators.0.name", "x", "(assignments has no x)"),
         ("pipeline", {"stages": 2}, "(pipeline.bubble: "),
+        ("pipeline", PIPELINE | {"groups": None}, "(pipeline: it has no groups)"),
+        ("pipeline", PIPELINE | {"operators": []}, "(pipeline: operators needs 2 entries)"),
+        ("pipeline", PIPELINE | {"memory": []}, "(pipeline: memory needs 2 entries)"),
+        ("pipeline", PIPELINE | {"clusters": ["a", "b"]}, "(pipeline: it has no memory_limits)"),
+        ("pipeline", PIPELINE | {"memory_limits": [1]}, "(pipeline: memory_limits needs 2 entries)"),
+        ("cost.total", -1.0, "(cost.total: "),
+        ("mesh", {}, "(mesh has no dp)"),
     ],
 )
 def test_files_that_cannot_be_shown_are_refused_with_the_key(

@@ -1,0 +1,95 @@
+"""Functions that DTensor computes wrongly, as an exported program computes them: equal to one device."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from runner.export import plain_torch
+from strategies.core.mesh import Mesh
+from tests.dtensor import compare
+
+
+def _halved(x: Tensor) -> Tensor:
+    """Every other row, in slices like the rows."""
+    return x.unflatten(0, (4, 2)).select(1, 0)
+
+
+def _places(x: Tensor) -> Tensor:
+    return _halved(x).argsort(-1)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
+    "a vector times rows": (lambda x: x[0] @ x, "S0", (4, 4)),
+    "adaptive pool of rows": (lambda x: functional.adaptive_avg_pool2d(x, 3), "S1", (2, 8, 8)),
+    "adaptive pool of slices of channels": (lambda x: functional.adaptive_avg_pool2d(x, (3, 2)), "S1", (1, 4, 6, 8)),
+    "a part along the last dim": (lambda x: x.select(-1, 1), "S0", (4, 4, 4)),
+    "all parts": (lambda x: torch.stack(x.unbind(-1)[::-1]), "S1", (4, 4)),
+    "a number by sums": (lambda x: torch.true_divide(2.0, x), "P", (4, 4)),
+    "weights that are sums": (lambda x: torch.lerp(x.sin(), x.cos(), x), "P", (4, 4)),
+    "the smallest of all": (lambda x: torch.amin(x), "S0", (4,)),
+    "rms norm of features": (lambda x: functional.rms_norm(x, (8,), eps=0.1), "S1", (4, 8)),
+    "no dims, so all": (lambda x: x.square().sum(()), "S1", (4, 4)),
+    "gathered places of fewer rows": (lambda x: x.gather(1, _places(x)), "S0", (8, 4)),
+    "scattered places of fewer rows": (lambda x: x.sin().scatter_add(1, _places(x), _halved(x)), "S0", (8, 4)),
+}
+"""Name -> function of one tensor, its placement, its shape."""
+
+
+def _call(function: Callable[..., Any], value: Tensor) -> list[Tensor]:
+    """The result, and the gradient."""
+    result = function(value)
+    full = result.full_tensor() if isinstance(result, DTensor) else result
+    (full * torch.arange(1.0, full.numel() + 1, dtype=full.dtype).view(full.shape)).sum().backward()
+    assert value.grad is not None
+    gradient = value.grad.full_tensor() if isinstance(value.grad, DTensor) else value.grad
+    return [compare._agreed(full.detach()), compare._agreed(gradient)]
+
+
+def _compute(pipe: Connection) -> None:
+    """Every function on two simulated ranks, in a process of its own, since a program corrects rules of DTensor."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    compare.simulate_ranks(2)
+    plain_torch._corrected()
+    mesh, found = Mesh((("a", 2),)), {}
+    for name, (function, placed, shape) in FUNCTIONS.items():
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        try:
+            with LocalTensorMode(frozenset(range(2))):
+                devices = init_device_mesh("cpu", (2,))
+                leaf = compare._leaf(value, (placed,), mesh, devices).requires_grad_()
+                with plain_torch.running(devices):
+                    results = _call(function, leaf)
+            expected = _call(function, value.requires_grad_())
+            found[name] = [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
+        except Exception as error:
+            found[name] = repr(error)
+    pipe.send(found)
+
+
+@pytest.fixture(scope="module")
+def gaps() -> Mapping[str, Any]:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_compute, args=(theirs,))
+    child.start()
+    theirs.close()
+    found: Mapping[str, Any] = ours.recv()
+    child.join()
+    return found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_slices_are_those_of_one_device(gaps: Mapping[str, Any], name: str) -> None:
+    assert gaps[name] == pytest.approx([0.0, 0.0], abs=1e-10)
