@@ -4,7 +4,8 @@ The packages of this project have common names, and users have folders of the sa
 page docs/reference/names.md: `conf`, `recipes`, `runner` and `strategies` are ours wherever a process starts, and a
 folder or file of the user's with that name only adds what ours lacks. `models` is the user's where there is one, and
 ours adds what that lacks; `meshwright.models` is ours alone, which is what shipped recipes mean. Whatever else is
-installed comes before the working directory. Nothing else is imported here.
+installed comes before the working directory. A folder without code is no package: libraries that try to import `triton`
+or `z3` would take a folder of data with that name for it. Nothing else is imported here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +34,14 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("conf", "meshwright", "recipes", "runner", "strategies")
 SHARED = "models"
+LOADERS = (
+    (ExtensionFileLoader, EXTENSION_SUFFIXES),
+    (SourceFileLoader, SOURCE_SUFFIXES),
+    (SourcelessFileLoader, BYTECODE_SUFFIXES),
+)
+"""Of the files that Python imports, in its order."""
+LOOKED_AT = 10_000
+"""Entries of a folder in which code is looked for, at most."""
 
 
 class _Finder:
@@ -38,10 +57,44 @@ class _Finder:
         return _shared() if name == SHARED else None
 
 
+class _CodeFinder(FileFinder):
+    """Finds modules and packages as Python does, but for folders without code."""
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = super().find_spec(fullname, target)
+        data = spec is not None and spec.loader is None and not any(map(_has_code, _folders(spec)))
+        return None if data else spec
+
+
 def install() -> None:
     """Install the rule in this process; idempotent."""
     if not any(finder is _Finder for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder)
+        sys.path_hooks.insert(0, _code_finder)
+        for place in [*sys.path_importer_cache]:
+            if not _is_installed(place):
+                del sys.path_importer_cache[place]
+
+
+def _code_finder(place: str) -> _CodeFinder:
+    if _is_installed(place) or not os.path.isdir(place):
+        raise ImportError(f"{place} is no folder outside of the installation")
+    return _CodeFinder(place, *LOADERS)
+
+
+def _is_installed(place: str) -> bool:
+    return place.startswith((sys.prefix, sys.base_prefix))
+
+
+def _has_code(folder: str) -> bool:
+    """Whether a folder has a file that Python imports, at any depth; one with very many entries is taken for code."""
+    suffixes = tuple(suffix for _, some in LOADERS for suffix in some)
+    seen = 0
+    for _, folders, files in os.walk(folder):
+        seen += len(folders) + len(files)
+        if seen > LOOKED_AT or any(file.endswith(suffixes) for file in files):
+            return True
+    return False
 
 
 def installed_first() -> None:

@@ -187,3 +187,13 @@ def test_launchers_start_ours_where_a_folder_is_called_runner(run, tmp_path):
     assert "holds no run to join" in done.stderr
     done = run("recipes", start=packages.ROOT / "runner" / "__main__.py")
     assert done.returncode == 0 and "quickstart" in done.stdout
+
+
+@pytest.mark.parametrize(("file", "is_package"), [("weights.bin", False), ("deep/er/net.py", True)])
+def test_a_folder_without_code_is_not_taken_for_a_library(tmp_path, file, is_package):
+    """torch asks for `z3` and `triton` by importing them."""
+    (tmp_path / "z3" / file).parent.mkdir(parents=True)
+    (tmp_path / "z3" / file).touch()
+    program = f"import sys; sys.path[:0] = [{str(packages.ROOT)!r}, '']; import runner; import z3"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert (done.returncode == 0) == is_package and ("No module named 'z3'" in done.stderr) != is_package
