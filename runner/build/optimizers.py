@@ -137,7 +137,7 @@ class _Factory:
         return self.with_args(groups, {}, "optimizer")
 
     def with_args(self, groups: list[dict[str, Any]], more: Mapping[str, Any], what: str) -> TorchOptimizer:
-        """With `more` arguments, of the section `what`."""
+        """Make the optimizer of `groups` with `more` arguments; messages name the section `what`."""
         args = {**self.args, **more}
         check_annotations(self.function, args, self.target, what)
         made = call(partial(self.function, groups), args, self.target, what)

@@ -109,7 +109,7 @@ class Updated:
 
 
 def _alone() -> bool:
-    """That no other process has a part of a metric's state."""
+    """Whether metrics are distributed: no other process has a part of their state."""
     return False
 
 

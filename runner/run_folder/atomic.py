@@ -13,7 +13,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """As `replace_text`, for lines that may be made of what `path` holds."""
+    """Write `lines`, which may be made of what `path` holds, in its place."""
     hidden = path.with_name(f".{path.name}")
     with hidden.open("wb") as file:
         file.writelines(lines)

@@ -17,7 +17,7 @@ from strategies.core.graph import OperatorGraph
 
 
 class ConstantBuffers:
-    """Those of `root`, until one is seen to be written."""
+    """The constant buffers of `root`, until one is seen to be written."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

@@ -89,7 +89,7 @@ def roofline(
 
 
 def forward_pace(operator: Operator, cluster: Cluster) -> Pace:
-    """That of an operator's forward; a view's has no work."""
+    """The pace of an operator's forward; a view has no work."""
     if traits(operator.op).view:
         return Pace(cluster.view, 1.0)
     paces = cluster.operators.get(operator.op)

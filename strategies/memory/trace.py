@@ -207,7 +207,7 @@ def _zeros(program: Program, source: Source, device: str) -> Tensor:
 
 
 def parameters_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Those of the tensors that are parameters."""
+    """The tensors that are parameters, by name."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
 

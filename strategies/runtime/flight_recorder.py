@@ -98,7 +98,7 @@ class FlightRecorder:
         return result
 
     def among_all(self, what: str, kind: int, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """As `call`, of all ranks; `what` is named in place of an operator."""
+        """Record a call as `call` does, of all ranks; `what` is named in place of an operator."""
         before, self.cells[PLACE] = self.cells[PLACE], self.place(what)
         result = self.call(ALL, kind, function, *args, **named)
         self.cells[PLACE] = before
