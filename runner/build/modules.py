@@ -10,6 +10,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,8 +46,13 @@ AUTOCAST = {"bf16_autocast": torch.bfloat16}
 
 
 def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Floating-point batch entries in the precision of training."""
-    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    """Floating-point and complex batch entries in the precision of training."""
+    return [_in(dtype, tensor) for tensor in tensors]
+
+
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+    return tensor.to(dtype if tensor.is_floating_point() else wide if tensor.is_complex() else tensor.dtype)
 
 
 def check_half(config: Config, step: Objective, tensors: Sequence[Tensor], device: str) -> None:
@@ -116,12 +122,7 @@ def check_complete(model: nn.Module, what: str) -> None:
 def in_precision(module: M, dtype: torch.dtype) -> M:
     """`module` with parameters and buffers of floating point in `dtype`, and complex ones in the complex dtype of that
     precision, at least complex64. (`Module.to` would drop their imaginary parts.)"""
-    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-
-    def converted(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype if tensor.is_floating_point() else wide if tensor.is_complex() else tensor.dtype)
-
-    module._apply(converted)  # type: ignore[no-untyped-call]
+    module._apply(partial(_in, dtype))  # type: ignore[no-untyped-call]
     return module
 
 

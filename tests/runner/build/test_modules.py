@@ -52,6 +52,14 @@ def test_what_forward_only_takes_among_its_kwargs_goes_to_the_loss():
             target_names(config, none, ("a", "b"))
 
 
+@pytest.mark.parametrize(
+    ("precision", "real", "wide"), [("fp32", torch.float32, torch.complex64), ("fp64", torch.float64, torch.complex128)]
+)
+def test_entries_of_a_batch_have_the_precision_of_parameters(precision, real, wide):
+    entries = [torch.ones(2, dtype=one) for one in (torch.float64, torch.complex64, torch.complex128, torch.int16)]
+    assert [one.dtype for one in cast(entries, DTYPES[precision])] == [real, wide, wide, torch.int16]
+
+
 LARGE = "model.args={vocabulary: 128256, length: 64, width: 8192, layers: 2, heads: 64, kv_heads: 8, hidden: 28672}"
 
 
