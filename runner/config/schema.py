@@ -121,7 +121,7 @@ class Evaluate(Section):
         (), "More metrics: [accuracy, {target: torchmetrics.AUROC, args: {task: binary}, name: auroc}, ...]"
     )
     every: Count | None = setting(None, "Interval of evaluations; null: after every epoch, or the run", unit="steps")
-    args: Arguments = setting({}, "Arguments of the dataset that differ from data.args")
+    args: Arguments = setting({}, "Arguments of the dataset that differ from data.args; path: instead of data.path")
     batch_size: Count | None = setting(None, "Samples of one batch over all ranks; null: as in training")
 
     @property

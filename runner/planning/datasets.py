@@ -36,8 +36,9 @@ def datasets(config: Config, rows: int | None = None) -> tuple[MapDataset, MapDa
 def evaluation_data(config: Config, rows: int | None = None) -> MapDataset:
     """The evaluation data, of which there are `rows`, if that is known. Raises ConfigError as `build_dataset`."""
     args, what = config.data.args | config.evaluate.args, "evaluate" if config.evaluate.args else "data"
+    path = None if "path" in config.evaluate.args else config.data.path
     with seeded(config.train.seed):
-        return _finite(build_dataset(config.data.target, args, config.data.path, what=what), rows)
+        return _finite(build_dataset(config.data.target, args, path, what=what), rows)
 
 
 def _finite(found: MapDataset, rows: int | None) -> MapDataset:
@@ -87,9 +88,13 @@ def _prediction_rows(config: Config, known: int | None) -> tuple[MapDataset, Col
         return build_dataset(lines, {}, section.path, what="predict.data"), collate
     if section.target is not None:
         return _finite(build_dataset(section.target, section.args, section.path, what="predict.data"), known), collate
-    args = training.args | config.evaluate.args | section.args
+    inherited, path = training.args | config.evaluate.args, section.path
+    if path is not None:
+        inherited.pop("path", None)
+    elif "path" not in config.evaluate.args | section.args:
+        path = training.path
     what = "predict.data" if section.args else "data"
-    return _finite(build_dataset(training.target, args, section.path or training.path, what=what), known), collate
+    return _finite(build_dataset(training.target, inherited | section.args, path, what=what), known), collate
 
 
 def check_prediction_names(names: Sequence[str], known: Sequence[str], targeted: Sequence[str]) -> None:
