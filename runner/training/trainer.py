@@ -263,13 +263,14 @@ class Trainer:
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
                     break
+                recorder.begin(step)
+                recorder.at(DATA)
                 seen.step, seen.loss, seen.grad_norm = step, math.nan, None
                 if hooks:  # a callback may change weights, and has a state of its own
                     self.keeper.intact.changes()
                 hooks.call("before_step")
                 if hooks:
                     self._check_frozen()
-                recorder.begin(step)
                 self.keeper.intact.after(step - 1)
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()

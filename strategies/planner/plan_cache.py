@@ -36,7 +36,7 @@ def load(folder: Path, key: str, warn: Callable[[str], None], read: Callable[[An
     file = folder / f"{key}.json"
     try:
         entry = read_json(file)
-        if entry["sha256"] != _hash(entry["plan"]):
+        if not isinstance(entry, dict) or entry.get("sha256") != _hash(entry.get("plan")):
             raise ValueError("its content is not what was written")
         return read(entry["plan"])
     except FileNotFoundError:

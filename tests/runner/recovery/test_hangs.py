@@ -237,6 +237,15 @@ def test_a_hang_in_training(start, words, fault, pattern):
 
 
 @pytest.mark.slow
+def test_a_callback_that_hangs_before_a_step(start):
+    """While the others are in a collective that is the callback's own."""
+    words = (*SMALL, *MODES["data_parallel"], "launch.timeout=2", "checkpoint.every=2")
+    where = r"Rank 1 was in data loading of step 3, \S*troubles\.py:\d+ \(before_step\)"
+    with pytest.raises(RunFailed, match=rf"^rank 1 of 4 never joined barrier .* waited 2 s\. {where}"):
+        start(*words, "train.callbacks=[troubles.HangsBeforeAStep]")
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
     """A stopped process cannot report, but keeps its locks and connections."""
 

@@ -52,6 +52,15 @@ class Troubled(Points):
         return super().__getitem__(index)
 
 
+class HangsBeforeAStep:
+    """Rank 1 hangs before step 3; the others wait for it in a call of their own."""
+
+    def before_step(self, state):
+        if state.step == 3 and state.rank == 1:
+            time.sleep(1000)
+        dist.barrier()
+
+
 class KilledAsItSaves:
     """Rank 3 is killed before the save of step 4: the others wait for it in the start of a process group."""
 

@@ -68,6 +68,7 @@ DAMAGES = {
     "cut short": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
     "something else": lambda text: "[1, 2]",
+    "null": lambda text: "null",
     "another plan": lambda text: text.replace('"semi_auto"', '"auto"'),
     "an older form": lambda text: json.dumps({"plan": json.loads(text)["plan"]}),
 }
@@ -83,6 +84,7 @@ def test_a_damaged_entry_is_reported_and_not_used(
     assert plan_cache.load(tmp_path, "key", said.append, Plan.from_json) is None
     (line,) = said
     assert line.startswith(f"plan cache: {file} cannot be used (") and line.endswith("so the plan is searched anew.")
+    assert not any(name in line for name in ("KeyError", "TypeError", "AttributeError"))
     plan_cache.store(tmp_path, "key", plan.to_json(), refuse)
     assert plan_cache.load(tmp_path, "key", refuse, Plan.from_json) == plan
 
