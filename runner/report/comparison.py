@@ -18,6 +18,10 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_auto
 ROUNDING = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
 """Gradients below this times the model's largest one are rounding: at least ten times the distance of neighbouring
 numbers at 1, in fp64 what is left where the terms of a long sum cancel."""
+NEIGHBOURS = 1e-15
+"""Differences of a gradient below this times the model's largest one are a few neighbouring numbers of fp64 in the
+terms of a sum that cancels. One process whose rows come in another order has them, too: 2e-16 to 4e-16 in the scale of
+a batch norm before another one."""
 SMALL = 1e-3
 """Gradients below this times the model's largest one may cancel out, which fp64 decides."""
 FINER = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32", "bf16_autocast": "fp32"}
@@ -155,7 +159,8 @@ def of_step(
         sharded, truth: {"loss": number, "gradients": {name: unsharded tensor}}.
         tolerance: relative.
         rounding: a reference gradient below this times the model's largest is rounding itself (a bias before a batch
-            norm: truly zero), and has to stay below that.
+            norm: truly zero), and has to stay below that. One of at most NEIGHBOURS / tolerance is compared as if it
+            were as large as that.
         zero: gradients that are rounding in fp64, too; they are compared relative to the model's largest.
 
     Raises:
@@ -163,7 +168,8 @@ def of_step(
     """
     gap = abs(sharded["loss"] - truth["loss"])
     largest = max(map(_largest, truth["gradients"].values()), default=0.0)
-    noise, least = rounding * largest, dict.fromkeys(zero, largest)
+    noise, least = rounding * largest, dict.fromkeys(truth["gradients"], NEIGHBOURS * largest / tolerance)
+    least |= dict.fromkeys(zero, largest)
     gradients = differences(sharded["gradients"], truth["gradients"], noise, noise / tolerance, least)
     relative = _finite(gap / max(abs(truth["loss"]), 1e-30))
     return gap, {LOSS: relative, **{("grad", name): value for name, value in gradients.items()}}

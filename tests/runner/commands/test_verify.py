@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.commands.verify import ROUNDING, TOLERANCE, compare
 from runner.errors import RunFailed
-from runner.report.comparison import computes_in_less
+from runner.report.comparison import computes_in_less, of_step
 from strategies.capture import Objective, capture
 
 
@@ -118,3 +118,13 @@ def test_numbers_that_are_not_finite_on_one_process_either(start, model: str, op
     with pytest.raises(RunFailed, match="not finite on one process") as found:
         start(*words, verb="verify")
     assert found.value.code == "MW719" and "hooked.py" in str(found.value)
+
+
+@pytest.mark.parametrize(("gap", "passes"), [(4e-16, True), (4e-15, False)])
+def test_gradients_that_nearly_cancel_may_differ_by_neighbouring_numbers(gap: float, passes: bool) -> None:
+    """A scale before another batch norm: a millionth of the largest gradient, made of terms as large as that one."""
+    largest, small = torch.tensor([1.0]), torch.tensor([1e-6], dtype=torch.float64)
+    truth = {"loss": 1.0, "gradients": {"scale": small, "weight": largest}}
+    sharded = {"loss": 1.0, "gradients": {"scale": small + gap, "weight": largest}}
+    _, found = of_step(sharded, truth, 1e-10, 1e-12)
+    assert (found["grad", "scale"] <= 1e-10) is passes
