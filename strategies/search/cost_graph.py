@@ -3,9 +3,9 @@ values between them costs.
 
 Per value and use there is a factor over the producer and the user. Entries are lower bounds at first: those that a
 solution uses are evaluated exactly, and the graph is solved again. Uses of a value that want the same layout pay for it
-once, as the engine does. The factors let each of several uses pay an equal part, which is a bound; where a solution
-pays too little, the value's resharding is shared: it gets a variable for the target that uses share, or, in a graph
-that is too wide to be eliminated, one factor over all of its uses.
+once, as the engine does. The factors let each of the uses that may agree pay an equal part, which is a bound; where a
+solution pays too little, the value's resharding is shared: it gets a variable for the target that uses share, or, in a
+graph that is too wide to be eliminated, one factor over all of its uses.
 
 Invariant: the sum of the factors is never above what the plan costs on the cluster, and equal where all entries are
 exact and uses agree or share. Variables are in the order of the program, and equal tables are one object, so repeated
@@ -106,16 +106,13 @@ class SharedResharding:
 
 def shared_resharding(given: Layouts, costs: Sequence[UseCost]) -> SharedResharding | None:
     """None where no two uses have a target in common."""
-    with_target: dict[tuple[bytes, bytes], list[UseCost]] = {}
-    for cost in costs:
-        for target in cost.targets:
-            with_target.setdefault(target, []).append(cost)
-    shared = [target for target, uses in with_target.items() if len(uses) > 1]
+    count = Counter(target for cost in costs for target in cost.targets)
+    shared = {one: next(cost for cost in costs if one in cost.targets) for one, uses in count.items() if uses > 1}
     if not shared:
         return None
 
     def first() -> Seconds:
-        paid = [with_target[one][0].seconds[:, with_target[one][0].targets.index(one)] for one in shared]
+        paid = [cost.seconds[:, cost.targets.index(one)] for one, cost in shared.items()]
         return np.asarray(np.stack([np.zeros(len(given.table)), *paid], 1)[given.of_candidate])
 
     def parts(cost: UseCost) -> tuple[Part, ...]:
@@ -240,6 +237,11 @@ def joint_uses(given: Layouts, costs: Sequence[UseCost], share: int, produced: b
 
     wanted = [column[cost.of_candidate] for cost, column in zip(costs, columns, strict=True)]
     return JointUses(make_costs, given.of_candidate if produced else None, wanted)
+
+
+def _sharing(costs: Sequence[UseCost]) -> list[int]:
+    """With how many uses of a value each may share what it pays, itself included: those with a target in common."""
+    return [sum(not set(one.targets).isdisjoint(other.targets) for other in costs) for one in costs]
 
 
 @dataclass(frozen=True)
@@ -466,8 +468,11 @@ class CostGraph:
         self.values.append(value)
         before = () if producer is None else (producer,)
         if self.wide and len(set(users)) == len(users):
-            for group in [value.uses] if ref in self.shared else [[one] for one in value.uses]:
-                table = self._joint(given, [cost for _, cost in group], len(users) // len(group), producer is not None)
+            single = [([one], share) for one, share in zip(value.uses, _sharing(costs), strict=True)]
+            for group, share in [(value.uses, 1)] if ref in self.shared else single:
+                paid = [cost for _, cost in group]
+                key = ("joint", id(given), share, producer is not None, *map(id, paid))
+                table = self._once(key, partial(joint_uses, given, paid, share, producer is not None))
                 self.factors.factors.append(Factor((*before, *(user for user, _ in group)), table))
         elif ref in self.sharing:
             variable, shared = self.sharing[ref]
@@ -477,11 +482,6 @@ class CostGraph:
         else:
             for user, table in zip(users, tables, strict=True):
                 self._add((producer, user), table)
-
-    def _joint(self, given: Layouts, costs: Sequence[UseCost], share: int, produced: bool) -> FactorTable:
-        key = ("joint", id(given), share, produced, *map(id, costs))
-        table: FactorTable = self._once(key, lambda: joint_uses(given, costs, share, produced))
-        return table
 
     def _add(self, variables: tuple[int | None, ...], table: FactorTable) -> None:
         """A factor; a value that no operator produces has one layout and no variable."""
@@ -533,11 +533,11 @@ class CostGraph:
             for use in self._uses(ref):
                 name = ("use", id(given), spec.shape, spec.item_bytes, *self._kind(use), self._how(*use[:2]))
                 costs.append(self._once(name, partial(self._use_cost, given, spec, use)))
-            tables = [self._once(("part", id(one), len(costs)), self._part(given, one, len(costs))) for one in costs]
+            parts = zip(costs, _sharing(costs), strict=True)
+            tables = [self._once(("part", id(one), share), self._part(given, one, share)) for one, share in parts]
             self.known[key] = given, costs, tables
-        found: tuple[Layouts, list[UseCost], list[FactorTable]] = self.known[key]
-        self.paying[ref] = found
-        return found
+        self.paying[ref] = self.known[key]
+        return self.paying[ref]
 
     def _part(self, given: Layouts, cost: UseCost, uses: int) -> Callable[[], FactorTable]:
         """What one of several uses pays [candidates of the producer, candidates of the user]."""

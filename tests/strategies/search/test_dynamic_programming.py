@@ -147,6 +147,27 @@ def test_no_assignment_is_cheaper() -> None:
     assert compare(range(60)) >= 30
 
 
+def test_uses_with_and_without_a_gradient_share_nothing() -> None:
+    """Each pays all of its resharding, not a part."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(6, 9, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.weight
+            return nn.functional.pad(y, (0, 2)) * y.argmax()
+
+    with torch.device("meta"):
+        graph = shaped(Shifted(), nn.L1Loss(), torch.zeros(6, 9, 4), torch.zeros(6, 9, 6))
+    free = [one.name for one in graph.operators if one.op in ("mul", "argmax", "pad")][:3]
+    fixed = {one.name: {} for one in graph.operators if one.name not in free}
+    made = problem(graph, Mesh((("a", 2), ("b", 3))), fixed)
+    found = search(made, CLUSTER)
+    assert found.cost == pytest.approx(cheapest(made), rel=1e-9) and found.gap < 1e-9
+
+
 @pytest.mark.parametrize("most", [256, 1])
 def test_gradients_of_many_uses_are_added_over_axes_that_some_use_leaves(
     most: int, monkeypatch: pytest.MonkeyPatch
