@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from strategies.capture.constants import answered, traced
+from strategies.capture.masked import Selections
 from strategies.capture.nodes import (
     WHENCE,
     beneath_tracing,
@@ -84,6 +85,8 @@ class Branches:
         self.known = {id(vars(module)): type(module) for module in root.modules()}
         """By what the exporter's stand-ins for a module share with it."""
         self.running: list[_Path] = []
+        self.selections = Selections()
+        """What masks have selected on the way."""
 
     def choose(self, modules: Sequence[nn.Module]) -> bool:
         """Choose the class of the first of these modules, which branches, unless it was tried."""
@@ -153,6 +156,7 @@ class Branches:
     def _traced(self, module: nn.Module, forward: Callable[..., Any], given: Any, tracer: Any) -> Any:
         """What `forward` returns, chosen among what it returns for all sequences of answers."""
         before, paths, answers = _Attributes(module), list[_Path](), list[bool]()
+        selected = self.selections.now()
         arguments, structure = tree_flatten(given)
         while True:
             path = _Path(answers, tracer)
@@ -184,7 +188,11 @@ class Branches:
                 raise _Different
             answers[-1] = False
             before.restore()
-        return paths[0].returned if len(paths) == 1 else _Merger(tracer, paths, before).result()
+            self.selections.restore(selected)
+        if len(paths) == 1:
+            return paths[0].returned
+        self.selections.restore(selected)
+        return _Merger(tracer, paths, before).result()
 
 
 class _Predicates(TorchFunctionMode):
@@ -279,7 +287,8 @@ class _Path:
             if not one.users and (shaped_by_values(one) or _of_sizes(one)):
                 nodes.remove(one)
                 self.tracer.graph.erase_node(one)
-        if self.predicates and any(map(shaped_by_values, nodes)):
+        erased = any(given._erased for one in nodes for given in one.all_input_nodes)  # a size in another path
+        if self.predicates and (erased or any(map(shaped_by_values, nodes))):
             raise _Different
         self.segments, start = list[list[fx.Node]](), 0
         for one in self.predicates:
@@ -514,8 +523,9 @@ def _node(tracer: Any, tensor: Tensor) -> fx.Node | None:
 
 
 def _of_sizes(node: fx.Node) -> bool:
-    """Whether a node returns a size, or compares sizes."""
-    return isinstance(node.meta.get("val"), (bool, torch.SymBool, torch.SymInt))
+    """Whether a node returns the size of a tensor whose shape depends on values, or compares or combines such."""
+    number = isinstance(node.meta.get("val"), (bool, torch.SymBool, torch.SymFloat, torch.SymInt))
+    return number and any(one._erased or shaped_by_values(one) or _of_sizes(one) for one in node.all_input_nodes)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -4,8 +4,9 @@ A tensor that is computed from Python numbers, literals and constant buffers alo
 the operators behind it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends
 on the batch, on parameters or on other buffers has no values here. What has as many elements as values say
 (repeat_interleave, a mask as index) becomes a literal where these are known, and so does a size that is a tensor. Of a
-tensor without values only the question of an `assert`, or of an `if` that does nothing but raise what no `try` around
-it catches, is answered, by whatever goes on: the graph holds for every batch for which the model does not raise.
+tensor or a number without values only the question of an `assert`, or of an `if` that comes to nothing but to raise
+what no `try` around it catches, is answered, by whatever goes on: the graph holds for every batch for which the model
+does not raise.
 Invariant: no answer decides what a later step would decide differently.
 """
 
@@ -51,6 +52,7 @@ LARGEST = 2**24
 EXPORT = torch.export.export.__code__.co_filename
 """The file whose frames are around all that is traced."""
 TRIES: tuple[type[ast.Try], ...] = ast.Try, getattr(ast, "TryStar", ast.Try)
+EXITS = frozenset({"exit", "quit", "sys.exit", "os._exit"})
 VALUES, HAS_DECIDED = "constant_buffer", "has_decided"
 """What the node of a constant buffer says of itself: the buffer, and that an answer has depended on it."""
 OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
@@ -77,7 +79,7 @@ def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return (QUESTIONS[question](value),)
     asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)
-    return (truth,) if asks_truth and (truth := _goes_on()) is not None else None
+    return (truth,) if asks_truth and (truth := goes_on()) is not None else None
 
 
 def literal(function: Any, args: Any, kwargs: Any) -> Any:
@@ -261,9 +263,9 @@ def _memory(value: Any) -> object:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else id(value)
 
 
-def _goes_on() -> bool | None:
-    """The truth with which the statement that asks does not raise; None if it does more than to raise, or if a forward
-    might go on after that."""
+def goes_on() -> bool | None:
+    """The truth with which the statement that asks does not raise; None if it does more than to raise in the end, or if
+    a forward might go on after that."""
     truth = None
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         name = frame.f_code.co_filename
@@ -288,13 +290,23 @@ def _checks(filename: str) -> tuple[dict[int, bool], set[int]]:
     for statement in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
         if isinstance(statement, TRIES) and statement.handlers:
             caught |= {*range(statement.lineno, statement.handlers[0].lineno)}
-        raises = isinstance(statement, ast.If) and isinstance(statement.body[0], ast.Raise) and not statement.orelse
+        raises = isinstance(statement, ast.If) and _ends(statement.body)
         if not raises and not isinstance(statement, ast.Assert):
             continue
         test: ast.expr = statement.test  # type: ignore[attr-defined]
         if (truth := _truth(test, not raises)) is not None:
             lines |= dict.fromkeys(range(test.lineno, (test.end_lineno or test.lineno) + 1), truth)
     return lines, caught
+
+
+def _ends(body: Sequence[ast.stmt]) -> bool:
+    """Whether what statements come to is that the last of them raises an exception, or exits."""
+    called = body[-1].value if isinstance(body[-1], ast.Expr) else None
+    exits = isinstance(called, ast.Call) and ast.unparse(called.func) in EXITS
+    goes_elsewhere = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try)
+    return (exits or isinstance(body[-1], ast.Raise)) and not any(
+        isinstance(part, goes_elsewhere) for statement in body for part in ast.walk(statement)
+    )
 
 
 def _truth(test: ast.expr, wanted: bool) -> bool | None:

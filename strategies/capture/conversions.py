@@ -1,8 +1,9 @@
-"""`int(tensor)` and `float(tensor)` in a forward, as what `tensor.item()` stands for in a captured graph.
+"""`int(tensor)` and `float(tensor)` in a forward, as what `tensor.item()` stands for in a captured graph, and `max` and
+`min` of such numbers.
 
-Python takes nothing but a number for the result of both. So where a traced function asks for one that only a step will
-know, its calls of them by name call others meanwhile, which return symbols as `item` does. In Python 3.10 an
-instruction does not say that a name is called: there such a forward is refused.
+Python takes nothing but a number for the result of both, and compares to find an extreme. So where a traced function
+asks for a number that only a step will know, its calls of them by name call others meanwhile, which return symbols as
+`item` does. In Python 3.10 an instruction does not say that a name is called: there such a forward is refused.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strategies.capture.constants import has_values
 from strategies.capture.nodes import in_library, replaced
 
+SYMBOLS = (torch.SymInt, torch.SymFloat)
 SYMBOLIC = "_symbolic_{}"
 
 
@@ -37,17 +41,55 @@ def _float(value: Any = 0.0) -> Any:
     return float(value)
 
 
-OURS: dict[str, Callable[..., Any]] = {"int": _int, "float": _float}
+def _extreme(builtin: Callable[..., Any], of_symbols: Callable[..., Any], larger: bool) -> Callable[..., Any]:
+    """`max` or `min`, also of symbols and of tensors of one number, of which it takes the first of equal ones."""
+
+    def two(one: Any, other: Any) -> Any:
+        if isinstance(one, Tensor) or isinstance(other, Tensor):
+            return torch.where(other > one if larger else other < one, other, one)
+        return of_symbols(one, other)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args if len(args) > 1 else args[0]
+        single = isinstance(given, (tuple, list)) and not kwargs
+        unknown = single and any(isinstance(one, SYMBOLS) or _is_unknown(one) for one in given)
+        plain = single and all(_is_number(one) for one in given)
+        return reduce(two, given) if unknown and plain else builtin(*args, **kwargs)
+
+    return call
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, Tensor) and not has_values(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, *SYMBOLS)) or (isinstance(value, Tensor) and not value.dim())
+
+
+def _len(value: Any) -> Any:
+    """`len`, also of a tensor with as many elements as values say."""
+    known = not isinstance(value, Tensor) or not value.dim() or isinstance(value.shape[0], int)
+    return len(value) if known else value.shape[0]
+
+
+OURS: dict[str, Callable[..., Any]] = {
+    "len": _len,
+    "int": _int,
+    "float": _float,
+    "max": _extreme(max, torch.sym_max, larger=True),
+    "min": _extreme(min, torch.sym_min, larger=False),
+}
 
 
 class Conversions:
-    """The functions whose calls of `int` and `float` return symbols."""
+    """The functions whose calls of `int`, `float`, `len`, `max` and `min` return symbols."""
 
     def __init__(self) -> None:
         self.chosen: dict[CodeType, CodeType] = {}
 
     def choose(self, error: BaseException) -> bool:
-        """Choose the innermost function of the user's that an error came through and that calls `int` or `float`."""
+        """Choose the innermost function of the user's that an error came through and that calls one of them."""
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         for code in reversed(codes):
             if not in_library(code.co_filename) and (other := _with_ours(code)) is not None:
@@ -68,7 +110,7 @@ class Conversions:
 
 
 def _with_ours(code: CodeType) -> CodeType | None:
-    """`code` with its calls of `int` and `float` as builtins replaced, or None if there are none."""
+    """`code` with its calls of builtins in `OURS` replaced, or None if there are none."""
     names, instructions = [*code.co_names], bytearray(code.co_code)
     for one in dis.get_instructions(code):
         if one.opname == "LOAD_GLOBAL" and one.argval in OURS and _calls(code, one.arg or 0):
@@ -89,7 +131,7 @@ def _calls(code: CodeType, arg: int) -> bool:
 
 @contextmanager
 def _defined(table: dict[str, Any]) -> Iterator[None]:
-    """Globals with ours, where `int` and `float` are Python's."""
+    """Globals with ours, where these names are Python's."""
     names = {SYMBOLIC.format(name): one for name, one in OURS.items()}
     table.update({key: table.get(name, one) for (name, one), key in zip(OURS.items(), names, strict=True)})
     try:

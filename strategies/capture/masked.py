@@ -4,7 +4,9 @@ How many elements a mask selects is known in a step alone, so no graph has them.
 computes the same of the complete tensor. A sum or a mean over what was selected is one over the complete tensor with
 zeros in place of the rest, and a mean divides by what the mask counts, in the global batch. So values and gradients are
 eager's, the NaN of an empty mean included. What is not selected takes part in nothing: a constant is in its place
-before each function, so that no infinity of it reaches the gradient of an operand that rows share.
+before each function, so that no infinity of it reaches the gradient of an operand that rows share. An extreme is one
+with infinities in place of the rest, which torch refuses of no elements. What Python computes from how many are
+selected (`len(x[mask]) > 0`, `loss / max(len(x[mask]), 1)`) is computed from what the mask counts.
 
 Invariant: torch's own result is traced beside it, for all that is not known here; it is dropped if nothing needs it.
 """
@@ -12,9 +14,10 @@ Invariant: torch's own result is traced beside it, for all that is not known her
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from types import FunctionType
 from typing import Any
@@ -26,7 +29,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture.constants import behind, traced
+from strategies.capture.nodes import op_of
 
+SELECTIONS: list[Selections] = []
+"""Of the forwards that are traced now, the innermost last."""
 NOT_KNOWN = object()
 """Of what a function returns for selected elements."""
 LINEAR: dict[Any, Callable[..., Tensor]] = {
@@ -65,6 +71,25 @@ LOSSES = frozenset(
 )
 """Losses of elements."""
 CLASSES = (functional.cross_entropy, functional.nll_loss)
+EXTREMES = {"max": -torch.inf, "amax": -torch.inf, "topk": -torch.inf, "min": torch.inf, "amin": torch.inf}
+"""Functions that take the largest or the smallest elements, and a number that is none of these."""
+DEVIATIONS = frozenset({"std", "var"})
+COMBINED: dict[str, Callable[..., Any]] = {
+    "Add": lambda *terms: reduce(operator.add, terms),
+    "Mul": lambda *terms: reduce(operator.mul, terms),
+    "Max": lambda *terms: reduce(_larger, terms),
+    "Min": lambda *terms: -reduce(_larger, [-one for one in terms]),
+    "ToFloat": lambda one: one.double() if isinstance(one, Tensor) else float(one),
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "Equality": operator.eq,
+    "Unequality": operator.ne,
+    "StrictLessThan": operator.lt,
+    "LessThan": operator.le,
+    "StrictGreaterThan": operator.gt,
+    "GreaterThan": operator.ge,
+}
+"""Expressions of sizes, by sympy's names, as operators."""
 FINDING = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 SAME_PLACES = frozenset("flatten long ravel reshape squeeze to view".split())
 """Functions whose one-dimensional results have the elements that they are given."""
@@ -91,10 +116,14 @@ class Selected:
 
     def filled(self, value: float) -> Tensor:
         """`dense` with a number in place of what is not selected."""
-        rest = (1,) * (self.dense.dim() - self.mask.dim())
         if self.dense.dtype is torch.bool:
-            return self.dense & self.mask.reshape(*self.mask.shape, *rest)
-        return torch.where(self.mask.reshape(*self.mask.shape, *rest), self.dense, value)
+            return self.dense & self.spread
+        return torch.where(self.spread, self.dense, value)
+
+    @property
+    def spread(self) -> Tensor:
+        """The mask, with as many dims as `dense`."""
+        return self.mask.reshape(*self.mask.shape, *(1,) * (self.dense.dim() - self.mask.dim()))
 
     @property
     def safe(self) -> Tensor:
@@ -126,14 +155,22 @@ def _versions(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors)
 
 
+@dataclass
 class Selections:
     """What masks have selected so far in a forward."""
 
-    def __init__(self) -> None:
-        self.known: dict[int, Selected] = {}
-        """By the id of the result, which is alive."""
-        self.places: dict[int, Places] = {}
-        """Likewise."""
+    known: dict[int, Selected] = field(default_factory=dict)
+    """By the id of the result, which is alive."""
+    places: dict[int, Places] = field(default_factory=dict)
+    """Likewise."""
+    packed: list[Any] = field(default_factory=list)
+    """What was packed (`packed_sequences`)."""
+
+    def now(self) -> Selections:
+        return Selections(dict(self.known), dict(self.places), [*self.packed])
+
+    def restore(self, before: Selections) -> None:
+        self.known, self.places, self.packed = dict(before.known), dict(before.places), [*before.packed]
 
     def of(self, value: Any) -> Selected | None:
         known = self.known.get(id(value))
@@ -144,12 +181,18 @@ class Selections:
         if function is not Tensor.__getitem__:
             shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
             tensor, mask = tensor.expand(shape), mask if mask.shape == shape else mask.expand(shape)
-        same = (one.mask for one in self.known.values() if one.is_current and _equal(one.mask, mask))
+        same = (one.mask for one in self.known.values() if one.is_current and equal_masks(one.mask, mask))
         mask = next(same, mask)  # of which torch knows how many elements it selects
         result: Tensor = function(tensor, mask)
         if isinstance(result.shape[0], torch.SymInt):
             self._note(result, mask, tensor)
         return result
+
+    def shorten(self, mask: Tensor, shorter: Tensor) -> None:
+        """Let `shorter` select what `mask` does, of which it is the beginning."""
+        for name, one in self.known.items():
+            if one.is_current and equal_masks(one.mask, mask):
+                self.known[name] = Selected(one.result, shorter, one.dense[: len(shorter)], one.layered)
 
     def find(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a function returns that finds the elements of a tensor which are not zero."""
@@ -168,7 +211,7 @@ class Selections:
             return None
         mask = known[0].mask
         fits = tensor.shape[: mask.dim()] == mask.shape and [one.dim for one in known] == [*range(mask.dim())]
-        return mask if fits and all(_equal(one.mask, mask) for one in known[1:]) else None
+        return mask if fits and all(equal_masks(one.mask, mask) for one in known[1:]) else None
 
     def column(self, known: Places, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a function of places returns, which may be the places along one dim."""
@@ -187,7 +230,7 @@ class Selections:
     def choose(self, tensor: Tensor, mask: Tensor, value: Any) -> None:
         """`tensor[mask] = value`, by a choice where the same mask has selected the value."""
         known = self.of(value)
-        same = known is not None and _equal(known.mask, mask) and known.dense.shape == tensor.shape
+        same = known is not None and equal_masks(known.mask, mask) and known.dense.shape == tensor.shape
         if known is None or not same or known.layered or known.dense.dtype != tensor.dtype:
             tensor[mask] = value  # a loop over experts computes the rows of each: no expert is for all rows
         else:
@@ -216,6 +259,17 @@ class Selections:
         if function in CLASSES or (function in LOSSES and aligned):
             return self._loss(function, args, kwargs)
         first = bool(args) and self.of(args[0]) is known[0]
+        if first and len(known) == 1 and name in ("any", "all") and len(args) == 1 and not kwargs:
+            return function(known[0].filled(0) if name == "any" else known[0].dense | ~known[0].spread)
+        if first and len(known) == 1 and name in EXTREMES:
+            extreme = self._extreme(name, function, args, kwargs, known[0])
+            if extreme is not NOT_KNOWN:
+                return extreme
+        if first and len(known) == 1 and name in DEVIATIONS:
+            return _deviation(known[0], name, args[1:], kwargs)
+        if first and len(known) == 1 and function is functional.embedding and _looks_up(args, kwargs):
+            dense = function(known[0].safe, *args[1:], **kwargs)
+            return self._both(function, args, kwargs, known[0], dense)
         if name in OVER_DIMS and first:
             return self._over_dims(name, function, args, kwargs, known)
         if first and len(known) == 1 and (name in ROWS or _takes_rows(function, args, kwargs)):
@@ -224,10 +278,21 @@ class Selections:
             return self._both(function, args, kwargs, known[0], dense, layered=name == "linear")
         return NOT_KNOWN
 
-    def count(self, number: torch.SymInt) -> Any:
-        """What a mask counts, where a number says how many elements it has selected; else the number."""
-        counts = (one for one in self.known.values() if one.is_current and _is_size(one.result.shape[0], number))
-        return next((one.mask.sum() for one in counts), number)
+    def count(self, number: Any) -> Any:
+        """A tensor in place of a symbol that is computed from how many elements masks select; else the symbol."""
+        expression = number.node.expr
+        if not expression.free_symbols:
+            return number
+        counts = {symbol: self._counted(symbol) for symbol in expression.free_symbols}
+        if any(one is None for one in counts.values()):
+            return number
+        counted = _combined(expression, counts)
+        return number if counted is None else counted
+
+    def _counted(self, symbol: Any) -> Tensor | None:
+        every: list[Selected | Places] = [*self.known.values(), *self.places.values()]
+        selected = (one for one in every if one.is_current)
+        return next((one.mask.sum() for one in selected if _is_size(one.result.shape[0], symbol)), None)
 
     def _note(self, result: Tensor, mask: Tensor, dense: Tensor, layered: bool = False) -> None:
         self.known[id(result)] = Selected(result, mask, dense, layered)
@@ -271,6 +336,27 @@ class Selections:
             return NOT_KNOWN
         return _reduced(one, name, dims, bool(kwargs.get("keepdim", False)))
 
+    def _extreme(self, name: str, function: Any, args: Any, kwargs: dict[str, Any], one: Selected) -> Any:
+        """The largest or smallest of all that is selected, along its first dim or over all; with their places, if any,
+        among what is selected."""
+        names = ("k", "dim", "largest", "sorted") if name == "topk" else ("dim", "keepdim")
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        dim, rank = given.get("dim"), one.result.dim()
+        dim = -1 if name == "topk" and dim is None else dim
+        over_all = dim is None or (isinstance(dim, (tuple, list)) and not dim)
+        first = isinstance(dim, int) and dim % rank == 0
+        if not one.dense.is_floating_point() or not (over_all or first):
+            return NOT_KNOWN
+        rest = EXTREMES[name] if given.get("largest", True) else torch.inf
+        rows = one.rows(one.filled(rest))
+        if over_all:
+            return function(rows)
+        found = function(rows, *args[1:], **kwargs)
+        if isinstance(found, Tensor):
+            return found
+        places = one.mask.flatten().cumsum(0) - 1
+        return type(found)((found[0], places[found[1]]))
+
     def _loss(self, function: Any, args: Any, kwargs: Any) -> Any:
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -311,6 +397,35 @@ def _reduced(one: Selected, name: str, dims: Sequence[int], keepdim: bool) -> Te
     return zeros.sum(over, keepdim) / count
 
 
+def _deviation(one: Selected, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The variance of all that is selected, along its first dim or over all, or the root of it."""
+    options = dict(kwargs)
+    if args and type(args[0]) is bool:
+        options |= {"unbiased": args[0]}
+    elif args:
+        options |= {"dim": args[0]} | ({"unbiased": args[1]} if len(args) > 1 else {})
+    dim, correction = options.pop("dim", None), options.pop("correction", 1)
+    correction, keepdim = int(options.pop("unbiased", correction)), bool(options.pop("keepdim", False))
+    rank = one.result.dim()
+    dims = [dim % rank] if isinstance(dim, int) else [*range(rank)] if dim is None else None
+    if options or dims is None or 0 not in dims or not one.dense.is_floating_point() or len(args) > 2:
+        return NOT_KNOWN
+    count = one.mask.sum() * prod(int(size) for size in one.result.shape[1:]) if len(dims) > 1 else one.mask.sum()
+    centred = one.rows(one.dense) - _reduced(one, "mean", dims, True)
+    squares = torch.where(one.rows(one.spread), centred, 0).square().sum(dims, keepdim)
+    variance = squares / (count - correction).clamp(min=0)
+    if name == "var":
+        return variance
+    constant = variance == 0  # of which torch's deviation has no gradient
+    return torch.where(constant, 0, torch.where(constant, 1, variance).sqrt())
+
+
+def _looks_up(args: Any, kwargs: Any) -> bool:
+    """Whether an embedding does nothing but to look up rows."""
+    given = inspect.signature(functional.embedding).bind(*args, **kwargs).arguments
+    return not any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+
+
 def _takes_rows(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call indexes other dims than the first, or gives these another shape."""
     rank, rest = args[0].dim(), args[1:]
@@ -333,11 +448,26 @@ def _writes(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
 
 
-def _is_size(size: Any, number: torch.SymInt) -> bool:
-    return isinstance(size, torch.SymInt) and bool(size.node.expr == number.node.expr)
+def _is_size(size: Any, symbol: Any) -> bool:
+    return isinstance(size, torch.SymInt) and bool(size.node.expr == symbol)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _larger(one: Any, other: Any) -> Any:
+    return torch.where(other > one, other, one)
+
+
+def _combined(expression: Any, counts: dict[Any, Any]) -> Any:
+    """A number that is computed from counts, which are tensors; None where it is computed by what is not known here."""
+    if expression in counts:
+        return counts[expression]
+    if expression.is_number:
+        return int(expression) if expression.is_integer else float(expression)
+    operands = [_combined(one, counts) for one in expression.args]
+    known = COMBINED.get(type(expression).__name__)
+    return None if known is None or any(one is None for one in operands) else known(*operands)
+
+
+def equal_masks(one: Tensor, other: Tensor) -> bool:
     """Whether two masks are the same in every step: one tensor, or computed by the same operators, while none wrote."""
     if one is other:
         return True
@@ -353,10 +483,21 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return not any(isinstance(node.target, OpOverload) and node.target._schema.is_mutable for node in between)
 
 
+def _converted(node: Any) -> Any:
+    """What a node converts (`lengths.cpu()`), where it changes nothing."""
+    while isinstance(node, fx.Node) and op_of(node) == "to":
+        given, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+        if (given.dtype, given.device) != (value.dtype, value.device):
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _same(one: Any, other: Any, pairs: list[fx.Node]) -> bool:
     """Whether two arguments are the same, or computed alike by operators, which are added to `pairs`."""
     if isinstance(one, (tuple, list)):
         return type(one) is type(other) and len(one) == len(other) and all(map(partial(_same, pairs=pairs), one, other))
+    one, other = _converted(one), _converted(other)
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
         return type(one) is type(other) and bool(one == other)
     pairs += [one, other]

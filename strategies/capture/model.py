@@ -230,7 +230,7 @@ def _captured(
             drawing.as_nodes(),
             branches.as_choices(),
             conversions.as_symbols(),
-            forwards_wrapped([Objective], by_places),
+            forwards_wrapped([Objective], partial(by_places, selections=branches.selections)),
             warnings.catch_warnings(),
         ):
             # recurrent layers store their weights anew under export, which does no harm
@@ -400,16 +400,16 @@ def _capture_failure(error: BaseException) -> str:
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
             "graph: all sides of a branch must return tensors of the same shapes, draw no random numbers, change "
-            "tensors alone and train the same parameters. Use torch.where or another operator, a module of its own in "
-            "a list of layers, which takes tensors and does nothing but compute, or, for a constant, a Python number "
-            "or a buffer that is not saved (persistent=False)."
+            "tensors alone and train the same parameters. Use torch.where, a Python number or an unsaved buffer "
+            "(persistent=False) for a constant, or decide in a child module or the loss (loss.target): what takes and "
+            "returns tensors of fixed shapes is one operator."
         )
     if _leaves_torch(error):
         return (
             f"The model's forward leaves torch{where}: what numpy or scipy computes there is unknown to a capture, as "
-            "tensors have no values. Compute it with torch; in the loss (loss.target), a module or function of its own "
-            "that runs as one operator; or in a function of torch.library.custom_op with register_fake, which is one, "
-            "too."
+            "tensors have no values. Compute it with torch; in the loss (loss.target) or a child module that takes and "
+            "returns tensors of fixed shapes, which is one operator; or in a function of torch.library.custom_op with "
+            "register_fake, which is one, too."
         )
     if any(words in str(error) for words in ("Cannot access data pointer", "active drivers")):  # torch's and Triton's
         return (

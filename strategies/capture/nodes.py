@@ -25,6 +25,7 @@ from strategies.rules.registry import FUNCTION, resolve
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
+CAPTURE = f"{Path(__file__).parent}/"
 STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 """Where source lines are not the user's (site-packages may be inside the standard library's folder)."""
 WHENCE = ("nn_module_stack", "stack_trace", "without_grad", "autocast")
@@ -120,6 +121,12 @@ def beneath_tracing() -> Iterator[None]:
 def in_library(filename: str) -> bool:
     """Whether a file belongs to torch, another package that calls models, or Python itself."""
     return filename.startswith(("<", *PACKAGES)) or (filename.startswith(STANDARD) and "-packages" not in filename)
+
+
+def asked_by_user() -> bool:
+    """Whether the innermost frame that is not of the capture itself is the user's."""
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return not in_library(next(name for name in frames if not name.startswith(CAPTURE)))
 
 
 def short(filename: str) -> str:

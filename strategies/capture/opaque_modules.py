@@ -1,6 +1,8 @@
 """Modules whose forward decides by values, such as a loop over the experts that the tokens of a batch choose or a loss
 that looks for pairs, in a captured graph: one node for each call.
 
+All ranks compute it for the complete batch, so it is the loss or within the model, never the model itself.
+
 A module can be one node where ranks that call it can do nothing but compute: it takes tensors and plain values, all
 its tensors are parameters and buffers, no module in it has hooks, and on random numbers it draws none, writes into no
 tensor, changes no attribute, and returns new tensors alone, since a number might be another one for other values.
@@ -25,11 +27,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped
 from strategies.capture.repeated_modules import TABLES
-from strategies.rules.module_calls import ModuleCall, Slot, as_text, autocast_dtype, called_module, slotted
+from strategies.rules.module_calls import ModuleCall, Results, Slot, as_text, autocast_dtype, called_module, slotted
 from strategies.rules.registry import PLAIN
 
-LOSS = "loss"
-"""The path of the loss in an objective."""
+OTHER_INTEGERS = (1, -1)
+"""What else is tried, to see whether the shapes of results follow values: -1 and 0 often stand for nothing."""
+ELIGIBLE = ("loss", "model.")
+"""How paths in an objective begin of what may be one node: the loss, and what is within the model."""
 
 
 class NotOpaque(Exception):
@@ -40,9 +44,12 @@ class NotOpaque(Exception):
         self.owner = owner
 
 
+class _Failed(NotOpaque):
+    """A trial has raised an error."""
+
+
 class OpaqueModules:
-    """The modules in `root` that are to be one node, of the classes in `chosen`: in a list of layers, the loss, or
-    torch's own."""
+    """The modules in `root` that are to be one node, of the classes in `chosen`."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root, self.chosen, self.refused = root, set[type](), set[type]()
@@ -51,11 +58,9 @@ class OpaqueModules:
 
     def choose(self, modules: Sequence[nn.Module]) -> bool:
         """Choose the class of the first of these, which are around one another, that may be one node."""
-        for path, owner in (self.known.get(id(vars(module)), ("", nn.Module)) for module in modules):
-            eligible = (
-                path == LOSS or any(map(str.isdigit, path.split("."))) or owner.__module__.startswith("torch.nn.")
-            )
-            if eligible and owner not in self.chosen | self.refused:
+        for module in modules:
+            path, owner = self.known.get(id(vars(module)), ("", nn.Module))
+            if path.startswith(ELIGIBLE) and owner not in self.chosen | self.refused:
                 self.chosen.add(owner)
                 return True
         return False
@@ -127,7 +132,14 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
     with _disable_current_modes(), torch.device("cpu"):
         returned = _tried(call, forward, tensors)
         found, structure = tree_flatten(returned)
-        results = tuple((tuple(one.shape), one.dtype) for one in found if isinstance(one, Tensor))
+        results = _looks(returned)
+        for number in OTHER_INTEGERS:
+            try:
+                other = _tried(call, forward, tensors, number)
+            except _Failed:  # where it is no valid index
+                continue
+            if _looks(other) != results:
+                raise NotOpaque(type(skeleton))
         try:
             text = as_text(replace(call, results=results))
         except (AttributeError, TypeError, pickle.PicklingError) as error:  # as pickle says that it cannot
@@ -139,13 +151,19 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
     return tree_unflatten([next(tracked) if isinstance(one, Tensor) else one for one in found], structure)
 
 
-def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-    """What a module returns for random numbers. Raises NotOpaque where it does more than to compute, or fails."""
+def _looks(returned: Any) -> Results:
+    """Shapes and dtypes of the tensors that a module returns."""
+    return tuple((tuple(one.shape), one.dtype) for one in tree_leaves(returned) if isinstance(one, Tensor))
+
+
+def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor], integer: int = 0) -> Any:
+    """What a module returns for random numbers, and one integer. Raises NotOpaque where it does more than to compute,
+    or fails."""
     generator = torch.Generator().manual_seed(0)
     module = copy.deepcopy(call.module).to_empty(device="cpu")
     for one in (*module.parameters(), *module.buffers()):
         one.data = _random(one, generator)
-    given = [_random(tensor, generator) for tensor in tensors]
+    given = [_random(tensor, generator, integer) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
     operands = [*given, *module.parameters(), *module.buffers()]
     before = _state(module, given)
@@ -155,7 +173,7 @@ def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tens
             returned = forward(module, *args, **kwargs)
             draws = not torch.equal(torch.get_rng_state(), generator_before)
     except Exception as error:  # whatever it raises on numbers that it did not expect
-        raise NotOpaque(type(call.module)) from error
+        raise _Failed(type(call.module)) from error
     plain = all(isinstance(leaf, (Tensor, type(None))) for leaf in tree_leaves(returned))
     if draws or _state(module, given) != before or not plain or _memory(returned) & _memory(operands):
         raise NotOpaque(type(call.module))
@@ -166,12 +184,14 @@ def _memory(nested: Any) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)}
 
 
-def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Real numbers of the shape of a traced tensor; a valid index where it holds integers."""
+def _random(tensor: Tensor, generator: torch.Generator, integer: int = 0) -> Tensor:
+    """Real numbers of the shape of a traced tensor, of the sign of `integer`; that, of which 0 is a valid index, where
+    it holds integers."""
     shape = tuple(map(int, tensor.shape))
     if not tensor.is_floating_point():
-        return torch.zeros(shape, dtype=tensor.dtype)
-    return torch.rand(shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+        return torch.full(shape, integer).to(tensor.dtype)
+    made = torch.rand(shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+    return -made if integer < 0 else made
 
 
 def _state(module: nn.Module, tensors: Sequence[Tensor]) -> object:

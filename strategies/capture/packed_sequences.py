@@ -2,8 +2,9 @@
 depends on the lengths.
 
 `pack_padded_sequence` notes both, torch's recurrent networks take and return them as one operator, and
-`pad_packed_sequence` fills what is behind each row's end. Invariant: a padded tensor has the shape that torch gives it,
-whatever the lengths are, so `total_length` must say it.
+`pad_packed_sequence` fills what is behind each row's end. The `data` of a packed sequence is what a mask selects of the
+padded tensor (`masked`): those of two sequences with the same lengths are in the same order, and in no other mask's.
+Invariant: a padded tensor has the shape that torch gives it, whatever the lengths are, so `total_length` must say it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 
 from strategies.capture.constants import number, values_of
+from strategies.capture.masked import SELECTIONS, equal_masks
 from strategies.capture.nodes import forwards_wrapped, replaced, users_line
 from strategies.core.errors import StrategyError
 from strategies.rules.packed_sequences import packed_network
@@ -42,25 +44,86 @@ class Packed(rnn.PackedSequence):
     enforce_sorted: bool
     filled: bool
     """Whether zeros are behind the end of each row."""
+    longest: int
+    """The longest that rows of these lengths may be: so long is the shortest tensor that was packed by them."""
 
     @staticmethod
     def of(padded: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: bool, *, filled: bool = False) -> Packed:
         made = tuple.__new__(Packed, (None,) * 4)
         made.padded, made.lengths, made.filled = padded, lengths, filled
         made.batch_first, made.enforce_sorted = batch_first, enforce_sorted
+        made.longest = padded.shape[1 if batch_first else 0]
+        same = [one for one in SELECTIONS[-1].packed if equal_masks(one.lengths, lengths)]
+        if same and same[0].longest > made.longest:
+            SELECTIONS[-1].shorten(same[0]._mask(), made._mask())
+        shortest = min(one.longest for one in (made, *same))
+        for one in (made, *same):
+            one.longest = shortest
+        SELECTIONS[-1].packed.append(made)
         return made
+
+    @property
+    def data(self) -> Tensor:
+        if "selected" not in vars(self):
+            padded = self.padded.transpose(0, 1) if self.batch_first else self.padded
+            self.selected = padded[: self.longest][self._mask()]
+        return self.selected
+
+    @property
+    def batch_sizes(self) -> Any:
+        return Order(self)
+
+    sorted_indices = unsorted_indices = batch_sizes
+
+    def with_data(self, data: Tensor) -> Packed:
+        """A packed sequence of the same lengths."""
+        known = SELECTIONS[-1].of(data)
+        if known is None or not equal_masks(known.mask, self._mask()):
+            raise refusal(
+                "makes a packed sequence of tensors that are not computed from the elements of another, one by one",
+                "compute on the padded tensor, of pad_packed_sequence(..., total_length=x.size(1)), and pack again",
+            )
+        padded = known.dense.transpose(0, 1) if self.batch_first else known.dense
+        return Packed.of(padded, self.lengths, self.batch_first, self.enforce_sorted)
+
+    def _mask(self) -> Tensor:
+        """Where elements are, time first. A forward's own masks have another order, so it computes none like this."""
+        places = torch.arange(self.longest, device=self.padded.device)
+        behind = places[:, None] >= self.lengths.to(self.padded.device)
+        return behind.logical_xor(torch.ones((), dtype=torch.bool, device=behind.device))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.data, *(Order(self),) * 3))
+
+    def __getitem__(self, place: Any) -> Any:
+        return tuple(self)[place]
+
+    def _replace(self, **fields: Any) -> Packed:
+        data = fields.pop("data")
+        if any(not isinstance(one, Order) for one in fields.values()):
+            raise refusal("changes the order of a packed sequence", "pack again")
+        return self.with_data(data)
+
+
+class Order:
+    """What a forward takes for the sizes and the order of a packed sequence, of which it makes others."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise refusal(
-            "looks into a packed sequence (data, batch_sizes, sorted_indices ...)",
+            "looks into a packed sequence (batch_sizes, sorted_indices ...)",
             "compute on the padded tensor, that of pad_packed_sequence(..., total_length=x.size(1)), and pack again",
         )
 
-    __iter__ = __getitem__ = _replace = _refuse
-    data = batch_sizes = sorted_indices = unsorted_indices = property(_refuse)
+    __getattr__ = __iter__ = __getitem__ = __len__ = __bool__ = __eq__ = _refuse
+    __hash__ = object.__hash__
 
 
 def _pack(input: Tensor, lengths: Any, batch_first: bool, enforce_sorted: bool) -> Packed:
+    if any(isinstance(one, torch.SymInt) for one in lengths):  # of Tensor.tolist
+        lengths = torch.stack([torch.full((), one, dtype=torch.int64) for one in lengths])
     lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
     return Packed.of(input, lengths.to(torch.int64), batch_first, enforce_sorted)
 
@@ -146,11 +209,23 @@ def packed_as_padded() -> Iterator[None]:
     # other modules have imported the functions by their names: their code is replaced
     rnn.__dict__.update(_instead_of_pack=packed, _instead_of_pad=padded)
     with (
+        replaced(rnn.PackedSequence, "__new__", _made(rnn.PackedSequence.__new__)),
         replaced(rnn.pack_padded_sequence, "__code__", _call_pack.__code__),
         replaced(rnn.pad_packed_sequence, "__code__", _call_pad.__code__),
         forwards_wrapped(NETWORKS, _on_packed),
     ):
         yield
+
+
+def _made(new: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor of packed sequences that takes the order of another, too."""
+
+    def call(cls: type, data: Any, batch_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(batch_sizes, Order):
+            return batch_sizes.packed.with_data(data)
+        return new(cls, data, batch_sizes, *args, **kwargs)
+
+    return call
 
 
 def _copied(function: Any) -> FunctionType:

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from strategies.capture.bags import embedding_bag
+from strategies.capture.checking_numbers import asked_of_tensors
 from strategies.capture.checking_operators import WITHOUT_QUESTIONS, bincount, narrow
 from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places
 from strategies.capture.functional import CUMULATIVE
@@ -80,6 +81,7 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
         stack.enter_context(replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
         stack.enter_context(replaced(nn.Module, "_apply", _converted(nn.Module._apply)))
+        stack.enter_context(asked_of_tensors())
         stack.enter_context(_Unasked())
         yield
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,7 +48,19 @@ def checked(_: Net, h: Tensor) -> Tensor:
     assert h.sum() == h.sum() and (h.abs().max() < 1e9).item()
     if torch.isinf(h).any():
         raise ValueError("infinite")
+    if math.isnan(h.sum().item()) or h.max().item() > 1e9:
+        print(f"{h.max().item():.3f}")
+        h = h.exp()
+        raise ValueError("not a number")
+    assert torch.allclose(h, h) and torch.equal(h, h) and int(h.max()) < 1000
     return h.tanh()
+
+
+def branching_check(_: Net, h: Tensor) -> Tensor:
+    if (h > 0).any():
+        raise ValueError
+    else:
+        return h.tanh()
 
 
 ANSWERED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
@@ -55,6 +69,7 @@ ANSWERED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "number": (lambda _, h: h[: int(mask(h).sum())].tanh(), "tanh"),
     "list": (lambda _, h: torch.cat([h[:n] for n in mask(h).long().cumsum(0).tolist()[2:]]).exp(), "exp"),
     "checks": (checked, "tanh"),
+    "check with another branch": (branching_check, "tanh"),
 }
 
 
@@ -178,13 +193,6 @@ def test_decisions_by_buffers_that_a_checkpoint_may_change_are_refused() -> None
         captured(Strided(sized_by_buffers, saved=True))
 
 
-def branching_check(_: Net, h: Tensor) -> Tensor:
-    if (h > 0).any():
-        raise ValueError
-    else:
-        return h.tanh()
-
-
 def caught_check(_: Net, h: Tensor) -> Tensor:
     try:
         if (h > 0).any():
@@ -201,7 +209,25 @@ def check_caught_above(_: Net, h: Tensor) -> Tensor:
         return h.exp()
 
 
+def gone_on(_: Net, h: Tensor) -> Tensor:
+    """Not all that the check does ends in an exception."""
+    if torch.isinf(h).any():
+        if h.sum() > 0:
+            return h.exp()
+        raise ValueError("infinite")
+    return h.tanh()
+
+
+def of_itself(_: Net, h: Tensor) -> Tensor:
+    """NaN alone differs from itself, which algebra does not say."""
+    mean = h.mean().item()
+    return h * 0 if mean != mean else h
+
+
 UNKNOWN: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "number": lambda _, h: h if math.isfinite(h.sum().item()) and not np.isnan(h.sum().item()) else -h,
+    "number and itself": of_itself,
+    "equal": lambda _, h: h if torch.equal(h, h.round()) else -h,
     "batch": lambda _, h: h if (h > 0).any() else -h,
     "parameter": lambda net, h: h if net.dense.weight.max() > 0 else -h,
     "written": lambda _, h: h if written(h).any() else -h,
@@ -216,7 +242,7 @@ def test_decisions_by_values_have_both_sides(name: str) -> None:
 
 
 REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    "check with another branch": branching_check,
+    "check that goes on": gone_on,
     "check that is caught above": check_caught_above,
 }
 

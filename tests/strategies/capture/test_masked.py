@@ -100,7 +100,38 @@ def asked(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Ten
     return F.cross_entropy(net.head(h)[known], labels[known]) if known.any() else net.head(h).sum() * 0
 
 
-LOSSES = [classes, elements, means, infinite, places, opposite, asked]
+def extremes(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """The largest of what is selected, and where they are among it; deviations, of equal ones too."""
+    part = h[chosen]
+    values, index = part.max(0)
+    hard = h[..., 0][chosen].topk(3)[0]
+    constant = (0 * h + net.heat)[chosen].std() + part.std(0).sum() + part[:, 0].var(unbiased=False)
+    where = (index.to(h.dtype) * values).sum() + part.amin(1).mean()
+    return part.max() - part.min() + hard.mean() + constant + where + (part > 9).any() + (part < 9).all()
+
+
+def counted(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """What depends on how many are selected; an index of more than a mask."""
+    error, wrong = (h - y)[chosen, :3].abs(), h[chosen, 0]
+    loss = net.head(h).sum() * 0
+    if len(wrong) == 0:
+        return loss
+    if error.numel() > 6 or wrong.shape[0] < 2:
+        loss = loss + error.sum() / max(1, wrong.numel()) + (1 / len(wrong)) * wrong.sum()
+    return loss + h.mean()
+
+
+def rows(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Each sample's own length, negative ones from the end, and what is behind it."""
+    counts = chosen.sum(1).clamp(min=1)
+    pooled = torch.stack([one[:count].mean(0) for one, count in zip(h, counts, strict=True)])
+    other = [
+        h[i, counts[i] - 2 :].sum() + F.cross_entropy(net.head(h[i, :n]), labels[i, :n]) for i, n in enumerate(counts)
+    ]
+    return pooled.square().sum() + sum(other) + h[0, : -counts[0]].sum() + h[1, counts[0] - 1 : counts[1], 2:].sum()
+
+
+LOSSES = [classes, elements, means, infinite, places, opposite, asked, extremes, counted, rows]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda one: one.__name__)
@@ -108,9 +139,9 @@ def test_a_loss(loss: Loss, draw: Any) -> None:
     assert compared(loss, batch(), draw).isfinite()
 
 
-@pytest.mark.parametrize("loss", [classes, elements, asked], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("loss", [classes, elements, asked, counted], ids=lambda one: one.__name__)
 def test_a_mask_that_selects_nothing(loss: Loss, draw: Any) -> None:
-    assert compared(loss, batch(empty=True), draw).isnan() == (loss is not asked)
+    assert compared(loss, batch(empty=True), draw).isnan() == (loss not in (asked, counted))
 
 
 def compared(loss: Loss, given: dict[str, Tensor], draw: Any) -> Tensor:
@@ -137,6 +168,10 @@ def other(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Ten
     return (h[chosen] * y[labels == -100]).mean()
 
 
+def dropped(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    return F.dropout(h[chosen]).mean()
+
+
 def mixed(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
     part = h[chosen]
     return (part @ part.T).mean()
@@ -151,7 +186,7 @@ def elsewhere(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) ->
     return h.view(-1, 6)[chosen[:, 0].nonzero().squeeze(1)].mean()
 
 
-@pytest.mark.parametrize("loss", [written, other, mixed, in_place, elsewhere], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("loss", [written, other, dropped, mixed, in_place, elsewhere], ids=lambda one: one.__name__)
 def test_refused(loss: Loss) -> None:
     given = batch()
     with pytest.raises(StrategyError, match="shape depends on values") as caught:

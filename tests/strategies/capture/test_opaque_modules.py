@@ -83,6 +83,42 @@ def test_modules_of_torch_that_decide_by_values(draw: Any) -> None:
     assert model.worst(draw, 4) < TOLERANCE
 
 
+class Matching(nn.Module):
+    """Places of those rows that a target has, as many as it says."""
+
+    def forward(self, target: Tensor) -> Tensor:
+        return torch.as_tensor((target[:, 0] > 0).numpy().nonzero()[0])
+
+
+class Matched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matching = Matching()
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        found = self.matching(target)
+        return (out[found] - target[found]).square().median() if len(found) else out.sum() * 0
+
+
+class Task(nn.Module):
+    """A mixture of experts and a loss within a model, in no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head, self.criterion = Experts(torch.tanh), nn.Linear(4, 1), Matched()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(self.head(self.experts(x, weighted=True)[0]), target)
+        return loss
+
+
+def test_children_that_decide_by_values(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Task(), None, (torch.randn(16, 4), torch.randn(16, 1)))
+    assert [op.op for op in model.graph.operators].count("called_module") == 2
+    assert model.worst(draw, 4) < TOLERANCE
+
+
 def test_other_values_decide_otherwise(draw: Any) -> None:
     """The graph is captured on rows of which all choose one expert."""
     torch.manual_seed(0)

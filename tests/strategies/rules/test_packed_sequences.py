@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from runner.training.reference import ExactRandom
 from strategies.capture import Captured, Objective, capture
@@ -67,10 +67,23 @@ def of_known_lengths(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return padded
 
 
+def looked_into(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """Elements of packed sequences: of scores and targets, of which one is longer, and packed again, sorted and not."""
+    longer = torch.cat([x[:, :1], x], 1)
+    packed = pack_padded_sequence(longer, lengths.tolist(), batch_first=True, enforce_sorted=False)
+    data, sizes, *order = packed
+    other = PackedSequence(data.tanh() * 2, sizes, *order)
+    output, h = net.layer(other._replace(data=other.data + packed.data))
+    target = pack_padded_sequence(x, lengths.tolist(), True, enforce_sorted=False).data
+    padded, _ = pad_packed_sequence(output, batch_first=True, total_length=6)
+    return (output.data[:, :3] - target[:, 3:]).square().mean() + h.mean() + padded.sin().mean()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]] = {
     "lstm": (lambda: nn.LSTM(6, 3, 2, bidirectional=True, batch_first=True), classified),
     "gru": (lambda: nn.GRU(6, 3, 2, bidirectional=True), tagged),
     "projected": (lambda: nn.LSTM(6, 7, 2, proj_size=6, bias=False), twice),
+    "elements": (lambda: nn.GRU(6, 3, bidirectional=True, batch_first=True), looked_into),
     "tanh": (lambda: nn.RNN(6, 3), of_known_lengths),
 }
 
@@ -130,10 +143,16 @@ def shorter(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
 
 def looking(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
     packed = pack_padded_sequence(x, lengths, True, False)
-    return net.layer(packed._replace(data=net.inner(packed.data)))[1]
+    return net.layer(packed._replace(data=packed.data.cumsum(0)))[1]
 
 
-@pytest.mark.parametrize("use", [longest, shorter, looking], ids=lambda one: one.__name__)
+def ordered(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return net.layer(pack_padded_sequence(x, lengths, True, False))[1] * len(
+        pack_padded_sequence(x, lengths).batch_sizes
+    )
+
+
+@pytest.mark.parametrize("use", [longest, shorter, looking, ordered], ids=lambda one: one.__name__)
 def test_refused(use: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     code = pack_padded_sequence.__code__, pad_packed_sequence.__code__, nn.GRU.forward
     with pytest.raises(StrategyError, match="total_length=") as caught:
