@@ -76,6 +76,8 @@ def _corrected() -> None:
     propagator.op_strategy_funcs[aten.empty_like.default] = propagator.op_strategy_funcs[aten.zeros_like.default]
     # no dims of a reduction mean all
     _math_ops._infer_reduction_dims = partial(_reduced, _math_ops._infer_reduction_dims)
+    # numbers are those of complete tensors, not of a rank's slice (`float(x.max())`, `if mask.any()`)
+    DTensor._op_dispatcher._custom_op_handlers[aten._local_scalar_dense.default] = _number_of  # type: ignore[assignment]
     # a number divided by partial sums is none
     for function in (aten.div.Tensor, aten.div_.Tensor):
         found: Any = propagator.op_single_dim_strategy_funcs[function]
@@ -90,6 +92,10 @@ def _filled(own: Any, mask: Any, value: Any) -> list[tuple[list[Any], list[Any]]
 
     kept = [one for one in {*own.placements, Replicate()} if value == 0 or not one.is_partial()]
     return [([one], [one, of_mask(one), None]) for one in kept]
+
+
+def _number_of(function: Any, args: Any, kwargs: Any) -> Any:
+    return function(args[0].full_tensor())
 
 
 def _reduced(theirs: Any, dims: Any, ndim: int) -> Any:

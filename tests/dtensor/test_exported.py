@@ -39,6 +39,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "weights that are sums": (lambda x: torch.lerp(x.sin(), x.cos(), x), "P", (4, 4)),
     "the smallest of all": (lambda x: torch.amin(x), "S0", (4,)),
     "rms norm of features": (lambda x: functional.rms_norm(x, (8,), eps=0.1), "S1", (4, 8)),
+    "numbers of all": (lambda x: x * float(x.detach().max()) if bool((x > 1.5).any()) else x, "S0", (8, 4)),
     "no dims, so all": (lambda x: x.square().sum(()), "S1", (4, 4)),
     "gathered places of fewer rows": (lambda x: x.gather(1, _places(x)), "S0", (8, 4)),
     "scattered places of fewer rows": (lambda x: x.sin().scatter_add(1, _places(x), _halved(x)), "S0", (8, 4)),
