@@ -9,7 +9,8 @@ place is written back. Attributes that the sides set to different tensors are ch
 
 Invariant: for all values the graph computes what the module computes. What cannot be chosen (results of different
 shapes, Python values that differ, statistics of a batch norm, random numbers, parameters that one side alone trains,
-which torch would leave without a gradient) is not captured so.
+which torch would leave without a gradient, or all of them, where a side returns a constant that requires one) is not
+captured so.
 """
 
 from __future__ import annotations
@@ -191,6 +192,8 @@ class Branches:
             self.selections.restore(selected)
         if len(paths) == 1:
             return paths[0].returned
+        if any(path.trains_nothing for path in paths):
+            raise _Different
         self.selections.restore(selected)
         return _Merger(tracer, paths, before).result()
 
@@ -207,6 +210,8 @@ class _Predicates(TorchFunctionMode):
             if (answer := answered(function, args[0])) is not None:
                 return answer[0]
             return self.running[-1].answer(args[0].detach().reshape(()) != 0)
+        if self.running and (function is Tensor.requires_grad_ or (kwargs or {}).get("requires_grad")):
+            self.running[-1].has_learning_constants = True
         return function(*args, **(kwargs or {}))
 
 
@@ -262,6 +267,8 @@ class _Path:
     """What each branch reads, in order."""
     gradients: list[bool] = field(default_factory=list)
     """Whether gradients were on at each."""
+    has_learning_constants: bool = False
+    """Whether a tensor was made that requires a gradient."""
 
     def __post_init__(self) -> None:
         self.begin = next(reversed(self.tracer.graph.nodes))
@@ -278,6 +285,8 @@ class _Path:
     def end(self, returned: Any, before: _Attributes) -> None:
         self.returned = returned
         self.leaves, self.structure = tree_flatten(returned)
+        learned = filter(floating, self.leaves if self.has_learning_constants else ())
+        self.trains_nothing = not all(_computed(_node(self.tracer, leaf)) for leaf in learned)
         self.changes, self.outside = before.changes(), before.outside()
         nodes, node = list[fx.Node](), self.begin.next
         while node.op != "root":
@@ -520,6 +529,18 @@ class _Merger:
 def _node(tracer: Any, tensor: Tensor) -> fx.Node | None:
     proxy = tracer.unwrap_proxy(tensor)
     return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+def _computed(node: fx.Node | None) -> bool:
+    """Whether a value depends on a parameter or an argument."""
+    seen, waiting = set[fx.Node](), [] if node is None else [node]
+    while waiting:
+        one = waiting.pop()
+        if one.op == "placeholder":
+            return True
+        waiting += [given for given in one.all_input_nodes if given not in seen]
+        seen |= {*one.all_input_nodes}
+    return False
 
 
 def _of_sizes(node: fx.Node) -> bool:

@@ -300,6 +300,14 @@ class WrittenBehind(Written):
         return self.b(y)
 
 
+class Skipping(Net):
+    """torch trains nothing by a batch that it leaves out; a gradient of zero times NaN is NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        return h if torch.isfinite(h).all() else torch.zeros(h.shape, requires_grad=True)
+
+
 class Many(Net):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(17):
@@ -310,7 +318,7 @@ class Many(Net):
 
 @pytest.mark.parametrize(
     "net",
-    [OneSide, Normed, Shaped, Appending, Counting, Drawing, Written, WrittenBehind, Many],
+    [OneSide, Normed, Shaped, Appending, Counting, Drawing, Written, WrittenBehind, Skipping, Many],
     ids=lambda net: net.__name__,
 )
 def test_what_cannot_be_chosen_is_refused(net: type[nn.Module]) -> None:
