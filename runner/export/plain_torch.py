@@ -90,7 +90,7 @@ def _filled(own: Any, mask: Any, value: Any) -> list[tuple[list[Any], list[Any]]
         sliced = not (one.is_partial() or one.is_replicate()) and dim >= 0 and mask.shape[dim] > 1
         return _along(one, dim) if sliced else Replicate()
 
-    kept = [one for one in {*own.placements, Replicate()} if value == 0 or not one.is_partial()]
+    kept = [one for one in dict.fromkeys((*own.placements, Replicate())) if value == 0 or not one.is_partial()]
     return [([one], [one, of_mask(one), None]) for one in kept]
 
 
@@ -602,6 +602,34 @@ def _rms_norm(input: Any, normalized_shape: Any, *weight: Any, **given: Any) -> 
     return functional.rms_norm(input, normalized_shape, *weight, **given)
 
 
+def _bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: Any = None,
+) -> Tensor:
+    alone = input.ndim == 2 and input.numel() and offsets is None and max_norm is None
+    if not alone or scale_grad_by_freq or sparse or (per_sample_weights is not None and mode != "sum"):
+        given = offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights
+        return functional.embedding_bag(input, weight, *given, include_last_offset, padding_idx)
+    rows, used = functional.embedding(input, weight), torch.ones_like(input)[..., None] > 0
+    if padding_idx is not None:
+        used = (input != padding_idx % len(weight))[..., None]
+        rows = torch.where(used, rows, -torch.inf if mode == "max" else 0.0)
+    if mode == "max":
+        return torch.where(used.any(1), rows.max(1).values, 0.0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    return rows.sum(1) if mode == "sum" else rows.sum(1) / used.sum(1).clamp(min=1)
+
+
 def _loss_of_product(
     input: Tensor,
     linear_weight: Tensor,
@@ -623,6 +651,7 @@ _INSTEAD: dict[Any, Any] = {
     **{torch.select: _selected, Tensor.select: _selected, torch.unbind: _unbound, Tensor.unbind: _unbound},
     getattr(functional, "linear_cross_entropy", None): _loss_of_product,  # of torch 2.13
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.__truediv__), _quotient),
+    functional.embedding_bag: _bag,
     **{functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm},
     **{torch.matmul: _product, Tensor.matmul: _product, Tensor.__matmul__: _product},
 }
@@ -631,8 +660,8 @@ _INSTEAD: dict[Any, Any] = {
 class _Instead(TorchFunctionMode):
     """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
     those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
-    from the last, parts of a sliced dim and RMS norms along it are refused, and a vector times slices of a matrix has
-    the strides of a matrix."""
+    from the last, parts of a sliced dim and RMS norms along it are refused, a vector times slices of a matrix has the
+    strides of a matrix, and bags of rows of a table have no rule."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sliced = func in _INSTEAD and any(isinstance(one, DTensor) for one in args)

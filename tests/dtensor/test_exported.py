@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,7 +30,16 @@ def _places(x: Tensor) -> Tensor:
     return _halved(x).argsort(-1)
 
 
+def _bags(x: Tensor, mode: str) -> Tensor:
+    """Bags of rows, one of them of padding alone."""
+    return functional.embedding_bag(torch.tensor([[1, 7, 2], [3, 1, 1], [2, 2, 2]]), x, mode=mode, padding_idx=2)
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
+    **{
+        f"bags of rows, {mode}": (partial(_bags, mode=mode), placed, (8, 4))
+        for mode, placed in (("max", "S0"), ("mean", "S0"), ("sum", "S1"))
+    },
     "a vector times rows": (lambda x: x[0] @ x, "S0", (4, 4)),
     "adaptive pool of rows": (lambda x: functional.adaptive_avg_pool2d(x, 3), "S1", (2, 8, 8)),
     "adaptive pool of slices of channels": (lambda x: functional.adaptive_avg_pool2d(x, (3, 2)), "S1", (1, 4, 6, 8)),

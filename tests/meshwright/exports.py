@@ -58,6 +58,9 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return pictures(), [(torch.randn(ROWS, 4, 8, 8), torch.arange(ROWS)) for _ in range(2)]
     if model == "recurrent":
         return Recurrent(), batches
+    if model == "bags":
+        bags = nn.Sequential(nn.EmbeddingBag(TOKENS, 16, padding_idx=0), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
+        return bags, [(x, x[:, 0] % 4) for x, _ in batches]
     if model == "grouped":
         return Grouped(), batches
     if model == "reductions":

@@ -134,7 +134,7 @@ def more_sent(on_ranks: Callable[..., Any], file: Path, model: str, options: dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["regression", "vit", "bert", "moe"])
+@pytest.mark.parametrize("model", ["regression", "vit", "bert", "moe", "bags"])
 def test_any_architecture_trains_as_one_device(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
     more_sent(on_ranks, tmp_path / "searched.py", model, SEARCHED)
     assert abs(more_sent(on_ranks, tmp_path / "data_parallel.py", model, DATA_PARALLEL)) <= 400
