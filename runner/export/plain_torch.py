@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
@@ -67,7 +68,7 @@ def _replicated(name: str) -> None:
 
 
 def _corrected() -> None:
-    """Correct rules of DTensor (torch 2.13) for partial sums."""
+    """Correct rules of DTensor (torch 2.13) for partial sums, and choose the same on all ranks."""
     aten, propagator = torch.ops.aten, DTensor._op_dispatcher.sharding_propagator
     # gradients of norms and deviations fill zeros into partial sums in place, which DTensor refuses
     propagator.op_single_dim_strategy_funcs.pop(aten.masked_fill_.Scalar, None)  # would go before
@@ -78,10 +79,19 @@ def _corrected() -> None:
     _math_ops._infer_reduction_dims = partial(_reduced, _math_ops._infer_reduction_dims)
     # numbers are those of complete tensors, not of a rank's slice (`float(x.max())`, `if mask.any()`)
     DTensor._op_dispatcher._custom_op_handlers[aten._local_scalar_dense.default] = _number_of  # type: ignore[assignment]
+    # what torch tries comes from sets, whose order differs between processes
+    tried: Any = DecompShardingStrategy._get_candidate_placements
+    DecompShardingStrategy._get_candidate_placements = staticmethod(partial(_ordered, tried))  # type: ignore[method-assign]
     # a number divided by partial sums is none
     for function in (aten.div.Tensor, aten.div_.Tensor):
         found: Any = propagator.op_single_dim_strategy_funcs[function]
         propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
+
+
+def _ordered(tried: Any, schema: Any) -> list[Any]:
+    """Placements of operands to try, those with partial sums last: with these first, a batch norm differed from one
+    device."""
+    return sorted(tried(schema), key=lambda one: (str(one).count("Partial"), str(one)))
 
 
 def _filled(own: Any, mask: Any, value: Any) -> list[tuple[list[Any], list[Any]]]:

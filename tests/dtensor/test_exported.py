@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import permutations
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 from runner.export import plain_torch
@@ -86,6 +87,7 @@ def _compute(pipe: Connection) -> None:
             found[name] = [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
         except Exception as error:
             found[name] = repr(error)
+    found["tried"] = plain_torch.DecompShardingStrategy._get_candidate_placements.func is plain_torch._ordered
     pipe.send(found)
 
 
@@ -104,3 +106,10 @@ def gaps() -> Mapping[str, Any]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_slices_are_those_of_one_device(gaps: Mapping[str, Any], name: str) -> None:
     assert gaps[name] == pytest.approx([0.0, 0.0], abs=1e-10)
+
+
+def test_all_ranks_try_placements_in_one_order(gaps: Mapping[str, Any]) -> None:
+    """torch takes them from sets, whose order follows the hashes of strings, which differ between processes."""
+    candidates = [(one, Replicate()) for one in (Partial(), Replicate(), Shard(0), Shard(1))]
+    orders = [plain_torch._ordered(lambda _, some=some: some, None) for some in permutations(candidates)]
+    assert gaps["tried"] and all(order == orders[0] for order in orders) and orders[0][-1] == candidates[0]
