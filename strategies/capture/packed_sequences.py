@@ -1,4 +1,4 @@
-"""Packed sequences in a captured graph: padded tensors with the length of each row, since how many elements are packed
+"""PackedAsPadded sequences in a captured graph: padded tensors with the length of each row, since how many elements are packed
 depends on the lengths.
 
 `pack_padded_sequence` notes both, torch's recurrent networks take and return them as one operator, and
@@ -35,7 +35,7 @@ def refusal(what: str, cure: str) -> StrategyError:
     return StrategyError("MW906", f"The model's forward {what}{where}, which depends on the values of lengths; {cure}.")
 
 
-class Packed(rnn.PackedSequence):
+class PackedAsPadded(rnn.PackedSequence):
     """What a forward takes for a packed sequence while it is traced."""
 
     padded: Tensor
@@ -48,8 +48,8 @@ class Packed(rnn.PackedSequence):
     """The longest that rows of these lengths may be: so long is the shortest tensor that was packed by them."""
 
     @staticmethod
-    def of(padded: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: bool, *, filled: bool = False) -> Packed:
-        made = tuple.__new__(Packed, (None,) * 4)
+    def of(padded: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: bool, *, filled: bool = False) -> PackedAsPadded:
+        made = tuple.__new__(PackedAsPadded, (None,) * 4)
         made.padded, made.lengths, made.filled = padded, lengths, filled
         made.batch_first, made.enforce_sorted = batch_first, enforce_sorted
         made.longest = padded.shape[1 if batch_first else 0]
@@ -71,11 +71,11 @@ class Packed(rnn.PackedSequence):
 
     @property
     def batch_sizes(self) -> Any:
-        return Order(self)
+        return SequenceOrder(self)
 
     sorted_indices = unsorted_indices = batch_sizes
 
-    def with_data(self, data: Tensor) -> Packed:
+    def with_data(self, data: Tensor) -> PackedAsPadded:
         """A packed sequence of the same lengths."""
         known = SELECTIONS[-1].of(data)
         if known is None or not equal_masks(known.mask, self._mask()):
@@ -84,7 +84,7 @@ class Packed(rnn.PackedSequence):
                 "compute on the padded tensor, of pad_packed_sequence(..., total_length=x.size(1)), and pack again",
             )
         padded = known.dense.transpose(0, 1) if self.batch_first else known.dense
-        return Packed.of(padded, self.lengths, self.batch_first, self.enforce_sorted)
+        return PackedAsPadded.of(padded, self.lengths, self.batch_first, self.enforce_sorted)
 
     def _mask(self) -> Tensor:
         """Where elements are, time first. A forward's own masks have another order, so it computes none like this."""
@@ -93,22 +93,22 @@ class Packed(rnn.PackedSequence):
         return behind.logical_xor(torch.ones((), dtype=torch.bool, device=behind.device))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self.data, *(Order(self),) * 3))
+        return iter((self.data, *(SequenceOrder(self),) * 3))
 
     def __getitem__(self, place: Any) -> Any:
         return tuple(self)[place]
 
-    def _replace(self, **fields: Any) -> Packed:
+    def _replace(self, **fields: Any) -> PackedAsPadded:
         data = fields.pop("data")
-        if any(not isinstance(one, Order) for one in fields.values()):
+        if any(not isinstance(one, SequenceOrder) for one in fields.values()):
             raise refusal("changes the order of a packed sequence", "pack again")
         return self.with_data(data)
 
 
-class Order:
+class SequenceOrder:
     """What a forward takes for the sizes and the order of a packed sequence, of which it makes others."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: PackedAsPadded) -> None:
         self.packed = packed
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -121,14 +121,14 @@ class Order:
     __hash__ = object.__hash__
 
 
-def _pack(input: Tensor, lengths: Any, batch_first: bool, enforce_sorted: bool) -> Packed:
+def _pack(input: Tensor, lengths: Any, batch_first: bool, enforce_sorted: bool) -> PackedAsPadded:
     if any(isinstance(one, torch.SymInt) for one in lengths):  # of Tensor.tolist
         lengths = torch.stack([torch.full((), one, dtype=torch.int64) for one in lengths])
     lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
-    return Packed.of(input, lengths.to(torch.int64), batch_first, enforce_sorted)
+    return PackedAsPadded.of(input, lengths.to(torch.int64), batch_first, enforce_sorted)
 
 
-def _pad(sequence: Packed, batch_first: bool, value: float, total_length: Any) -> tuple[Tensor, Tensor]:
+def _pad(sequence: PackedAsPadded, batch_first: bool, value: float, total_length: Any) -> tuple[Tensor, Tensor]:
     padded, lengths = sequence.padded, sequence.lengths
     if batch_first != sequence.batch_first:
         padded = padded.transpose(0, 1)
@@ -155,10 +155,10 @@ def _pad(sequence: Packed, batch_first: bool, value: float, total_length: Any) -
 
 
 def _on_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a recurrent network that takes `Packed`, too."""
+    """The forward of a recurrent network that takes `PackedAsPadded`, too."""
 
     def call(module: Any, input: Any, hx: Any = None) -> Any:
-        if not isinstance(input, Packed):
+        if not isinstance(input, PackedAsPadded):
             return forward(module, input, hx)
         module._update_flat_weights()
         network, padded = NAMES[module.mode], input.padded
@@ -173,7 +173,7 @@ def _on_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
         weights = list(module._flat_weights)
         order = input.batch_first, input.enforce_sorted
         output, *last = packed_network(padded, input.lengths, states, weights, *options, *order)
-        return Packed.of(output, input.lengths, *order, filled=True), tuple(last) if network == "lstm" else last[0]
+        return PackedAsPadded.of(output, input.lengths, *order, filled=True), tuple(last) if network == "lstm" else last[0]
 
     return call
 
@@ -204,7 +204,7 @@ def packed_as_padded() -> Iterator[None]:
         return pack(*args) if traced is None else _pack(*args)
 
     def padded(sequence: Any, *args: Any) -> Any:
-        return _pad(sequence, *args) if isinstance(sequence, Packed) else pad(sequence, *args)
+        return _pad(sequence, *args) if isinstance(sequence, PackedAsPadded) else pad(sequence, *args)
 
     # other modules have imported the functions by their names: their code is replaced
     rnn.__dict__.update(_instead_of_pack=packed, _instead_of_pad=padded)
@@ -221,7 +221,7 @@ def _made(new: Callable[..., Any]) -> Callable[..., Any]:
     """The constructor of packed sequences that takes the order of another, too."""
 
     def call(cls: type, data: Any, batch_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(batch_sizes, Order):
+        if isinstance(batch_sizes, SequenceOrder):
             return batch_sizes.packed.with_data(data)
         return new(cls, data, batch_sizes, *args, **kwargs)
 
