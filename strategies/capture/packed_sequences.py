@@ -1,4 +1,4 @@
-"""PackedAsPadded sequences in a captured graph: padded tensors with the length of each row, since how many elements are packed
+"""Packed sequences in a captured graph: padded tensors with the length of each row, since how many elements are packed
 depends on the lengths.
 
 `pack_padded_sequence` notes both, torch's recurrent networks take and return them as one operator, and
@@ -48,7 +48,9 @@ class PackedAsPadded(rnn.PackedSequence):
     """The longest that rows of these lengths may be: so long is the shortest tensor that was packed by them."""
 
     @staticmethod
-    def of(padded: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: bool, *, filled: bool = False) -> PackedAsPadded:
+    def of(
+        padded: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: bool, *, filled: bool = False
+    ) -> PackedAsPadded:
         made = tuple.__new__(PackedAsPadded, (None,) * 4)
         made.padded, made.lengths, made.filled = padded, lengths, filled
         made.batch_first, made.enforce_sorted = batch_first, enforce_sorted
@@ -173,7 +175,9 @@ def _on_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
         weights = list(module._flat_weights)
         order = input.batch_first, input.enforce_sorted
         output, *last = packed_network(padded, input.lengths, states, weights, *options, *order)
-        return PackedAsPadded.of(output, input.lengths, *order, filled=True), tuple(last) if network == "lstm" else last[0]
+        return PackedAsPadded.of(output, input.lengths, *order, filled=True), tuple(
+            last
+        ) if network == "lstm" else last[0]
 
     return call
 
