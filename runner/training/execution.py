@@ -126,13 +126,16 @@ def sharded(prepared: Prepared, rank: RankContext, slices: Slices, axes: Axes) -
     module = build(program, tensors, communicator, rank.device, compiled=compile_)
     if compile_:
         compiled.compile_units(module, prepared.device, leaves=config.parallel.zero.stage == 3)
-    modules = {rows: (build(p, tensors, communicator, rank.device), p) for rows, p in evaluations.items()}
+    modules = {
+        rows: (build(own, tensors, communicator.sliced_as(own.mesh), rank.device), own)
+        for rows, own in evaluations.items()
+    }
     recorder.explain({operator.name: operator.where for operator in prepared.step[0].operators})
     forward = _calling(program, prepared.step[0], compile_)
     short_execution = None
     if short is not None and short.graph is not None and short_program is not None:
         short_execution = ShortExecution(
-            build(short_program, tensors, communicator, rank.device),
+            build(short_program, tensors, communicator.sliced_as(short_program.mesh), rank.device),
             _calling(short_program, short.graph, False),
             _blocks(short_program, rank.rank),
             short_program.loss_axes,

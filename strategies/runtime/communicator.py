@@ -7,6 +7,7 @@ which plans predict it. One code path serves gloo and nccl.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -94,6 +95,15 @@ class Communicator:
                 self._groups[ranks] = new_group([first + r for r in ranks], own)
             if self.rank in ranks:
                 recorder.know(self._groups[ranks], [first + r for r in ranks], names)
+
+    def sliced_as(self, mesh: Mesh) -> Communicator:
+        """This communicator, with its groups and counts, for a program whose slices are those of `mesh`: equal ones
+        where this rank's share of a training batch is another."""
+        if mesh == self.mesh:
+            return self
+        other = copy.copy(self)
+        other.mesh = mesh
+        return other
 
     def group(self, axes: Iterable[str]) -> dist.ProcessGroup:
         """The process group of this rank along `axes` (more than one rank)."""

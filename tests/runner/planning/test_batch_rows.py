@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from composing import compose_config
-from small import DOUBLE, SMALL
+from small import ALONE, DOUBLE, SMALL
 
 from runner.planning.batch_rows import divided
+from runner.run_folder.metrics import records
 
 THREE = ("parallel=data_parallel", "world_size=3", "data.batch_size=12")
 DEVICES = ("cluster.machine.levels.gpu.size=3", "cluster.machine.launch=0")
@@ -71,6 +72,21 @@ def test_rows_follow_the_speeds_and_the_plan_says_what_each_kind_needs(start: Ca
     assert content["cost"]["total"] == max(kind["cost"]["total"] for kind in content["kinds"])
     assert fast["cost"]["compute"] == pytest.approx(slow["cost"]["compute"], rel=0.05)
     assert fast["memory"]["peak"] > slow["memory"]["peak"]
+
+
+def test_batches_that_the_ranks_do_not_divide_have_equal_slices(start: Callable[..., Any]) -> None:
+    """Evaluations, and the short last batch of an epoch."""
+    words = ("data.batch_size=30", "data.drop_last=false", "evaluate.every=2", "evaluate.args={rows: 17, seed: 1}")
+    common = (*SMALL, *words, NORM, DOUBLE, "train.steps=3", "checkpoint.at_end=false", "evaluate.batch_size=10")
+    uneven = start(*common, "parallel=data_parallel", "world_size=3", "parallel.batch_rows=[17, 12, 1]")
+    alone = start(*common, *ALONE, folder="alone")
+    ours, theirs = ([*records(one.folder)] for one in (uneven, alone))
+    assert [one["loss"] for one in ours if "loss" in one] == pytest.approx(
+        [one["loss"] for one in theirs if "loss" in one], rel=1e-12
+    )
+    measured = [[one["evaluation"]["loss"] for one in own if "evaluation" in one] for own in (ours, theirs)]
+    assert len(measured[0]) == 2
+    assert measured[0] == pytest.approx(measured[1], rel=1e-12)
 
 
 @pytest.mark.slow
