@@ -135,7 +135,9 @@ class _LayoutGroups:
 
     def least(self, seconds: Seconds) -> Seconds:
         """The least over the candidates of every layout; infinite where there are none."""
-        least: Seconds = np.minimum.reduceat(seconds[self.order], self.starts)
+        least = seconds[self.order]
+        if len(self.names) < len(self.order):  # else every layout has one candidate
+            least = np.minimum.reduceat(least, self.starts)
         if len(self.names) == self.layouts:
             return least
         every = np.full(self.layouts, np.inf)
@@ -180,12 +182,14 @@ class JointUses(FactorTable):
             for use, (one, seconds) in enumerate(zip(self.wanted, messages[first:], strict=True))
             if use != own
         ]
-        if self.given is not None and kept == 0:
-            divided = self._divided(gains)[0][-1] if len(gains) > 1 else (self.costs + gains[0]).min(1)
-            return np.asarray(divided[self.given.of_candidate])
-        before = np.zeros(1) if self.given is None else self.given.least(-messages[0])
         if own is None:
-            return np.asarray((self._divided(gains)[0][-1] + before).min())
+            paid = self._divided(gains)[0][-1] if len(gains) > 1 else (self.costs + gains[0]).min(1)
+            if self.given is None:
+                return np.asarray(paid.min())
+            if kept == 0:
+                return np.asarray(paid[self.given.of_candidate])
+            return np.asarray((paid + self.given.least(-messages[0])).min())
+        before = np.zeros(1) if self.given is None else self.given.least(-messages[0])
         if not gains:
             return np.asarray((self.costs + before[:, None]).min(0)[self.wanted[own].of_candidate])
         divided, together = self._divided(gains)
