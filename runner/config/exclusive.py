@@ -100,6 +100,7 @@ SHARDED = any_of(1, 2, 3)
 JOBS = ("kubernetes", "skypilot")
 """Launchers that submit a job."""
 SERVER, ON_WORKERS = "parameter_server", "workers run the plain program"
+WITHOUT_LAYOUTS = ("stand_alone", "data_parallel", SERVER)
 MODE, STAGE, STAGES = "parallel.mode", "parallel.zero.stage", "parallel.pipeline.stages"
 ENGINE = "parallel.zero.engine"
 FUSION, OFFLOAD, PIPELINE = "parallel.comm_fusion", "parallel.offload", "parallel.pipeline"
@@ -388,7 +389,7 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
          f"choose checkpoint.form=sharded or both, {DROP}"),
     Rule("parallel.search", none_of("sharding_propagation"), MODE, none_of("auto"), "only mode auto searches",
          f"choose parallel=auto, {DROP}"),
-    Rule("parallel.layouts", GIVEN, MODE, any_of("stand_alone", "data_parallel", SERVER), "nothing names a layout",
+    Rule("parallel.layouts", GIVEN, MODE, any_of(*WITHOUT_LAYOUTS), "nothing names a layout",
          f"choose parallel.mode semi_auto, auto or hybrid, {DROP}"),
     *(Rule(f"parallel.{name}", kind, MODE, any_of("stand_alone", "hybrid", *more), why, f"{A_MODE}, {DROP}")
       for name, kind, more, why in (
@@ -416,7 +417,13 @@ def check(config: BaseModel) -> None:
 
 def notices(config: BaseModel) -> list[str]:
     """A line for every key that has no effect."""
-    return [rule.notice(config) for rule in WITHOUT_EFFECT if rule.breaks(config)]
+    lines = [rule.notice(config) for rule in WITHOUT_EFFECT if rule.breaks(config)]
+    named = {getattr(operand, "layout", None) for _, operand in value_of(config, "parallel").operands()}
+    if value_of(config, MODE) not in WITHOUT_LAYOUTS:
+        for name in value_of(config, "parallel.layouts"):
+            if name not in named:
+                lines.append(f"parallel.layouts.{name} has no effect: no strategy names it; name it in one, {DROP}.")
+    return lines
 
 
 def needs_deepspeed(config: BaseModel) -> str | None:

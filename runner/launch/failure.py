@@ -119,7 +119,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         return replace(error.failure, rank=rank, at=time.monotonic())
     chain = list(_chain(error))
     text = _first_paragraph(error) + _limits(chain)
-    name = type(error).__name__
+    name = "" if isinstance(error, CodedError) else type(error).__name__  # whose text is a sentence
     refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
     # Only runtime errors (torch's distributed ones are) and broken sockets can be the echo of another rank's end.
     echoes = [str(link) for link in chain if isinstance(link, RuntimeError | ConnectionError)]
@@ -129,7 +129,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         rank=rank,
         at=time.monotonic(),
         order=_order("\n".join(echoes)),
-        what=f"{RAISED}{'the disk is full: ' if full else ''}{name}{f': {text}' if text else ''}",
+        what=RAISED + ": ".join(filter(None, ("the disk is full" if full else "", name, text))),
         where=_where(chain),
         refusal=refusal,
         text=str(error),

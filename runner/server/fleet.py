@@ -76,6 +76,8 @@ class Fleet:
         self._servers: dict[int, ServerLink] = {}
         self._processes: dict[ServerLink, tuple[str, int]] = {}
         """Hosts and process ids."""
+        self._ranks: dict[ServerLink, int] = {}
+        """Of workers."""
         self._places: dict[int, tuple[str, ServerLink]] = {}
         """Of every server its host, and the connection that it has opened."""
         self._clock = RunningTime()
@@ -115,6 +117,7 @@ class Fleet:
         self._processes[link] = hello["host"], hello["process"]
         address = tuple(hello["address"])
         if member is None:
+            self._ranks[link] = hello["rank"]
             self._events.put(lambda: self._worker_joined(link, address))
         else:
             self._events.put(lambda: self._server_joined(member, address, link))
@@ -432,8 +435,15 @@ class Fleet:
                 if (silence := self._clock.look() - heard) > (SILENT + 1) * self._timeout:
                     raise RunFailed(
                         "MW712",
-                        f"nothing was heard of {whom} for {silence:.0f} s (launch.timeout: {self._timeout:g} s).",
+                        f"{self._owing() or f'nothing was heard of {whom}'} for {silence:.0f} s "
+                        f"(launch.timeout: {self._timeout:g} s).",
                     ) from None
+
+    def _owing(self) -> str:
+        """The workers that owe an answer, and so hang, as the beginning of a sentence; "" where none does."""
+        ranks = sorted(self._ranks[link] for link in self._requested if link in self._ranks)
+        who = "the worker on rank" if len(ranks) == 1 else "the workers on ranks"
+        return f"{who} {', '.join(map(str, ranks))} gave no answer" if ranks else ""
 
     def _assign(self) -> None:
         while self._todo and self._idle and all(self._holders):

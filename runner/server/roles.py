@@ -56,8 +56,8 @@ def _work(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes) 
 
 
 def _process(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
-    """The host and the number of this process."""
-    return {"host": job.prepared.config.launch.host_of(rank.rank), "process": os.getpid()}
+    """The rank, the host and the number of this process."""
+    return {"rank": rank.rank, "host": job.prepared.config.launch.host_of(rank.rank), "process": os.getpid()}
 
 
 def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[ServerLink, bytes] | None:

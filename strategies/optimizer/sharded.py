@@ -197,6 +197,8 @@ class ShardedUpdates(OwnUpdates):
                     stop = ranges[-1].position + ranges[-1].count if ranges else 0
                     holder = nn.Parameter(self._masters[number][start:stop])
                     self._updated.append(_Updated(number, unit, ranges, start, holder))
+        matrices = [{"params": [nn.Parameter(torch.zeros(1, 1))], **options} for _, options in self._groups]
+        check_optimizer(optimizer_factory(matrices), program, stage)  # some cannot be made of anything flat
         self._optimizer = optimizer_factory(
             [
                 {"params": [one.holder for one in self._updated if one.group == number], **options}
@@ -204,7 +206,6 @@ class ShardedUpdates(OwnUpdates):
             ]
         )
         self._without = WithoutGradient(program, communicator, self._masters[0].device)
-        check_optimizer(self._optimizer, program, stage)
         self._gathering = gathering(self._gathered)
         evaluation = self.evaluation
         evaluations = list(evaluation.children()) if isinstance(evaluation, nn.ModuleDict) else [evaluation]

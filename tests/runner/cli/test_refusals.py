@@ -233,10 +233,10 @@ def test_every_verb_refuses(bad, verb):
 
 TROUBLE = {
     "shape": (
-        r"rank \d of 4 failed: InputError: data: row \d+ has '0' of shape \(11,\), where \(12,\) is expected",
+        r"rank \d of 4 failed: data: row \d+ has '0' of shape \(11,\), where \(12,\) is expected",
         "",
     ),
-    "names": (r"rank \d of 4 failed: InputError: data: row \d+ has the values 'x', 'label'", ""),
+    "names": (r"rank \d of 4 failed: data: row \d+ has the values 'x', 'label'", ""),
     "raise": (r"rank \d of 4 failed: LookupError: row \d+ is not to be had", r"networks\.py:\d+ \(__getitem__\)"),
     "class": (r"rank \d of 4 failed: IndexError: Target \d is out of bounds", "operator loss"),
     "poison": (r"rank \d of 4 failed: FloatingPointError: The loss of step \d is nan", ""),

@@ -72,6 +72,15 @@ def test_a_key_that_has_no_effect_is_named(key):
     assert notice.startswith(f"{key} = ") and " has no effect with " in notice
 
 
+def test_a_layout_that_no_strategy_names():
+    cube = "{device_matrix: [2, 2], axes: [dp, mp]}"
+    words = (f"parallel.layouts={{used: {cube}, idle: {cube}}}", "world_size=4", "parallel.mode=semi_auto")
+    used = "parallel.strategies={layer: {in: [{layout: used, dims: [dp, mp]}, [1, 1]]}}"
+    config = compose_config("model.target=a.B", "data.target=a.C", "train.steps=1", *words, used)
+    (notice,) = exclusive.notices(config)
+    assert notice.startswith("parallel.layouts.idle has no effect")
+
+
 def test_no_recipe_has_a_key_without_effect():
     for recipe in (Path(recipes.__file__).parent).glob("*.yaml"):
         assert not exclusive.notices(compose_config(f"+recipe={recipe.stem}")), recipe.stem

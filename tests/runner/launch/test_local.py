@@ -414,6 +414,7 @@ def test_a_module_that_closes_stdout_takes_it_from_nobody(tmp_path: Path, monkey
 
 def test_a_failure_is_one_paragraph() -> None:
     assert from_exception(0, ValueError("bad row\n  second line")).what == "failed: ValueError: bad row second line"
+    assert from_exception(0, RunFailed("MW712", "a worker hangs.")).what == "failed: a worker hangs."
 
 
 @pytest.mark.parametrize(

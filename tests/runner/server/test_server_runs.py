@@ -78,6 +78,14 @@ def test_workers_and_servers_that_hang_are_replaced(start, kept):
 
 
 @pytest.mark.slow
+def test_the_only_worker_hangs(start):
+    fault = f"launch.faults=[{hang(2, 2, 'forward')}]"
+    with pytest.raises(RunFailed, match=r"failed: the worker on rank 2 gave no answer for \d+ s") as caught:
+        start(*SERVED, "world_size=3", "parallel.server.servers=1", "launch.timeout=2", fault)
+    assert caught.value.code == "MW712"
+
+
+@pytest.mark.slow
 def test_a_run_outlives_thirty_workers_and_ten_servers(start):
     """Servers are killed in turns, each after the one before it is back and has its copies."""
     phases = ("forward", "backward", "collective", "data")

@@ -126,6 +126,7 @@ def refusals(training):
         (case(stage=3, options={"offload_param": {"device": "nvme"}}), "Use device: cpu"),
         (case(stage=2, options={"reduce_bucket_size": "many"}), "DeepSpeed refuses {'reduce_bucket_size': 'many'}"),
         (case(options={"overlap_comm": True}, **NATIVE), "'native' has no parallel.zero.options.overlap_comm"),
+        (case(optimizer="Muon", **NATIVE), "Optimizer Muon treats every parameter as one matrix, but ZeRO stage 3"),
         (case(offload=Offload(optimizer="host"), **NATIVE), "'native' has no parallel.offload of optimizer"),
         (case(stage=1, options={"offload_param": {"device": "cpu"}}), "at stage 3 only; parallel.zero.stage is 1"),
         (case(stage=2, options={"stage3_max_reuse_distance": 9}), "at stage 3 only; parallel.zero.stage is 2"),
