@@ -59,7 +59,7 @@ from strategies.lowering.device_placement import on_host
 from strategies.lowering.pipeline import Stage
 from strategies.lowering.pipeline_schedule import Owners, Schedule, as_text, owners_of
 from strategies.memory.repeated_blocks import Traces
-from strategies.optimizer.elementwise import check_elementwise
+from strategies.optimizer.elementwise import check_elementwise, flattened
 from strategies.optimizer.updates import check_kind
 from strategies.planner.planner import follow
 from strategies.rules.registry import RULES
@@ -482,9 +482,11 @@ def check_model(config: Config, model: nn.Module) -> None:
         made = factory(groups)
         if config.parallel.mode not in ("stand_alone", "hybrid"):
             check_kind(made)
-        if config.parallel.elastic:
+        stage = config.parallel.zero.known
+        if config.parallel.elastic or stage:
             options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            check_elementwise(factory, options, torch.device("cpu"), "servers hold slices of flattened parameters")
+            what = flattened(stage) if stage else "servers hold slices of flattened parameters"
+            check_elementwise(factory, options, torch.device("cpu"), what)
         optimizers.check_scheduler(config.optimizer.scheduler, made, evaluates=config.evaluate.wanted)
     if config.evaluate.every_metric and config.loss.target is None:
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""Whether an optimizer updates every element by itself, so that slices of parameters train as complete ones do.
+"""Whether an optimizer updates every element by itself, so that slices of parameters train as complete ones do, or at
+least every parameter, as the stages of a pipeline need.
 
 Tried out on a small parameter and on its halves, each with an optimizer of its own: norms of parameters (LARS, LAMB) or
 of all gradients are others there.
@@ -23,14 +24,23 @@ TOLERANCE, ROUNDING = 1e-3, 4 * torch.finfo(torch.float32).eps
 """Of the update, which may be small, and of the values."""
 
 
-def check_slices(factory: OptimizerFactory, groups: Groups, program: Program, stage: int, device: torch.device) -> None:
+def check_slices(
+    factory: OptimizerFactory, groups: Groups, program: Program, stage: int, device: torch.device, *, staged: bool
+) -> None:
     """Raises StrategyError if the optimizer updates slices of parameters otherwise than complete ones, and the plan or
-    the ZeRO stage slices some."""
+    the ZeRO stage slices some; or some of the parameters otherwise than all, and ranks have those of their stages
+    (`staged`)."""
     sliced = [source.name for source in program.parameters if program.layouts[source.id].axes]
-    if program.mesh.size == 1 or not (stage or sliced):
-        return
-    what = f"ZeRO stage {stage} flattens and cuts up parameters" if stage else f"this plan slices {sliced[0]}"
-    check_elementwise(factory, groups, device, what, flat=stage > 0)
+    if stage or sliced:
+        what = flattened(stage) if stage else f"this plan slices {sliced[0]}"
+        check_elementwise(factory, groups, device, what, flat=stage > 0)
+    elif staged:
+        _check_separate(factory, groups, device)
+
+
+def flattened(stage: int) -> str:
+    """What ZeRO does with parameters, for `check_elementwise`."""
+    return f"ZeRO stage {stage} flattens and cuts up parameters"
 
 
 def check_elementwise(
@@ -56,6 +66,28 @@ def check_elementwise(
         )
 
 
+def _check_separate(factory: OptimizerFactory, groups: Groups, device: torch.device) -> None:
+    """Raises StrategyError if the optimizer updates a parameter otherwise beside others of its group than alone."""
+    values, gradients = _rows(VALUES.to(device)), [_rows(gradient.to(device)) for gradient in GRADIENTS]
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != "names"}
+        together = _updated(factory, options, values, gradients)
+        for number, value in enumerate(values):
+            (alone,) = _updated(factory, options, [value], [[step[number]] for step in gradients])
+            if not _agree(alone, together[number], value):
+                raise StrategyError(
+                    "MW323",
+                    f"Optimizer {_kind(factory, options, device)} updates parameters by all of a group (tried out: two "
+                    "come out otherwise than each alone, as with Prodigy, which estimates one learning rate), but a "
+                    "pipeline has an optimizer for each stage: the updates would differ from training on one device. "
+                    "Use an optimizer such as torch.optim.AdamW, or parallel=data_parallel without a pipeline.",
+                )
+
+
+def _rows(tensor: Tensor) -> list[Tensor]:
+    return [row.contiguous() for row in tensor.split(1)]
+
+
 def is_elementwise(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, *, flat: bool) -> bool:
     """Whether halves of a parameter, `flat` ones or those along each dim, are updated as the complete one."""
     values, gradients = VALUES.to(device), [gradient.to(device) for gradient in GRADIENTS]
@@ -66,27 +98,36 @@ def is_elementwise(factory: OptimizerFactory, options: Mapping[str, Any], device
 
     def same(dim: int) -> bool:
         parts = [
-            _updated(factory, options, half(values, number, dim), [half(one, number, dim) for one in gradients])
+            _updated(factory, options, [half(values, number, dim)], [[half(one, number, dim)] for one in gradients])[0]
             for number in range(2)
         ]
         joined = torch.cat([part.view_as(values.chunk(2, dim)[0]) for part in parts], dim)
-        return bool(((joined - complete).abs() <= allowed).logical_or(joined.isnan() & complete.isnan()).all())
+        return _agree(joined, complete, values)
 
-    complete = _updated(factory, options, values, gradients)
-    allowed = TOLERANCE * (complete - values).abs() + ROUNDING * values.abs()
+    (complete,) = _updated(factory, options, [values], [[one] for one in gradients])
     return all(map(same, (0,) if flat else (0, 1)))
 
 
+def _agree(found: Tensor, expected: Tensor, before: Tensor) -> bool:
+    """Whether an update of `before` is the expected one, but for rounding."""
+    allowed = TOLERANCE * (expected - before).abs() + ROUNDING * before.abs()
+    return bool(((found - expected).abs() <= allowed).logical_or(found.isnan() & expected.isnan()).all())
+
+
 def _updated(
-    factory: OptimizerFactory, options: Mapping[str, Any], values: Tensor, gradients: Sequence[Tensor]
-) -> Tensor:
-    """What `values` are after a step with each of the gradients."""
-    parameter = nn.Parameter(values.clone())
-    optimizer = factory([{"params": [parameter], **options}])
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
+    factory: OptimizerFactory,
+    options: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """What the parameters `values` of one group are after a step with each of the gradients."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = factory([{"params": parameters, **options}])
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
         optimizer.step()
-    return parameter.detach()
+    return [parameter.detach() for parameter in parameters]
 
 
 def _kind(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> str:

@@ -80,7 +80,7 @@ def make_updates(
         "clip": clip, "accumulate": accumulate, "evaluation": evaluation, "short": short, "peers": peers
     }  # fmt: skip
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    check_slices(optimizer_factory, groups, program, stage, device)
+    check_slices(optimizer_factory, groups, program, stage, device, staged=peers is not None)
     given = module, program, communicator, optimizer_factory, groups
     scale = scale_of(loss_scale) if precision == "fp16" else None
     if stage == 0:

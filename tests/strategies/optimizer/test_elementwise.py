@@ -1,9 +1,12 @@
 """Which optimizers update slices of parameters as complete ones: most of torch's do, those that take norms do not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from strategies.optimizer.elementwise import is_elementwise
+from strategies.core.errors import StrategyError
+from strategies.optimizer.elementwise import check_slices, is_elementwise
 
 CPU = torch.device("cpu")
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -55,3 +58,38 @@ def test_those_by_rows_do_not():
 
 def test_those_by_shape_do_not():
     assert not is_elementwise(torch.optim.Adafactor, {"lr": 0.1}, CPU, flat=True)
+
+
+GROUPS = [{"names": ["a"]}]
+COMPLETE = SimpleNamespace(parameters=())
+"""A program of whose parameters none is sliced."""
+
+
+@pytest.mark.parametrize(("of_gradients", "refused"), [(True, True), (False, False)])
+def test_stages_of_a_pipeline_update_some_of_the_parameters(of_gradients, refused):
+    def check(staged):
+        check_slices(
+            lambda groups: ByNorm(groups, of_gradients),
+            [{"names": ["a"]}],
+            COMPLETE,
+            stage=0,
+            device=CPU,
+            staged=staged,
+        )
+
+    check(staged=False)
+    if refused:
+        with pytest.raises(StrategyError, match="all of a group"):
+            check(staged=True)
+    else:
+        check(staged=True)
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, "Adafactor"])
+def test_those_of_torch_update_some_parameters_as_all(kind):
+    check_slices(getattr(torch.optim, kind), GROUPS, COMPLETE, stage=0, device=CPU, staged=True)
+
+
+def test_zero_flattens_parameters_on_one_rank_too():
+    with pytest.raises(StrategyError, match="flattens"):
+        check_slices(ByNorm, GROUPS, COMPLETE, stage=1, device=CPU, staged=True)
