@@ -75,6 +75,14 @@ def _corrected() -> None:
     register_sharding(aten.masked_fill_.Scalar)(_filled)
     # what a rank fills an empty partial sum with would be added up
     propagator.op_strategy_funcs[aten.empty_like.default] = propagator.op_strategy_funcs[aten.zeros_like.default]
+    # gradients of products of reflections set triangles of partial sums to zero in place
+    for function in (aten.tril_.default, aten.triu_.default):
+        register_sharding(function)(_triangle)
+    # views of slices that the new dims do not divide are of complete dims
+    reshaped = propagator.op_strategy_funcs[aten.reshape.default]
+    for function in (aten.view.default, aten._unsafe_view.default):
+        viewed: Any = partial(_viewed, propagator.op_strategy_funcs[function], reshaped)
+        propagator.op_strategy_funcs[function] = viewed
     # no dims of a reduction mean all
     _math_ops._infer_reduction_dims = partial(_reduced, _math_ops._infer_reduction_dims)
     # numbers are those of complete tensors, not of a rank's slice (`float(x.max())`, `if mask.any()`)
@@ -104,12 +112,24 @@ def _filled(own: Any, mask: Any, value: Any) -> list[tuple[list[Any], list[Any]]
     return [([one], [one, of_mask(one), None]) for one in kept]
 
 
+def _triangle(own: Any, *diagonal: Any) -> list[tuple[list[Any], list[Any]]]:
+    kept = [one for one in dict.fromkeys((*own.placements, Replicate())) if getattr(one, "dim", 0) < own.ndim - 2]
+    return [([one], [one, *(None for _ in diagonal)]) for one in kept]
+
+
+def _viewed(theirs: Any, reshaped: Any, schema: Any) -> Any:
+    try:
+        return theirs(schema)
+    except RuntimeError:  # DTensor asks for a redistribution
+        return reshaped(schema)
+
+
 def _number_of(function: Any, args: Any, kwargs: Any) -> Any:
     return function(args[0].full_tensor())
 
 
 def _reduced(theirs: Any, dims: Any, ndim: int) -> Any:
-    return None if dims in ([], ()) else theirs(dims, ndim)
+    return [*range(ndim)] if dims in ([], ()) or ndim == 0 else theirs(dims, ndim)
 
 
 def _divided(theirs: Any, function: Any, args: Any, kwargs: Any) -> Any:
@@ -237,7 +257,9 @@ def _hooking(mesh: DeviceMesh, own: Mapping[str, Placed]) -> Any:
 def _partial(mesh: DeviceMesh, placed: Placed) -> Any:
     names = mesh.mesh_dim_names or ()
 
-    def hook(gradient: DTensor) -> Tensor:
+    def hook(gradient: Any) -> Any:
+        if gradient is None:  # the operator has none
+            return None
         now = zip(names, gradient.placements, placed, strict=True)
         added = [have if axis in SHARDED and have.is_partial() else want for axis, have, want in now]
         gradient = gradient.redistribute(placements=added)
@@ -323,6 +345,7 @@ class _Complete(TorchFunctionMode):
         *(torch.quantile, torch.nanquantile, Tensor.quantile, Tensor.nanquantile),
         *(torch.bitwise_left_shift, torch.bitwise_right_shift, Tensor.bitwise_left_shift, Tensor.bitwise_right_shift),
         *(Tensor.__lshift__, Tensor.__rshift__, torch.mvlgamma, Tensor.mvlgamma, torch.fft.ihfft),
+        *(torch.linalg.householder_product, torch.linalg.ldl_solve, torch.linalg.solve_triangular),
         *(torch.select_scatter, torch.slice_scatter, Tensor.select_scatter, Tensor.slice_scatter),
     )
 
@@ -331,8 +354,8 @@ class _Complete(TorchFunctionMode):
         if func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.OTHERS):
             return func(*args, **given)
         args = args or (given.pop("input"),)
-        value = args[0]
-        if not isinstance(value, DTensor) or (func in self.PLACES and _is_aligned(*args, **given)):
+        value = next((one for one in args if isinstance(one, DTensor)), None)
+        if value is None or (func in self.PLACES and _is_aligned(*args, **given)):
             return func(*args, **given)
         mesh, dims = value.device_mesh, value.ndim
         gathered = {*range(dims)}
@@ -368,12 +391,13 @@ def _is_aligned(input: Tensor, dim: int, index: Tensor, *_: Any, **__: Any) -> b
 
 
 class _InPlace(TorchFunctionMode):
-    """Assigns to an index of a complete tensor, and computes out of place what changes shapes or DTensor (torch 2.13)
-    has no rule for in place. Views across slices are copies, so what it writes there would be lost: that is an error,
-    except in `x[...] *= y`, which assigns next."""
+    """Assigns to an index or the diagonal of a complete tensor, and computes out of place what changes shapes or what
+    DTensor (torch 2.13) cannot compute in place. Views across slices are copies, so what it writes there would be lost:
+    that is an error, except in `x[...] *= y`, which assigns next."""
 
     WRITES = re.compile(r"[a-z](\w*[^_])?_|__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__|__setitem__")
     LOST = "DTensor cannot write into {}; make a new tensor, or assign to x[...]."
+    MOVED = "in-place operations that require placement changes are not supported"
     RULELESS: Mapping[Any, Any] = {
         getattr(Tensor, f"{name}_"): getattr(Tensor, name)
         for name in (
@@ -409,13 +433,20 @@ class _InPlace(TorchFunctionMode):
         if func in self.RESHAPES:
             return self._reshaped(value, self.RESHAPES[func](value.clone(), *args[1:], **given))
         if assigns:
-            value.copy_(_assigned(*args))
+            value.copy_(_of_complete(_assign, *args))
             return None
         written = value.clone() if copied else value
-        if func in self.RULELESS:
+        if func is Tensor.fill_diagonal_:
+            written.copy_(_of_complete(func, value, *args[1:], **given))
+        elif func in self.RULELESS:
             written.copy_(self.RULELESS[func](value.clone(), *args[1:], **given))
         else:
-            written = func(written, *args[1:], **given)
+            try:
+                written = func(written, *args[1:], **given)
+            except RuntimeError as error:
+                if self.MOVED not in str(error):
+                    raise
+                written.copy_(_out_of_place(name)(value.clone(), *args[1:], **given))
         self.assigned = written if copied else None
         return written
 
@@ -439,8 +470,18 @@ def _is_copy(value: Any) -> bool:
     return len({*storages}) > 1
 
 
-def _assigned(value: Any, index: Any, part: Any) -> Tensor:
-    """A complete copy of a tensor, with `part` at an index."""
+def _out_of_place(name: str) -> Any:
+    """The function that computes what one of this name writes in place."""
+    plain = f"__{name[3:]}" if name.startswith("__i") else name[:-1]
+    return getattr(Tensor, plain, None) or getattr(functional, plain)
+
+
+def _assign(value: Tensor, index: Any, part: Any) -> None:
+    value[index] = part
+
+
+def _of_complete(function: Any, value: Any, *args: Any, **given: Any) -> Tensor:
+    """A complete copy of a tensor, to which a function has written."""
     mesh, replicated = value.device_mesh, (Replicate(),) * value.device_mesh.ndim
 
     def local(one: Any) -> Any:
@@ -449,7 +490,7 @@ def _assigned(value: Any, index: Any, part: Any) -> Tensor:
         return laid_out(one, mesh, replicated).to_local(grad_placements=replicated)  # type: ignore[attr-defined]
 
     made = local(value).clone()
-    made[tree_map(local, index)] = local(part)
+    function(made, *tree_map(local, args), **given)
     return DTensor.from_local(made, mesh, replicated, run_check=False)
 
 
@@ -765,4 +806,4 @@ def _returning(mesh: DeviceMesh, placed: Placed) -> Any:
 
 def _complete(placed: Placed) -> Any:
     """Adds up the gradient of a parameter over the ranks that hold it."""
-    return lambda gradient: gradient.redistribute(placements=placed)
+    return lambda gradient: None if gradient is None else gradient.redistribute(placements=placed)

@@ -46,6 +46,7 @@ GATHERED: dict[str, tuple[int | str, ...]] = {
     **{name.rpartition("::")[2]: ("rows",) for name in GROUPED},
     **dict.fromkeys(("chunk", "glu", "narrow", "slice", "split", "split_with_sizes"), ("part",)),
     **dict.fromkeys(("quantile", "nanquantile", "mvlgamma", "fft_ihfft", "select_scatter", "slice_scatter"), ("all",)),
+    **dict.fromkeys(("linalg_householder_product", "linalg_ldl_solve", "linalg_solve_triangular"), ("all",)),
     **dict.fromkeys(("__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift"), ("all",)),
 }
 """Dims that the plan may slice and DTensor replicates, by operator; see `unsliced_dims`. Rows are sorted by expert

@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one device gets: outputs, gradients by parameter name, new buffers by id."""
+    """What one device gets: outputs, gradients and new buffers by name."""
 
     outputs: tuple[Tensor, ...]
     gradients: dict[str, Tensor]
@@ -138,7 +138,8 @@ def _eager(case: Case, noise: float) -> Outcome:
     for source in trained:
         leaf = values[Ref(source.id)]
         gradients[source.name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    buffers = {buffer: values[ref].detach() for buffer, ref in graph.updates}
+    names = {source.id: source.name for source in graph.sources}
+    buffers = {names[buffer]: values[ref].detach() for buffer, ref in graph.updates}
     return Outcome(tuple(output.detach() for output in outputs), gradients, buffers)
 
 
