@@ -269,8 +269,9 @@ def rows_per_split(config: Config) -> int:
 def training_step(
     config: Config, objective: Objective, tensors: Sequence[Tensor], graph: OperatorGraph, plan: Plan
 ) -> tuple[OperatorGraph, Plan]:
-    """The graph and plan of a training step: the model's own, or both with an operator per batch split. The model is
-    captured a second time with the rows of one split, which shows every size that depends on them.
+    """The graph and plan of a training step: the model's own, or both with an operator per batch split. For all plans
+    of a graph the model is captured a second time, with the rows of one split, which shows every size that depends on
+    them.
 
     Raises:
         ConfigError, StrategyError: the batch cannot be split.
@@ -280,6 +281,6 @@ def training_step(
         return graph, plan
     rows, split = config.data.batch_size // config.parts, rows_per_split(config)
     short = [one[:split] if one.dim() and len(one) == rows else one for one in tensors]
-    part = capture(objective, short, training=True, like=graph)
-    made = split_batch(graph, part.graph, plan, count, split, exact=config.train.random == "exact")
+    part = graph.once(("rows", split), lambda: capture(objective, short, training=True, like=graph).graph)
+    made = split_batch(graph, part, plan, count, split, exact=config.train.random == "exact")
     return made.graph, made.plan

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, TypeVar
 
+from strategies.core.memo import Memo
+
 Kind = Literal["input", "parameter", "buffer", "constant"]
 
 ITEM_BYTES = {
@@ -147,7 +149,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class OperatorGraph:
+class OperatorGraph(Memo):
     """Sources, operators in execution order, and the outputs (the loss alone, for a training graph).
 
     Operators only compute: what the model writes into a buffer is an update, the buffer's value after the step.

@@ -7,18 +7,18 @@ the lockstep simulator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from strategies.core.graph import Ref, Source, TensorSpec, refs, rewrite, with_refs
 from strategies.core.layout import Layout
+from strategies.core.memo import Memo
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Recompute
 from strategies.core.steps import LOCAL, ReshardingPath, Step
 
-T = TypeVar("T")
 KEY = Ref("random_key")
 """The program's random key: a python integer that flows in beside the batch."""
 DECIDING = "local.called_module"
@@ -213,7 +213,7 @@ CARRYING = (Redistribute, Fused, Start, Wait, Cooperate)
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Memo):
     """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable
     parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
     must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
@@ -236,14 +236,6 @@ class Program:
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
     batch_splits: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
-    cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, which follows from the program; made for the first that asks, and kept for others."""
-        if key not in self.cache:
-            self.cache[key] = make()
-        found: T = self.cache[key]
-        return found
 
     def with_instructions(self, instructions: Sequence[Instruction], change: Callable[[Ref], Ref]) -> Program:
         """The same with other instructions, and with `change` applied to the values that leave the program."""

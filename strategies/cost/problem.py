@@ -6,21 +6,19 @@ A relaxation of a problem has costs below those of any plan as it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
 
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.core.layout import Layout
+from strategies.core.memo import Memo
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.styled_modules import ModuleLayouts
 from strategies.optimizer.updates import Engine
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import saved
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Relaxation:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Memo):
     """A graph on a mesh with its fixed and open assignments. Costs are those of one micro-batch, with its share of the
     work done once per step.
 
@@ -84,14 +82,6 @@ class Problem:
     relaxation: Relaxation | None = None
     styled: ModuleLayouts | None = None
     ring: bool = False
-    cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns; made by the first search that needs it, and kept for others."""
-        if key not in self.cache:
-            self.cache[key] = make()
-        found: T = self.cache[key]
-        return found
 
     def within(self, memory: float | None) -> Problem:
         """The same with another memory limit."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import pytest
+
+from runner.planning import lowering
 
 GPT = "+recipe=gpt"
 
@@ -38,9 +41,11 @@ def test_what_cannot_be_is_refused(command, words, texts):
     assert [text for text in texts if text not in done.err] == []
 
 
-def test_the_plan_lists_the_batch_splits(command, tmp_path):
+def test_the_plan_lists_the_batch_splits(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(lowering, "capture", capture := Mock(wraps=lowering.capture))
     done = command("explain", "+recipe=gpt_multi_copy", f"hydra.run.dir={tmp_path}/run", "parallel.dump_ir=true")
     assert done.code == 0, done.err
+    assert capture.call_count == 1  # for all plans that the search compares
     assert (
         "batch splits: 2 of 8 rows of a micro-batch, 50 operators for each; once for all: arange, positions, loss"
         in done.out
