@@ -102,7 +102,7 @@ def load(path: Path, content: Content) -> Restored:
 
 def regrouped(parts: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> dict[str, Any]:
     """A scheduler's state under another plan, which may have other parameter groups: each continues with the entries of
-    its parameters' former group.
+    its parameters' former group; one without parameters, of which a stage has none, with those of any.
 
     Args:
         parts: of each group of a pipeline, "groups" (each with "names") and "scheduler"; entries that are not per group
@@ -116,7 +116,7 @@ def regrouped(parts: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str
             (part["scheduler"], number)
             for part in parts
             for number, group in enumerate(part["groups"])
-            if not set(names).isdisjoint(group["names"])
+            if not names or not set(names).isdisjoint(group["names"])
         )
         if (source := next(former, None)) is None:
             return first

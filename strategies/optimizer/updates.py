@@ -219,7 +219,8 @@ def local_elements(program: Program, source: Source) -> int:
 
 
 def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], dict[str, Any]]]:
-    """`groups` without frozen parameters and without empty groups: (names, options).
+    """`groups` without frozen parameters: (names, options). Those of which a stage of a pipeline has no parameter stay,
+    empty, since schedulers may have an entry for each group.
 
     Raises:
         StrategyError: a trainable parameter is in no group or in two, or no parameter is trainable.
@@ -237,9 +238,12 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
             "MW321",
             "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train.",
         )
-    named = [([name for name in group["names"] if name in trainable], dict(group)) for group in groups]
     return [
-        (names, {key: value for key, value in options.items() if key != "names"}) for names, options in named if names
+        (
+            [name for name in group["names"] if name in trainable],
+            {key: value for key, value in group.items() if key != "names"},
+        )
+        for group in groups
     ]
 
 

@@ -42,6 +42,14 @@ def test_every_group_takes_the_entries_of_its_parameters():
     assert regrouped([one, other], [["a"], ["c"]]) == {"base_lrs": [0.1, 0.5], "last_epoch": 2}
 
 
+def test_groups_without_parameters_change_nothing():
+    """A stage of a pipeline has no parameters of some groups."""
+    one = {"groups": [{"names": []}, {"names": ["c"]}], "scheduler": {"base_lrs": [0.1, 0.5], "last_epoch": 2}}
+    other = {"groups": [{"names": ["a"]}, {"names": []}], "scheduler": {"base_lrs": [0.1, 0.5], "last_epoch": 2}}
+    assert regrouped([one, other], [["c"], ["a"]])["base_lrs"] == [0.5, 0.1]
+    assert regrouped([one, other], [["a"], []])["base_lrs"][0] == 0.1
+
+
 def test_the_same_groups_take_what_they_had():
     scheduler = sequence(optimizer([0.1, 0.5]))
     rates_after(scheduler, 5)

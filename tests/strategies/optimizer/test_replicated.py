@@ -277,6 +277,14 @@ def test_a_parameter_must_be_in_one_group(alone, training):
         make(groups=groups[:1])
 
 
+def test_groups_of_other_stages_stay_empty(alone, training):
+    """Schedulers may have an entry for each group."""
+    _, program, make = alone
+    groups = [{"names": ["of.another.stage"], "lr": 0.5}, *training.groups_of(program)]
+    assert make(groups=groups).optimizer.param_groups[0]["lr"] == 0.5
+    assert make(groups=groups).plain().groups[0]["names"] == []
+
+
 def test_nothing_to_train_is_refused(alone):
     _, program, _ = alone
     sources = tuple(replace(source, trainable=False) for source in program.sources)
