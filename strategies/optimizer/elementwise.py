@@ -85,7 +85,7 @@ def _check_separate(factory: OptimizerFactory, groups: Groups, device: torch.dev
 
 
 def _rows(tensor: Tensor) -> list[Tensor]:
-    return [row.contiguous() for row in tensor.split(1)]
+    return [row.contiguous() for row in tensor.chunk(len(tensor))]
 
 
 def is_elementwise(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, *, flat: bool) -> bool:
