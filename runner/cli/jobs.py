@@ -12,6 +12,7 @@ import hydra
 
 from runner.cli import arguments, recipes
 from runner.cli.hydra_errors import COMPOSITION_ERRORS, reword
+from runner.cli.libyaml import read_by_libyaml
 from runner.cli.run_folders import check_files
 from runner.cli.verbs import VERBS
 from runner.config import exclusive
@@ -31,7 +32,7 @@ def composed(words: Sequence[str]) -> Config:
     recipes.search(None)
     recipes.register()
     try:
-        with hydra.initialize_config_module("conf", version_base="1.3"):
+        with hydra.initialize_config_module("conf", version_base="1.3"), read_by_libyaml():
             return load(hydra.compose("config", given), Origins(tuple(given)))
     except COMPOSITION_ERRORS as error:
         raise reword(error, list(words)) from None

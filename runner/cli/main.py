@@ -41,6 +41,7 @@ from runner.cli import recipes
 from runner.cli.composed_once import composed_once, sources_copied_once
 from runner.cli.hydra_errors import COMPOSITION_ERRORS, reword
 from runner.cli.jobs import alone, carried_out, occupying
+from runner.cli.libyaml import read_by_libyaml
 from runner.cli.run_folders import check_files, remove_if_unused, require_working_directory, require_writable
 from runner.cli.verbs import VERBS
 from runner.config import load as config
@@ -159,7 +160,7 @@ def _command(typed: list[str]) -> None:
     CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
     try:
         once = sources_copied_once() if {"--help", "-h"} & set(rest) else composed_once()
-        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext(), once:
+        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext(), once, read_by_libyaml():
             _job()
     except KeyboardInterrupt:
         if (sweep := CheckConfig.sweep) is not None:
