@@ -253,7 +253,7 @@ class Supervision:
             place = f" It was in {places[silent[0]]}." if places[silent[0]] else ""
             return f"{hung} join{there}.{place}", silent[0]
         else:
-            sentence = f"rank {cause.rank} of {count} waited {timeout:g} s in vain ({cause.where})"
+            sentence = f"rank {cause.rank} of {count} waited {timeout:g} s in vain{cause.where and f' ({cause.where})'}"
         for number in suspects:
             on = f" on {here[number].host}" if number in here and here[number].host else ""
             sentence += f". Rank {number}{on} was in {'the start' if (spot := at[number]) is None else spot.text}"

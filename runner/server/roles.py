@@ -11,7 +11,6 @@ from torch import nn
 
 from runner.build import optimizers
 from runner.launch.launchers.connection import SECRET_FILE
-from runner.launch.liveness import RunningTime
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
 from runner.server.coordinator import Coordinator
@@ -34,7 +33,7 @@ def train(rank: RankContext, job: TrainingJob) -> dict[str, Any] | None:
     if rank.rank == 0:
         return Coordinator(rank, job).run()
     try:
-        if (found := _coordinator(rank, job)) is not None:
+        if (found := _coordinator(job)) is not None:
             role = _serve if rank.rank in job.prepared.config.server_ranks else _work
             role(rank, job, *found)
     except BROKEN as error:
@@ -60,23 +59,19 @@ def _process(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
     return {"rank": rank.rank, "host": job.prepared.config.launch.host_of(rank.rank), "process": os.getpid()}
 
 
-def _coordinator(rank: RankContext, job: TrainingJob) -> tuple[ServerLink, bytes] | None:
-    """A connection to the coordinator, and the secret; None where all is done. Raises ConnectionError if there is none
-    in time."""
-    timeout = job.prepared.config.launch.timeout
-    clock = RunningTime()
-    deadline = clock.now + timeout
-    while clock.look() < deadline:
+def _coordinator(job: TrainingJob) -> tuple[ServerLink, bytes] | None:
+    """A connection to the coordinator, and the secret; None where all is done. Waits for it without a limit: the
+    command ends all ranks where rank 0 has ended or hangs."""
+    while True:
         try:
             place = (job.folder / PLACE).read_text(encoding="utf-8")
             if place == OVER:
                 return None
             secret = (job.folder / SECRET_FILE).read_bytes()
             address, port = place.split()
-            return connect((address, int(port)), secret, timeout), secret
+            return connect((address, int(port)), secret, job.prepared.config.launch.timeout), secret
         except BROKEN:
             time.sleep(LOOK)
-    raise ConnectionError(f"timed out after {timeout * 1000:.0f} ms: rank {rank.rank} found no coordinator")
 
 
 def _serve(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes) -> None:

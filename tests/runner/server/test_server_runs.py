@@ -1,6 +1,8 @@
 """Parameter servers in real processes: equal to one device, whoever is killed."""
 
 import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from small import DOUBLE, MODES, SMALL
 from runner import checkpoint as checkpoints
 from runner.errors import ConfigError, RunFailed
 from runner.planning.datasets import datasets, order_of
+from runner.server import roles
 from strategies.core.errors import StrategyError
 
 SERVED = (*SMALL, "parallel=parameter_server", "world_size=5", "parallel.server.servers=2", "train.log_every=1")
@@ -57,6 +60,13 @@ def test_killed_workers_and_servers_change_no_bit(start):
         sum(one.get("workers_lost", 0) for one in counts) == 4
         and sum(one.get("servers_lost", 0) for one in counts) == 2
     )
+
+
+def test_members_wait_for_a_coordinator_that_is_slow_to_start(tmp_path):
+    launch = SimpleNamespace(timeout=0.1)
+    job = SimpleNamespace(folder=tmp_path, prepared=SimpleNamespace(config=SimpleNamespace(launch=launch)))
+    threading.Timer(0.5, (tmp_path / roles.PLACE).write_text, (roles.OVER,)).start()
+    assert roles._coordinator(job) is None
 
 
 def hang(rank, step, phase):
