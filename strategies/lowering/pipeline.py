@@ -321,8 +321,9 @@ def _as_configured(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], c
 
 
 def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str) -> dict[str, int]:
-    """Consecutive stages whose heaviest is as light as possible, cut between modules as far up the tree as is even;
-    `work` is that of every operator, by stage. Each stage has a trainable parameter, where there are any."""
+    """Consecutive stages whose heaviest is as light as possible, cut between modules as far up the tree as is even,
+    and not where a stage would need the buffer of another; `work` is that of every operator, by stage. Each stage
+    has a trainable parameter, where there are any."""
     stages, found = len(work), None
     learns = [
         any(isinstance(o := graph.by_id[ref.id], Source) and o.trainable for ref in one.operands)
@@ -330,20 +331,22 @@ def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str)
     ]
     learning = sum(learns)
     even = 1 / sum(1 / sum(own) for own in work)  # of every stage, if operators could be divided
+    spans = _spans_of_one_stage(graph)
     deepest = max(len(operator.path) for operator in graph.operators)
-    for depth in range(1, deepest + 2):
-        units = _units(graph, depth)
-        if len(units) < stages:
-            continue
-        sums = [[sum(own[i] for i in unit) for unit in units] for own in work]
-        ends = _lightest(sums, [not learning or any(learns[i] for i in unit) for unit in units])
-        if not ends:
-            continue
-        heaviest = max(sum(own[a:b]) for own, a, b in zip(sums, (0, *ends), ends, strict=False))
-        if found is None or heaviest < found[0] / EVEN:
-            found = heaviest, units, ends
-        if found[0] <= EVEN * even:
-            break
+    for kept in (spans, ()):  # where none is left to cut, `check` says what is in the way
+        for depth in range(1, deepest + 2) if found is None else ():
+            units = _units(graph, depth, kept)
+            if len(units) < stages:
+                continue
+            sums = [[sum(own[i] for i in unit) for unit in units] for own in work]
+            ends = _lightest(sums, [not learning or any(learns[i] for i in unit) for unit in units])
+            if not ends:
+                continue
+            heaviest = max(sum(own[a:b]) for own, a, b in zip(sums, (0, *ends), ends, strict=False))
+            if found is None or heaviest < found[0] / EVEN:
+                found = heaviest, units, ends
+            if found[0] <= EVEN * even:
+                break
     if found is None:
         few = f"{len(graph.operators)} operators"
         if len(graph.operators) >= stages:
@@ -355,10 +358,35 @@ def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str)
     }
 
 
-def _units(graph: OperatorGraph, depth: int) -> list[list[int]]:
-    """The numbers of consecutive operators of one module, `depth` calls down; below that, of single operators."""
+def _units(graph: OperatorGraph, depth: int, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The numbers of consecutive operators of one module, `depth` calls down; below that, of single operators. Those
+    from the first to the last of each of the `spans` are in one unit."""
     paths = [(*operator.path, operator.id)[:depth] for operator in graph.operators]
-    return [list(run) for _, run in groupby(range(len(paths)), lambda i: paths[i])]
+    units: list[list[int]] = []
+    for _, run in groupby(range(len(paths)), lambda i: paths[i]):
+        unit = list(run)
+        if any(first < unit[0] <= last for first, last in spans):
+            units[-1] += unit
+        else:
+            units.append(unit)
+    return units
+
+
+def _spans_of_one_stage(graph: OperatorGraph) -> list[tuple[int, int]]:
+    """The numbers of the first and the last of the operators that use a buffer which the step writes, or compute its
+    new value, and of those that use a parameter of which some let no gradient through."""
+    number = {operator.id: i for i, operator in enumerate(graph.operators)}
+    written = {id: number[value.id] for id, value in graph.updates if value.id in number}
+    found = []
+    for source in graph.sources:
+        users = [user.id for user, _ in graph.users[Ref(source.id)]]
+        own = [number[id] for id in users]
+        if source.id in written:
+            own.append(written[source.id])
+        elif not source.trainable or len({id in graph.returning for id in users}) < 2:
+            continue
+        found.append((min(own), max(own)))
+    return found
 
 
 def _lightest(work: Sequence[Sequence[float]], needed: Sequence[bool]) -> tuple[int, ...]:

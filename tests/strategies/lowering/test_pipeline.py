@@ -307,6 +307,29 @@ def test_every_balanced_stage_learns() -> None:
     assert "only 3 operators with a trainable parameter" in refused(lambda: in_stages(graph, 4, "auto"))
 
 
+class Codebook(nn.Module):
+    """Looks up a buffer before its first layer, which is small, and writes it after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.first, self.second, self.third, self.fourth = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x - self.mean))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return self.fourth(self.third(x))
+
+
+def test_balanced_stages_do_not_divide_the_uses_of_a_buffer_that_is_written() -> None:
+    graph = Pipeline(Codebook(), nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))]).captured.graph
+    for stages, expected in ((2, [0, 0, 1, 1]), (3, [0, 0, 1, 2]), (4, [0, 1, 2, 3])):  # 4 cannot keep them together
+        placed = in_stages(graph, stages, "auto")
+        learning = [o for o in graph.operators if o.module in ("first", "second", "third", "fourth")]
+        assert [placed[o.id] for o in learning] == expected
+
+
 class Doubled(nn.Module):
     """Evaluates with an operator more, whose name is that of another one in training."""
 
