@@ -46,7 +46,7 @@ def prepare_given(
     """
     device, world_size = device_of(config)
     captured, plan = capture(step, tensors, training=True), None
-    check_model(config, step.model)
+    check_model(config, step)
     on_host(captured.graph, config.parallel.place)
     lowering.check_ranks(config, world_size)
     lowering.rows_per_split(config)

@@ -296,7 +296,7 @@ class JointDecision:
         if not config.parallel.zero_or_pipeline_open:
             lowering.rows_per_split(config)
         objective, captured, _ = self.captured(self.rows)
-        check_model(config, objective.model)
+        check_model(config, objective)
         if config.model.weights is not None:
             pretrained.locate(config.model, objective.model)
         accept(captured.graph, frozenset(objective.model.state_dict()))

@@ -226,10 +226,10 @@ def prepare(
     if config.job.name in DESCRIBING and not planless:
         evaluating = None
         step, captured, tensors = captured_from_shapes(config, names, tensors, say)
-        check_model(config, step.model)
+        check_model(config, step)
     else:
         step = objective(config, names)
-        check_model(config, step.model)
+        check_model(config, step)
         check_half(config, step, tensors, device)
     if config.job.name in (*TRAINING, "launch") and config.parallel.mode != "hybrid":
         check_neighbours(step, names, tensors, training)
@@ -468,11 +468,11 @@ def _check_mesh(config: Config, world_size: int) -> None:
         )
 
 
-def check_model(config: Config, model: nn.Module) -> None:
+def check_model(config: Config, step: Objective) -> None:
     """Make optimizer, scheduler and metric once, and look for offloaded modules, so that a wrong config starts no rank.
     Raises ConfigError."""
-    names = [name for name, _ in model.named_parameters()]
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = {name.removeprefix("model."): parameter for name, parameter in step.named_parameters()}
+    names, trainable = [*parameters], [name for name, parameter in parameters.items() if parameter.requires_grad]
     groups = [
         {key: value for key, value in group.items() if key != "names"} | {"params": [nn.Parameter(torch.zeros(1, 1))]}
         for group in optimizers.parameter_groups(names, trainable, config.optimizer)
@@ -502,7 +502,7 @@ def check_model(config: Config, model: nn.Module) -> None:
             f"{next(iter(followed(config)))} follows a result of the evaluations, but nothing is evaluated; set "
             "evaluate.every (steps) or a metric.",
         )
-    check_modules(config, model)
+    check_modules(config, step.model)
 
 
 def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Collate | None) -> list[Trial]:

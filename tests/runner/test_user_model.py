@@ -12,6 +12,7 @@ from small import DOUBLE, MODES, SMALL
 from runner import checkpoint as checkpoints
 from strategies.core.errors import StrategyError
 
+LOSS_GROUP = "optimizer.groups=[{match: ['loss.*'], args: {lr: 0.3}}]"
 KEYS = "data.args.keys=true"
 SHAPES = {
     "dropout": (("model.args.dropout=0.5",), DOUBLE),
@@ -36,7 +37,10 @@ SHAPES = {
         "train.precision=fp32",
     ),
     "several random operators": (("model.target=networks.Noisy",), DOUBLE),
-    "several outputs": (("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", KEYS), DOUBLE),
+    "several outputs": (
+        ("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", KEYS, LOSS_GROUP),
+        DOUBLE,
+    ),
     "own loss": (("model.target=networks.OwnLoss", "loss.target=null", KEYS), DOUBLE),
     "own loss in an object": (("model.target=networks.OwnLoss", "model.args.form=object", "loss.target=null"), DOUBLE),
     "object": (("model.target=networks.Object", "loss.target=networks.object_loss"), DOUBLE),
