@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, placement_types
 from torch.distributed.tensor._collective_utils import shard_dim_alltoall
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,12 +64,12 @@ def sent(kind: str, size: int, ranks: int) -> float:
 
 
 class Counting(TorchDispatchMode):
-    """Collects the collectives of this rank. `axes`: those of a process group by its name."""
+    """Collects the collectives of this rank, whose groups are along axes of `mesh`, or along several at once."""
 
-    def __init__(self, axes: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[CountedCollective] = []
-        self.axes = axes
+        self.mesh = mesh
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, DTensor) for one in types):
@@ -79,16 +80,18 @@ class Counting(TorchDispatchMode):
         called = func.__name__.partition(".")[0]
         if func.namespace == "_c10d_functional" and (kind := KINDS.get(called)):
             name = args[-1] if isinstance(args[-1], str) else args[-1].group_name
-            group: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-            self.add(kind, args[0], name, group.size())
+            self.add(kind, args[0], dist.distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined, arg-type]
         elif func.namespace == "c10d" and (kind := OF_FULLY_SHARD.get(called)):
-            group = dist.ProcessGroup.unbox(args[2])
-            self.add(kind, args[1], group.group_name, group.size())
+            self.add(kind, args[1], dist.ProcessGroup.unbox(args[2]))
         return func(*args, **(kwargs or {}))
 
-    def add(self, kind: str, operand: Tensor, group: str, ranks: int) -> None:
+    def add(self, kind: str, operand: Tensor, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        places = torch.isin(self.mesh.mesh, torch.tensor(ranks)).nonzero()
+        names = self.mesh.mesh_dim_names or ()
+        axes = tuple(name for name, along in zip(names, places.unbind(-1), strict=True) if len(along.unique()) > 1)
         size = operand.numel() * operand.element_size()
-        self.calls.append(CountedCollective(kind, self.axes[group], sent(kind, size, ranks)))
+        self.calls.append(CountedCollective(kind, axes, sent(kind, size, len(ranks))))
 
 
 def collectives(
@@ -162,7 +165,6 @@ def _counted(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -
     store: Any = FakeStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=math.prod(program["MESH"].values()))
     mesh = program["make_mesh"]("cpu")
-    names = {mesh.get_group(axis).group_name: (axis,) for axis in program["MESH"]}
     with FakeTensorMode(allow_non_fake_inputs=True):
         _without_numbers(step)
         tensors = [torch.empty(one.shape, dtype=one.dtype) for one in batch]
@@ -170,7 +172,7 @@ def _counted(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -
     model: Any = step.model
     program["parallelize"](model, mesh)
     program["_products"] = lambda _, rows, matrices, *bounds: rows @ matrices.sum(0)  # nobody knows an expert's rows
-    counting = Counting(names)
+    counting = Counting(mesh)
     with program["running"](mesh), counting:
         if device != "cpu":
             _exchange(counting)
@@ -201,7 +203,7 @@ def _exchange(counting: Counting) -> None:
         before = len(counting.calls)
         result: Tensor = shard_dim_alltoall(operand, gather_dim, shard_dim, mesh, mesh_dim)  # type: ignore[no-untyped-call]
         del counting.calls[before:]
-        counting.add(ALL_TO_ALL, operand, mesh.get_group(mesh_dim).group_name, mesh.size(mesh_dim))
+        counting.add(ALL_TO_ALL, operand, mesh.get_group(mesh_dim))
         return result
 
     placement_types.shard_dim_alltoall = counted  # type: ignore[attr-defined]

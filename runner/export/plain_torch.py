@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
@@ -94,6 +95,7 @@ def _corrected() -> None:
     for function in (aten.div.Tensor, aten.div_.Tensor):
         found: Any = propagator.op_single_dim_strategy_funcs[function]
         propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
+    _clear_sharding_prop_cache()  # of what other rules, or a mesh of another module, have decided
 
 
 def _ordered(tried: Any, schema: Any) -> list[Any]:

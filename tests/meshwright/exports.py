@@ -302,12 +302,11 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     eager = copy.deepcopy(module)
     mesh = program.make_mesh("cpu")
     program.parallelize(module, mesh)
-    names = {mesh.get_group(axis).group_name: (axis,) for axis in program.MESH}
     loss_at = weighed if model == "weighed" else loss_of
     pair = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3) for one in (module, eager)]
     worst = {"loss": 0.0, "gradient": 0.0}
     for x, y in batches:
-        with program.running(mesh), TorchsCount() as torchs, Counting(names) as sent:
+        with program.running(mesh), TorchsCount() as torchs, Counting(mesh) as sent:
             loss = loss_at(module(*program.sliced([x], mesh)), *program.sliced([y], mesh, first=1))
             loss.backward()
         expected = loss_at(eager(x), y)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import meshwright
 from runner.errors import RunFailed
+from runner.export import dry_run
 
 GPT2 = {
     "attn.c_attn.weight": "packed_rowwise",  # [inputs, outputs]
@@ -304,6 +305,18 @@ def test_statistics_of_all_rows_are_those_of_one_device(
     on_ranks: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     more_sent(on_ranks, tmp_path / "exported.py", "rows", options)
+
+
+def test_another_module_of_the_process_was_parallelized_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of ZeRO 3 over both axes, whose group is along none of them."""
+    module, rows = nn.Sequential(nn.Linear(8, 4)), {"0": [[4, 1], [1, 1], [1]]}
+    batch = (torch.randn(8, 8), torch.randn(8, 4))
+    mesh = {"dp": 2, "tp": 2}
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=mesh, zero=3, strategies=rows, plan_cache=None)
+    calls, twice = dry_run.calls_of, "\n_once = parallelize\ndef parallelize(module, mesh):\n"
+    twice += "    _once(nn.Sequential(nn.Linear(8, 4)), make_mesh('cpu'))\n    return _once(module, mesh)\n"
+    monkeypatch.setattr(dry_run, "calls_of", lambda code, *given: calls(code + twice, *given))
+    assert predicted(plan) > 0
 
 
 @pytest.mark.essential
