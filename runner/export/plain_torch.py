@@ -228,26 +228,37 @@ def _shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     """ZeRO 3 over SHARDED: the blocks of lists of layers one by one, and the rest of the module."""
     from torch.distributed.fsdp import DataParallelMeshDims, fully_shard  # older versions of torch lack the former
 
-    paths = [path for path, _ in module.named_modules() if re.fullmatch(r"([^.]*[^.\d][^.]*\.)*\d+", path)]
+    axes, numbers = DataParallelMeshDims(shard=SHARDED), {one for one in module.parameters() if one.ndim == 0}
+    for one in numbers:  # which `fully_shard` refuses
+        if one.requires_grad:
+            one.register_hook(_complete((Replicate(),) * mesh.ndim))  # type: ignore[no-untyped-call]
+    paths = [
+        path
+        for path, part in module.named_modules()
+        if re.fullmatch(r"([^.]*[^.\d][^.]*\.)*\d+", path) and type(part).forward is not nn.Module.forward
+    ]
+    left = dict(module.named_modules())
     for path in (*paths, ""):
-        part = fully_shard(module.get_submodule(path), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=SHARDED))
+        part = fully_shard(module.get_submodule(path), mesh=mesh, dp_mesh_dims=axes, ignored_params=numbers)
         part.set_gradient_divide_factor(1.0)  # the loss is a mean over all rows already
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other sum
-    for path, part in module.named_modules():
+        inside = [one for one in left if f"{one}.".startswith(f"{path}.") or not path]
         own = {
-            name: placements_of(PARAMETERS, f"{path}.{name}".lstrip("."), (Replicate(),) * mesh.ndim)
-            for name, parameter in part.named_parameters(recurse=False)
-            if parameter.requires_grad
+            (left[one], name): placements_of(PARAMETERS, f"{one}.{name}".lstrip("."), (Replicate(),) * mesh.ndim)
+            for one in inside
+            for name, parameter in left[one].named_parameters(recurse=False)
+            if parameter.requires_grad and parameter.ndim
         }
-        if own:
-            part.register_forward_pre_hook(_hooking(mesh, own))
+        part.register_forward_pre_hook(_hooking(mesh, own))
+        left = {one: module for one, module in left.items() if one not in inside}
 
 
-def _hooking(mesh: DeviceMesh, own: Mapping[str, Placed]) -> Any:
-    """Lets gradients of gathered parameters be partial sums over SHARDED, which `fully_shard` adds."""
+def _hooking(mesh: DeviceMesh, own: Mapping[tuple[nn.Module, str], Placed]) -> Any:
+    """Lets gradients of gathered parameters be partial sums over SHARDED, which `fully_shard` adds. All of a part are
+    gathered when it is called; of modules in it perhaps the weights alone are used (nn.MultiheadAttention)."""
 
-    def hook(part: nn.Module, _: Any) -> None:
-        for name, placed in own.items():
+    def hook(_: nn.Module, __: Any) -> None:
+        for (part, name), placed in own.items():
             parameter = getattr(part, name)
             if not getattr(parameter, "_is_partial_later", False):
                 parameter.register_hook(_partial(mesh, placed))
@@ -655,6 +666,11 @@ def _rms_norm(input: Any, normalized_shape: Any, *weight: Any, **given: Any) -> 
     return functional.rms_norm(input, normalized_shape, *weight, **given)
 
 
+def _normalized(input: Tensor, *dims: Any, out: Any = None, **given: Any) -> Tensor:
+    result = functional.normalize(input, *dims, **given)
+    return result if out is None else out.copy_(result)
+
+
 def _bag(
     input: Tensor,
     weight: Tensor,
@@ -705,6 +721,7 @@ _INSTEAD: dict[Any, Any] = {
     getattr(functional, "linear_cross_entropy", None): _loss_of_product,  # of torch 2.13
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.__truediv__), _quotient),
     functional.embedding_bag: _bag,
+    functional.normalize: _normalized,
     **{functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm},
     **{torch.matmul: _product, Tensor.matmul: _product, Tensor.__matmul__: _product},
 }
@@ -714,7 +731,8 @@ class _Instead(TorchFunctionMode):
     """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
     those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
     from the last, parts of a sliced dim and RMS norms along it are refused, a vector times slices of a matrix has the
-    strides of a matrix, and bags of rows of a table have no rule."""
+    strides of a matrix, bags of rows of a table have no rule, and norms written to a given tensor (spectral norm) are
+    bounded in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sliced = func in _INSTEAD and any(isinstance(one, DTensor) for one in args)

@@ -117,6 +117,18 @@ def test_fully_shard_is_zero_3_over_replicas(on_ranks: Callable[..., Any], tmp_p
     assert sharded["stored"] == replicated["stored"] / 2
 
 
+@pytest.mark.slow
+def test_fully_shard_of_weights_that_are_used_without_their_module(
+    on_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"mesh": {"dp": 4}, "zero": 3, "strategies": {"table": [[1, 1], [4, 1]]}}
+    plan = meshwright.plan(module_of("attention"), tokens(), loss=next_token, plan_cache=None, **options)
+    file = plan.export("torch", tmp_path / "exported.py")
+    assert 'SHARDED: tuple[str, ...] = ("dp",)' in file.read_text(encoding="utf-8")
+    worst = on_ranks("exported", (file, "attention"), module="exports")
+    assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+
+
 SEARCHED = {"mesh": {"dp": 2, "tp": 2}, "search": "dynamic_programming"}
 COLUMNS = {"up.matmul": [[2, 1, 1], [1, 2]], "head.matmul": [[2, 1, 2], [2, 1]]}
 DATA_PARALLEL = {"mesh": 4, "mode": "data_parallel"}
