@@ -26,11 +26,11 @@ RECIPES = ("ffn_auto", "gpt", "llama", "mae_784", "megatron_sp", "megatron_tp", 
 @pytest.fixture(scope="module", params=RECIPES)
 def made(request):
     """The graphs of a recipe with its configured plan and with a searched one."""
-    found = []
+    found, captures = [], {}
     for words in ((), ("parallel=auto", "parallel.search=dynamic_programming")):
         config = compose_config(f"+recipe={request.param}", *words, "parallel.plan_cache=null")
-        one = JointDecision(config, print)
-        graph = one.captured(one.rows)[1].graph
+        one = JointDecision(config, print, captures)
+        graph, captures = one.captured(one.rows)[1].graph, one.captures
         found.append((graph, make_plan(graph, replace(request_of(config, one.ranks), recompute=None))))
     return found
 
