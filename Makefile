@@ -20,6 +20,8 @@ SEED ?= 0
 # half of what the other has left.
 PARALLEL := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt
+# Where PYTHONDONTWRITEBYTECODE is set, every process would compile all that it imports.
+COMPILE := $(BIN)/python -m compileall -q benchmarks conf meshwright models recipes runner strategies tests
 
 .PHONY: run test test-all rest launchers browser lint format generate coverage gpu docs fuzz clean
 
@@ -27,6 +29,7 @@ run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
 
 test: $(VENV)/.installed-test
+	$(COMPILE)
 	$(BIN)/python -m pytest -q $(PARALLEL) --part=sample --seed=$(SEED) $(ARGS)
 
 # The slow tests start launchers and browsers of the system.
@@ -34,6 +37,7 @@ test-all: $(VENV)/.installed-test $(if $(filter no,$(TAIL)),,launchers browser)
 	$(MAKE) -j 2 lint rest
 
 rest: $(VENV)/.installed-test
+	$(COMPILE)
 	$(BIN)/python -m pytest -q $(PARALLEL) --part=rest --seed=$(SEED) $(if $(filter no,$(TAIL)),,-m "slow or not slow") $(ARGS)
 
 # What the slow tests of launchers start, and the hosts that they make of network namespaces, which need root.

@@ -5,6 +5,7 @@ a shell that starts the suite in the background, or nohup, may ignore them, and 
 `--seed`, none of them slow; the `rest` has all others. Whoever runs both with the same seed has run every test once.
 """
 
+import gc
 import signal
 import zlib
 from collections import defaultdict
@@ -12,6 +13,7 @@ from collections import defaultdict
 import pytest
 import torch
 
+gc.disable()  # what is imported and collected stays, and the collector would go through it again and again
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,3 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {item.nodeid: (item.nodeid in sample) == (part == "sample") for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not chosen[item.nodeid]])
     items[:] = [item for item in items if chosen[item.nodeid]]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

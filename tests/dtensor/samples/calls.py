@@ -6,12 +6,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo  # which takes seconds, as all tests are collected
 
 FORMS = "function", "method", "in place"
 
