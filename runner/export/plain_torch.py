@@ -446,20 +446,20 @@ class _InPlace(TorchFunctionMode):
         if func in self.RESHAPES:
             return self._reshaped(value, self.RESHAPES[func](value.clone(), *args[1:], **given))
         if assigns:
-            value.copy_(_of_complete(_assign, *args))
+            _write(value, _of_complete(_assign, *args))
             return None
         written = value.clone() if copied else value
         if func is Tensor.fill_diagonal_:
-            written.copy_(_of_complete(func, value, *args[1:], **given))
+            _write(written, _of_complete(func, value, *args[1:], **given))
         elif func in self.RULELESS:
-            written.copy_(self.RULELESS[func](value.clone(), *args[1:], **given))
+            _write(written, self.RULELESS[func](value.clone(), *args[1:], **given))
         else:
             try:
                 written = func(written, *args[1:], **given)
             except RuntimeError as error:
                 if self.MOVED not in str(error):
                     raise
-                written.copy_(_out_of_place(name)(value.clone(), *args[1:], **given))
+                _write(written, _out_of_place(name)(value.clone(), *args[1:], **given))
         self.assigned = written if copied else None
         return written
 
@@ -481,6 +481,12 @@ def _is_copy(value: Any) -> bool:
     """Whether a view does not share the memory of its base."""
     storages = [one.to_local().untyped_storage()._cdata for one in (value, value._base) if isinstance(one, DTensor)]
     return len({*storages}) > 1
+
+
+def _write(into: Any, value: Any) -> None:
+    """Copies; torch (2.13) makes no partial sums of slices."""
+    placed = tuple(Replicate() if one.is_partial() else one for one in into.placements)
+    into.copy_(laid_out(value, into.device_mesh, placed))
 
 
 def _out_of_place(name: str) -> Any:
@@ -654,9 +660,18 @@ def _product(input: Tensor, other: Tensor) -> Tensor:
     return (input[None] @ other)[..., 0, :] if input.ndim == 1 < other.ndim else input @ other
 
 
+def _joined(function: Any, tensors: Any, *dim: Any, **given: Any) -> Tensor:
+    if len({getattr(one, "placements", ()) for one in tensors}) > 1:
+        tensors = [_added_up(one) for one in tensors]
+    return function(tensors, *dim, **given)  # type: ignore[no-any-return]
+
+
+def _added_up(value: Any) -> Any:
+    return laid_out(value, value.device_mesh, _complete_along(value, ())) if isinstance(value, DTensor) else value
+
+
 def _quotient(input: Any, other: Any, **given: Any) -> Tensor:
-    added = laid_out(other, other.device_mesh, _complete_along(other, ())) if isinstance(other, DTensor) else other
-    return torch.div(input, added, **given)
+    return torch.div(input, _added_up(other), **given)
 
 
 def _rms_norm(input: Any, normalized_shape: Any, *weight: Any, **given: Any) -> Tensor:
@@ -669,6 +684,33 @@ def _rms_norm(input: Any, normalized_shape: Any, *weight: Any, **given: Any) -> 
 def _normalized(input: Tensor, *dims: Any, out: Any = None, **given: Any) -> Tensor:
     result = functional.normalize(input, *dims, **given)
     return result if out is None else out.copy_(result)
+
+
+def _batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    shape = [1, -1, *(1 for _ in range(x.ndim - 2))]
+    mean, variance = running_mean, running_var
+    if training or running_mean is None:
+        count, dims = x.numel() // x.shape[1], [dim for dim in range(x.ndim) if dim != 1]
+        mean = x.sum(dims) / count
+        variance = (x - mean.view(shape)).square().sum(dims) / count
+    if training and running_mean is not None:
+        found = mean.detach(), variance.detach() * (count / (count - 1))
+        for running, new in zip((running_mean, running_var), found, strict=True):
+            running.copy_(running * (1 - momentum) + new * momentum)
+    made = (x - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
+    made = made if weight is None else made * weight.view(shape)
+    made = made if bias is None else made + bias.view(shape)
+    return made.to(input.dtype)  # type: ignore[no-any-return]
 
 
 def _bag(
@@ -720,9 +762,9 @@ _INSTEAD: dict[Any, Any] = {
     **{torch.select: _selected, Tensor.select: _selected, torch.unbind: _unbound, Tensor.unbind: _unbound},
     getattr(functional, "linear_cross_entropy", None): _loss_of_product,  # of torch 2.13
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.__truediv__), _quotient),
-    functional.embedding_bag: _bag,
-    functional.normalize: _normalized,
+    **{functional.batch_norm: _batch_norm, functional.embedding_bag: _bag, functional.normalize: _normalized},
     **{functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm},
+    **{function: partial(_joined, function) for function in (torch.cat, torch.concat, torch.stack)},
     **{torch.matmul: _product, Tensor.matmul: _product, Tensor.__matmul__: _product},
 }
 
@@ -731,11 +773,12 @@ class _Instead(TorchFunctionMode):
     """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
     those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
     from the last, parts of a sliced dim and RMS norms along it are refused, a vector times slices of a matrix has the
-    strides of a matrix, bags of rows of a table have no rule, and norms written to a given tensor (spectral norm) are
-    bounded in place."""
+    strides of a matrix, bags of rows of a table have no rule, slices and partial sums cannot be joined, batch norms
+    lose what they write to statistics of slices, and norms written to a given tensor (spectral norm) are bounded in
+    place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sliced = func in _INSTEAD and any(isinstance(one, DTensor) for one in args)
+        sliced = func in _INSTEAD and any(isinstance(one, DTensor) for one in tree_leaves(args))
         return (_INSTEAD[func] if sliced else func)(*args, **(kwargs or {}))
 
 

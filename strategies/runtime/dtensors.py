@@ -54,6 +54,8 @@ there, and DTensor sorts them complete. Exported programs compute those of `all`
 computes them wrongly."""
 FAULTY = ("aten.native_group_norm_backward.default",)
 """Operators that DTensor (torch 2.13) takes apart with sizes that are not those of a slice."""
+WRITTEN_OUT = "batch_norm", "batch_norm_training"
+"""Operators that exported programs compute by sums and products."""
 OPAQUE = ("called_module", "drawn_function", "meshwright::packed_network")
 """Operators that run code of the user, or networks of torch on what has as many elements as values say."""
 
@@ -77,7 +79,7 @@ def unknown(graph: OperatorGraph, device: str) -> dict[str, frozenset[str]]:
         specs = graph.operand_specs(operator)
         trained = [ref in graph.trained for ref in operator.operands]
         call = operator.target, *trained, *((one.shape, one.dtype) for one in specs)
-        if operator.op in (*OPAQUE, *GROUPED) or call in tried:
+        if operator.op in (*OPAQUE, *GROUPED, *WRITTEN_OUT) or call in tried:
             continue
         tried.add(call)
         names: set[str] = set()

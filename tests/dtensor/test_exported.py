@@ -36,19 +36,30 @@ def _bags(x: Tensor, mode: str) -> Tensor:
     return functional.embedding_bag(torch.tensor([[1, 7, 2], [3, 1, 1], [2, 2, 2]]), x, mode=mode, padding_idx=2)
 
 
+def _normalised(x: Tensor) -> Tensor:
+    """Rows beside their new statistics."""
+    x = x.sin()
+    mean, variance = (x.new_full((6,), number) for number in (0.5, 2.0))
+    rows = functional.batch_norm(x, mean, variance, x.detach()[0, :, 0], x[1, :, 1], True, 0.3)
+    return rows + mean.view(1, 6, 1) * variance.view(1, 6, 1)
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     **{
         f"bags of rows, {mode}": (partial(_bags, mode=mode), placed, (8, 4))
         for mode, placed in (("max", "S0"), ("mean", "S0"), ("sum", "S1"))
     },
+    **{f"a batch norm, {placed}": (_normalised, placed, (4, 6, 2)) for placed in ("S0", "S1", "P")},
     "a vector times rows": (lambda x: x[0] @ x, "S0", (4, 4)),
     "adaptive pool of rows": (lambda x: functional.adaptive_avg_pool2d(x, 3), "S1", (2, 8, 8)),
     "adaptive pool of slices of channels": (lambda x: functional.adaptive_avg_pool2d(x, (3, 2)), "S1", (1, 4, 6, 8)),
     "a diagonal filled in place": (lambda x: x.sin().fill_diagonal_(2.0), "S0", (4, 4)),
     "a part along the last dim": (lambda x: x.select(-1, 1), "S0", (4, 4, 4)),
+    "rows and sums": (lambda x: torch.stack([x.sum(0), x[:, 0]]), "S0", (4, 4)),
     "all parts": (lambda x: torch.stack(x.unbind(-1)[::-1]), "S1", (4, 4)),
     "rows that are no multiple, flattened": (lambda x: x.flatten() * 2, "S0", (3, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
+    "slices written to sums": (lambda x: (x * 2).clamp_(x.sin().select(0, 1)), "P", (4, 4)),
     "sums written in place": (lambda x: (x * 2).remainder_(0.7), "P", (4, 4)),
     "a number by sums": (lambda x: torch.true_divide(2.0, x), "P", (4, 4)),
     "weights that are sums": (lambda x: torch.lerp(x.sin(), x.cos(), x), "P", (4, 4)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,12 +78,13 @@ class Call(nn.Module):
 
 @dataclass(frozen=True)
 class Sample:
-    """A call by name, with what one device makes of it: loss and gradients, and the shape of its operands in words."""
+    """A call by name, with what one device makes of it: loss, gradients, and buffers afterwards."""
 
     name: str
     call: Call
     loss: Tensor
     gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
 
 
 @cache
@@ -152,20 +154,20 @@ def _on_one_device(name: str, call: Call) -> Sample | None:
     results = []
     for seed in (1, 2):
         torch.manual_seed(seed)
+        ran = copy.deepcopy(call)
         try:
-            loss = call(torch.ones(4))
+            loss = ran(torch.ones(4))
             loss.backward()
         except Exception:  # counted by nobody: torch itself does not run it
             return None
-        gradients = {key: one.grad for key, one in call.named_parameters() if one.grad is not None}
+        gradients = {key: one.grad for key, one in ran.named_parameters() if one.grad is not None}
         results.append((loss.detach(), gradients))
-        call.zero_grad()
     (loss, gradients), (again, others) = results
     if not loss.isfinite() or not torch.equal(loss, again):
         return None
     if any(not torch.equal(one.nan_to_num(), others[key].nan_to_num()) for key, one in gradients.items()):
         return None
-    return Sample(name, call, loss, gradients)
+    return Sample(name, call, loss, gradients, dict(ran.named_buffers()))
 
 
 def _once(words: Sequence[str]) -> tuple[str, ...]:

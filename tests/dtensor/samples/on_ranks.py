@@ -128,6 +128,10 @@ def _run(sample: Sample, replicated: tuple[str, ...], placed: Placed, devices: D
         worst = _gap(got, torch.zeros_like(got) if want is None else want)
         if worst > TOLERANCE:
             problems.append(f"gradient of {name} {worst:.1e}")
+    for name, buffer in call.named_buffers():
+        worst = _gap(_complete(buffer).double(), sample.buffers[name].double())
+        if worst > TOLERANCE:
+            problems.append(f"buffer {name} {worst:.1e}")
     return ", ".join(problems)
 
 
