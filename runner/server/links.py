@@ -47,9 +47,9 @@ class ServerLink:
         self._timeout = timeout
         self.sent = self.received = 0
 
-    def patient(self) -> ServerLink:
-        """This link, which from now on waits for a message for any time."""
-        self._timeout = math.inf
+    def patient(self, seconds: float = math.inf) -> ServerLink:
+        """This link, which from now on waits `seconds` for a message."""
+        self._timeout = seconds
         return self
 
     def send(self, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> None:
@@ -153,7 +153,8 @@ def accept(
         try:
             silence = _silence(plain.getsockname()[0], timeout)
             link = ServerLink(answer(plain, secret, silence, GREETING), timeout)
-            hello, _ = link.receive()
+            hello, _ = link.patient().receive()  # a member opens its data first
+            link.patient(timeout)
         except (*BROKEN, AuthenticationError):
             return  # a stranger, or a process that has ended
         serve(link, hello)

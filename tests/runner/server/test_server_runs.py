@@ -1,7 +1,9 @@
 """Parameter servers in real processes: equal to one device, whoever is killed."""
 
 import math
+import queue
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +13,9 @@ from small import DOUBLE, MODES, SMALL
 
 from runner import checkpoint as checkpoints
 from runner.errors import ConfigError, RunFailed
+from runner.launch import network
 from runner.planning.datasets import datasets, order_of
-from runner.server import roles
+from runner.server import links, roles
 from strategies.core.errors import StrategyError
 
 SERVED = (*SMALL, "parallel=parameter_server", "world_size=5", "parallel.server.servers=2", "train.log_every=1")
@@ -69,6 +72,18 @@ def test_members_wait_for_a_coordinator_that_is_slow_to_start(tmp_path):
     assert roles._coordinator(job) is None
 
 
+def test_a_member_may_take_its_time_between_connecting_and_its_first_message():
+    listener, secret, called = network.listener("127.0.0.1"), b"secret", queue.SimpleQueue()
+    links.accept(listener, secret, 0.2, lambda link, hello: called.put((link, hello)))
+    link = links.connect(listener.getsockname()[:2], secret, 0.2)
+    time.sleep(0.5)
+    link.send("worker")
+    accepted, hello = called.get(timeout=5)
+    for one in (listener, link, accepted):
+        one.close()
+    assert hello["op"] == "worker"
+
+
 def hang(rank, step, phase):
     return kill(rank, step, phase).replace("kill", "hang")
 
@@ -91,7 +106,7 @@ def test_workers_and_servers_that_hang_are_replaced(start, kept):
 def test_the_only_worker_hangs(start):
     fault = f"launch.faults=[{hang(2, 2, 'forward')}]"
     with pytest.raises(RunFailed, match=r"failed: the worker on rank 2 gave no answer for \d+ s") as caught:
-        start(*SERVED, "world_size=3", "parallel.server.servers=1", "launch.timeout=2", fault)
+        start(*SERVED, "world_size=3", "parallel.server.servers=1", "launch.timeout=4", fault)
     assert caught.value.code == "MW712"
 
 
