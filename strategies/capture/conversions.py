@@ -92,7 +92,11 @@ class Conversions:
         """Choose the innermost function of the user's that an error came through and that calls one of them."""
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         for code in reversed(codes):
-            if not in_library(code.co_filename) and (other := _with_ours(code)) is not None:
+            if in_library(code.co_filename) or (other := _with_ours(code)) is None:
+                continue
+            if not _functions_of(code):
+                gc.unfreeze()
+            if _functions_of(code):
                 self.chosen[code] = other
                 return True
         return False
@@ -102,11 +106,16 @@ class Conversions:
         """Export within this context."""
         with ExitStack() as stack:
             for code, other in self.chosen.items():
-                functions = [one for one in gc.get_referrers(code) if isinstance(one, FunctionType)]
-                for function in (one for one in functions if one.__code__ is code):
+                for function in _functions_of(code):
                     stack.enter_context(replaced(function, "__code__", other))
                     stack.enter_context(_defined(function.__globals__))
             yield
+
+
+def _functions_of(code: CodeType) -> list[FunctionType]:
+    """Those that `gc.freeze` has not hidden."""
+    functions = (one for one in gc.get_referrers(code) if isinstance(one, FunctionType))
+    return [one for one in functions if one.__code__ is code]
 
 
 def _with_ours(code: CodeType) -> CodeType | None:

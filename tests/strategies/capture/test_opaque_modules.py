@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,14 @@ def test_attention_within_draws_nothing() -> None:
     objective = Objective(net(attending), Squares(), ("0", "1"), ("1",))
     graph = capture(objective, (torch.randn(16, 4), torch.randn(16, 1)), training=True).graph
     assert [op.op for op in graph.operators].count("called_module") == 2
+
+
+def test_functions_that_the_collector_does_not_know() -> None:
+    gc.freeze()
+    try:
+        test_attention_within_draws_nothing()
+    finally:
+        gc.unfreeze()
 
 
 def noisy(h: Tensor) -> Tensor:
