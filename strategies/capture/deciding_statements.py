@@ -59,8 +59,6 @@ class _Span:
     definition: ast.FunctionDef
     begin: int
     end: int
-    step: int = 1
-    """How many statements further up it begins where it is not known how many."""
 
     @property
     def body(self) -> list[ast.stmt]:
@@ -192,11 +190,11 @@ class DecidingStatements:
         """Let statements begin further up, where these names are given values; raises Outlines."""
         span = self.spans[function]
         stores = [place for place in range(span.begin) if {*names} & _stored(span.body[place : place + 1])]
-        if span.begin == 0 or (names and not stores):
+        begin = stores[-1] if stores else span.begin - 1
+        if begin < 0 or (names and not stores):
             self._refuse(function)
         else:
-            span.begin = stores[-1] if stores else max(0, span.begin - span.step)
-            span.step *= 1 if stores else 2  # a try is another export
+            span.begin = begin
         raise Outlines
 
     def _is_suitable(self, value: Any) -> bool:

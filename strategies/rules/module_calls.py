@@ -69,18 +69,17 @@ class ModuleCall:
         own = dict(zip(self.names, operands[len(operands) - len(self.names) :], strict=True))
         casts = nullcontext() if self.autocast is None else torch.autocast(operands[0].device.type, self.autocast)
         before = changeable(operands, operands[0].device)
-        name = self.module._get_name()  # type: ignore[no-untyped-call]
         with casts:
             returned = functional_call(self.module, own, args, kwargs)
         if changeable(operands, operands[0].device) != before:
             raise RuntimeError(
-                f"{name}, which ranks call as one operator because it decides by values, drew "
+                f"{type(self.module).__name__}, which ranks call as one operator because it decides by values, drew "
                 "random numbers or wrote into a tensor, which it did not when it was captured"
             )
         results = tuple(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
         made = tuple((tuple(result.shape), result.dtype) for result in results)
         if made != self.results:
-            raise RuntimeError(f"{name} returned {made}, but the plan is made for {self.results}")
+            raise RuntimeError(f"{type(self.module).__name__} returned {made}, but the plan is made for {self.results}")
         return results
 
 

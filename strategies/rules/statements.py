@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,10 +52,6 @@ class Statements(nn.Module):
             _compiled[self] = FunctionType(self._code(), vars(import_module(self.owner)))
         modules = {name.removeprefix("module_"): child for name, child in self._modules.items()}
         return _compiled[self](**values, **modules)
-
-    def _get_name(self) -> str:
-        """What an error calls it."""
-        return f"What is computed at {Path(self.filename).name}:{self.body[0].lineno}-{self.body[-1].end_lineno}"
 
     def _code(self) -> CodeType:
         arguments = _no_arguments()
