@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, refusal, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
 from strategies.rules.registry import PLAIN, function_class
@@ -160,7 +160,7 @@ def _check_found(function: Any, name: str) -> None:
 
 
 def _refusal(function: type, what: str, remedy: str) -> StrategyError:
-    return refusal(
+    return StrategyError(
         "MW904",
         f"The torch.autograd.Function {function.__name__} {what}, so the ranks could not call it as one operator; "
         f"{remedy}.",

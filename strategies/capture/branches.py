@@ -16,7 +16,7 @@ captured so.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -55,8 +55,6 @@ from strategies.rules.registry import PLAIN
 aten = torch.ops.aten
 MOST_PATHS = 16
 """Sequences of answers of one call."""
-MOST_INDEPENDENT = 3
-"""Branches of one call, none of which leaves out another: their sequences are as many as this power of two."""
 CHOICE = "choice"
 """What the node of a choice between results of two sides says of itself."""
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
@@ -110,11 +108,7 @@ class Branches:
         parameters, modules = exported.graph_signature.inputs_to_parameters, dict(self.root.named_modules())
         nodes = list(exported.graph.nodes) if self.chosen else []
         choices = (node for node in nodes if CHOICE in node.meta)
-        wrong = [
-            choice
-            for choice in choices
-            if shows_writes(choice, _operands(choice)[1:], nodes[nodes.index(choice) + 1 :])
-        ]
+        wrong = [choice for choice in choices if _shows_writes(choice, nodes[nodes.index(choice) + 1 :])]
         for node in nodes:
             name = parameters.get(node.name)
             if name is not None and not _trained_always(node) and self.root.get_parameter(name).requires_grad:
@@ -191,7 +185,7 @@ class Branches:
                 answers.pop()
             if not answers:
                 break
-            if len(paths) == MOST_PATHS or _are_independent(paths):
+            if len(paths) == MOST_PATHS:
                 raise _Different
             answers[-1] = False
             before.restore()
@@ -532,14 +526,6 @@ class _Merger:
                     node.meta["val"] = inferred(self.graph, node.target, node.args, node.kwargs)
 
 
-def _are_independent(paths: Sequence[_Path]) -> bool:
-    """Whether the last of the branches of a call, more than `MOST_INDEPENDENT`, leave none out, as those in a loop over
-    classes do, whatever sequences come after `paths`."""
-    count = len(paths[0].predicates)
-    seen = 2 ** (MOST_INDEPENDENT - 1) + 1  # one with another answer to the third branch from the last
-    return count > MOST_INDEPENDENT and len(paths) == seen and all(len(one.predicates) == count for one in paths)
-
-
 def _node(tracer: Any, tensor: Tensor) -> fx.Node | None:
     proxy = tracer.unwrap_proxy(tensor)
     return proxy.node if isinstance(proxy, fx.Proxy) else None
@@ -611,17 +597,16 @@ def _memory(node: fx.Node) -> int | None:
     return None if value is None else value.untyped_storage()._cdata
 
 
-def shows_writes(choice: fx.Node, others: Iterable[fx.Node], later: Sequence[fx.Node]) -> bool:
-    """Whether a node, which may be one of others itself for torch, is written and one of these is read afterwards, or
-    the other way round."""
-    own = {_memory(choice)}
-    given = {_memory(other) for other in others} - own
+def _shows_writes(choice: fx.Node, later: Sequence[fx.Node]) -> bool:
+    """Whether what is chosen is written and one of what it was chosen from is read afterwards, or the other way
+    round."""
+    own, others = {_memory(choice)}, {_memory(given) for given in _operands(choice)[1:]}
     for position, node in enumerate(later):
         written = _written(node)
-        if written is None or _memory(written) not in own | given:
+        if written is None or _memory(written) not in own | others:
             continue
-        stale = given if _memory(written) in own else own
-        if any(_memory(one) in stale for reader in later[position + 1 :] for one in _operands(reader)):
+        stale = others if _memory(written) in own else own
+        if any(_memory(given) in stale for reader in later[position + 1 :] for given in _operands(reader)):
             return True
     return False
 

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.capture.constants import behind, traced
-from strategies.capture.nodes import beneath_tracing, draws, fakes, op_of, refusal, replaced, users_line
+from strategies.capture.nodes import beneath_tracing, draws, fakes, op_of, replaced, users_line
 from strategies.capture.repeated_modules import NOTE, NotRepeated
 from strategies.core.errors import StrategyError
 
@@ -55,9 +55,7 @@ def derivatives_as_operators() -> Iterator[None]:
         if tracing is None:  # of the operators that are run once more
             return _engine_run_backward(outputs, upstream, retain, create, inputs, *rest, **options)
         if options.get("accumulate_grad"):
-            error = _refusal("backward() writes to .grad", "use torch.autograd.grad.")
-            error.lines = ()  # statements that do so are no one operator
-            raise error
+            raise _refusal("backward() writes to .grad", "use torch.autograd.grad.")
         results = _derivatives(outputs, upstream, inputs, tracing.tracer)
         unused = options.get("allow_unreachable", bool(rest and rest[0]))
         if not unused and any(one is None for one in results):
@@ -70,7 +68,9 @@ def derivatives_as_operators() -> Iterator[None]:
 
 def _refusal(why: str, remedy: str = REMEDY) -> StrategyError:
     where = users_line()
-    return refusal("MW906", f"The model's forward computes a derivative{where}, which is not captured: {why}; {remedy}")
+    return StrategyError(
+        "MW906", f"The model's forward computes a derivative{where}, which is not captured: {why}; {remedy}"
+    )
 
 
 def _derivatives(

@@ -27,14 +27,12 @@ from strategies.capture.branches import Branches, NotChosen
 from strategies.capture.changing_attributes import ChangingAttributes
 from strategies.capture.constant_buffers import ConstantBuffers
 from strategies.capture.conversions import Conversions
-from strategies.capture.deciding_statements import DecidingStatements, Outlines
 from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.indexed import by_places
-from strategies.capture.logged_arrays import LoggedArray, leaves_torch
 from strategies.capture.merged_dims import unmerged
-from strategies.capture.nodes import forwards_wrapped, in_library, lines_of, shaped_by_values, short
+from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.packed_sequences import packed_as_padded
 from strategies.capture.packed_weights import packed, sections_of
@@ -175,11 +173,12 @@ def capture(
     _check_calls(objective)
     check_scripted(objective)
     opaque, drawing, constant = OpaqueModules(objective), DrawingFunctions(objective), ConstantBuffers(objective)
-    branches, conversions, deciding = Branches(objective), Conversions(), DecidingStatements(objective)
+    branches, conversions = Branches(objective), Conversions()
     while True:
         try:
-            captured = _captured(objective, batch, training, opaque, drawing, constant, branches, conversions, deciding)
-            if captured is not None:
+            if (
+                captured := _captured(objective, batch, training, opaque, drawing, constant, branches, conversions)
+            ) is not None:
                 given = objective.sections if like is None else sections_of(like)
                 return replace(captured, graph=packed(captured.graph, given))
         except DrawsIn as error:
@@ -188,17 +187,13 @@ def capture(
             opaque.refuse(error.owner)
         except NotChosen as error:
             branches.refuse(error.owner)
-        except Outlines:
-            continue
         except StrategyError as error:
             cause = error.__cause__
-            if cause is None or not (isinstance(cause, UNKNOWN) or leaves_torch(cause)):
-                if not deciding.choose(error.lines):
-                    raise
-                continue
+            if cause is None or not (isinstance(cause, UNKNOWN) or _leaves_torch(cause)):
+                raise
             running, guard = _running(cause), isinstance(cause, GuardOnDataDependentSymNode)
             branching = guard and (conversions.choose(cause) or branches.choose(running))
-            if not (branching or drawing.choose(cause) or opaque.choose(running) or deciding.choose(_lines(cause))):
+            if not (branching or drawing.choose(cause) or opaque.choose(running)):
                 raise
 
 
@@ -211,7 +206,6 @@ def _captured(
     constant: ConstantBuffers,
     branches: Branches,
     conversions: Conversions,
-    deciding: DecidingStatements,
 ) -> Captured | None:
     """The captured objective; None where other modules must be one node, other buffers are no constants, or other
     branches cannot be captured."""
@@ -235,7 +229,6 @@ def _captured(
             opaque.as_nodes(),
             drawing.as_nodes(),
             branches.as_choices(),
-            deciding.as_nodes(),
             conversions.as_symbols(),
             forwards_wrapped([Objective], partial(by_places, selections=branches.selections)),
             warnings.catch_warnings(),
@@ -245,7 +238,7 @@ def _captured(
             export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
             try:
                 # what these read is not seen while they are traced
-                if opaque.chosen or drawing.chosen or branches.chosen or deciding.spans:
+                if opaque.chosen or drawing.chosen or branches.chosen:
                     raise NotRepeated
                 with repeated.traced_once():
                     exported = export()
@@ -264,18 +257,17 @@ def _captured(
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    if branches.refuse_others(exported) or deciding.refuse_others(exported):
+    if branches.refuse_others(exported):
         return None
-    first = next(filter(shaped_by_values, exported.graph.nodes), None)
-    around = [] if first is None else _modules_around(objective, first)
+    around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)
     replace_vmap(exported.graph)
     replace_strides(exported.graph)
     check_nodes(exported.graph, training)
     try:
         graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
-    except StrategyError as error:
-        if opaque.choose(around) or (first is not None and deciding.choose([*lines_of(first), *error.lines])):
+    except StrategyError:
+        if opaque.choose(around):
             return None
         raise
     if constant.are_written(graph, tensors, assigned.names):
@@ -286,6 +278,11 @@ def _captured(
     return Captured(graph, tensors)
 
 
+def _leaves_torch(error: BaseException) -> bool:
+    """Whether a forward hands a tensor, which has no values while it is traced, to numpy."""
+    return ".numpy() is not supported" in str(error)
+
+
 def _running(error: BaseException) -> list[nn.Module]:
     """The modules whose forward raised an error, innermost first."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
@@ -293,15 +290,13 @@ def _running(error: BaseException) -> list[nn.Module]:
     return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
-def _lines(error: BaseException) -> list[tuple[str, int]]:
-    """Files and lines that an error came through, innermost first."""
-    return [(frame.f_code.co_filename, line) for frame, line in reversed([*traceback.walk_tb(error.__traceback__)])]
-
-
-def _modules_around(objective: Objective, node: fx.Node) -> list[nn.Module]:
-    """The modules in whose forward a node was made, innermost first."""
+def _shaped_by_values(objective: Objective, graph: fx.Graph) -> list[nn.Module]:
+    """The modules around the first tensor whose shape depends on values, innermost first."""
     modules = dict(objective.named_modules())
-    return [modules[path] for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())]
+    for node in graph.nodes:
+        if shaped_by_values(node):
+            return [modules[path] for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())]
+    return []
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -362,11 +357,10 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
 
 
 def _plain_outputs(_: nn.Module, __: Any, output: Any) -> Any:
-    """What an evaluation returns, as torch.export takes it: a dataclass that it does not know becomes a dict, an array
-    for a log None."""
+    """What an evaluation returns, as torch.export takes it: a dataclass that it does not know becomes a dict."""
     if is_dataclass(output) and not isinstance(output, type) and type(output) not in _pytree.SUPPORTED_NODES:
-        output = {field.name: value for field in fields(output) if (value := getattr(output, field.name)) is not None}
-    return _pytree.tree_map_only(LoggedArray, lambda _: None, output)
+        return {field.name: value for field in fields(output) if (value := getattr(output, field.name)) is not None}
+    return output
 
 
 def _described(output: object) -> str:
@@ -410,7 +404,7 @@ def _capture_failure(error: BaseException) -> str:
             "(persistent=False) for a constant, or decide in a child module or the loss (loss.target): what takes and "
             "returns tensors of fixed shapes is one operator."
         )
-    if leaves_torch(error):
+    if _leaves_torch(error):
         return (
             f"The model's forward leaves torch{where}: what numpy or scipy computes there is unknown to a capture, as "
             "tensors have no values. Compute it with torch; in the loss (loss.target) or a child module that takes and "

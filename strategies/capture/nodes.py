@@ -21,7 +21,6 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from strategies.core.errors import StrategyError
 from strategies.rules.registry import FUNCTION, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -143,25 +142,13 @@ def users_line() -> str:
     return ""
 
 
-def lines_of(node: fx.Node) -> list[tuple[str, int]]:
-    """Files and lines from which a node was called, innermost first."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return [(filename, int(line)) for filename, line in reversed(frames)]
-
-
-def refusal(code: str, text: str, node: fx.Node | None = None) -> StrategyError:
-    """An error about the lines from which a node was called, or that are running, which statements that are one
-    operator may cure."""
-    error = StrategyError(code, text)
-    running = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1))]
-    error.lines = running if node is None else lines_of(node)
-    return error
-
-
 def source_of(node: fx.Node) -> str:
     """file:line of the innermost frame outside torch, or nothing."""
-    users = (f"{short(filename)}:{line}" for filename, line in lines_of(node) if not in_library(filename))
-    return next(users, "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    for filename, line in reversed(frames):
+        if not in_library(filename):
+            return f"{short(filename)}:{line}"
+    return ""
 
 
 def modules_of(node: fx.Node) -> list[str]:

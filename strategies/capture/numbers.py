@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from strategies.capture.nodes import at, call, draws, op_of, refusal, shaped_by_values
+from strategies.capture.nodes import at, call, draws, op_of, shaped_by_values
+from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
 CHECKS = frozenset(
@@ -113,20 +114,18 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             tensors = [call(graph, node, aten.to.dtype, tensor, torch.float64) for tensor in tensors]
         tensor_value = call(graph, node, ARITHMETIC[node.target], *tensors)
     elif op_of(node) in SIZES:
-        raise refusal(
+        raise StrategyError(
             "MW902",
             f"The model{at(node)} goes on with a tensor whose shape depends on values (indexed with a mask, nonzero, "
             "unique, bincount, ...), so it is not one graph; use torch.where, multiply with the mask, ignore_index in "
             "a loss, bincount with minlength=N (torch.zeros(N).scatter_add of ones), or, for what is the same in every "
             "step, a buffer that is not saved (persistent=False).",
-            node,
         )
     else:
-        raise refusal(
+        raise StrategyError(
             "MW902",
             f"{op_of(node)}{at(node)} computes a number from the values of a tensor, which is not known when the model "
             "is captured; keep it a tensor.",
-            node,
         )
     kind = bool if isinstance(symbol, torch.SymBool) else float if isinstance(symbol, torch.SymFloat) else int
     tensor_value = call(graph, node, aten.to.dtype, tensor_value, PRECISION[kind])
@@ -143,12 +142,11 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """`node` with tensors where it took numbers: by the overload that accepts them."""
     recorded = node.meta["val"]
     if not isinstance(node.target, torch._ops.OpOverload) or shaped_by_values(node):
-        raise refusal(
+        raise StrategyError(
             "MW902",
             f"{op_of(node)}{at(node)} takes a shape or makes a choice from the values of a tensor (item), which are "
             "not known when the model is captured; use torch.where, masks, sizes that are Python numbers, or, for a "
             "constant, a buffer that is not saved (persistent=False).",
-            node,
         )
     packet = node.target.overloadpacket
     if packet in FILLED and isinstance(number := node.args[FILLED[packet]], fx.Node):
@@ -166,8 +164,7 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
             same = value.dtype == recorded.dtype
             return rebuilt if same else call(graph, node, aten.to.dtype, rebuilt, recorded.dtype)
         graph.erase_node(rebuilt)
-    raise refusal(
+    raise StrategyError(
         "MW902",
         f"{op_of(node)}{at(node)} takes a number that depends on the values of a tensor (item); keep it a tensor.",
-        node,
     )

@@ -22,7 +22,7 @@ from torch.nn.utils import rnn
 
 from strategies.capture.constants import number, values_of
 from strategies.capture.masked import SELECTIONS, equal_masks
-from strategies.capture.nodes import forwards_wrapped, refusal, replaced, users_line
+from strategies.capture.nodes import forwards_wrapped, replaced, users_line
 from strategies.core.errors import StrategyError
 from strategies.rules.packed_sequences import packed_network
 
@@ -30,9 +30,9 @@ NETWORKS = (nn.LSTM, nn.GRU, nn.RNN)
 NAMES = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}
 
 
-def _refused(what: str, cure: str) -> StrategyError:
+def refusal(what: str, cure: str) -> StrategyError:
     where = users_line()
-    return refusal("MW906", f"The model's forward {what}{where}, which depends on the values of lengths; {cure}.")
+    return StrategyError("MW906", f"The model's forward {what}{where}, which depends on the values of lengths; {cure}.")
 
 
 class PackedAsPadded(rnn.PackedSequence):
@@ -81,7 +81,7 @@ class PackedAsPadded(rnn.PackedSequence):
         """A packed sequence of the same lengths."""
         known = SELECTIONS[-1].of(data)
         if known is None or not equal_masks(known.mask, self._mask()):
-            raise _refused(
+            raise refusal(
                 "makes a packed sequence of tensors that are not computed from the elements of another, one by one",
                 "compute on the padded tensor, of pad_packed_sequence(..., total_length=x.size(1)), and pack again",
             )
@@ -103,7 +103,7 @@ class PackedAsPadded(rnn.PackedSequence):
     def _replace(self, **fields: Any) -> PackedAsPadded:
         data = fields.pop("data")
         if any(not isinstance(one, SequenceOrder) for one in fields.values()):
-            raise _refused("changes the order of a packed sequence", "pack again")
+            raise refusal("changes the order of a packed sequence", "pack again")
         return self.with_data(data)
 
 
@@ -114,7 +114,7 @@ class SequenceOrder:
         self.packed = packed
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise _refused(
+        raise refusal(
             "looks into a packed sequence (batch_sizes, sorted_indices ...)",
             "compute on the padded tensor, that of pad_packed_sequence(..., total_length=x.size(1)), and pack again",
         )
@@ -139,7 +139,7 @@ def _pad(sequence: PackedAsPadded, batch_first: bool, value: float, total_length
     longest = None if constant is None else int(constant.max())
     total_length = longest if total_length is None else total_length
     if not isinstance(total_length, int) or total_length < (size if longest is None else longest):
-        raise _refused(
+        raise refusal(
             "pads packed sequences to the longest of them, or to less than the padded input",
             f"say a length that holds for all: pad_packed_sequence(..., total_length={size}), the padded input's, and "
             "mask what is behind the ends",

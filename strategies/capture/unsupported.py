@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as every_module
 
-from strategies.capture.nodes import at, fakes, op_of, refusal, replaced, users_line
+from strategies.capture.nodes import at, fakes, op_of, replaced, users_line
 from strategies.capture.vmapped import is_functional
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -71,12 +71,11 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
     gradients are sparse."""
     for node in graph.nodes:
         if is_functional(node):
-            raise refusal(
+            raise StrategyError(
                 "MW906",
                 f"The model's forward calls torch.func, or torch.vmap of a function that draws random numbers or has a "
                 f"region such as no_grad{at(node)}, which is not captured; write it with operators on the global "
                 "batch.",
-                node,
             )
         if op_of(node).startswith("as_strided"):
             raise StrategyError(
@@ -94,11 +93,10 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
             continue
         given = (fake for one in (node, *node.all_input_nodes) for fake in fakes(one.meta.get("val")))
         if any(fake.layout != torch.strided for fake in given):
-            raise refusal(
+            raise StrategyError(
                 "MW906",
                 f"{op_of(node)}{at(node)} takes or makes a sparse tensor, of which a rank would have no slices; use a "
                 "dense one (to_dense()), or indices and values with index_select and index_add.",
-                node,
             )
         if training and named(str(node.target), node.args, dict(node.kwargs)).get("sparse") is True:
             raise StrategyError(

@@ -7,7 +7,7 @@ prints what a code means.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 E = TypeVar("E", bound="CodedError")
@@ -54,9 +54,6 @@ class CodedError(Exception):
 
 class StrategyError(CodedError):
     """A model, layout, strategy or plan that cannot be carried out."""
-
-    lines: Sequence[tuple[str, int]] = ()
-    """Files and lines of a model's code that it is about, innermost first."""
 
 
 class TooLarge(StrategyError):

@@ -318,7 +318,7 @@ class Many(Net):
 
 @pytest.mark.parametrize(
     "net",
-    [Normed, Shaped, Appending, Counting, Drawing, Written, WrittenBehind],
+    [OneSide, Normed, Shaped, Appending, Counting, Drawing, Written, WrittenBehind, Skipping, Many],
     ids=lambda net: net.__name__,
 )
 def test_what_cannot_be_chosen_is_refused(net: type[nn.Module]) -> None:
@@ -326,11 +326,3 @@ def test_what_cannot_be_chosen_is_refused(net: type[nn.Module]) -> None:
     with pytest.raises(StrategyError) as refusal:
         capture(objective, (torch.randn(16, 8), torch.randn(16, 8)), training=True)
     assert refusal.value.code in ("MW901", "MW906")
-
-
-@pytest.mark.parametrize("net", [OneSide, Skipping, Many], ids=lambda net: net.__name__)
-def test_what_cannot_be_chosen_is_one_operator(net: type[nn.Module], draw: Any) -> None:
-    torch.manual_seed(0)
-    model = Model(net(), nn.MSELoss(), (torch.randn(16, 8), torch.randn(16, 8)))
-    assert [operator.op for operator in model.graph.operators].count("called_module") == 1
-    assert model.worst(draw, 2) < TOLERANCE

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture
+from strategies.core.errors import StrategyError
 from tests.strategies.simulated_model import TOLERANCE, Model
 
 
@@ -187,9 +188,9 @@ def test_buffers_that_change_decide_in_every_step(body: Callable[[Any, Tensor], 
     assert {"tanh", "exp", "where"} <= {operator.op for operator in captured(Strided(body)).graph.operators}
 
 
-def test_decisions_by_buffers_that_a_checkpoint_may_change_are_those_of_every_step() -> None:
-    graph = captured(Strided(sized_by_buffers, saved=True)).graph
-    assert "called_module" in {operator.op for operator in graph.operators}
+def test_decisions_by_buffers_that_a_checkpoint_may_change_are_refused() -> None:
+    with pytest.raises(StrategyError, match=r"persistent=False"):
+        captured(Strided(sized_by_buffers, saved=True))
 
 
 def caught_check(_: Net, h: Tensor) -> Tensor:
@@ -240,15 +241,17 @@ def test_decisions_by_values_have_both_sides(name: str) -> None:
     assert "where" in {operator.op for operator in captured(Net(UNKNOWN[name])).graph.operators}
 
 
-DECIDING: dict[str, Callable[[Net, Tensor], Tensor]] = {
+REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "check that goes on": gone_on,
     "check that is caught above": check_caught_above,
 }
 
 
-@pytest.mark.parametrize("name", DECIDING)
-def test_what_an_error_decides_is_one_operator(name: str) -> None:
-    assert "called_module" in {operator.op for operator in captured(Net(DECIDING[name])).graph.operators}
+@pytest.mark.parametrize("name", REFUSED)
+def test_decisions_by_values_are_refused(name: str) -> None:
+    with pytest.raises(StrategyError, match=r"capture/test_constants.py:\d+: ") as caught:
+        captured(Net(REFUSED[name]))
+    assert caught.value.code == "MW901"
 
 
 class Layer(nn.Module):

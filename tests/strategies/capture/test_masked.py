@@ -186,14 +186,7 @@ def elsewhere(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) ->
     return h.view(-1, 6)[chosen[:, 0].nonzero().squeeze(1)].mean()
 
 
-@pytest.mark.parametrize("loss", [written, other, mixed, in_place, elsewhere], ids=lambda one: one.__name__)
-def test_what_is_no_selection_is_computed_by_every_rank(loss: Loss) -> None:
-    given = batch()
-    graph = capture(Objective(Net(loss), None, tuple(given), ()), tuple(given.values()), training=True).graph
-    assert [operator.op for operator in graph.operators].count("called_module") == 1
-
-
-@pytest.mark.parametrize("loss", [dropped], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("loss", [written, other, dropped, mixed, in_place, elsewhere], ids=lambda one: one.__name__)
 def test_refused(loss: Loss) -> None:
     given = batch()
     with pytest.raises(StrategyError, match="shape depends on values") as caught:

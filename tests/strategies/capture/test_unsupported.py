@@ -67,15 +67,12 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         r"computes a derivative at capture/test_unsupported.py:\d+, which is not captured: it goes through dropout",
     ),
     "derivative by backward": (propagated, r"which is not captured: backward\(\) writes to .grad"),
-    "derivative under autocast": (
-        lambda net, x: under_autocast(net, x),
-        r"which is not captured: it is under autocast",
-    ),
+    "derivative under autocast": (under_autocast, r"which is not captured: it is under autocast"),
     "gradient of a function": (
         lambda net, x: torch.func.grad(lambda y: net.inner(y).tanh().sum())(x),
         r"computes a derivative at capture/test_unsupported.py:\d+",
     ),
-    "numpy": (lambda net, x: matched(net, x), r"leaves torch at capture/test_unsupported.py:\d+: .*argsort.*custom_op"),
+    "numpy": (matched, r"leaves torch at capture/test_unsupported.py:\d+: .*argsort.*custom_op"),
     "vmap": (lambda net, x: torch.vmap(F.dropout, randomness="same")(net.inner(x)), r"torch.vmap of a function that"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
     "sized": (
@@ -154,7 +151,6 @@ def test_a_module_of_torch_jit_is_refused() -> None:
 
 
 def test_sparse_tensors() -> None:
-    """A buffer is one; what a forward makes of dense tensors is within one operator."""
     net = Net(lambda net, x: torch.sparse.mm(net.adjacency, net.inner(x)[:4]).sum())
     net.register_buffer("adjacency", torch.eye(4).to_sparse())
     with pytest.raises(StrategyError, match=r"sparse_mm.*sparse tensor.*to_dense") as error:
