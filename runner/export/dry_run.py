@@ -89,7 +89,7 @@ class Counting(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         places = torch.isin(self.mesh.mesh, torch.tensor(ranks)).nonzero()
         names = self.mesh.mesh_dim_names or ()
-        axes = tuple(name for name, along in zip(names, places.unbind(-1), strict=True) if len(along.unique()) > 1)
+        axes = tuple(name for name, along in zip(names, places.unbind(-1), strict=True) if len({*along.tolist()}) > 1)
         size = operand.numel() * operand.element_size()
         self.calls.append(CountedCollective(kind, axes, sent(kind, size, len(ranks))))
 

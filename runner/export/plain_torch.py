@@ -95,7 +95,8 @@ def _corrected() -> None:
     for function in (aten.div.Tensor, aten.div_.Tensor):
         found: Any = propagator.op_single_dim_strategy_funcs[function]
         propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
-    _clear_sharding_prop_cache()  # of what other rules, or a mesh of another module, have decided
+    # of what other rules, or a mesh of another module, have decided
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _ordered(tried: Any, schema: Any) -> list[Any]:
@@ -239,7 +240,7 @@ def _shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     ]
     left = dict(module.named_modules())
     for path in (*paths, ""):
-        part = fully_shard(module.get_submodule(path), mesh=mesh, dp_mesh_dims=axes, ignored_params=numbers)
+        part: Any = fully_shard(module.get_submodule(path), mesh=mesh, dp_mesh_dims=axes, ignored_params=numbers)
         part.set_gradient_divide_factor(1.0)  # the loss is a mean over all rows already
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other sum
         inside = [one for one in left if f"{one}.".startswith(f"{path}.") or not path]
