@@ -4,6 +4,7 @@ for it, so its method is replaced for as long as Hydra composes.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,7 +22,7 @@ def read_by_libyaml() -> Iterator[None]:
     load = OmegaConf.load
 
     def fast(file_: str | IO[Any]) -> Any:
-        if not isinstance(file_, str) and hasattr(file_, "read") and yaml.__with_libyaml__:
+        if isinstance(file_, io.IOBase) and file_.seekable() and yaml.__with_libyaml__:
             start = file_.tell()
             try:
                 content = yaml.load(file_, Loader=_loader())

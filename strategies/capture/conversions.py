@@ -94,7 +94,7 @@ class Conversions:
         for code in reversed(codes):
             if in_library(code.co_filename) or (other := _with_ours(code)) is None:
                 continue
-            if not _functions_of(code):
+            if not _functions_of(code):  # else the capture would be begun again without end
                 gc.unfreeze()
             if _functions_of(code):
                 self.chosen[code] = other
