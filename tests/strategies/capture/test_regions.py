@@ -174,8 +174,12 @@ def test_casts_inside_of_an_operator_are_its_own() -> None:
     "layer", [nn.GRU(8, 6), nn.LSTM(8, 6, proj_size=3), nn.LSTM(8, 6, bidirectional=True)], ids=["gru", "proj", "lstm"]
 )
 @pytest.mark.parametrize("half", [False, True])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 def test_recurrent_layers_under_autocast(layer: nn.Module, half: bool) -> None:
-    """Autocast casts inside of some: they compute in fp32, with results in its dtypes."""
+    """Autocast casts inside of some: they compute in fp32, with results in its dtypes.
+
+    One device computes without oneDNN, which has no LSTM in bfloat16 for processors without AVX-512.
+    """
 
     def body(net: Net, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -187,8 +191,9 @@ def test_recurrent_layers_under_autocast(layer: nn.Module, half: bool) -> None:
     net.layer = copy.deepcopy(layer)
     objective, x = Objective(net, None, ("x",), ()), torch.randn(8, 4, 8)
     found, gradients, _ = eager(objective, x)
-    loss: Any = loss_in(objective(x))
-    loss.backward()
+    with torch.backends.mkldnn.flags(enabled=False):
+        loss: Any = loss_in(objective(x))
+        loss.backward()
     assert abs(found - loss) <= 1e-2 * abs(loss)
     for name, parameter in net.layer.named_parameters(prefix="layer"):
         assert parameter.grad is not None
