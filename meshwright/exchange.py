@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def from_dtensor(
     module: nn.Module,
     batch: Batch,
     *,
-    rows: Sequence[str] = (),
+    rows: str | Sequence[str] = (),
     mesh: Mapping[str, int] | None = None,
     loss: Loss | None = None,
     **options: Any,
@@ -123,8 +123,9 @@ def from_dtensor(
         module: the same module without DTensors, whose hooks a capture could not follow; it may be on `meta`.
         batch: as for `meshwright.plan`.
         loss: as for `meshwright.plan`.
-        rows: the axes of the device mesh that slice the batch. A parameter that is sliced over one of them, as by
-            `fully_shard`, is gathered where it is used: ZeRO 3.
+        rows: the axes of the device mesh that slice the batch, or the name of the only one. A parameter that is sliced
+            over one of them, as by `fully_shard`, is gathered where it is used: ZeRO 3. Of a dim that was flattened
+            from several axes, these, or its own name.
         mesh: {axis: size} of all ranks; None: the largest device mesh of any DTensor.
         **options: as for `from_tp_plan`.
 
@@ -141,17 +142,24 @@ def from_dtensor(
     tensors = {name: one for name, one in entries.items() if isinstance(one, DTensor)}
     if not tensors:
         raise ConfigError("MW882", "meshwright.from_dtensor: no parameter is a DTensor; shard the module before.")
-    meshes = [_named(one.device_mesh) for one in tensors.values()]
-    axes = dict(mesh or max(meshes, key=len))
-    for name, own in zip(tensors, meshes, strict=True):
+    if not isinstance(mesh, Mapping | None):
+        raise ConfigError(
+            "MW882", f"meshwright.from_dtensor: mesh = {mesh!r}; give the axes of all ranks, {{axis: size}}."
+        )
+    rows = (rows,) if isinstance(rows, str) else rows
+    along = {name: _along(one.device_mesh, {*(mesh or ()), *rows}) for name, one in tensors.items()}
+    meshes = {name: {axis: size for one in dims for axis, size in one.items()} for name, dims in along.items()}
+    axes = dict(mesh or max(meshes.values(), key=len))
+    for name, own in meshes.items():
         if not own.items() <= axes.items() or not {*rows} <= {*axes}:
             raise ConfigError(
                 "MW882",
                 f"meshwright.from_dtensor: {name} is on the device mesh {own}, and the rows of the batch on the axes "
                 f"{list(rows)}, which are not all axes of the mesh {axes}; give the mesh of all ranks as mesh=.",
             )
-    found = {name: _layout(one, rows) for name, one in tensors.items()}
-    if any({*rows} & {*layout.axes} for layout in map(_layout, tensors.values())):
+    stored = {name: _layout(one, along[name]) for name, one in tensors.items()}
+    found = {name: _without(layout, rows) for name, layout in stored.items()}
+    if any({*rows} & {*layout.axes} for layout in stored.values()):
         options = {"zero": 3} | options
     grid = Mesh(tuple(axes.items()))
     slicing = grid.sorted(rows)
@@ -232,18 +240,30 @@ def _without(layout: Layout, axes: Sequence[str]) -> Layout:
     return Layout(tuple(tuple(axis for axis in used if axis not in axes) for used in layout.dims))
 
 
+def _along(mesh: DeviceMesh, known: Collection[str]) -> list[dict[str, int]]:
+    """The sizes of the axes along each dim of a device mesh: of those that were flattened into one dim, as
+    `fully_shard` does, unless its name is a known one; axes without a name are numbered."""
+    root = mesh._get_root_mesh()
+    own, found = _named(root), list[dict[str, int]]()
+    for number, (name, size) in enumerate(_named(mesh).items()):
+        ranks = mesh.mesh.movedim(number, 0).reshape(size, -1)[:, 0]
+        places = torch.isin(root.mesh, ranks).nonzero().unbind(-1)
+        flattened = {axis: own[axis] for axis, at in zip(own, places, strict=True) if len({*at.tolist()}) > 1}
+        found.append({name: size} if name in {*own, *known} or not flattened else flattened)
+    return found
+
+
 def _named(mesh: DeviceMesh) -> dict[str, int]:
-    """The sizes of a device mesh by axis; axes without a name are numbered."""
     names = mesh.mesh_dim_names or tuple(f"d{number}" for number in range(mesh.ndim))
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def _layout(tensor: DTensor, without: Sequence[str] = ()) -> Layout:
-    """The layout of a DTensor on the other axes than `without`."""
+def _layout(tensor: DTensor, along: Sequence[Iterable[str]]) -> Layout:
+    """The layout of a DTensor, with the axes along each dim of its device mesh."""
     dims: list[tuple[str, ...]] = [()] * tensor.ndim
-    for axis, placed in zip(_named(tensor.device_mesh), tensor.placements, strict=True):
-        if isinstance(placed, Shard | _StridedShard) and axis not in without:
-            dims[placed.dim] += (axis,)
+    for axes, placed in zip(along, tensor.placements, strict=True):
+        if isinstance(placed, Shard | _StridedShard):
+            dims[placed.dim] += tuple(axes)
     return Layout(tuple(dims))
 
 

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from torch.distributed.tensor import Placement, Shard
@@ -50,8 +51,12 @@ def in_stripes(prepared: Prepared) -> bool:
 
 
 def replicas(graph: OperatorGraph, plan: Plan) -> tuple[str, ...]:
-    """The axes over which no parameter is sliced, so that `fully_shard` may slice all of them."""
-    return plan.mesh.others({axis for source in graph.of_kind("parameter") for axis in plan.tensors[source.name].axes})
+    """The axes over which no parameter is sliced, so that `fully_shard` may slice all of them: the most ranks along
+    neighbouring axes, since it (torch 2.13) flattens no others."""
+    mesh, used = plan.mesh, {axis for one in graph.of_kind("parameter") for axis in plan.tensors[one.name].axes}
+    runs = [tuple(run) for free, run in groupby(mesh.names, lambda axis: axis not in used) if free]
+    most = max(runs, key=mesh.product, default=())
+    return most if mesh.product(most) > 1 else ()
 
 
 def _sharded(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> tuple[str, ...]:

@@ -435,6 +435,21 @@ def test_dtensors_are_read_as_the_plan_that_made_them(pretended: None) -> None:
     assert again.content["memory"]["parameters"] < read.content["memory"]["parameters"]
 
 
+@pytest.mark.parametrize("rows", [("dp", "tp"), "rows"])
+def test_dtensors_that_are_sliced_over_several_axes_at_once_are_read(pretended: None, rows: Any) -> None:
+    """As by `fully_shard` over two axes, which it flattens into one: by the names of these, or by that of the one."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module, batch = nn.Linear(8, 4), (torch.randn(8, 8), torch.randn(8, 4))
+    sharded = fully_shard(nn.Linear(8, 4), mesh=device_mesh["dp", "tp"]._flatten("rows"))
+    common: dict[str, Any] = {"loss": nn.MSELoss(), "device": "cpu"}
+    plan = meshwright.from_dtensor(sharded.state_dict(), module, batch, rows=rows, **common)
+    assert plan.mesh == ({"rows": 4} if rows == "rows" else {"dp": 2, "tp": 2})
+    assert plan.content["inputs"]["0"]["dims"] == [list(plan.mesh), []]
+    assert plan.content["tensors"]["weight"]["dims"] == [[], []] and plan.content["zero"]["stage"] == 3
+    with pytest.raises(meshwright.CodedError, match="axes of all ranks"):
+        meshwright.from_dtensor(sharded, module, batch, mesh=4, **common)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("placed", "packed", "sent"), [(_StridedShard(0, split_factor=2), True, []), (Shard(0), False, ["all_gather"])]
 )

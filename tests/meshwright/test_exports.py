@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import meshwright
 from runner.errors import RunFailed
-from runner.export import dry_run
+from runner.export import dry_run, torch_program
 
 GPT2 = {
     "attn.c_attn.weight": "packed_rowwise",  # [inputs, outputs]
@@ -319,12 +319,27 @@ def test_statistics_of_all_rows_are_those_of_one_device(
     more_sent(on_ranks, tmp_path / "exported.py", "rows", options)
 
 
-def test_another_module_of_the_process_was_parallelized_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of ZeRO 3 over both axes, whose group is along none of them."""
-    module, rows = nn.Sequential(nn.Linear(8, 4)), {"0": [[4, 1], [1, 1], [1]]}
-    batch = (torch.randn(8, 8), torch.randn(8, 4))
-    mesh = {"dp": 2, "tp": 2}
-    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=mesh, zero=3, strategies=rows, plan_cache=None)
+CUBE: dict[str, Any] = {"layouts": {"cube": {"device_matrix": [2, 2, 2], "axes": ["a", "b", "c"]}}}
+MIDDLE = {"0": [{"layout": "cube", "dims": one} for one in ([["a", "c"], None], ["b", None], ["b"])]}
+
+
+@pytest.mark.parametrize(
+    ("options", "sharded"),
+    [
+        ({"mesh": {"dp": 2, "tp": 2}, "strategies": {"0": [[4, 1], [1, 1], [1]]}}, ("dp", "tp")),
+        ({"mesh": dict.fromkeys("abc", 2), "strategies": MIDDLE, **CUBE}, ("a",)),
+    ],
+    ids=["both axes", "neighbours alone"],
+)
+def test_another_module_of_the_process_was_parallelized_before(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sharded: tuple[str, ...]
+) -> None:
+    """Of ZeRO 3, also over both axes, whose group is along none of them; `fully_shard` flattens neighbours alone."""
+    module, batch = nn.Sequential(nn.Linear(8, 4)), (torch.randn(8, 8), torch.randn(8, 4))
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), zero=3, plan_cache=None, **options)
+    prepared = plan.planned("test").prepared
+    assert prepared.graph is not None and prepared.plan is not None
+    assert torch_program.replicas(prepared.graph, prepared.plan) == sharded
     calls, twice = dry_run.calls_of, "\n_once = parallelize\ndef parallelize(module, mesh):\n"
     twice += "    _once(nn.Sequential(nn.Linear(8, 4)), make_mesh('cpu'))\n    return _once(module, mesh)\n"
     monkeypatch.setattr(dry_run, "calls_of", lambda code, *given: calls(code + twice, *given))
