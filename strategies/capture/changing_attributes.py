@@ -78,9 +78,15 @@ class ChangingAttributes:
         self._replaced |= {key: one for key, one in self._tensors.items() if now.get(key) is not one}
 
     def check(
-        self, graph: OperatorGraph, tensors: Mapping[str, Tensor], batch: Sequence[Tensor], training: bool
+        self,
+        graph: OperatorGraph,
+        tensors: Mapping[str, Tensor],
+        batch: Sequence[Tensor],
+        training: bool,
+        decides: bool,
     ) -> None:
-        """Check what the export has done. Raises StrategyError for a tensor that the forward replaces and the graph
+        """Check what the export has done, and, where a module that `decides` by values was not traced, what a call
+        does. Raises StrategyError for a tensor that the forward replaces and the graph
         needs, for a number or flag that it computes with, and changes in every call, for a tensor of the call before
         that it needs, and for a clock, a process or a file that changes."""
         places = {_memory(one): key for key, one in self._replaced.items()}
@@ -97,7 +103,7 @@ class ChangingAttributes:
         if any(one.is_meta or isinstance(one, FakeTensor) for one in own):
             return
         small = sum(one.numel() * one.element_size() for one in own) <= LARGEST
-        if self._counts or (self._keeps and small):
+        if self._counts or ((self._keeps or decides) and small):
             with controlled(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_twice(batch, training)
         if self._system.read and small:

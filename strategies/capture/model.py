@@ -274,7 +274,7 @@ def _captured(
         return None
     check_operands(graph)
     graph = unmerged(_needed(graph))
-    changing.check(graph, tensors, batch, training)
+    changing.check(graph, tensors, batch, training, bool(opaque.chosen))
     return Captured(graph, tensors)
 
 

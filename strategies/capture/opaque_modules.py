@@ -26,8 +26,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped
-from strategies.capture.repeated_modules import TABLES
-from strategies.rules.module_calls import ModuleCall, Results, Slot, as_text, autocast_dtype, called_module, slotted
+from strategies.rules.module_calls import (
+    ModuleCall,
+    Results,
+    Slot,
+    as_text,
+    attributes_of,
+    autocast_dtype,
+    called_module,
+    slotted,
+    state_of,
+)
 from strategies.rules.registry import PLAIN
 
 OTHER_INTEGERS = (1, -1)
@@ -84,7 +93,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     modules in it have hooks, or attributes hold tensors or modules that are not registered."""
     parts = list(module.modules())
     hooked = any(one._forward_hooks or one._forward_pre_hooks for one in parts[1:])
-    if hooked or any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(_attributes(module))):
+    if hooked or any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(attributes_of(module))):
         raise NotOpaque(type(module))
     tensors = [*module.parameters(), *module.buffers()]
     made: nn.Module = copy.deepcopy(module, {id(one): _on_meta(one) for one in tensors})
@@ -92,14 +101,6 @@ def _skeleton(module: nn.Module) -> nn.Module:
         if name.endswith("_hooks") and value:
             setattr(made, name, type(value)())
     return made
-
-
-def _attributes(module: nn.Module) -> list[dict[str, Any]]:
-    """What a module and those in it have beside parameters, buffers, modules and hooks."""
-    return [
-        {name: value for name, value in vars(one).items() if name not in TABLES and not name.endswith("_hooks")}
-        for one in module.modules()
-    ]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tens
     given = [_random(tensor, generator, integer) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
     operands = [*given, *module.parameters(), *module.buffers()]
-    before = _state(module, given)
+    before, versions = state_of(module), [one._version for one in operands]
     try:
         with torch.random.fork_rng([]):
             generator_before = torch.get_rng_state()
@@ -174,8 +175,9 @@ def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tens
             draws = not torch.equal(torch.get_rng_state(), generator_before)
     except Exception as error:  # whatever it raises on numbers that it did not expect
         raise _Failed(type(call.module)) from error
+    writes = [one._version for one in operands] != versions or state_of(module) != before
     plain = all(isinstance(leaf, (Tensor, type(None))) for leaf in tree_leaves(returned))
-    if draws or _state(module, given) != before or not plain or _memory(returned) & _memory(operands):
+    if draws or writes or not plain or _memory(returned) & _memory(operands):
         raise NotOpaque(type(call.module))
     return returned
 
@@ -192,12 +194,3 @@ def _random(tensor: Tensor, generator: torch.Generator, integer: int = 0) -> Ten
         return torch.full(shape, integer).to(tensor.dtype)
     made = torch.rand(shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
     return -made if integer < 0 else made
-
-
-def _state(module: nn.Module, tensors: Sequence[Tensor]) -> object:
-    """What a forward could change."""
-    try:
-        attributes = pickle.dumps(_attributes(module))
-    except (AttributeError, TypeError, pickle.PicklingError) as error:  # as pickle says that it cannot
-        raise NotOpaque(type(module)) from error
-    return attributes, [(id(one), one._version) for one in (*module.parameters(), *module.buffers(), *tensors)]

@@ -22,8 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.rules.registry import local_function
+from strategies.rules.drawing_calls import states
+from strategies.rules.registry import PLAIN, local_function
 
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has: of its parameters, buffers, modules and hooks."""
 Results = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and dtypes."""
 
@@ -68,19 +71,47 @@ class ModuleCall:
         args, kwargs = tree_map_only(Slot, lambda slot: operands[slot.index], self.given)
         own = dict(zip(self.names, operands[len(operands) - len(self.names) :], strict=True))
         casts = nullcontext() if self.autocast is None else torch.autocast(operands[0].device.type, self.autocast)
-        before = changeable(operands, operands[0].device)
-        with casts:
-            returned = functional_call(self.module, own, args, kwargs)
-        if changeable(operands, operands[0].device) != before:
+        before, during = (changeable(operands, operands[0].device), states()), list[object]()
+        hooks = (
+            self.module.register_forward_pre_hook(lambda module, _: during.append(state_of(module))),
+            self.module.register_forward_hook(lambda module, *_: during.append(state_of(module))),
+        )
+        try:
+            with casts:
+                returned = functional_call(self.module, own, args, kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if (changeable(operands, operands[0].device), states()) != before or during[0] != during[1]:
             raise RuntimeError(
                 f"{type(self.module).__name__}, which ranks call as one operator because it decides by values, drew "
-                "random numbers or wrote into a tensor, which it did not when it was captured"
+                "random numbers, wrote into a tensor or changed an attribute, which it did not when it was captured"
             )
         results = tuple(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
         made = tuple((tuple(result.shape), result.dtype) for result in results)
         if made != self.results:
             raise RuntimeError(f"{type(self.module).__name__} returned {made}, but the plan is made for {self.results}")
         return results
+
+
+def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
+    """What a module and those in it have beside parameters, buffers, modules and hooks."""
+    return [{name: value for name, value in vars(one).items() if name not in INTERNAL} for one in module.modules()]
+
+
+def state_of(module: nn.Module) -> object:
+    """What a forward may change of a module; equal to nothing else where pickle does not take an attribute."""
+    plain, others, tensors = list[tuple[str, Any]](), list[Any](), list[int]()
+    for part in module.modules():
+        tensors += map(id, (*part._parameters.values(), *part._buffers.values()))
+        for name, value in vars(part).items():
+            if name not in INTERNAL:
+                plain.append((name, value)) if isinstance(value, PLAIN) else others.append(value)
+    try:
+        content: object = pickle.dumps(others)
+    except (AttributeError, TypeError, pickle.PicklingError):  # as pickle says that it cannot
+        content = object()
+    return plain, tensors, [*map(id, others)], content
 
 
 def changeable(operands: Sequence[Tensor], device: torch.device) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -306,18 +307,49 @@ def test_a_layer_that_decides_by_what_a_module_returns_is_the_operator(experts: 
 
 
 class Rarely(nn.Module):
-    """Draws for values that no trial has."""
+    """Does more than to compute for values that no trial has."""
 
-    def forward(self, h: Tensor) -> Tensor:
-        return noisy(h) if h.abs().max() > 9 else h
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.more, self.factor = more, 1.0
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Any:
+        return self.more(self, h) if h.abs().max() > 9 else h
 
 
-def test_random_numbers_that_no_trial_drew_end_the_step(draw: Any) -> None:
+def assigned(module: Rarely, h: Tensor) -> Tensor:
+    module.last = h.mean().detach()
+    return h
+
+
+def counted(module: Rarely, h: Tensor) -> Tensor:
+    module.factor += 1
+    return h * module.factor
+
+
+def drawn(_: Rarely, h: Tensor) -> Tensor:
+    return noisy(h)
+
+
+def drawn_by_python(_: Rarely, h: Tensor) -> Tensor:
+    return h * random.random()
+
+
+@pytest.mark.parametrize("more", [drawn, drawn_by_python, assigned, counted], ids=lambda more: more.__name__)
+def test_what_no_trial_did_ends_the_step(more: Any, draw: Any) -> None:
     torch.manual_seed(0)
-    model = Model(net(Rarely()), Squares(), (torch.zeros(16, 4), torch.zeros(16, 1)))
+    model = Model(net(Rarely(more)), Squares(), (torch.zeros(16, 4), torch.zeros(16, 1)))
     program = lower(model.graph, model.random_plan(draw, 0), LoweringOptions())
     with pytest.raises(RuntimeError, match=r"Experts.* drew random numbers"):
         Simulation(program, model.values | {"0": torch.randn(16, 4, dtype=torch.float64) * 100}).run()
+
+
+def test_what_the_example_batch_does_is_seen() -> None:
+    objective = Objective(net(Rarely(counted)), Squares(), ("0", "1"), ("1",))
+    with pytest.raises(StrategyError, match=r"experts\.act\.factor") as error:
+        capture(objective, (torch.randn(16, 4) * 100, torch.randn(16, 1)), training=True)
+    assert error.value.code == "MW906"
 
 
 def test_no_values_are_needed() -> None:
