@@ -2,13 +2,15 @@
 a shell that starts the suite in the background, or nohup, may ignore them, and programs under test would inherit that.
 
 `--part` divides the suite in two. The `sample` has every test marked `essential` and, of every file, a share chosen by
-`--seed`, none of them slow; the `rest` has all others. Whoever runs both with the same seed has run every test once.
+`--seed`, none of them slow; the `rest` has all others. In both, tests marked `few(n)` run with n of their parameter
+sets, chosen by `--seed`; the others are slow. Whoever runs both with the same seed and slow tests has run every test.
 """
 
 import gc
 import signal
 import zlib
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -30,11 +32,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, default=0, help="draws the sample (0)")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def shuffled(names: Iterable[str], seed: int) -> list[str]:
+    return sorted(names, key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     part, seed = config.getoption("part"), config.getoption("seed")
-    if part == "all":
-        return
+    if part != "all":
+        mark_slow(items, seed)  # before `-m` deselects slow tests
+    yield
+    if part != "all":
+        choose(config, items, part, seed)
+
+
+def mark_slow(items: list[pytest.Item], seed: int) -> None:
+    """Of tests marked `few(n)` all parameter sets but n."""
+    by_test: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            by_test[item.nodeid.partition("[")[0]][item.nodeid] = item
+    for sets in by_test.values():
+        first, *_ = sets.values()
+        marker = first.get_closest_marker("few")
+        assert marker is not None
+        for name in shuffled(sets, seed)[marker.args[0] :]:
+            sets[name].add_marker("slow")
+
+
+def choose(config: pytest.Config, items: list[pytest.Item], part: str, seed: int) -> None:
     by_file: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("slow"):
@@ -43,8 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for tests in by_file.values():
         essential = {item.nodeid for item in tests if item.get_closest_marker("essential")}
         others = {item.nodeid for item in tests} - essential
-        shuffled = sorted(others, key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
-        sample |= essential.union(shuffled[: max(0, -(-len(tests) // SHARE) - len(essential))])
+        sample |= essential.union(shuffled(others, seed)[: max(0, -(-len(tests) // SHARE) - len(essential))])
     chosen = {item.nodeid: (item.nodeid in sample) == (part == "sample") for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not chosen[item.nodeid]])
     items[:] = [item for item in items if chosen[item.nodeid]]

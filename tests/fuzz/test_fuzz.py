@@ -32,6 +32,7 @@ def _no_warnings() -> object:
         yield
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "shard", [*range(QUICK), *(pytest.param(shard, marks=pytest.mark.slow) for shard in range(QUICK, SHARDS))]
 )

@@ -58,6 +58,7 @@ def test_there_are_32() -> None:
     assert len(BY_NAME) == 32 + len(FURTHER)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "turn",
     [pytest.param(turn, marks=[pytest.mark.slow] * (turn % 2)) for turn in range(len(ARCHITECTURES))],
@@ -80,6 +81,7 @@ NAMES: tuple[tuple[str, Mode], ...] = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "mode"), NAMES)
 def test_generated_modules_of_any_names(name: str, mode: Mode) -> None:
     """Children called `self`, `forward`, `class` or with a quote, tensors called like builtins, a model in a model."""
@@ -131,6 +133,7 @@ def test_configured_products_alternate_columns_and_rows() -> None:
     assert "propagated" in origins
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "coverage.md"
     assert main(["--only", "lstm", "--write", str(page)]) == 0

@@ -35,6 +35,7 @@ def check_form(content: dict[str, Any], mesh: dict[str, int], module: nn.Module)
     assert taken == [f"primals_{number}" for number in range(1, count + 1)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", [{"tp": 8}, {"dp": 2, "tp": 4}])
 def test_gpt2_fits_the_format(tmp_path: Path, mesh: dict[str, int]) -> None:
     with torch.device("meta"):
@@ -68,6 +69,7 @@ def test_primals_are_those_of_a_joint_graph_of_torch() -> None:
     assert theirs == {f"primals_{number}": shape for number, shape in enumerate(ours, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_file_is_read_as_the_plan_that_it_is_of(tmp_path: Path, zero: int) -> None:
     module, mesh = gpt(torch.float32), {"dp": 2, "tp": 2}

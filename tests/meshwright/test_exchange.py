@@ -211,6 +211,7 @@ def test_the_loader_of_transformers_trains_gate_and_up_in_stripes(on_ranks: Call
     assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("llama4_text", marks=pytest.mark.slow)])
 def test_slices_of_every_expert_are_read_proven_and_written(tmp_path: Path, family: str) -> None:
     """`packed_colwise` and `packed_rowwise`, which slice both matrices of an expert that one tensor holds."""

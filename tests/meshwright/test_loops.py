@@ -26,6 +26,7 @@ CASES = {
 ZERO = {stage: Loop({"mesh": {"dp": 2, "tp": 2}, "zero": stage}, dtype=torch.float32) for stage in (1, 2, 3)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_trains_as_one_device(on_ranks: Callable[..., Any], name: str) -> None:
     worst = on_ranks("compared", CASES[name])

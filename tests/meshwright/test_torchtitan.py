@@ -226,6 +226,7 @@ def test_a_plan_for_torchtitan_is_the_best_of_all_its_layouts(rows: int, width: 
     assert plan.cost < max(costs) / 1.2
 
 
+@pytest.mark.slow
 def test_a_plan_for_torchtitan_has_a_certificate() -> None:
     module, (batch, _) = built("llama")
     options: dict[str, Any] = {"loss": loss_of, "cluster": "dgx_h100", "plan_cache": None}

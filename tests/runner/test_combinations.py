@@ -156,6 +156,7 @@ QUICK = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMBINATIONS]
 )

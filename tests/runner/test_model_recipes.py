@@ -89,6 +89,7 @@ class Simulated:
 simulated = cache(Simulated)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [*TEXT, *DIGITS])
 def test_one_process_agrees(name: str) -> None:
     assert max(simulated(name).differences().values()) <= 1e-10

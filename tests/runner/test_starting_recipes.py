@@ -34,6 +34,7 @@ PLANNED = {
 FAST = ("bert_finetune", "distillation")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in PLANNED])
 def test_it_plans(command, tmp_path, name):
     done = command("plan", f"+recipe={name}", "hydra.run.dir=out", "parallel.plan_cache=null")

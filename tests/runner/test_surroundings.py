@@ -18,6 +18,7 @@ QUICK = "+recipe=quickstart"
 LONG = "a" * 300
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("folder", ["file", "file/inside", "/dev/null/x", "/proc/none/x", LONG, f"new/{LONG}"])
 @pytest.mark.parametrize("swept", [False, True])
 def test_a_folder_that_cannot_be_written(command, job, left, tmp_path, folder, swept):

@@ -99,6 +99,7 @@ SLICED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", SLICED)
 def test_inputs_that_are_not_batches(start, kind):
     ended = start(*PRODUCT, *SLICED[kind], "verify.steps=2", verb="verify")
@@ -163,6 +164,7 @@ SLOW = frozenset(
 )  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SHAPES])
 def test_verified(start, name):
     overrides, precision = SHAPES[name]

@@ -39,6 +39,7 @@ PLANS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", [pytest.param(p, marks=[pytest.mark.slow] * (p == "stage 3")) for p in PLANS])
 def test_every_step_is_stored_as_it_was(start, plan):
     found = {}

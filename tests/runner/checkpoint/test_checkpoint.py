@@ -79,6 +79,7 @@ def test_continuing_gives_the_same_bits(ranks, task, cases, saved):
             assert torch.equal(one[name], other[name]), (case, name)
 
 
+@pytest.mark.slow
 def test_every_element_is_stored_once(saved, cases):
     folder, expected = saved
     for number, _ in enumerate(cases):

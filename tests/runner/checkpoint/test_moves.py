@@ -308,6 +308,7 @@ def check(simulated, kind, values, restored, stored):
 SAVED, QUICK, LOADED = 20, 8, 10
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "number", [*range(QUICK), *(pytest.param(number, marks=pytest.mark.slow) for number in range(QUICK, SAVED))]
 )

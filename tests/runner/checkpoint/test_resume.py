@@ -231,6 +231,7 @@ def test_a_run_that_is_done_is_done(start, started):
     assert len(kept) > 2 and {path: path.read_bytes() for path in kept} == kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("steps", "resume"), [(4, "auto"), (5, "{path}")])
 def test_more_steps_than_configured_are_refused(start, started, steps, resume):
     path = started[0].folder / "checkpoints" / "step-00000005"

@@ -78,6 +78,7 @@ def test_recipe_is_valid_and_says_what_it_shows(name):
     assert lines[2:4][0] == "#" and lines[3].startswith("# "), "a recipe explains what it shows"
 
 
+@pytest.mark.slow
 def test_configured_strategies_of_the_recipes():
     strategies = {name: compose(f"+recipe={name}").parallel.strategies for name in NAMES}
     assert strategies["quickstart"]["matmul"].inputs == ((2, 4), (4, 1))
@@ -113,6 +114,7 @@ def test_recipes_of_the_working_directory(command, tmp_path):
     assert "steps: 77" in command("+recipe=deep/mine", "--cfg", "job").out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["recipes", "user/recipe"])
 def test_a_recipe_of_the_user_wins_over_a_shipped_one(command, job, tmp_path, place):
     seen = []

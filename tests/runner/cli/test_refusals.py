@@ -205,6 +205,7 @@ def bad(command, tmp_path, material, monkeypatch):
     return call
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words[-2:])[:70] for words, _ in BAD])
 def test_refused(bad, words, says):
     done = bad(*words)
@@ -222,6 +223,7 @@ def test_conflicting_strategies_are_reported_with_operators_and_layouts(bad):
         assert part in paragraph
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verb", ["plan", "explain", "verify"])
 def test_every_verb_refuses(bad, verb):
     for words in ((*PARALLEL, "model.target=faults.Raises"), (*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]")):
@@ -244,6 +246,7 @@ TROUBLE = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", TROUBLE)
 def test_found_while_training(command, tmp_path, way):
     """The first 40 rows are valid, and with this seed the first step reads no others."""

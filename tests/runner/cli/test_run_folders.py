@@ -238,6 +238,7 @@ def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(tmp_path, monkeyp
         assert "No locks available" in capsys.readouterr().out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["config.json", "plan.json"])
 @pytest.mark.parametrize("verb", ["train", "plan"])
 def test_files_of_somebody_else_are_not_replaced(command, tmp_path, job, verb, name):

@@ -371,6 +371,7 @@ def test_two_files_are_one_too_many(command):
     assert "'b.yaml' is neither a verb nor KEY=VALUE" in done.err
 
 
+@pytest.mark.slow
 def test_interrupting_leaves_nothing(tmp_path):
     words = ["calibrate", "mine.yaml", "world_size=2", "device=cpu", "calibrate.seconds=500"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

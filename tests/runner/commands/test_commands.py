@@ -34,6 +34,7 @@ REDISTRIBUTED = {"advanced_layout", "data_parallel", "ffn_fused", "semi_auto_red
 """One of every kind of traffic."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "recipe", [pytest.param(one, marks=[pytest.mark.slow] * (one not in REDISTRIBUTED)) for one in SHARDED]
 )
@@ -113,6 +114,7 @@ def mended(monkeypatch):
     RULES.update(before)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mistake", ["sum", "mean", "operator", "gradient", "slight"])
 def test_verify_finds_a_mistake(start, mended, tmp_path, mistake):
     broken = ("data.target=broken.Broken", f"+data.args.mistake={mistake}")
@@ -203,6 +205,7 @@ KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("recipe", SHARDED)
 def test_plan_json_is_as_agreed(start, recipe):
     ended = start(f"+recipe={recipe}", verb="plan")

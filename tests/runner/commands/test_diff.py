@@ -25,6 +25,7 @@ def content(folder):
     return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_same_is_said_by_an_option_of_plan(command, plans):
     folders = str(plans["megatron_tp"]), str(plans["gpt"])
     assert command("plan", "--diff", *folders) == command("diff", *folders)

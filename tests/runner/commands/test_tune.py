@@ -62,6 +62,7 @@ def test_what_is_not_open_is_not_varied(start, measured):
     assert content["plans"][content["kept"]]["keys"] == {"parallel.zero.stage": 0}
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_chosen_it_is_refused(start, measured):
     with pytest.raises(ConfigError) as refused:
         start("+recipe=quickstart", "parallel=stand_alone", "parallel.strategies=null", "world_size=1", verb="tune")

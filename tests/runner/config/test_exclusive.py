@@ -81,6 +81,7 @@ def test_a_layout_that_no_strategy_names():
     assert notice.startswith("parallel.layouts.idle has no effect")
 
 
+@pytest.mark.slow
 def test_no_recipe_has_a_key_without_effect():
     for recipe in (Path(recipes.__file__).parent).glob("*.yaml"):
         assert not exclusive.notices(compose_config(f"+recipe={recipe.stem}")), recipe.stem

@@ -12,6 +12,7 @@ from runner.planning import lowering
 GPT = "+recipe=gpt"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "texts"),
     [

@@ -32,6 +32,7 @@ def room(monkeypatch):
     return put
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("given", "words", "said"),
     [

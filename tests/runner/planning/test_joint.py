@@ -147,6 +147,7 @@ def test_bounds_are_below_every_cost(stacked):
         assert 0 < deciding.bounds[choice].bytes <= one.bytes
 
 
+@pytest.mark.slow
 def test_the_decision_is_that_of_brute_force_at_every_limit(stacked):
     _, every = stacked
     sizes = sorted({one.bytes for one in every.values()})
@@ -161,6 +162,7 @@ def test_the_decision_is_that_of_brute_force_at_every_limit(stacked):
 DEEPSPEED = "parallel.zero.engine=deepspeed"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "decided"),
     [
@@ -284,6 +286,7 @@ def saved(start):
     return start(*DATA, verb="plan", folder="saved")
 
 
+@pytest.mark.slow
 def test_a_saved_plan_keeps_what_was_decided(start, saved):
     loaded = start(*DATA, f"parallel.plan={saved.folder}", verb="explain", folder="loaded")
     assert loaded.plan["search"]["decided"] == saved.plan["search"]["decided"]
@@ -293,6 +296,7 @@ def test_a_saved_plan_keeps_what_was_decided(start, saved):
         start(*DATA, f"parallel.plan={fixed.folder}", verb="plan")
 
 
+@pytest.mark.slow
 def test_the_cache_remembers_the_decision(start, tmp_path, capsys):
     words = (*DATA, f"parallel.plan_cache={tmp_path / 'cache'}")
     first, again = (start(*words, verb="plan", folder=folder) for folder in ("first", "again"))
@@ -355,6 +359,7 @@ def test_memory_bounds_without_a_trace_are_never_too_high(search, words):
         assert max(price.peaks_within([max(true) - 1] * count)) == max(true)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [

@@ -12,6 +12,7 @@ from runner.home import plan_cache
 from strategies.core.errors import StrategyError
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_trained_and_verified(start, tmp_path):
     saved = start(*SMALL, *MODES["auto"], verb="plan", folder="saved")
     loaded = f"parallel.plan={saved.folder / 'plan.json'}"

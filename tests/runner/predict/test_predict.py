@@ -55,6 +55,7 @@ FEW = ("stand_alone", "semi_auto", "hybrid", "pipeline")
 """The places that say most; the others are slow."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", [pytest.param(one, marks=[pytest.mark.slow] * (one not in FEW)) for one in PLACES])
 def test_every_mode_gives_what_the_plain_model_gives(start, stored, place):
     ended = start(

@@ -20,6 +20,7 @@ ADAM = "optimizer.target=torch.optim.AdamW"
 PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline={stages: 2, micro_batches: 2}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "fault", "pattern"),
     [

@@ -114,7 +114,8 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     assert [one["rank-00001.safetensors"] for one in files[:1]] == [files[1]["rank-00001.safetensors"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_the_end_of_a_terminal_save_too(tmp_path, number):
     """A terminal signals the foreground process group; a job scheduler may signal the ranks, too."""
     folder = tmp_path / "stopped"

@@ -40,6 +40,7 @@ def test_progress_bar_on_demand(start, capfd):
     assert "6/6" in out and "loss=" in out and "step 6/6" not in out
 
 
+@pytest.mark.slow
 def test_tensorboard_on_demand(start):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

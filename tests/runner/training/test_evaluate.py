@@ -31,6 +31,7 @@ def truth(rows, seed=1):
     return {"loss": functional.cross_entropy(scores, data.y).item(), "accuracy": accuracy}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("mode", "size"),
     [
@@ -123,6 +124,7 @@ def test_trained_weights_are_evaluated(start, mode, stage):
     check_against_the_next_step(start(*SMALL, *options, *WHOLE, f"parallel.zero.stage={stage}"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["dict", "tuple", "object", "alone"])
 def test_models_that_return_their_loss(start, form):
     options = ("model.target=networks.OwnLoss", f"model.args.form={form}", "loss.target=null", "parallel=data_parallel")

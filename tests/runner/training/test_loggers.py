@@ -89,6 +89,7 @@ def contents(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.slow
 def test_wandb(tmp_path: Path) -> None:
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record

@@ -48,6 +48,7 @@ BAD = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("words", "keys", "choose"), BAD, ids=[" ".join(words)[:60] for words, _, _ in BAD])
 def test_refused(command, tmp_path, words, keys, choose):
     done = command(*PARALLEL, *words)
@@ -57,6 +58,7 @@ def test_refused(command, tmp_path, words, keys, choose):
     assert list(tmp_path.rglob("*.json")) == list(tmp_path.rglob(".offload*")) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["stand_alone", "semi_auto", "hybrid"])
 def test_activations_move_without_a_trace(start, mode):
     """Bit-identical losses in every mode; every line of metrics and the run's result record the bytes moved."""

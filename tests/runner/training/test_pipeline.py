@@ -42,6 +42,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_agrees(start, kind):
     ended = start(*KINDS[kind], "train.precision=fp64", "verify.steps=2", verb="verify")
@@ -256,6 +257,7 @@ MODELS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "model", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("virtual stages", "V"))) for one in MODELS]
 )
@@ -333,6 +335,7 @@ BAD = [
 ]
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("words", "texts"), BAD, ids=[words[0] for words, _ in BAD])
 def test_refused(command, left, words, texts):
     done = command("plan", *TWO, *words)

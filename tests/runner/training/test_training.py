@@ -62,6 +62,7 @@ def by_hand(steps=6):
         yield total, rate, norm.item()
 
 
+@pytest.mark.few(2)
 @pytest.mark.essential
 @pytest.mark.parametrize("mode", MODES)
 def test_everything_at_once_is_what_plain_torch_does(train, mode):
@@ -183,5 +184,6 @@ def test_hybrid_models_draw_by_rows(train):
     assert losses == pytest.approx([0.5] * 6, rel=0.1)  # the mean of two numbers has half the variance of one
 
 
+@pytest.mark.slow
 def test_seed_decides(train):
     assert train("auto").losses == train("auto").losses != train("auto", "train.seed=1").losses

@@ -191,6 +191,7 @@ def checked(model: Model, batches: int, draw: Any) -> float:
     return worst
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "net",
     [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Nested],
@@ -316,6 +317,7 @@ class Many(Net):
         return self.b(x)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "net",
     [OneSide, Normed, Shaped, Appending, Counting, Drawing, Written, WrittenBehind, Skipping, Many],

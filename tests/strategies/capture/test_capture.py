@@ -125,6 +125,7 @@ BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", BODIES)
 def test_trains_like_the_model(name: str, draw: Any) -> None:
     torch.manual_seed(0)

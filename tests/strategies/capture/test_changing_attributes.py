@@ -268,6 +268,7 @@ def measured(net: Any, x: Tensor) -> float:
     return 1.0
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -247,6 +247,7 @@ REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_decisions_by_values_are_refused(name: str) -> None:
     with pytest.raises(StrategyError, match=r"capture/test_constants.py:\d+: ") as caught:

@@ -76,6 +76,7 @@ class Penalty(nn.Module):
         return value.mean() + (slope.flatten(1).norm(dim=1) - 1).square().mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("net", "shape"), [(Residual, (8, 2)), (Forces, (4, 4, 8)), (Adapted, (8, 8)), (Penalty, (8, 200))]
 )

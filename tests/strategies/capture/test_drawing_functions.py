@@ -71,6 +71,7 @@ CAPTURED: dict[str, tuple[Body, int]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_captured(name: str) -> None:
     """Every key draws other numbers; nothing stays patched, and no generator moves."""

@@ -134,11 +134,13 @@ def rows(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tens
 LOSSES = [classes, elements, means, infinite, places, opposite, asked, extremes, counted, rows]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda one: one.__name__)
 def test_a_loss(loss: Loss, draw: Any) -> None:
     assert compared(loss, batch(), draw).isfinite()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", [classes, elements, asked, counted], ids=lambda one: one.__name__)
 def test_a_mask_that_selects_nothing(loss: Loss, draw: Any) -> None:
     assert compared(loss, batch(empty=True), draw).isnan() == (loss not in (asked, counted))

@@ -37,6 +37,7 @@ def first(layer: Any) -> bool:
     return bool(layer.self_attn.batch_first)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [Attention, Encoder])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("first", [False, True])

@@ -166,6 +166,7 @@ def of_pairs(out: Tensor, target: Tensor) -> Tensor:
 LOSSES = [LossFunction(of_some, {}), LossFunction(at_worst, {}), LossFunction(of_pairs, {}), AtWorst()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", LOSSES, ids=["mask", "branch", "pairs", "module"])
 def test_a_loss_that_decides_by_values(draw: Any, loss: nn.Module) -> None:
     torch.manual_seed(0)
@@ -264,6 +265,7 @@ MORE = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("act", MORE.values(), ids=MORE)
 def test_a_module_that_does_more_than_to_compute_is_refused(act: Any) -> None:
     objective = Objective(net(act), Squares(), ("0", "1"), ("1",))
@@ -296,6 +298,7 @@ class Outer(Layer):
         return x + (h.exp() if large else h.mul_(2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("experts", [Deciding, Showing])
 def test_a_layer_that_decides_by_what_a_module_returns_is_the_operator(experts: Any, draw: Any) -> None:
     torch.manual_seed(0)

@@ -52,6 +52,7 @@ def check(monkeypatch, objective: Objective, batch: tuple[Tensor, ...], training
     assert [*once.tensors] == [*complete.tensors]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -118,6 +119,7 @@ def test_layers_that_know_their_number_are_captured_once(monkeypatch, repeated, 
     assert repeated == [f"model.layers.{number}" for number in (2, 3, 4, 5, 6)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "once"),
     {

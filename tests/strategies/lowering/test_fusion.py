@@ -161,6 +161,7 @@ def test_real_ranks_do_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
             torch.testing.assert_close(gradient, model.gradients[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_compiled_programs_do_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
     file = tmp_path / "initial.pt"
     weights.write(file, {name: model.values[name] for name in model.captured.tensors})

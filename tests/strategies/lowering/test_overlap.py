@@ -88,6 +88,7 @@ def test_scaling_a_gradient_does_not_count_as_overlap(model: Model, draw: Any) -
     assert pairs > 100 and scaling > 0
 
 
+@pytest.mark.slow
 def test_the_same_bits_in_another_order(model: Model, draw: Any) -> None:
     started = 0
     for seed in range(40):

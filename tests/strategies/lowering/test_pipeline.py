@@ -110,6 +110,7 @@ def gpt(layers: int = 2, dropout: float = 0.0) -> GPT:
     return GPT(16, 8, 8, layers, 2, dropout=dropout)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
 @pytest.mark.parametrize("stages", [2, 3])
@@ -118,6 +119,7 @@ def test_tied_gpt(kind: str, request_: Request, stages: int) -> None:
     assert pipeline.difference(request_, stages, kind=kind) <= TOLERANCE
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", ["interleaved_1f1b", "zero_bubble"])
 @pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2)], ids=str)
@@ -127,6 +129,7 @@ def test_virtual_stages_of_tied_gpt(kind: str, request_: Request, sizes: tuple[i
     assert pipeline.difference(request_, stages, kind=kind, virtual=virtual) <= TOLERANCE
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_tied_gpt_in_a_v(request_: Request, groups: int) -> None:
@@ -135,6 +138,7 @@ def test_tied_gpt_in_a_v(request_: Request, groups: int) -> None:
     assert pipeline.difference(request_, groups, kind="zbv", virtual=2) <= TOLERANCE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("request_", [ALONE, TENSOR], ids=["alone", "tensor"])
 def test_every_schedule_gives_the_same_bits(request_: Request) -> None:
     pipeline = Pipeline(gpt(4, dropout=0.3), NextTokenLoss(), tokens(4))

@@ -81,6 +81,7 @@ def contracted_only(monkeypatch):
     monkeypatch.setattr(repeating, "trace", refuse)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("again", [None, "selective", "full"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def test_memory_is_that_of_the_full_program(contracted_only, name, accumulate, d
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("bucket", [100, 3000, 9000, 40000])
 def test_buckets_of_zero_are_added_up_where_they_are_full(contracted_only, stage, bucket):
@@ -115,6 +117,7 @@ def test_a_gradient_larger_than_a_bucket_waits_where_it_comes_first(contracted_o
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("again", [None, pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "bucket"), [("llama", 1000), ("gpt", 9000), ("gpt", 100)])
@@ -143,6 +146,7 @@ class SecondPass(Trace):
         return updates
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "bucket", "complete", "accumulate", "again"),
     [
@@ -237,6 +241,7 @@ def test_few_layers_are_cut_as_the_complete_model_is(contracted_only, monkeypatc
     assert len(limits) > 1 and set(limits) == {40000}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bucket", [9400, 25000, None])
 def test_a_bucket_of_several_layers_asks_for_a_complete_trace(bucket):
     program = program_of("llama", None, 3)
@@ -263,6 +268,7 @@ def test_programs_that_repetitions_cannot_predict_are_traced():
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_layers_of_two_plans_are_predicted_from_more_repetitions(contracted_only, share):
     """The code after the last repetition may start inside it, where a memory limit changes later layers."""
@@ -276,6 +282,7 @@ def test_layers_of_two_plans_are_predicted_from_more_repetitions(contracted_only
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("again", [8, 7])
 def test_two_runs_of_layers_are_predicted(contracted_only, monkeypatch, again, stage):
@@ -300,6 +307,7 @@ def test_two_runs_of_layers_are_predicted(contracted_only, monkeypatch, again, s
     assert max(traced) < len(program.instructions) / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("again", [None, "full"])
 def test_calls_do_not_grow_with_the_layers(contracted_only, monkeypatch, again):
     calls, dispatch = [0], Live.__torch_dispatch__

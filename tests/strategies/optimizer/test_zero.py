@@ -23,48 +23,36 @@ def conventions(training):
     case, data_parallel, sliced = training.Case, training.DATA_PARALLEL, training.FULLY_SLICED
     cpu = {"device": "cpu"}
     found = {}
-    for stage in (1, 3):
-        # clip=None: DeepSpeed clips at 1.0 unless clipping is disabled, and the norms here are above 5
-        found[f"unsliced parameters are the dense group, stage {stage}"] = case(data_parallel, stage)
-        found[f"no dense group and replica groups of one rank, stage {stage}"] = case(sliced, stage, clip=0.3)
+    # clip=None: DeepSpeed clips at 1.0 unless clipping is disabled, and the norms here are above 5
+    found["unsliced parameters are the dense group, stage 3"] = case(data_parallel, 3)
+    found["no dense group and replica groups of one rank, stage 1"] = case(sliced, 1, clip=0.3)
     found["a replica group for every parameter, stage 2"] = case(0, 2, clip=0.3)
-    found["options of torch groups across replica groups, stage 2"] = case(1, 2, "adamw", clip=0.3)
     found["Adagrad is not replaced, stage 3"] = case(3, 3, "adagrad", clip=0.3)
-    found["bf16 with fp32 masters, stage 1"] = case(4, 1, precision="bf16", clip=0.3)
-    for stage in (2, 3):
-        found[f"fp16 with a loss scale, stage {stage}"] = case(4, stage, precision="fp16", clip=0.3)
+    found["fp16 with a loss scale, stage 2"] = case(4, 2, precision="fp16", clip=0.3)
     found["offload without compiling an optimizer, stage 2"] = case(5, 2, "adamw", options={"offload_optimizer": cpu})
     found["native: a replica group for every parameter, fp64"] = case(0, precision="fp64", clip=0.3, **NATIVE)
     found["native: one replica group, small buckets"] = case(
         training.DATA_PARALLEL, optimizer="adamw", options={"reduce_bucket_size": 100}, **NATIVE
     )
-    found["native: fp16 with a loss scale"] = case(4, precision="fp16", clip=0.3, **NATIVE)
-    some = {"reduce_bucket_size": 50, "stage3_model_persistence_threshold": 200}
-    found["native: some parameters stay complete, fp64"] = case(
-        0, optimizer="adamw", precision="fp64", clip=0.3, options=some, **NATIVE
-    )
     own = {"engine": "native"}
-    found["native: a replica group for every parameter, fp64, stage 1"] = case(0, 1, precision="fp64", clip=0.3, **own)
     found["native: bf16 with fp32 masters, overlapped, stage 1"] = case(
         4, 1, precision="bf16", clip=0.3, overlap=True, **own
     )
     found["native: one replica group, small overlapped buckets, stage 2"] = case(
         training.DATA_PARALLEL, 2, "adamw", options={"reduce_bucket_size": 100}, overlap=True, **own
     )
-    for stage, seed in ((1, 0), (3, training.DATA_PARALLEL)):
-        found[f"native: experts that no token chooses, stage {stage}"] = case(
-            seed, stage, "adamw", 0.3, "fp64", chooses=True, **own
-        )
-    found["experts that no token chooses, stage 2"] = case(training.DATA_PARALLEL, 2, "adamw", chooses=True)
-    found["experts that no token chooses, on the host, stage 3"] = case(
-        training.DATA_PARALLEL, 3, "adamw", chooses=True, options={"offload_optimizer": cpu}
+    found["native: experts that no token chooses, stage 3"] = case(
+        training.DATA_PARALLEL, 3, "adamw", 0.3, "fp64", chooses=True, **own
     )
+    found["experts that no token chooses, stage 2"] = case(training.DATA_PARALLEL, 2, "adamw", chooses=True)
     return found
 
 
 def more_conventions(training):
     case, cpu = training.Case, {"device": "cpu"}
     found = {
+        "unsliced parameters are the dense group, stage 1": case(training.DATA_PARALLEL, 1),
+        "no dense group and replica groups of one rank, stage 3": case(training.FULLY_SLICED, 3, clip=0.3),
         "unsliced parameters are the dense group, stage 2": case(training.DATA_PARALLEL, 2),
         "no dense group and replica groups of one rank, stage 2": case(training.FULLY_SLICED, 2, clip=0.3),
         "a replica group for every parameter, stage 1": case(0, 1, clip=0.3),
@@ -72,6 +60,26 @@ def more_conventions(training):
         "Adagrad is not replaced, stage 1": case(3, 1, "adagrad", clip=0.3),
         "bf16 with fp32 masters, slices, stage 3": case(4, 3, precision="bf16", clip=0.3),
         "fp16 with a loss scale, stage 1": case(4, 1, precision="fp16", clip=0.3),
+        "fp16 with a loss scale, stage 3": case(4, 3, precision="fp16", clip=0.3),
+        "bf16 with fp32 masters, other slices, stage 1": case(4, 1, precision="bf16", clip=0.3),
+        "native: fp16 with a loss scale": case(4, precision="fp16", clip=0.3, **NATIVE),
+        "native: a replica group for every parameter, fp64, stage 1": case(
+            0, 1, precision="fp64", clip=0.3, engine="native"
+        ),
+        "native: some parameters stay complete, fp64": case(
+            0,
+            optimizer="adamw",
+            precision="fp64",
+            clip=0.3,
+            options={"reduce_bucket_size": 50, "stage3_model_persistence_threshold": 200},
+            **NATIVE,
+        ),
+        "native: experts that no token chooses, stage 1": case(
+            0, 1, "adamw", 0.3, "fp64", chooses=True, engine="native"
+        ),
+        "experts that no token chooses, on the host, stage 3": case(
+            training.DATA_PARALLEL, 3, "adamw", chooses=True, options={"offload_optimizer": cpu}
+        ),
     }
     for stage in (1, 2, 3):
         found[f"options of torch groups across replica groups, stage {stage}"] = case(1, stage, "adamw", clip=0.3)

@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_attention(cases, check, mesh):
     check(cases, mesh, samples=3)
 
@@ -140,6 +141,7 @@ def test_keys_and_values_are_sliced_with_the_queries(cases):
         )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("scores", [ring_attention.SCORES, 700])
 @pytest.mark.parametrize(
@@ -203,6 +205,7 @@ def attentions(cases):
     return [o for o in cases.captured.graph.operators if o.op == "scaled_dot_product_attention"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ring", [False, True])
 def test_exact_dropout_repeats_the_numbers_of_one_device(dropping, draw, ring):
     with ExactRandom(KEY) as reference:

@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_batch_norm(cases, check, mesh):
     check(cases, mesh, samples=3)
 

@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_convolution(cases, check, mesh):
     check(cases, mesh, samples=2)
 

@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_products(cases, check, mesh):
     check(cases, mesh, samples=5)
 

@@ -1,5 +1,6 @@
 """Every pointwise operator, by class of arguments: one operand, several, scalars, broadcasting, integers, booleans."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -123,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_pointwise(cases, check, mesh):
     check(cases, mesh, samples=2)
 

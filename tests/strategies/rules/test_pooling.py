@@ -1,5 +1,6 @@
 """Pooling in one, two and three dimensions, with and without batch; unfold, fold and shuffles."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -83,6 +84,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_pooling(cases, check, mesh):
     check(cases, mesh, samples=1)
 

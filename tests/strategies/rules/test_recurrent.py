@@ -83,6 +83,7 @@ KEY = 31
 MESH = Mesh((("a", 2), ("b", 3)))
 
 
+@pytest.mark.few(1)
 def test_recurrent(cases, check, mesh):
     check(cases, mesh, samples=1)
 

@@ -1,5 +1,6 @@
 """Interpolation in every mode, by size and by factor; sampling at grid positions."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -57,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_resampling(cases, check, mesh):
     check(cases, mesh, samples=1)
 

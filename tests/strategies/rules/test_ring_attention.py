@@ -120,6 +120,7 @@ def random_case(seed: int) -> tuple[Attend, Mesh, Assignment]:
     return model, mesh, assignment
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 400))])
 def test_equals_one_device(seed):
     compare(*random_case(seed))
@@ -242,6 +243,7 @@ def gpt(length: int, ring: bool = True, ranks: int = 4, dropout: float = 0.0) ->
     return lower(found.graph, plan, LoweringOptions(partial_loss=True, ring=ring)), plan
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_stored_is_one_slice_whatever_the_ring_holds(dropout):
     """Without the loss's count of targets, [8 bytes]: half with twice the ranks, twice with twice the length."""

@@ -7,7 +7,7 @@ hooks observe what torch saves; storages show which results alias operands.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,30 +120,32 @@ def test_permutations_are_views_whatever_the_strides():
             assert all(aliased(run(call, transposed=True)) for call in calls(name)), name
 
 
+def parts(operand: Tensor) -> set[complex]:
+    numbers = torch.view_as_real(operand).flatten() if operand.is_complex() else operand.flatten()
+    return set(map(complex, numbers))
+
+
+VIEWS: dict[str, Callable[[Tensor, list[Tensor]], bool]] = {
+    "identity": lambda x, results: [result.shape for result in results] == [x.shape],
+    "permutation": lambda x, results: sorted(results[0].shape) == sorted(x.shape),
+    "reshape": lambda x, results: results[0].numel() == x.numel() and torch.equal(results[0].flatten(), x.flatten()),
+    "expansion": lambda x, results: results[0].numel() >= x.numel(),
+    "split": lambda x, results: sum(result.numel() for result in results) == x.numel(),
+    "part": lambda x, results: all(set(map(complex, result.flatten())) <= parts(x) for result in results),
+}
+"""Kind of view -> whether results are one of a tensor."""
+
+
 def test_the_kind_of_a_view():
     """By the shapes and elements of the viewed tensor."""
     wrong: list[str] = []
     for name in OPERATORS:
         for call in calls(name):
             (operand, *_), results = call.values or (torch.empty(0),), run(call).results
-            kind, shapes = traits(name).result, [tuple(result.shape) for result in results]
-            right = {
-                "identity": shapes == [tuple(operand.shape)],
-                "permutation": sorted(shapes[0]) == sorted(operand.shape),
-                "reshape": results[0].numel() == operand.numel()
-                and torch.equal(results[0].flatten(), operand.flatten()),
-                "expansion": results[0].numel() >= operand.numel(),
-                "split": sum(result.numel() for result in results) == operand.numel(),
-                "part": all(set(map(complex, r.flatten())) <= parts(operand) for r in results),
-            }
-            if not right.get(kind, True):
+            right = VIEWS.get(traits(name).result)
+            if right and not right(operand, results):
                 wrong.append(name)
     assert not wrong
-
-
-def parts(operand: Tensor) -> set[complex]:
-    numbers = torch.view_as_real(operand).flatten() if operand.is_complex() else operand.flatten()
-    return set(map(complex, numbers))
 
 
 def observed(call: Call, learn: tuple[int, ...]) -> tuple[set[str], set[str]]:

@@ -65,6 +65,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 def test_views(cases, check, mesh):
     check(cases, mesh, samples=4)
 

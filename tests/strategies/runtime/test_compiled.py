@@ -152,6 +152,7 @@ def test_random_operators_keep_their_numbers_and_gradients(model: Model, draw: A
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.filterwarnings("ignore")  # the compiler's own warnings

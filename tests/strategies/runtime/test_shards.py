@@ -90,6 +90,7 @@ def test_every_element_is_in_one_range(ranges_of):
         assert all(count == 1 for counts in seen for count in counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_deepspeed_ranges_equal_the_arithmetic(training, ranks, world_size):
     _, task = training.task(steps=1)

@@ -120,6 +120,7 @@ def test_layers_with_the_same_tables_share_minima() -> None:
     assert len(apart.minima) == len(sizes) and len(shared.minima) < 0.6 * len(sizes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("make", "layers", "sizes"),
     [
@@ -142,6 +143,7 @@ def test_an_integer_program_finds_nothing_better(make: type, layers: int, sizes:
     assert integer_optimum(evaluated(problem, NODES)) == pytest.approx(found.cost, rel=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (8, 8), (2, 2, 2)])
 def test_bounds_are_below_costs(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(tuple(zip("abc", sizes, strict=False)))

@@ -59,6 +59,7 @@ PAIRS = {
 """One sequence on one node: a model, its devices, and how norms are sliced."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_columns_then_rows(name: str, search: str) -> None:
@@ -90,6 +91,7 @@ def test_the_batch_over_nodes_and_the_rest_inside_of_them(make: Make, count: int
     assert sliced(graph, chosen, "head") == {(("batch0", "dp"), ("n", "tp"))}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize(
     ("make", "sizes"),

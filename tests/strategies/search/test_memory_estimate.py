@@ -39,6 +39,7 @@ def test_tied_weights_are_counted_once() -> None:
     assert found.bytes == pytest.approx(plan_bytes(wanted, found.assignments))
 
 
+@pytest.mark.slow
 def test_a_limit_is_kept_at_little_more_than_the_least_cost(made: Problem) -> None:
     free = plan_bytes(made, recursive_search(made, node(4)).assignments)
     limited = replace(made, memory=0.93 * free)

@@ -27,6 +27,7 @@ def moe() -> OperatorGraph:
     return shaped(net, NextTokenLoss(), *tokens(64, 512))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [lambda: gpt(3), lambda: llama(4), moe], ids=["gpt", "llama", "moe"])
 def test_the_total_of_a_round_is_the_cost_of_its_plan(model: object) -> None:
     """Repeated layers are counted, values with several uses are resharded once, tied weights are reduced once."""

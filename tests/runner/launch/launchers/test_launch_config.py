@@ -96,6 +96,7 @@ BAD = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words) for words, _ in BAD])
 def test_bad_launches_are_one_paragraph(command, left, monkeypatch, words, says):
     monkeypatch.setattr(

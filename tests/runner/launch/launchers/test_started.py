@@ -71,11 +71,10 @@ def words_of(process: int) -> bytes:
         return b""
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize(
     "words",
     [
-        ("launch=torchrun",),
+        pytest.param(("launch=torchrun",), marks=pytest.mark.slow),
         pytest.param(("launch=deepspeed", "launch.hosts=[localhost:4]"), marks=pytest.mark.slow),
         pytest.param(("launch=slurm",), marks=pytest.mark.slow),
         pytest.param(("launch=mpirun",), marks=pytest.mark.slow),
