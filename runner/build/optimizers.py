@@ -178,9 +178,12 @@ def need_of(config: Optimizer) -> Need:
         raise ConfigError("MW323", f"optimizer: {config.target} fails in a step: {describe(error)}.") from error
 
 
-def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True) -> None:
-    """Make the scheduler on an `optimizer` that nothing else uses, and step it. Raises ConfigError as `scheduler` does,
-    where a step fails, and for one that follows evaluations of a run that has none."""
+def check_scheduler(
+    config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True, steps: int | None = None
+) -> None:
+    """Make the scheduler on an `optimizer` that nothing else uses, and step it; torch's own also at the end of a run
+    that steps it `steps` times, which OneCycleLR counts. Raises ConfigError as `scheduler` does, where a step fails,
+    and for one that follows evaluations of a run that has none."""
     made = scheduler(config, optimizer)
     if made is None:
         return
@@ -199,6 +202,21 @@ def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: boo
     except Exception as error:
         raise ConfigError(
             "MW323", f"optimizer.scheduler: {config.target} fails in a step: {describe(error)}."
+        ) from error
+    if (
+        steps is None
+        or steps <= 1
+        or isinstance(made, ReduceLROnPlateau)
+        or not type(made).__module__.startswith("torch.")
+    ):
+        return
+    made.last_epoch = steps - 1
+    try:
+        made.step()
+    except Exception as error:
+        raise ConfigError(
+            "MW323",
+            f"optimizer.scheduler: {config.target} fails in step {steps}, the last of this run: {describe(error)}.",
         ) from error
 
 

@@ -35,7 +35,7 @@ from strategies.runtime.flight_recorder import PROGRESS, read_cells
 
 STOP = 1.0  # seconds between asking a rank to end and killing it
 LOOK = 0.1  # seconds between two looks at ranks that save
-ANSWER = 5.0  # seconds for the fork server to say how a rank has ended, on a machine that is busy
+ANSWER = 20.0  # seconds for the fork server to say how a rank has ended, on a machine that is busy
 RESCUE = 10.0  # seconds in which a rank that saves its state writes nothing
 SHORT_LIFE, SHORT_LIVES = 1.0, 5  # seconds; so many lives of at most this length, one after the other, are the last
 

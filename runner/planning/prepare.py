@@ -226,10 +226,10 @@ def prepare(
     if config.job.name in DESCRIBING and not planless:
         evaluating = None
         step, captured, tensors = captured_from_shapes(config, names, tensors, say)
-        check_model(config, step)
+        check_model(config, step, order)
     else:
         step = objective(config, names)
-        check_model(config, step)
+        check_model(config, step, order)
         check_half(config, step, tensors, device)
     if config.job.name in (*TRAINING, "launch") and config.parallel.mode != "hybrid":
         check_neighbours(step, names, tensors, training)
@@ -248,7 +248,7 @@ def prepare(
         plan=None,
         evaluations={},
         digest=digest(config.model.target, config.model.args, config.model.config, config.loss, shapes),
-        steps=config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch,
+        steps=_steps(config, order),
         evaluated={name: tuple(tensor.shape[1:]) for name, tensor in zip(*evaluated, strict=True)},
         published=frozenset(step.model.state_dict()),
         companions=_companions(step.model),
@@ -468,9 +468,13 @@ def _check_mesh(config: Config, world_size: int) -> None:
         )
 
 
-def check_model(config: Config, step: Objective) -> None:
-    """Make optimizer, scheduler and metric once, and look for offloaded modules, so that a wrong config starts no rank.
-    Raises ConfigError."""
+def _steps(config: Config, order: Order) -> int:
+    return config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch
+
+
+def check_model(config: Config, step: Objective, order: Order | None = None) -> None:
+    """Make optimizer, scheduler and metric once, and look for offloaded modules, so that a wrong config starts no rank;
+    the scheduler of a run in `order` up to its end. Raises ConfigError."""
     parameters = {name.removeprefix("model."): parameter for name, parameter in step.named_parameters()}
     names, trainable = [*parameters], [name for name, parameter in parameters.items() if parameter.requires_grad]
     groups = [
@@ -487,7 +491,10 @@ def check_model(config: Config, step: Objective) -> None:
             options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             what = flattened(stage) if stage else "servers hold slices of flattened parameters"
             check_elementwise(factory, options, torch.device("cpu"), what)
-        optimizers.check_scheduler(config.optimizer.scheduler, made, evaluates=config.evaluate.wanted)
+        per, ends = config.optimizer.scheduler.per, None
+        if order is not None:
+            ends = _steps(config, order) // (1 if per == "step" else order.steps_per_epoch)
+        optimizers.check_scheduler(config.optimizer.scheduler, made, config.evaluate.wanted, ends)
     if config.evaluate.every_metric and config.loss.target is None:
         raise ConfigError(
             "MW322",

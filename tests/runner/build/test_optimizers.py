@@ -124,6 +124,7 @@ def test_schedulers():
         ("StepLR", {"step_size": "abc"}, r"optimizer\.scheduler\.args\.step_size = 'abc': .* takes an integer"),
         ("MultiStepLR", {"milestones": "abc"}, r"optimizer\.scheduler\.args\.milestones = 'abc': .* takes a list"),
         ("CosineAnnealingLR", {"T_max": 0}, "fails in a step: ZeroDivisionError"),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 7}, "fails in step 8, the last of this run: .*step 8 times"),
         ("StepLN", {}, r"optimizer\.scheduler\.target = .*Did you mean 'StepLR'"),
         ("EPOCH_DEPRECATION_WARNING", {}, "a class or function is needed"),
         ("Optimizer.__repr__", {}, r"made a str; a torch\.optim\.lr_scheduler\.LRScheduler is needed"),
@@ -133,7 +134,7 @@ def test_an_error_of_a_scheduler_is_reported(target, args, message):
     optimizer = torch.optim.SGD(parameters("a"), lr=1.0)
     given = {"target": f"torch.optim.lr_scheduler.{target}", "args": args, "per": "step"}
     with pytest.raises(ConfigError, match=message):
-        check_scheduler(Scheduler.model_validate(given), optimizer)
+        check_scheduler(Scheduler.model_validate(given), optimizer, steps=8)
 
 
 @pytest.mark.parametrize(
