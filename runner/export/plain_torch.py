@@ -84,6 +84,8 @@ def _corrected() -> None:
     for function in (aten.view.default, aten._unsafe_view.default):
         viewed: Any = partial(_viewed, propagator.op_strategy_funcs[function], reshaped)
         propagator.op_strategy_funcs[function] = viewed
+    # what has been sent is contiguous, whatever strides DTensor says
+    DTensor._op_dispatcher._custom_op_handlers[aten.view.default] = _view_of_slices  # type: ignore[assignment]
     # no dims of a reduction mean all
     _math_ops._infer_reduction_dims = partial(_reduced, _math_ops._infer_reduction_dims)
     # numbers are those of complete tensors, not of a rank's slice (`float(x.max())`, `if mask.any()`)
@@ -125,6 +127,15 @@ def _viewed(theirs: Any, reshaped: Any, schema: Any) -> Any:
         return theirs(schema)
     except RuntimeError:  # DTensor asks for a redistribution
         return reshaped(schema)
+
+
+def _view_of_slices(function: Any, args: Any, kwargs: Any) -> Any:
+    value, shape = args
+    view = torch.ops.aten._unsafe_view.default
+    try:
+        return view(value, shape)
+    except RuntimeError:
+        return view(DTensor(value._local_tensor.contiguous(), value._spec, requires_grad=False), shape)  # type: ignore[no-untyped-call]
 
 
 def _number_of(function: Any, args: Any, kwargs: Any) -> Any:

@@ -57,6 +57,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "a part along the last dim": (lambda x: x.select(-1, 1), "S0", (4, 4, 4)),
     "rows and sums": (lambda x: torch.stack([x.sum(0), x[:, 0]]), "S0", (4, 4)),
     "all parts": (lambda x: torch.stack(x.unbind(-1)[::-1]), "S1", (4, 4)),
+    "a view of gathered columns": (lambda x: functional.hardswish(x.view(4, 6, 8).mT), "S0", (24, 8)),
     "rows that are no multiple, flattened": (lambda x: x.flatten() * 2, "S0", (3, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
     "slices written to sums": (lambda x: (x * 2).clamp_(x.sin().select(0, 1)), "P", (4, 4)),
@@ -88,6 +89,7 @@ def _compute(pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     compare.simulate_ranks(2)
+    plain_torch._replicated("aten.hardswish_backward.default")
     plain_torch._corrected()
     mesh, found = Mesh((("a", 2),)), {}
     for name, (function, placed, shape) in FUNCTIONS.items():
