@@ -455,7 +455,8 @@ class _Merger:
             if views:  # of what is outside, as which it is read and written
                 own.discard(node)
             for given in _operands(node):
-                if given in own or given in views or not learned or not floating(given.meta.get("val")):
+                passes = learned and floating(given.meta.get("val")) and given.target is not aten.detach.default
+                if given in own or given in views or not passes:
                     operands.append(given)
                     continue
                 with self.graph.inserting_before(node):
@@ -613,9 +614,34 @@ def _shows_writes(choice: fx.Node, later: Sequence[fx.Node]) -> bool:
 
 def _trained_always(node: fx.Node) -> bool:
     """Whether a gradient of a node, of 0 at least, is one of torch, too: whichever sides are taken, it has a use."""
+    return _holds_one(_uses(node))
+
+
+def _uses(node: fx.Node) -> list[list[tuple[fx.Node, bool]]]:
+    """The sides that must be taken, outermost first, for each use that returns a gradient to a node."""
     gates = [user for user in node.users if user.target is aten.where.self and node in user.args[1:]]
-    others = [user for user in node.users if user not in gates]
-    if any(user.target is not aten.detach.default or not set(user.users) <= set(gates) for user in others):
-        return True
-    used = {(gate.args[0], gate.args[1] is node) for gate in gates if _trained_always(gate)}
-    return not node.users or any((truth, not taken) in used for truth, taken in used)
+    if not gates or any(user not in gates and user.target is not aten.detach.default for user in node.users):
+        return [[]]
+    return [[(gate.args[0], gate.args[1] is node), *inner] for gate in gates for inner in _uses(gate)]  # type: ignore[list-item]
+
+
+def _holds_one(uses: list[list[tuple[fx.Node, bool]]]) -> bool:
+    """Whether all sides of one of these are taken, whichever are."""
+    if not uses or [] in uses:
+        return bool(uses)
+    truth: Any = uses[0][0][0]
+    while CHOICE in truth.meta:
+        truth = truth.args[0]
+    for side in (True, False):
+        known = [[(_chosen(one, truth, side), taken) for one, taken in use] for use in uses]
+        left = [[one for one in use if one[0] is not truth] for use in known if (truth, not side) not in use]
+        if not _holds_one(left):
+            return False
+    return True
+
+
+def _chosen(node: Any, truth: fx.Node, side: bool) -> fx.Node:
+    """What a choice by `truth` is then."""
+    while CHOICE in node.meta and node.args[0] is truth:
+        node = node.args[1 if side else 2]
+    return node  # type: ignore[no-any-return]

@@ -216,6 +216,23 @@ def test_a_loss_over_what_a_batch_may_lack(draw: Any) -> None:
     assert checked(model, 4, draw) < TOLERANCE
 
 
+class Exiting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x))
+        for limit in range(5):
+            x = x + self.a(x).tanh()
+            if x.abs().mean() > 1 + limit / 4:
+                return self.b(x)
+        return self.b(2 * x)
+
+
+def test_early_exits_take_a_graph_that_grows_with_their_square(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Exiting(), nn.MSELoss(), (torch.randn(16, 8), torch.randn(16, 8)))
+    assert len(model.graph.operators) < 140  # 178 where gates of gates have gates of their own, which doubles with each
+    assert model.worst(draw, 1) < TOLERANCE
+
+
 def test_what_is_equal_again_stands_once() -> None:
     """Of three questions each, behind which the model goes on."""
     objective = Objective(Numbers(), None, ("0",), ())
