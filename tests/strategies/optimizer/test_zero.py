@@ -230,6 +230,7 @@ def test_stage_3_holds_one_layer_at_a_time(training, ranks):
     assert untouched, "DeepSpeed replaced functions of torch for the entire process"
 
 
+@pytest.mark.essential  # in place of one that asks for all results
 def test_native_stage_3_has_one_complete_layer_at_a_time(training, ranks):
     """Autograd holds none between forward and backward, but the one that backward begins with."""
     trained, between, evaluated, left = ranks("most_gathered", training.layers_task(), world_size=2)

@@ -101,7 +101,6 @@ def test_every_launcher_gives_the_losses_of_local_ranks(
     assert of_run(tmp_path) == []
 
 
-@pytest.mark.essential
 def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
     start: Start, local_losses: list[float], tmp_path: Path
 ) -> None:
