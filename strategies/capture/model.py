@@ -274,7 +274,12 @@ def _captured(
         return None
     check_operands(graph)
     graph = unmerged(_needed(graph))
-    changing.check(graph, tensors, batch, training, bool(opaque.chosen))
+    try:
+        changing.check(graph, tensors, batch, training, bool(opaque.chosen))
+    except StrategyError:
+        raise
+    except Exception as error:  # as above, on the example batch
+        raise StrategyError("MW901", _capture_failure(error)) from error
     return Captured(graph, tensors)
 
 

@@ -348,11 +348,18 @@ def test_what_no_trial_did_ends_the_step(more: Any, draw: Any) -> None:
         Simulation(program, model.values | {"0": torch.randn(16, 4, dtype=torch.float64) * 100}).run()
 
 
-def test_what_the_example_batch_does_is_seen() -> None:
-    objective = Objective(net(Rarely(counted)), Squares(), ("0", "1"), ("1",))
-    with pytest.raises(StrategyError, match=r"experts\.act\.factor") as error:
+def failed(_: Rarely, h: Tensor) -> Tensor:
+    return h @ h
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "named"), [(counted, "MW906", r"experts\.act\.factor"), (failed, "MW901", r"return h @ h")]
+)
+def test_what_the_example_batch_does_is_seen(more: Any, code: str, named: str) -> None:
+    objective = Objective(net(Rarely(more)), Squares(), ("0", "1"), ("1",))
+    with pytest.raises(StrategyError, match=named) as error:
         capture(objective, (torch.randn(16, 4) * 100, torch.randn(16, 1)), training=True)
-    assert error.value.code == "MW906"
+    assert error.value.code == code
 
 
 def test_no_values_are_needed() -> None:
