@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._decompositions import DecompShardingStrategy
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
@@ -80,10 +81,9 @@ def _corrected() -> None:
     for function in (aten.tril_.default, aten.triu_.default):
         register_sharding(function)(_triangle)
     # views of slices that the new dims do not divide are of complete dims
-    reshaped = propagator.op_strategy_funcs[aten.reshape.default]
     for function in (aten.view.default, aten._unsafe_view.default):
-        viewed: Any = partial(_viewed, propagator.op_strategy_funcs[function], reshaped)
-        propagator.op_strategy_funcs[function] = viewed
+        viewed: Any = partial(_viewed, propagator.op_strategy_funcs[aten.reshape.default])
+        propagator.op_strategy_funcs[function] = partial(viewed, propagator.op_strategy_funcs[function])
     # what has been sent is contiguous, whatever strides DTensor says
     DTensor._op_dispatcher._custom_op_handlers[aten.view.default] = _view_of_slices  # type: ignore[assignment]
     # no dims of a reduction mean all
@@ -122,11 +122,68 @@ def _triangle(own: Any, *diagonal: Any) -> list[tuple[list[Any], list[Any]]]:
     return [([one], [one, *(None for _ in diagonal)]) for one in kept]
 
 
-def _viewed(theirs: Any, reshaped: Any, schema: Any) -> Any:
-    try:
-        return theirs(schema)
-    except RuntimeError:  # DTensor asks for a redistribution
-        return reshaped(schema)
+def _viewed(reshaped: Any, theirs: Any, schema: Any) -> Any:
+    """The slices of a view: those along as many axes as leave every element on its rank; the others are gathered.
+    DTensor refuses some of them, and takes stripes and slices that the new dims do not divide for those of others."""
+    own, sizes = schema.args_schema
+    shape = [size if size >= 0 else math.prod(own.shape) // -math.prod(sizes) for size in sizes]
+    axes = range(own.mesh.ndim)
+    fewer = [(reshaped, kept) for count in reversed(axes) for kept in combinations(axes, count)]
+    for function, kept in ((theirs, axes), (reshaped, axes), *fewer):
+        try:
+            found = function(OpSchema(schema.op, (_sliced_along(kept, own), sizes), schema.kwargs_schema))
+        except (RuntimeError, KeyError):
+            continue
+        pairs = [(one.input_specs[0].placements, one.output_specs.placements) for one in found.strategies]
+        if all(_digits(own.shape, now, own.mesh) == _digits(shape, then, own.mesh) for now, then in pairs):
+            break
+    return found
+
+
+def _sliced_along(axes: Sequence[int], strategy: Any) -> Any:
+    """An operand that is complete along the other axes of the mesh."""
+    if len(axes) == strategy.mesh.ndim:
+        return strategy
+    specs = [one.output_spec for one in strategy.strategies]
+    placed = [
+        tuple(one if axis in axes or one.is_partial() else Replicate() for axis, one in enumerate(spec.placements))
+        for spec in specs
+    ]
+    pairs = zip(specs, placed, strict=True)
+    return OpStrategy([OpSpec(DTensorSpec(spec.mesh, one, tensor_meta=spec.tensor_meta)) for spec, one in pairs])
+
+
+def _digits(shape: Sequence[int], placed: Sequence[Placement], mesh: DeviceMesh) -> list[tuple[int, Any]]:
+    """How the elements of a tensor, counted in order, are divided: sizes from the slowest to the fastest, whose product
+    is their number, with the axis that slices there, or None; dims of unequal slices are one size each."""
+    found: list[tuple[int, Any]] = []
+    for dim, size in enumerate(shape):
+        sliced = [(axis, one) for axis, one in enumerate(placed) if getattr(one, "dim", None) == dim]
+        slices = [(axis, getattr(one, "split_factor", 1)) for axis, one in sliced]
+        digits: Any = [(size, None)]
+        for axis, stripes in slices:
+            digits = digits and _cut(digits, stripes, mesh.shape[axis], axis)
+        found += digits or [(size, tuple(slices))]
+    merged: list[tuple[int, Any]] = []
+    for size, axis in found:
+        if merged and axis is None and merged[-1][1] is None:
+            merged[-1] = merged[-1][0] * size, None
+        elif size != 1:
+            merged.append((size, axis))
+    return merged
+
+
+def _cut(digits: Sequence[tuple[int, Any]], stripes: int, ranks: int, axis: int) -> Any:
+    """The digits of a dim of which ranks along an axis take every one of some stripes; None: unequal slices."""
+    found: list[tuple[int, Any]] = []
+    for at, (size, by) in enumerate(digits):
+        if by is None and stripes % size:
+            unit = stripes * ranks
+            cut = [(stripes, None), (ranks, axis), (size // unit, None)]
+            return None if size % unit else [*found, *cut, *digits[at + 1 :]]
+        found.append((size, by))
+        stripes //= size if by is None else 1
+    return None if ranks > 1 else found
 
 
 def _view_of_slices(function: Any, args: Any, kwargs: Any) -> Any:

@@ -57,6 +57,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "a part along the last dim": (lambda x: x.select(-1, 1), "S0", (4, 4, 4)),
     "rows and sums": (lambda x: torch.stack([x.sum(0), x[:, 0]]), "S0", (4, 4)),
     "all parts": (lambda x: torch.stack(x.unbind(-1)[::-1]), "S1", (4, 4)),
+    **{
+        f"stripes in other parts, {shape}": (lambda x, shape=shape: x.flatten().view(shape) * 2, "S1", (3, 8))
+        for shape in ((2, 12), (4, 6), (8, 3), (6, 4))
+    },
     "a view of gathered columns": (lambda x: functional.hardswish(x.view(4, 6, 8).mT), "S0", (24, 8)),
     "rows that are no multiple, flattened": (lambda x: x.flatten() * 2, "S0", (3, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
