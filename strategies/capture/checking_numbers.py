@@ -1,9 +1,9 @@
-"""What Python asks of numbers that a tensor holds, while a forward is traced: whether one is NaN, whether tensors are
-equal, and whether a check raises.
+"""What Python asks of numbers that a tensor holds, and computes with them, while a forward is traced: whether one is
+NaN, whether tensors are equal, whether a check raises; exponentials, roots and the like.
 
 torch's symbols for such numbers follow algebra, in which x is x; NaN is not. `math` and numpy take no symbols. So these
 questions are asked of tensors: constants answer them, checks that only raise are passed (`constants`), branches have
-both sides.
+both sides; and what is computed is computed with tensors.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ ASKING: dict[str, Callable[[Tensor], Tensor]] = {
     "isinf": torch.isinf,
     "isfinite": torch.isfinite,
 }
+COMPUTING = {
+    name: getattr(torch, name)
+    for name in "exp expm1 exp2 log log2 log10 log1p sqrt sin cos tan sinh cosh tanh".split()
+    if hasattr(math, name)
+}
+"""Functions of one number, in double precision."""
 
 
 @contextmanager
@@ -36,7 +42,10 @@ def asked_of_tensors() -> Iterator[None]:
     with ExitStack() as stack:
         for name, question in ASKING.items():
             for module in (math, np):
-                stack.enter_context(replaced(module, name, _of_symbols(getattr(module, name), question)))
+                stack.enter_context(replaced(module, name, _of_symbols(getattr(module, name), question, bool)))
+        for name, function in COMPUTING.items():
+            for module in (math, np):
+                stack.enter_context(replaced(module, name, _of_symbols(getattr(module, name), function, Tensor.item)))
         for owner in (torch, Tensor):
             stack.enter_context(replaced(owner, "equal", _equal(owner.equal)))
             stack.enter_context(replaced(owner, "allclose", _close(owner.allclose)))
@@ -58,9 +67,11 @@ def _tensor(number: Any) -> Tensor:
     return torch.full((), number, dtype=torch.float64)
 
 
-def _of_symbols(function: Callable[..., Any], question: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _of_symbols(
+    function: Callable[..., Any], of_tensors: Callable[[Tensor], Tensor], result: Callable[[Tensor], Any]
+) -> Callable[..., Any]:
     def call(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return bool(question(_tensor(value))) if isinstance(value, SYMBOLS) else function(value, *args, **kwargs)
+        return result(of_tensors(_tensor(value))) if isinstance(value, SYMBOLS) else function(value, *args, **kwargs)
 
     return call
 

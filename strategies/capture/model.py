@@ -31,6 +31,7 @@ from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.indexed import by_places
+from strategies.capture.logged_arrays import leaves_torch
 from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
@@ -189,7 +190,7 @@ def capture(
             branches.refuse(error.owner)
         except StrategyError as error:
             cause = error.__cause__
-            if cause is None or not (isinstance(cause, UNKNOWN) or _leaves_torch(cause)):
+            if cause is None or not (isinstance(cause, UNKNOWN) or leaves_torch(cause)):
                 raise
             running, guard = _running(cause), isinstance(cause, GuardOnDataDependentSymNode)
             branching = guard and (conversions.choose(cause) or branches.choose(running))
@@ -281,11 +282,6 @@ def _captured(
     except Exception as error:  # as above, on the example batch
         raise StrategyError("MW901", _capture_failure(error)) from error
     return Captured(graph, tensors)
-
-
-def _leaves_torch(error: BaseException) -> bool:
-    """Whether a forward hands a tensor, which has no values while it is traced, to numpy."""
-    return ".numpy() is not supported" in str(error)
 
 
 def _running(error: BaseException) -> list[nn.Module]:
@@ -409,7 +405,7 @@ def _capture_failure(error: BaseException) -> str:
             "(persistent=False) for a constant, or decide in a child module or the loss (loss.target): what takes and "
             "returns tensors of fixed shapes is one operator."
         )
-    if _leaves_torch(error):
+    if leaves_torch(error):
         return (
             f"The model's forward leaves torch{where}: what numpy or scipy computes there is unknown to a capture, as "
             "tensors have no values. Compute it with torch; in the loss (loss.target) or a child module that takes and "

@@ -37,8 +37,9 @@ from torch.utils._pytree import tree_map
 from strategies.capture.bags import embedding_bag
 from strategies.capture.checking_numbers import asked_of_tensors
 from strategies.capture.checking_operators import WITHOUT_QUESTIONS, bincount, narrow
-from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places
+from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places, traced
 from strategies.capture.functional import CUMULATIVE
+from strategies.capture.logged_arrays import LoggedArray
 from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
 
@@ -193,6 +194,8 @@ class _Unasked(TorchFunctionMode):
             args, kwargs = tree_map(detached, (tuple(args), kwargs))
         if function in WITHOUT_QUESTIONS:
             return WITHOUT_QUESTIONS[function](*args, **(kwargs or {}))
+        if function is Tensor.numpy and traced(args[0])[0] is not None:
+            return LoggedArray()
         if function is functional.embedding_bag:
             return embedding_bag(*args, **(kwargs or {}))
         if function in (torch.bincount, Tensor.bincount) and (len(args) > 2 or (kwargs or {}).get("minlength", 0)):

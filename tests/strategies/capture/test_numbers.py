@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,15 @@ def extremes(net: Net, x: Tensor) -> Tensor:
     return h / max(1, count) + max(h.sum(), 0) + min(count, 2.5) + min([h.mean(), h.max(), h.min()])
 
 
+def functions(net: Net, x: Tensor) -> Tensor:
+    """Of numbers, and arrays for a log alone."""
+    net.steps += 1
+    h = net.dense(x)
+    net.last = h.detach().cpu().numpy()
+    print(f"{np.abs(net.last).mean():.3f}, {round(net.last.max() * 2, 3)}")
+    return h * math.exp(-net.steps.item() / 10) + np.sqrt(net.steps.item()) + math.log(float(h.square().sum()))
+
+
 def as_an_argument(net: Net, x: Tensor) -> Tensor:
     power = net.steps.item()
     filled = torch.full((8, 8), x.mean().item(), dtype=x.dtype)
@@ -73,7 +84,7 @@ def sizes(net: Net, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [arithmetic, converted, warm_up, capped, extremes, as_an_argument, powers, sizes],
+    [arithmetic, converted, warm_up, capped, extremes, functions, as_an_argument, powers, sizes],
     ids=lambda body: body.__name__,
 )
 def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:

@@ -72,6 +72,18 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         lambda net, x: torch.func.grad(lambda y: net.inner(y).tanh().sum())(x),
         r"computes a derivative at capture/test_unsupported.py:\d+",
     ),
+    "numbers of an array": (
+        lambda net, x: net.inner(x) / float(net.inner(x).detach().numpy().max()),
+        r"leaves torch at capture/test_unsupported.py:\d+: .*custom_op",
+    ),
+    "a branch by an array": (
+        lambda net, x: net.inner(x) * (2 if net.inner(x).detach().numpy().max() > 0 else 3),
+        r"leaves torch at capture/test_unsupported.py:\d+: .*custom_op",
+    ),
+    "an array times a tensor": (
+        lambda net, x: net.inner(x) * net.inner(x).detach().numpy(),
+        r"leaves torch at capture/test_unsupported.py:\d+: .*custom_op",
+    ),
     "numpy": (matched, r"leaves torch at capture/test_unsupported.py:\d+: .*argsort.*custom_op"),
     "vmap": (lambda net, x: torch.vmap(F.dropout, randomness="same")(net.inner(x)), r"torch.vmap of a function that"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
