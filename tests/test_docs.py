@@ -79,7 +79,7 @@ def test_every_block_holds_commands_of_run() -> None:
     assert [command for command in COMMANDS if not command.startswith("run ")] == []
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [name for name, commands in BY_PAGE.items() if commands])
 def test_commands_are_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command composes to a valid config; nothing is captured or started."""

@@ -75,6 +75,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("expected", RIGHT)
 def test_right_is_passed(expected: dict[str, Any]) -> None:
     found = verdict("expected", expected)

@@ -32,7 +32,7 @@ def _no_warnings() -> object:
         yield
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "shard", [*range(QUICK), *(pytest.param(shard, marks=pytest.mark.slow) for shard in range(QUICK, SHARDS))]
 )
@@ -58,6 +58,7 @@ def test_every_rule_is_generated() -> None:
     assert sorted(own - GENERATORS.keys()) == sorted(WITHOUT)
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_every_generator_draws_its_operator(name: str) -> None:
     generated = 0

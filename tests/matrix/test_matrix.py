@@ -58,7 +58,7 @@ def test_there_are_32() -> None:
     assert len(BY_NAME) == 32 + len(FURTHER)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "turn",
     [pytest.param(turn, marks=[pytest.mark.slow] * (turn % 2)) for turn in range(len(ARCHITECTURES))],
@@ -81,7 +81,7 @@ NAMES: tuple[tuple[str, Mode], ...] = (
 )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "mode"), NAMES)
 def test_generated_modules_of_any_names(name: str, mode: Mode) -> None:
     """Children called `self`, `forward`, `class` or with a quote, tensors called like builtins, a model in a model."""
@@ -153,13 +153,15 @@ def test_a_refused_model_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert "* odd: ValueError: no such width" in markdown([found], [], 2)
 
 
-REAL = (("gpt2", "auto"), ("resnet", "data_parallel"), ("mixtral", "random"), ("lstm", "random"))
+REAL = (("mixtral", "random"), ("lstm", "random"))
+MORE_REAL = (("gpt2", "auto"), ("resnet", "data_parallel"))
 
 
-def test_real_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", [REAL, pytest.param(MORE_REAL, marks=pytest.mark.slow)], ids=["random", "others"])
+def test_real_processes(tmp_path: Path, chosen: tuple[tuple[str, str], ...]) -> None:
     """The same step on four communicating processes."""
     subjects, cases = [], []
-    for name, mode in REAL:
+    for name, mode in chosen:
         one = subject(BY_NAME[name], 0.0, "fp32")
         file, plan = tmp_path / f"{name}.pt", plan_for(one.graph, mode)
         inputs = {source.name for source in one.graph.of_kind("input")}

@@ -358,6 +358,7 @@ def test_a_plan_of_experts_is_that_of_a_model_that_has_one() -> None:
     assert error.value.code == "MW882"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [3, 4])
 def test_only_as_many_experts_per_rank_are_exported(tmp_path: Path, count: int) -> None:
     sizes = SMALL | {"num_local_experts": count, "num_hidden_layers": 1}

@@ -54,6 +54,7 @@ def test_a_search_counts_the_micro_batches_of_a_step(words, count):
 OPEN = ("parallel=auto", "parallel.search=dynamic_programming", "parallel.zero.stage=auto")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

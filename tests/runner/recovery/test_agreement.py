@@ -20,7 +20,7 @@ def test_those_who_differ_from_most_are_named():
     assert different(range(10, 16), facts) == message
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

@@ -60,6 +60,7 @@ def test_tensorboard_that_is_not_installed(start, monkeypatch):
         start(*SMALL, *ALONE, "report.tensorboard=true")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stage", "share", "copies", "engine"),
     [(0, 1, 2, "auto"), (1, 8, 2, "auto"), (2, 8, 3, "deepspeed"), (3, 8, 2, "auto")],

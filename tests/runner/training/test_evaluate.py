@@ -31,7 +31,7 @@ def truth(rows, seed=1):
     return {"loss": functional.cross_entropy(scores, data.y).item(), "accuracy": accuracy}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("mode", "size"),
     [

@@ -42,7 +42,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_agrees(start, kind):
     ended = start(*KINDS[kind], "train.precision=fp64", "verify.steps=2", verb="verify")

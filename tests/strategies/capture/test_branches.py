@@ -191,7 +191,7 @@ def checked(model: Model, batches: int, draw: Any) -> float:
     return worst
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "net",
     [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Nested],

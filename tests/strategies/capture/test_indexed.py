@@ -76,6 +76,7 @@ def masked_again(net: Any, x: Tensor) -> Tensor:
     return kept * found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("use", [queue, ring, element, logged, masked, masked_again], ids=lambda one: one.__name__)
 def test_a_model(use: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)

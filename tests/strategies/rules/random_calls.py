@@ -15,7 +15,7 @@ from tests.fuzz.generators import GENERATORS
 from tests.fuzz.pool import Pool
 
 OPERATORS = sorted(GENERATORS.keys() & RULES.keys())
-CALLS = 4
+CALLS = 2
 
 
 @dataclass(frozen=True)

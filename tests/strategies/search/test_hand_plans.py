@@ -9,7 +9,7 @@ from benchmarks.hand_plans import HANDS, Hand, pair, predicted, run
 QUICK = ("data parallel", "pairs in a feed-forward net", "sliced vocabulary")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hand", [one for one in HANDS if one.name in QUICK], ids=lambda hand: hand.name)
 def test_the_search_sends_no_more_in_as_much_memory(hand: Hand) -> None:
     """By prediction, which equals the counted bytes; on this cluster seconds are bytes."""
