@@ -134,7 +134,8 @@ def from_dtensor(
         give that to `from_tp_plan`.
 
     Raises:
-        ConfigError, StrategyError: there is no DTensor, or its mesh is no part of the one given.
+        ConfigError, StrategyError: there is no DTensor, one that the module lacks, or one on a mesh that is no part of
+            the one given.
     """
     if not isinstance(sharded, nn.Module | Mapping):
         raise ConfigError("MW882", f"meshwright.from_dtensor: {sharded!r} is neither a module nor its state dict.")
@@ -142,6 +143,20 @@ def from_dtensor(
     tensors = {name: one for name, one in entries.items() if isinstance(one, DTensor)}
     if not tensors:
         raise ConfigError("MW882", "meshwright.from_dtensor: no parameter is a DTensor; shard the module before.")
+    if not isinstance(module, nn.Module):
+        raise ConfigError("MW204", f"meshwright.from_dtensor: module = {module!r} is no torch.nn.Module.")
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for name, one in tensors.items():
+        if name not in own or own[name].shape != one.shape:
+            known = list(own[name].shape) if name in own else f"missing; its tensors are {', '.join(list(own)[:3])} ..."
+            raise ConfigError(
+                "MW882",
+                f"meshwright.from_dtensor: {name} is a DTensor of shape {list(one.shape)}, and in the module {known}; "
+                f"give the same module without DTensors, and a state dict with its names.",
+            )
     if not isinstance(mesh, Mapping | None):
         raise ConfigError(
             "MW882", f"meshwright.from_dtensor: mesh = {mesh!r}; give the axes of all ranks, {{axis: size}}."
@@ -150,11 +165,11 @@ def from_dtensor(
     along = {name: _along(one.device_mesh, {*(mesh or ()), *rows}) for name, one in tensors.items()}
     meshes = {name: {axis: size for one in dims for axis, size in one.items()} for name, dims in along.items()}
     axes = dict(mesh or max(meshes.values(), key=len))
-    for name, own in meshes.items():
-        if not own.items() <= axes.items() or not {*rows} <= {*axes}:
+    for name, sizes in meshes.items():
+        if not sizes.items() <= axes.items() or not {*rows} <= {*axes}:
             raise ConfigError(
                 "MW882",
-                f"meshwright.from_dtensor: {name} is on the device mesh {own}, and the rows of the batch on the axes "
+                f"meshwright.from_dtensor: {name} is on the device mesh {sizes}, and the rows of the batch on the axes "
                 f"{list(rows)}, which are not all axes of the mesh {axes}; give the mesh of all ranks as mesh=.",
             )
     stored = {name: _layout(one, along[name]) for name, one in tensors.items()}

@@ -448,6 +448,10 @@ def test_dtensors_that_are_sliced_over_several_axes_at_once_are_read(pretended: 
     assert plan.mesh == ({"rows": 4} if rows == "rows" else {"dp": 2, "tp": 2})
     assert plan.content["inputs"]["0"]["dims"] == [list(plan.mesh), []]
     assert plan.content["tensors"]["weight"]["dims"] == [[], []] and plan.content["zero"]["stage"] == 3
+    for names, other in ({"module.weight": "weight"}, nn.Linear(8, 4)), ({"weight": "weight"}, nn.Linear(8, 8)):
+        state = {name: sharded.state_dict()[one] for name, one in names.items()}
+        with pytest.raises(meshwright.CodedError, match="give the same module"):
+            meshwright.from_dtensor(state, other, batch, **common)
     with pytest.raises(meshwright.CodedError, match="axes of all ranks"):
         meshwright.from_dtensor(sharded, module, batch, mesh=4, **common)  # type: ignore[arg-type]
 
