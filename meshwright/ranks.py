@@ -146,10 +146,9 @@ class ShardedModule(nn.Module):
         names = self.prepared.names
         values = dict(zip(names, entries, strict=False)) | named
         if len(entries) + len(named) != len(names) or values.keys() != {*names}:
-            given = [*map(str, range(len(entries))), *named]
-            raise ConfigError(
-                "MW463", f"The batch has the entries {', '.join(given)}, but the plan is for {', '.join(names)}."
-            )
+            given = ", ".join([*map(str, range(len(entries))), *named])
+            has = f"the entries {given}" if given else "no entries"
+            raise ConfigError("MW463", f"The batch has {has}, but the plan is for {', '.join(names)}.")
         program, rank = self.execution.program, self.execution.communicator.rank
         found, inputs = [], {source.name: source for source in program.inputs}
         for name in names:

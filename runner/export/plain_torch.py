@@ -411,8 +411,8 @@ class _Means(TorchFunctionMode):
 class _Complete(TorchFunctionMode):
     """Runs on a rank's slices what needs some dims, or all of a tensor, complete. Of dims that are counted from the
     last, DTensor (torch 2.13) adds up every slice for itself, products end in an error in backward, as do quantiles,
-    shifts return what is shifted, gradients of adaptive pools have the sizes of slices, and fewer places than a tensor
-    has rows are sliced as these."""
+    shifts return what is shifted, gradients of adaptive pools have the sizes of slices, fewer places than a tensor
+    has rows are sliced as these, and the places of extremes in stripes end in an error."""
 
     SCANS = torch.cumprod, torch.cumsum, torch.logcumsumexp, Tensor.cumprod, Tensor.cumsum, Tensor.logcumsumexp
     POOLS: Mapping[Any, int] = {
@@ -423,6 +423,7 @@ class _Complete(TorchFunctionMode):
     PLACES = tuple(
         getattr(of, name) for of in (torch, Tensor) for name in ("gather", "scatter", "scatter_add", "scatter_reduce")
     )
+    EXTREMES = torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin
     OTHERS = (
         *(torch.quantile, torch.nanquantile, Tensor.quantile, Tensor.nanquantile),
         *(torch.bitwise_left_shift, torch.bitwise_right_shift, Tensor.bitwise_left_shift, Tensor.bitwise_right_shift),
@@ -433,11 +434,12 @@ class _Complete(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
-        if func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.OTHERS):
+        if func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.EXTREMES, *self.OTHERS):
             return func(*args, **given)
         args = args or (given.pop("input"),)
         value = next((one for one in args if isinstance(one, DTensor)), None)
-        if value is None or (func in self.PLACES and _is_aligned(*args, **given)):
+        placed_well = func in self.PLACES and _is_aligned(*args, **given)
+        if value is None or placed_well or (func in self.EXTREMES and not _is_striped(value.placements)):
             return func(*args, **given)
         mesh, dims = value.device_mesh, value.ndim
         gathered = {*range(dims)}

@@ -61,6 +61,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
         f"stripes in other parts, {shape}": (lambda x, shape=shape: x.flatten().view(shape) * 2, "S1", (3, 8))
         for shape in ((2, 12), (4, 6), (8, 3), (6, 4))
     },
+    "the place of the largest in stripes": (lambda x: x * x.detach().flatten().argmax(), "S1", (3, 8)),
     "a view of gathered columns": (lambda x: functional.hardswish(x.view(4, 6, 8).mT), "S0", (24, 8)),
     "rows that are no multiple, flattened": (lambda x: x.flatten() * 2, "S0", (3, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
