@@ -12,9 +12,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt
-# What pip would do on one core; some packages hold templates that are no Python.
-COMPILE_PACKAGES := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 TORCH := torch==2.13.0
 # Draws the sample of `make test` and the graphs of `make fuzz`.
 SEED ?= 0
@@ -100,14 +98,12 @@ $(VENV)/.installed: $(INPUTS) | $(BIN)/python
 	@echo "installing into $(VENV); this takes a minute or two the first time"
 	$(PIP) $(TORCH)
 	$(PIP) -e .
-	$(COMPILE_PACKAGES)
 	touch $@
 
 # torchtitan requires older datasets than ours, which what the tests use of it does not read.
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e ".[test]"
 	$(PIP) --no-deps "torchtitan; python_version >= '3.11'"
-	$(COMPILE_PACKAGES)
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
