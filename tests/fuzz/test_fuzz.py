@@ -89,6 +89,7 @@ def test_cases_vary() -> None:
     assert sliced > 0.4 * sum(len(case.graph.operators) for case in cases)
 
 
+@pytest.mark.slow
 def test_plans_slice_pictures() -> None:
     """Rows of convolutions, of pooling and of interpolation."""
     plans = [plan for seed in range(60) for plan in random_case(seed).plan.operators.values()]

@@ -652,6 +652,7 @@ class Shifted(nn.Embedding):
         return super().forward(x + 2)
 
 
+@pytest.mark.slow
 def test_a_table_that_computes_its_indices_stays_replicated() -> None:
     module = nn.Sequential(Shifted(64, 16), nn.Linear(16, 64))
     batch = torch.randint(60, (8, 4)), torch.randint(64, (8, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from runner.report.text import decision_rows, decision_table
 
 GPT = (
@@ -34,6 +36,7 @@ def test_without_a_runner_up_there_is_only_what_was_chosen():
     assert decision_rows(DECISION | {"runner_up": None})[-1] == ("seconds per step", "2.00 ms", "")
 
 
+@pytest.mark.slow
 def test_explain_and_the_report_show_it(start, capsys):
     words = ("parallel.zero.stage=auto", "parallel.recompute=auto", "parallel.memory_limit=3MB")
     ended = start(*GPT, *words, verb="explain")

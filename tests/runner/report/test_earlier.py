@@ -61,5 +61,6 @@ def test_report_is_found_until_a_file_changes(planned, tmp_path):
     assert planned("d", *described)[2]
 
 
+@pytest.mark.slow
 def test_plan_for_this_machine_is_made_anew(planned):
     assert planned("a")[2] and planned("b")[2]

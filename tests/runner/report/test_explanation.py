@@ -34,6 +34,7 @@ def test_a_propagated_operator_and_its_runner_up(start, capsys):
     assert "  legal      9 strategies on this mesh" in out
 
 
+@pytest.mark.slow
 def test_equal_layers_share_a_paragraph(start, capsys):
     out = explained(start, capsys, "+recipe=megatron_tp", "explain.operator='layers.*.attention.[qo]_proj'")
     for name in ("q_proj", "o_proj"):
@@ -57,11 +58,13 @@ def test_a_cheaper_neighbour_is_reported(start, capsys):
     assert "(with its neighbours unchanged; changed together they may cost less still)" in out
 
 
+@pytest.mark.slow
 def test_operators_of_a_pipelines_stage(start, capsys):
     out = explained(start, capsys, "+recipe=gpt_pipeline", "explain.operator=layers.3.attention.q_proj")
     assert "layers.3.attention.q_proj (linear" in out and "strategies on this mesh" in out
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_says_so(start, capsys):
     saved = start(*SMALL, *MODES["auto"], verb="plan", folder="saved")
     options = ("parallel=semi_auto", f"parallel.plan={saved.folder}", "explain.operator=inner")
@@ -100,6 +103,7 @@ def test_slices_of_parameters_inputs_and_results(start, capsys):
     assert "inner" not in sliced
 
 
+@pytest.mark.slow
 def test_slices_of_a_pipeline_name_the_ranks_of_the_stage(start, capsys):
     options = (*SMALL, "parallel=data_parallel", "parallel.pipeline.stages=2", "data.args.keys=true")
     out = explained(start, capsys, *options, "explain.slices='outer.*'")

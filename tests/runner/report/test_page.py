@@ -132,6 +132,7 @@ def test_a_plan_that_does_not_fit_says_so(content):
     assert "; parallel.zero.stage=3 would need 900 B and fit" in shown and "of 1000 B are needed at once" in shown
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_a_report(start):
     ended = start("+recipe=gpt_pipeline", verb="explain")
     shown = " ".join(check((ended.folder / "report.html").read_text(encoding="utf-8")).texts)

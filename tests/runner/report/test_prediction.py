@@ -25,6 +25,7 @@ def plan_of(start, *options, **more):
     return start("+recipe=llama", LLAMA, *WINDOWS, "cluster=dgx_h100", *options, verb="plan", **more).plan
 
 
+@pytest.mark.slow
 def test_speed_and_flops_hours_and_price(start, capsys):
     plan = plan_of(start, "train.steps=1000000", "cluster.price_per_hour=2.5")
     prediction = plan["prediction"]
@@ -96,6 +97,7 @@ def test_one_rank_has_nothing_to_divide(start, capsys, monkeypatch):
     assert capsys.readouterr().out.split("it does not fit: ")[1].splitlines()[0].endswith("(parallel.offload)")
 
 
+@pytest.mark.slow
 def test_slow_links_bind_and_faster_ones_help(start, capsys):
     slow = "cluster.machine.levels.gpu.bandwidth=1.0e9"
     prediction = plan_of(start, slow)["prediction"]
@@ -149,6 +151,7 @@ def test_every_rate_is_doubled_alone():
     assert list(doubled(described("one_gpu", shipped("one_gpu")))) == ["flops", "memory bandwidth", "operator calls"]
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_per_kind_of_layer(start, capsys):
     plan = plan_of(start)
     lines = layer_table(plan).splitlines()

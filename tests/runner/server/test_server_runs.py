@@ -45,6 +45,7 @@ def test_a_synchronous_step_equals_one_device(start, optimizer):
     assert start(*SERVED, DOUBLE, *optimizer, verb="verify").value < 1e-10
 
 
+@pytest.mark.slow
 def test_killed_workers_and_servers_change_no_bit(start):
     """By the time that the second server is killed the first one is back and has its copies."""
     served = (*SERVED, "train.steps=24")

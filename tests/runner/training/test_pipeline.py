@@ -209,6 +209,7 @@ def test_a_run_goes_on_bit_for_bit(start):
     assert [key for key in truth if not torch.equal(ours[key], truth[key])] == []
 
 
+@pytest.mark.slow
 def test_schedules_train_to_the_same_bits(start):
     cuts, steps = "parallel.pipeline.cuts={layers.2: 1}", ("train.steps=2", "checkpoint.every=2")
     ended = [
