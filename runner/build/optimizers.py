@@ -178,9 +178,7 @@ def need_of(config: Optimizer) -> Need:
         raise ConfigError("MW323", f"optimizer: {config.target} fails in a step: {describe(error)}.") from error
 
 
-def check_scheduler(
-    config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True, steps: int | None = None
-) -> None:
+def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True, steps: int = 1) -> None:
     """Make the scheduler on an `optimizer` that nothing else uses, and step it; torch's own also at the end of a run
     that steps it `steps` times, which OneCycleLR counts. Raises ConfigError as `scheduler` does, where a step fails,
     and for one that follows evaluations of a run that has none."""
@@ -193,30 +191,19 @@ def check_scheduler(
             f"optimizer.scheduler.target = {config.target!r} follows the evaluations, but nothing is evaluated; set "
             "evaluate.every (steps) or a metric.",
         )
+    where = "a step"
     try:
         optimizer.step()
         if isinstance(made, ReduceLROnPlateau):
             made.step(0.0)
-        else:
+            return
+        made.step()
+        if steps > 1 and type(made).__module__.startswith("torch."):
+            where, made.last_epoch = f"step {steps}, the last of this run", steps - 1
             made.step()
     except Exception as error:
         raise ConfigError(
-            "MW323", f"optimizer.scheduler: {config.target} fails in a step: {describe(error)}."
-        ) from error
-    if (
-        steps is None
-        or steps <= 1
-        or isinstance(made, ReduceLROnPlateau)
-        or not type(made).__module__.startswith("torch.")
-    ):
-        return
-    made.last_epoch = steps - 1
-    try:
-        made.step()
-    except Exception as error:
-        raise ConfigError(
-            "MW323",
-            f"optimizer.scheduler: {config.target} fails in step {steps}, the last of this run: {describe(error)}.",
+            "MW323", f"optimizer.scheduler: {config.target} fails in {where}: {describe(error)}."
         ) from error
 
 

@@ -491,7 +491,7 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
             options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             what = flattened(stage) if stage else "servers hold slices of flattened parameters"
             check_elementwise(factory, options, torch.device("cpu"), what)
-        per, ends = config.optimizer.scheduler.per, None
+        per, ends = config.optimizer.scheduler.per, 1
         if order is not None:
             ends = _steps(config, order) // (1 if per == "step" else order.steps_per_epoch)
         optimizers.check_scheduler(config.optimizer.scheduler, made, config.evaluate.wanted, ends)
