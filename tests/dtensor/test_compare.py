@@ -28,6 +28,7 @@ def test_both_take_the_same_placements(op: str) -> None:
     assert not counts.keys() & {"ours is wrong", "other results", "DTensor only"}
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A softmax whose slices are normalised on their own."""
 

@@ -125,7 +125,7 @@ def gaps() -> Mapping[str, Any]:
     return found
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_slices_are_those_of_one_device(gaps: Mapping[str, Any], name: str) -> None:
     assert gaps[name] == pytest.approx([0.0, 0.0], abs=1e-10)

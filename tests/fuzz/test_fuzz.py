@@ -79,6 +79,7 @@ def test_a_seed_repeats_its_case() -> None:
     assert all(first.values[name].equal(second.values[name]) for name in first.values)
 
 
+@pytest.mark.slow
 def test_cases_vary() -> None:
     cases = [random_case(seed) for seed in range(30)]
     sizes = {tuple(size for _, size in case.plan.mesh.axes) for case in cases}

@@ -81,7 +81,7 @@ NAMES: tuple[tuple[str, Mode], ...] = (
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), NAMES)
 def test_generated_modules_of_any_names(name: str, mode: Mode) -> None:
     """Children called `self`, `forward`, `class` or with a quote, tensors called like builtins, a model in a model."""
@@ -110,6 +110,7 @@ def test_eight_ranks(name: str, mode: Mode) -> None:
     assert run(one, plan_for(one.graph, mode, 8)).worst <= TOLERANCE["fp64"]
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_seen() -> None:
     """The comparison detects an error of one millionth in one weight's gradient."""
     one = subject(BY_NAME["lstm"], 0.0, "fp64")

@@ -98,6 +98,7 @@ def test_stripes_of_fused_weights_are_written_and_read(tmp_path: Path) -> None:
         assert read.content[key] == plan.content[key], key
 
 
+@pytest.mark.slow
 def test_a_file_that_is_none_or_of_another_module_is_refused(tmp_path: Path) -> None:
     module = gpt(torch.float32)
     plan = meshwright.from_tp_plan(MEGATRON, module, tokens(), loss=next_token, mesh=2)

@@ -68,6 +68,7 @@ def test_a_tp_plan_of_megatron_is_the_recipe_megatron_tp() -> None:
         assert read.content[key] == ours.content[key], key
 
 
+@pytest.mark.slow
 def test_the_plan_that_transformers_has_for_llama_is_the_recipe_hf_llama() -> None:
     config = meshwright.compose("hf_llama")
     torch.manual_seed(0)
@@ -358,7 +359,7 @@ def test_a_plan_of_experts_is_that_of_a_model_that_has_one() -> None:
     assert error.value.code == "MW882"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4])
 def test_only_as_many_experts_per_rank_are_exported(tmp_path: Path, count: int) -> None:
     sizes = SMALL | {"num_local_experts": count, "num_hidden_layers": 1}
@@ -387,6 +388,7 @@ def test_plans_of_two_steps_are_not_compared() -> None:
         assert error.value.code == code
 
 
+@pytest.mark.slow
 def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -> None:
     module, options = gpt(torch.float32), {"loss": next_token, "mesh": 2, "zero": 1}
     gathered = meshwright.from_tp_plan(MEGATRON | {"head": "colwise_gather_output"}, module, tokens(), **options)
@@ -402,6 +404,7 @@ def test_an_export_that_transformers_cannot_say_writes_nothing(tmp_path: Path) -
     assert json.loads(plan.export("transformers", file, allow_changes=True).read_text(encoding="utf-8"))["tp_size"] == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["torchtitan", "transformers", "deepspeed"])
 def test_operators_across_the_rows_of_ranks_are_listed(target: str) -> None:
     """Which trainers of local tensors give the rows of one rank."""
@@ -665,6 +668,7 @@ def test_a_table_that_computes_its_indices_stays_replicated() -> None:
     assert sliced == {"0.weight": False, "1.weight": True, "1.bias": sliced["1.bias"]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["transformers", "deepspeed"])
 def test_a_plan_by_module_has_a_certificate(target: str) -> None:
     with torch.device("meta"):

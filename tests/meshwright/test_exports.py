@@ -323,6 +323,7 @@ CUBE: dict[str, Any] = {"layouts": {"cube": {"device_matrix": [2, 2, 2], "axes":
 MIDDLE = {"0": [{"layout": "cube", "dims": one} for one in ([["a", "c"], None], ["b", None], ["b"])]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "sharded"),
     [

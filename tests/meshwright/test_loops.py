@@ -94,6 +94,7 @@ def test_torchs_checkpoints_do_not_know_stripes(on_ranks: Callable[..., Any], tm
     assert complete and "overlapping chunks" in refused
 
 
+@pytest.mark.slow
 def test_what_cannot_be_applied_leaves_nothing_behind(on_ranks: Callable[..., Any]) -> None:
     assert on_ranks("refused", None) == ["MW461", "MW461", "MW462", "MW807", "MW464", "0"]
 

@@ -99,6 +99,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("make", "slicing"), CASES)
 def test_slices_equal_one_device_and_keep_the_secret(make, slicing):
     mesh, patterns, rows = SLICINGS["sequence" if slicing == "ring" else slicing]

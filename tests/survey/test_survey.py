@@ -83,6 +83,7 @@ def test_outcomes() -> None:
     assert found["branch"].cause.startswith("[MW901]") and "by" in found["another one when exported"].cause
 
 
+@pytest.mark.slow
 def test_a_survey_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "architectures", lambda registry, every: [made("exact"), made("wrong")])
     results, page = tmp_path / "results.jsonl", tmp_path / "survey.md"

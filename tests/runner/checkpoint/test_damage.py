@@ -64,6 +64,7 @@ def test_all_damaged_is_an_error_and_so_is_a_damaged_path(tmp_path, capsys):
         checkpoints.to_continue(str(tmp_path / "step-00000001"), tmp_path)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rank", range(6))
 def test_copies_make_good_what_one_rank_loses(tmp_path, capsys, rank):
     path = save(tmp_path, 1, copies=2)

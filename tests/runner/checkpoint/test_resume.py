@@ -213,6 +213,7 @@ def started(start, tmp_path):
     return ended, {path: path.read_bytes() for path in ended.folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_another_run_is_refused_and_nothing_is_touched(start, started):
     ended, before = started
     for overrides, says in OTHERS:

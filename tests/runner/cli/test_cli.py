@@ -248,6 +248,7 @@ def test_help_shows_verbs_recipes_and_examples(command):
     assert "parallel: auto, data_parallel, hybrid, parameter_server, semi_auto, stand_alone" in text
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb(command, verb):
     for words in ((verb, "--help"), ("-h", verb)):

@@ -156,6 +156,7 @@ def test_a_folder_in_which_nothing_was_trained_is_free(command, tmp_path, job):
     assert command(QUICK, "hydra.run.dir=out").code == 0
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_begin_again_in_their_folders(command, tmp_path, job):
     def fail(config, run_dir):
         trained(run_dir)

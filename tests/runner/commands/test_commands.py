@@ -114,7 +114,7 @@ def mended(monkeypatch):
     RULES.update(before)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mistake", ["sum", "mean", "operator", "gradient", "slight"])
 def test_verify_finds_a_mistake(start, mended, tmp_path, mistake):
     broken = ("data.target=broken.Broken", f"+data.args.mistake={mistake}")
@@ -205,7 +205,7 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", SHARDED)
 def test_plan_json_is_as_agreed(start, recipe):
     ended = start(f"+recipe={recipe}", verb="plan")

@@ -32,6 +32,7 @@ def test_the_same_is_said_by_an_option_of_plan(command, plans):
     assert command("plan", "--diff", folders[0]).code == 2
 
 
+@pytest.mark.slow
 def test_two_plans_on_one_mesh(command, plans):
     done = command("diff", str(plans["megatron_tp"]), str(plans["megatron_sp"] / "plan.json"))
     assert (done.code, done.err) == (0, "")

@@ -110,6 +110,7 @@ def test_no_kind_gets_more_rows_than_its_memory_is_large_enough_for(
     assert sum(bound["batch_rows"]) == 60
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -139,6 +140,7 @@ def test_groups_say_how_many_ranks_there_are() -> None:
     assert compose_config(*SMALL, *THREE, "world_size=null", SLOWER).world_size == 3
 
 
+@pytest.mark.slow
 def test_explain_shows_the_slices_of_every_rank(command: Callable[..., Any]) -> None:
     done = command("explain", *SMALL, *THREE, "parallel.batch_rows=[5, 5, 2]", "--slices", "inner")
     assert done.code == 0, done.err

@@ -86,6 +86,7 @@ def test_without_a_choice_the_device_decides(device, ranks, name, devices):
     assert (found.name, found.devices) == (name, devices)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("ranks", "speed"), [(1, 4), (2, 4), (4, 2), (8, 1), (16, 0.5)])
 def test_ranks_share_the_cores_of_a_machine(ranks, speed):
     """laptop_gloo is described with 8 busy ranks on 2 cores."""

@@ -224,6 +224,7 @@ def test_the_recompute_that_keeps_the_limit_takes_the_least_time(words):
         assert 0 < len(selected.modules) <= 6 and selected.plan.recompute.modules == selected.modules
 
 
+@pytest.mark.slow
 def test_a_long_decision_reports_its_progress(monkeypatch):
     monkeypatch.setattr("runner.planning.joint.EVERY", 0.0)
     said = []
@@ -275,6 +276,7 @@ def test_a_plan_of_another_budget_keeps_the_limit(start):
     )
 
 
+@pytest.mark.slow
 def test_one_process_agrees_with_what_was_decided(start):
     ended = start(*AUTO, "train.precision=fp32", "verify.steps=2", verb="verify")
     assert ended.verdict["passed"]

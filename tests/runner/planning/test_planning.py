@@ -25,6 +25,7 @@ def test_a_saved_plan_is_trained_and_verified(start, tmp_path):
     assert start(*SMALL, "parallel=semi_auto", f"parallel.plan={saved.folder}", verb="verify").verdict["passed"]
 
 
+@pytest.mark.slow
 def test_recompute_comes_on_top_of_a_saved_plan(start):
     saved = start(*SMALL, *MODES["auto"], verb="plan", folder="saved")
     assert saved.plan["recompute"] is None
@@ -36,6 +37,7 @@ def test_recompute_comes_on_top_of_a_saved_plan(start):
     assert kept.plan["recompute"] == ended.plan["recompute"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_takes_a_saved_plan(start):
     options = ("+recipe=gpt_pipeline", "train.steps=2")
     saved = start(*options, verb="plan", folder="saved")

@@ -40,7 +40,7 @@ def stored(graph: OperatorGraph, plan) -> tuple[int, int]:
     return stored_lower_bound(graph, plan), min(found.activations, found.kept)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("again", [None, "selective", "full"])
 def test_it_is_never_too_much(made, again):
     for graph, plan in made:

@@ -184,6 +184,7 @@ def test_a_damaged_checkpoint_is_refused(start, stored):
         start(*SMALL, *MODES["stand_alone"], f"predict.checkpoint={stored}", verb="predict")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -222,6 +223,7 @@ def test_rows_with_other_names_are_refused(start, stored, tmp_path):
         )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("recipe", sorted(catalogue()))
 def test_every_recipe_can_be_predicted_with(recipe):
     config = compose_config(f"+recipe={recipe}", "job=predict", "predict.checkpoint=somewhere")

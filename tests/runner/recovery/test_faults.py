@@ -68,6 +68,7 @@ def test_a_damaged_checkpoint_is_passed_over(start, undisturbed, capfd, kind):
     assert stored(ended.folder) == expected
 
 
+@pytest.mark.slow
 def test_a_run_whose_only_checkpoint_is_damaged_begins_again(start, undisturbed, capfd):
     expected = undisturbed(*FOUR)
     fault = "{kind: truncate, rank: 0, step: 2}", "{kind: raise, rank: 2, step: 3, phase: data}"
@@ -121,6 +122,7 @@ def test_it_ends_after_the_last_restart(start):
     assert start(*FOUR, twice, "train.resume=auto").losses  # each happened once in this folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "words", "pattern"),
     [
@@ -135,6 +137,7 @@ def test_faults_that_cannot_happen(start, fault, words, pattern):
         start(*words, faults(fault))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -133,6 +133,7 @@ def test_weights_in_change_are_not_left(start, undisturbed, capfd):
     assert stored(ended.folder) == expected
 
 
+@pytest.mark.slow
 def test_the_rescue_of_a_killed_run_is_found_on_resume(start, undisturbed, capfd):
     expected = undisturbed(*PLAIN)
     with pytest.raises(Exception, match="an injected fault"):

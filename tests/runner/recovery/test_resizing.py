@@ -67,7 +67,7 @@ def test_every_recipe_has_a_valid_smaller_one(name):
         assert all(one.world_size == count for one in found)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", PIPELINES)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_form_of_pipeline_has_a_valid_smaller_one(form, count):

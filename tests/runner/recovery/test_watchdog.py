@@ -30,7 +30,7 @@ def run(tmp_path):
     return call
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "pattern"),
     [
@@ -68,6 +68,7 @@ def test_a_process_that_is_silent_for_long_is_given_up(run, monkeypatch):
     assert run("compute", 4.5) == "done"  # computing counts as activity
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_is_named(run):
     with pytest.raises(RunFailed, match=r"^the fork server, of which every rank is a fork, was killed by SIGKILL"):
         run("kill_the_server", world_size=2)

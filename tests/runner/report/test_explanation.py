@@ -43,6 +43,7 @@ def test_equal_layers_share_a_paragraph(start, capsys):
     assert out.count("  why        configured: parallel.strategies.layers.*.attention.o_proj.matmul") == 1
 
 
+@pytest.mark.slow
 def test_operators_that_no_one_chose(start, capsys):
     options = (*SMALL, *MODES["data_parallel"], "model.target=networks.Renormed")
     out = explained(start, capsys, *options, "explain.operator=renorm")
@@ -71,6 +72,7 @@ def test_a_loaded_plan_says_so(start, capsys):
     assert "  why        configured where the plan was made" in explained(start, capsys, *SMALL, *options)
 
 
+@pytest.mark.slow
 def test_a_name_that_means_nothing_leaves_nothing(start, tmp_path, command):
     with pytest.raises(ConfigError, match=r"explain\.operator = 'relx' matches no operator .* Did you mean 'relu'"):
         start("+recipe=quickstart", "explain.operator=relx", verb="explain", folder="run")
@@ -79,6 +81,7 @@ def test_a_name_that_means_nothing_leaves_nothing(start, tmp_path, command):
         start("+recipe=moe", "explain.operator=feed_forward.experts", verb="explain", folder="run")
 
 
+@pytest.mark.slow
 def test_the_operator_is_a_bare_word(command):
     done = command("explain", "relu", "+recipe=quickstart")
     assert done.code == 0 and "relu (relu, models/quickstart.py" in done.out
@@ -93,6 +96,7 @@ def table(out, name):
     return [tuple(row.split()) for row in rows[1:]]
 
 
+@pytest.mark.slow
 def test_slices_of_parameters_inputs_and_results(start, capsys):
     out = explained(start, capsys, "+recipe=quickstart", "explain.slices='*'")
     product = table(out, "matmul")
@@ -111,6 +115,7 @@ def test_slices_of_a_pipeline_name_the_ranks_of_the_stage(start, capsys):
     assert [row[1] for row in table(explained(start, capsys, *options, "explain.slices=x"), "x")] == ["0:2", "2:4"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "typed", [("--slices", "matmul", "+recipe=quickstart"), ("+recipe=quickstart", "--slices=relu")]
 )

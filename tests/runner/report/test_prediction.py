@@ -88,6 +88,7 @@ def test_what_would_fit_is_what_it_takes(start, capsys):
     assert recomputed["binding"] != "memory" and recomputed["shrunk"] == {}
 
 
+@pytest.mark.slow
 def test_one_rank_has_nothing_to_divide(start, capsys, monkeypatch):
     monkeypatch.setattr(predicting, "trace_repeated", None)  # recompute cannot keep this limit, so it is not traced
     alone = "world_size=1", "parallel.mode=data_parallel", *NOTHING
@@ -121,6 +122,7 @@ def test_operators_shorter_than_their_launch_are_bound_by_their_calls(start, cap
     assert re.search(r"next better: launching calls in half the time [12]\.\d\d times as fast", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_useless_ranks_are_reported(start, capsys):
     """A model so small that the exact search gathers the batch and computes it on every rank."""
     options = ("parallel=auto", "parallel.search=dynamic_programming", "cluster=dgx_h100")
@@ -203,6 +205,7 @@ def test_units():
     assert [shown_rate(r) for r in (0.1234, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
 
 
+@pytest.mark.slow
 def test_predictions_are_json(start):
     plan = plan_of(start)
     assert json.loads(json.dumps(plan["prediction"])) == plan["prediction"]

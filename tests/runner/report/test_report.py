@@ -9,6 +9,7 @@ from small import ALONE, MODES, SMALL
 from runner.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_metrics_of_a_run(start, capfd):
     ended = start(*SMALL, *MODES["auto"], "evaluate.every=4", "train.log_every=2")
     steps = [record for record in ended.records if "loss" in record]
@@ -95,6 +96,7 @@ def test_modes_without_a_plan_have_nothing_to_explain(start, capsys):
     assert "parallel.mode=stand_alone, 1 rank on cpu" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verdict_is_a_table(start, capfd):
     ended = start(*SMALL, *MODES["semi_auto"], verb="verify")
     out = capfd.readouterr().out

@@ -177,6 +177,7 @@ def test_an_interrupted_sweep_leaves_its_table(command, job, tmp_path):
     assert [row["status"] for row in rows_of(tmp_path / "mine")] == ["done", "unfinished"]
 
 
+@pytest.mark.slow
 def test_batches_go_on_after_a_failed_one(command, job, tmp_path):
     def fail(config, run_dir):
         raise RunFailed("MW711", "rank 0 was killed.")

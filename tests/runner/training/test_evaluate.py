@@ -83,6 +83,7 @@ def test_workers_read_for_an_evaluation(evaluate, mode):
     assert found == {1: pytest.approx(truth(50), rel=1e-6)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", ["loss_and_scores", "named_loss"])
 def test_losses_that_return_more(evaluate, loss):
     words = (*STILL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", "evaluate.batch_size=12")
@@ -95,6 +96,7 @@ def test_rows_that_mix_see_no_padding(evaluate):
     assert evaluate("data_parallel", *short) == {1: pytest.approx(evaluate("stand_alone", *short)[1], rel=1e-6)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [7, 64])
 def test_a_batch_that_ranks_cannot_share(evaluate, size):
     found = evaluate(
@@ -124,7 +126,7 @@ def test_trained_weights_are_evaluated(start, mode, stage):
     check_against_the_next_step(start(*SMALL, *options, *WHOLE, f"parallel.zero.stage={stage}"))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["dict", "tuple", "object", "alone"])
 def test_models_that_return_their_loss(start, form):
     options = ("model.target=networks.OwnLoss", f"model.args.form={form}", "loss.target=null", "parallel=data_parallel")
@@ -213,6 +215,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("overrides", "says"), REFUSED)
 def test_refused_before_training(start, tmp_path, overrides, says):
     with pytest.raises(ConfigError, match=says):

@@ -75,6 +75,7 @@ def test_activations_move_without_a_trace(start, mode):
         assert [path for path in moving.folder.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_modules_and_sizes_choose(start):
     words = (*SMALL, *MODES["semi_auto"], "train.steps=1", f"{OFFLOAD}.activations.to=host")
     everything, inner, large = (
@@ -94,6 +95,7 @@ def test_the_summary_line_and_the_configured_folder(start, tmp_path, capfd):
     assert list((tmp_path / "fast").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_placed_operators_are_counted(start):
     words = (*SMALL, *MODES["semi_auto"], "train.steps=2")
     plain = start(*words, folder="plain")

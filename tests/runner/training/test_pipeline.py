@@ -42,7 +42,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_agrees(start, kind):
     ended = start(*KINDS[kind], "train.precision=fp64", "verify.steps=2", verb="verify")
@@ -182,6 +182,7 @@ def test_plan_reports_virtual_stages(start):
     assert "stage 2 of 4" in (folder / "step_parallel_end_2.ir").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_recompute_in_a_pipeline_stores_less(start):
     plans = [start(*INTERLEAVED, *words, "train.steps=1", folder=str(len(words))).plan for words in ((), (LAYERS,))]
     (plain, less) = plans
@@ -336,7 +337,7 @@ BAD = [
 ]
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("words", "texts"), BAD, ids=[words[0] for words, _ in BAD])
 def test_refused(command, left, words, texts):
     done = command("plan", *TWO, *words)

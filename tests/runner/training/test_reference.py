@@ -139,6 +139,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_device_draws_what_ranks_draw(name: str) -> None:
     """A dropout after the layer shows whether both have counted the same random operators in the layer."""

@@ -236,6 +236,7 @@ UNKNOWN: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_decisions_by_values_have_both_sides(name: str) -> None:
     assert "where" in {operator.op for operator in captured(Net(UNKNOWN[name])).graph.operators}

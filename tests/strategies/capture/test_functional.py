@@ -255,7 +255,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
     return (out.square().sum() - target.sum()) / 100
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_trains_like_the_model(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)

@@ -140,7 +140,7 @@ def test_a_loss(loss: Loss, draw: Any) -> None:
     assert compared(loss, batch(), draw).isfinite()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", [classes, elements, asked, counted], ids=lambda one: one.__name__)
 def test_a_mask_that_selects_nothing(loss: Loss, draw: Any) -> None:
     assert compared(loss, batch(empty=True), draw).isnan() == (loss not in (asked, counted))

@@ -82,6 +82,7 @@ def sizes(net: Net, x: Tensor) -> Tensor:
     return net.dense(x)[:half].repeat(2, 1) / len(x) + x.numel()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "body",
     [arithmetic, converted, warm_up, capped, extremes, functions, as_an_argument, powers, sizes],

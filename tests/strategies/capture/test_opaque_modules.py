@@ -265,7 +265,7 @@ MORE = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("act", MORE.values(), ids=MORE)
 def test_a_module_that_does_more_than_to_compute_is_refused(act: Any) -> None:
     objective = Objective(net(act), Squares(), ("0", "1"), ("1",))
@@ -339,6 +339,7 @@ def drawn_by_python(_: Rarely, h: Tensor) -> Tensor:
     return h * random.random()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("more", [drawn, drawn_by_python, assigned, counted], ids=lambda more: more.__name__)
 def test_what_no_trial_did_ends_the_step(more: Any, draw: Any) -> None:
     torch.manual_seed(0)

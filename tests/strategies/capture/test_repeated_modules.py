@@ -119,7 +119,7 @@ def test_layers_that_know_their_number_are_captured_once(monkeypatch, repeated, 
     assert repeated == [f"model.layers.{number}" for number in (2, 3, 4, 5, 6)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "once"),
     {

@@ -29,7 +29,7 @@ def gpt() -> OperatorGraph:
     return capture(Objective(model, NextTokenLoss(), ("0", "1"), ("1",)), (tokens, tokens), training=True).graph
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_parts_add_up_to_the_step(gpt: OperatorGraph, stage: int, recompute: bool) -> None:

@@ -119,7 +119,7 @@ def test_tied_gpt(kind: str, request_: Request, stages: int) -> None:
     assert pipeline.difference(request_, stages, kind=kind) <= TOLERANCE
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["interleaved_1f1b", "zero_bubble"])
 @pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2)], ids=str)

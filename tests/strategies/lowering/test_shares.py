@@ -122,6 +122,7 @@ def _difference(model: Model, rows: Sequence[int], request: Request, sharded: bo
     return max(gaps)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", [ROWS, (1, 1, 10), (4, 4, 4)])

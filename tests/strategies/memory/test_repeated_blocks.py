@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_full_program(contracted_only, name, accumulate, d
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("bucket", [100, 3000, 9000, 40000])
 def test_buckets_of_zero_are_added_up_where_they_are_full(contracted_only, stage, bucket):
@@ -268,7 +268,7 @@ def test_programs_that_repetitions_cannot_predict_are_traced():
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_layers_of_two_plans_are_predicted_from_more_repetitions(contracted_only, share):
     """The code after the last repetition may start inside it, where a memory limit changes later layers."""

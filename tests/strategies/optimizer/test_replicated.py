@@ -315,6 +315,7 @@ def ids(program):
     return {source.name: source.id for source in program.sources}
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_added_once_per_step(training, ranks):
     """Stage 2 keeps only a shard of every gradient, so DeepSpeed has to reduce them after every micro-batch."""
     _, task = training.task()

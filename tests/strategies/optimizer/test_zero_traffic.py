@@ -45,7 +45,7 @@ def test_predicted_bytes_are_sent(cases, counted):
     assert sum("all_gather" in predicted for _, predicted in counted) > len(counted) / 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_units_are_those_of_the_module(training, cases, seed, monkeypatch):
     monkeypatch.setattr(Communicator, "group", lambda *_: None)

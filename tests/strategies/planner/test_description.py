@@ -189,6 +189,7 @@ def executed(draw: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model
     )
 
 
+@pytest.mark.slow
 def test_predicted_bytes_are_sent(executed: tuple[Model, list[Plan], list[Result]]) -> None:
     model, plans, results = executed
     for plan, result in zip(plans, results, strict=True):

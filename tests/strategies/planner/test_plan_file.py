@@ -168,6 +168,7 @@ DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_changed_file_is_refused(saved: tuple[Plan, Any], damage: str) -> None:
     change, message = DAMAGES[damage]

@@ -93,6 +93,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 5, 6, dtype=torch.float64), "lengths": torch.tensor([2, 4, 1, 3, 3, 2, 4, 1])}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model(name: str, draw: Any) -> None:
     torch.manual_seed(0)

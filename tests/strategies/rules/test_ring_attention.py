@@ -208,6 +208,7 @@ def test_fast_dropout_has_the_gradient_of_its_forward():
     assert not torch.equal(other, loss({})[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_causal_work_is_the_same_on_every_rank_at_every_step(monkeypatch, ranks):
     computed: dict[tuple[int, int], int] = {}
@@ -243,7 +244,7 @@ def gpt(length: int, ring: bool = True, ranks: int = 4, dropout: float = 0.0) ->
     return lower(found.graph, plan, LoweringOptions(partial_loss=True, ring=ring)), plan
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_stored_is_one_slice_whatever_the_ring_holds(dropout):
     """Without the loss's count of targets, [8 bytes]: half with twice the ranks, twice with twice the length."""

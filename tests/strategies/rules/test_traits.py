@@ -253,6 +253,7 @@ def repeats(call: Call) -> bool:
     return all(torch.equal(a, b) or bool((a != a).any()) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_operators_without_random_numbers_are_deterministic():
     for name in OPERATORS:
         if not name.startswith(("empty", "new_empty")):

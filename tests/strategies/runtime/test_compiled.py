@@ -104,6 +104,7 @@ def check(ranks: list[dict[str, Any]], once: bool = False) -> None:
             assert ran.graphs == 1 if way == "units" else ran.graphs >= 8
 
 
+@pytest.mark.slow
 def test_compiled_ranks_compute_and_send_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
     for ranks in on_ranks([case_of(model, draw, 0, tmp_path, Mesh((("a", 2),)))], ["plain", "units"], tmp_path):
         check(ranks)

@@ -219,7 +219,7 @@ def test_networks_that_are_too_wide_have_the_same_optimum(largest: int, monkeypa
     assert len(fixed) > 5
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2)])
 def test_a_mixture_of_experts_has_a_certified_plan(sizes: tuple[int, ...]) -> None:
     """The treewidth of its router's graph is too large for elimination."""

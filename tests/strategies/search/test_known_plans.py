@@ -131,6 +131,7 @@ TINY: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TINY)
 def test_optimality_gap_where_latency_dominates(name: str) -> None:
     """Losses and batch statistics are replicated on every rank, which takes collectives."""

@@ -48,6 +48,7 @@ def test_a_limit_is_kept_at_little_more_than_the_least_cost(made: Problem) -> No
     assert PlanCost(made, node(4)).total(chosen) <= 1.05 * search(limited, node(4)).cost
 
 
+@pytest.mark.slow
 def test_fewer_states_leave_room_for_a_faster_plan(made: Problem) -> None:
     """SGD's state fits where Adam's does not."""
     limit = 0.9 * plan_bytes(made, recursive_search(made, node(4)).assignments)

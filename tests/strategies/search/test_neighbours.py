@@ -112,6 +112,7 @@ def carried(graph: OperatorGraph, plan: Plan, decided: dict[str, OperatorPlan], 
     return sum(step.busiest(plan.mesh) for steps in chains for step in steps)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_legal_neighbour_with_less_redistribution_is_left_unused(
     setting: str, monkeypatch: pytest.MonkeyPatch
