@@ -94,14 +94,15 @@ def test_every_element_is_stored_once(saved, cases):
             assert stored[f"model/{name}"].shape == tuple(expected[number][name].shape)
 
 
-def test_other_runs_are_refused_with_what_differs(ranks, task, cases, saved):
+def test_other_runs_are_refused_with_what_differs(ranks, task, cases, tmp_path):
     first = cases[0]
+    ranks("throughout", (task, [first], tmp_path))
     others = [
         (replace(first, optimizer="adamw"), "", 'optimizer.target was "sgd" and is now "adamw"'),
         (first, "fingerprint=another", 'was "a hash" and is now "another"'),
         (first, "", ""),
     ]
-    said = ranks("refused", (task, [(case, change) for case, change, _ in others], saved[0]))
+    said = ranks("refused", (task, [(case, change) for case, change, _ in others], tmp_path))
     for (case, change, reason), text in zip(others, said, strict=True):
         assert reason in text, (case, change, text)
         assert "\n" not in text
