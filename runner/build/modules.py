@@ -86,9 +86,6 @@ def build_model(config: Config) -> nn.Module:
             "MW305", f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed."
         )
     check_complete(model, f"model.target = {config.model.target!r}")
-    named = dict(model.named_parameters())
-    for name in optimizers.frozen(list(named), config.optimizer):
-        named[name].requires_grad_(False)
     return in_precision(model, DTYPES[config.train.precision])
 
 
@@ -139,6 +136,17 @@ def build_loss(config: Config) -> nn.Module | None:
     return in_precision(module, DTYPES[config.train.precision])
 
 
+def build(config: Config) -> tuple[nn.Module, nn.Module | None]:
+    """The user's model and loss; the parameters of both that optimizer.freeze names do not require gradients."""
+    model, loss = build_model(config), build_loss(config)
+    named = dict(model.named_parameters())
+    if loss is not None:
+        named |= {f"loss.{name}": parameter for name, parameter in loss.named_parameters()}
+    for name in optimizers.frozen(named, config.optimizer):
+        named[name].requires_grad_(False)
+    return model, loss
+
+
 def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """The batch entries that only the loss takes: the last of a tuple, or the names that `forward` does not take."""
     if config.loss.target is None:
@@ -173,10 +181,10 @@ def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tupl
 
 def objective(config: Config, names: Sequence[str]) -> Objective:
     """The user's model and loss as one module, eager and untouched."""
-    model = build_model(config)
+    model, loss = build(config)
     targeted = target_names(config, model, names)
     autocast = AUTOCAST.get(config.train.precision)
-    return Objective(model, build_loss(config), names, targeted, autocast, sections=sections_of(config))
+    return Objective(model, loss, names, targeted, autocast, sections=sections_of(config))
 
 
 def sections_of(config: Config) -> dict[str, FusedSections] | None:

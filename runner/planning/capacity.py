@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.build import optimizers
-from runner.build.modules import DTYPES, build_model
+from runner.build.modules import DTYPES, build
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.planning import lowering
@@ -75,7 +75,7 @@ def check_model(config: Config, device: str, world_size: int) -> None:
         return
     try:
         with shapes_only():
-            model = build_model(config)
+            model, _ = build(config)
     except ConfigError:
         return  # reported when it is built for real
     tensors = [*model.parameters(), *model.buffers()]

@@ -52,6 +52,14 @@ def test_what_forward_only_takes_among_its_kwargs_goes_to_the_loss():
             target_names(config, none, ("a", "b"))
 
 
+def test_parameters_of_model_and_loss_freeze():
+    words = ("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", "data.target=networks.Points")
+    config = compose_config(*words, "data.args.keys=true", "train.steps=1", "optimizer.freeze=[loss.*, first.*]")
+    step = objective(config, entries(config)[0])
+    frozen = {name for name, parameter in step.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"loss.balance", "model.first.weight", "model.first.bias"}
+
+
 @pytest.mark.parametrize(
     ("precision", "real", "wide"), [("fp32", torch.float32, torch.complex64), ("fp64", torch.float64, torch.complex128)]
 )
