@@ -363,7 +363,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer.load_state_dict: {state_dict!r:.60} has not the keys {', '.join(map(str, own))}; give what "
                 "state_dict of this rank's optimizer returned.",
             )
-        self._updates.optimizer.load_state_dict(state_dict)
+        inner = self._updates.optimizer
+        inner.load_state_dict(state_dict)
+        self.state, self.param_groups = inner.state, inner.param_groups  # new ones, which schedulers are to change
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_updates"):

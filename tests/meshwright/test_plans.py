@@ -478,8 +478,8 @@ def test_a_state_dict_of_another_module_loads_nothing(wrong: dict[str, Any], tex
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_rank_trains_under_zero(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_trains_and_goes_on_from_a_state(stage: int) -> None:
     module = network()
     plan = planned(mesh=1, zero=stage)
     sharded = plan.apply(module)
@@ -492,6 +492,8 @@ def test_one_rank_trains_under_zero(stage: int) -> None:
         for one in (optimizer, expected):
             one.step()
             one.zero_grad()
+            one.load_state_dict(one.state_dict())
+            one.param_groups[0]["lr"] *= 0.3  # as schedulers do
     torch.testing.assert_close(dict(sharded.state_dict()), dict(module.state_dict()))
 
 
