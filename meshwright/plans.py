@@ -159,13 +159,20 @@ class Plan:
         return self._sharded
 
     def optimizer(
-        self, factory: Callable[..., torch.optim.Optimizer], *, clip: float | None = None, **options: Any
+        self,
+        factory: Callable[..., torch.optim.Optimizer],
+        *,
+        clip: float | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
     ) -> ShardedOptimizer:
         """The optimizer of the module that `apply` made last. Collective.
 
         Args:
             factory: a class such as torch.optim.AdamW.
             clip: the largest norm of the global gradient.
+            groups: parameters with options of their own, by names or globs, such as `[{"params": ["*.bias"],
+                "weight_decay": 0.0}]`: the first match counts. All others are the first of `param_groups`.
             **options: arguments of `factory`, such as lr.
 
         Returns:
@@ -179,7 +186,7 @@ class Plan:
             raise ConfigError(
                 "MW464", "plan.optimizer: there is no module of this rank yet; call plan.apply(module, device_mesh)."
             )
-        return self._sharded.optimizer(factory, clip=clip, **options)
+        return self._sharded.optimizer(factory, clip=clip, groups=groups, **options)
 
     def expressible(self, target: str, *, collectives: bool = False) -> list[Change]:
         """What a target would lay out otherwise than this plan, with what that costs; empty where it says all of it.

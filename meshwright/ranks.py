@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from runner.build.optimizers import parameter_groups
 from runner.build.targets import describe
+from runner.config.schema import Optimizer, ParameterGroup
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
 from runner.planning import lowering
@@ -30,8 +33,9 @@ from strategies.core.mesh import Mesh
 from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.buckets import all_reduce_elements
+from strategies.optimizer.own_updates import OwnUpdates
 from strategies.optimizer.stages import make_updates
-from strategies.optimizer.updates import Updates, axes_needed
+from strategies.optimizer.updates import Updates, axes_needed, mark
 from strategies.rules.random import mix
 from strategies.runtime.dtensors import as_dtensor, global_tensor, placements
 from strategies.runtime.naming import inside, register
@@ -49,7 +53,8 @@ class ShardedModule(nn.Module):
     `forward` takes the entries of a batch, by position or name, and returns the loss of the global batch: every entry
     is either global, and sliced here, or this rank's slice already (`local_batch`). All ranks call it together. After
     `backward` the gradient of a parameter that several ranks hold is still a sum over them: `ShardedOptimizer.step`
-    adds it up, and `ShardedOptimizer.gradients` returns complete ones.
+    adds it up, and `ShardedOptimizer.gradients` returns complete ones. Backward alone writes gradients: a norm, or a
+    change of their values, would be that of one rank's slices.
 
     `state_dict` has the names of the user's module, and DTensors on the memory of the slices; `load_state_dict` takes
     DTensors of any layout and unsharded tensors. Both are collective.
@@ -76,6 +81,7 @@ class ShardedModule(nn.Module):
         self._updates: Updates | None = None
         self._step = self._backwards = 0
         self.reduced = False
+        self._written: dict[str, tuple[int, int]] = {}
         self._sources = execution.program.tensors
         self._names = _register(self, objective, execution.tensors)
         self.register_state_dict_post_hook(_to_dtensors)  # type: ignore[no-untyped-call]
@@ -85,6 +91,23 @@ class ShardedModule(nn.Module):
     def execution(self) -> Execution:
         """The rank's program with its tensors and process groups."""
         return self._execution[0]
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ConfigError(
+            "MW464",
+            "The module of a rank has process groups, so it can be neither copied nor pickled; copy state_dict(), "
+            "whose tensors are DTensors of the slices, or apply the plan to another module.",
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if (changed := fn(tensor)).dtype != tensor.dtype or changed.device != tensor.device:
+                raise ConfigError(
+                    "MW464",
+                    f"The plan is for {name} of {tensor.dtype} on {tensor.device}, which would be of {changed.dtype} "
+                    f"on {changed.device} then; convert the module before meshwright.plan, and give the device there.",
+                )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, *entries: Tensor, **named: Tensor) -> Tensor:
         if not self.training:
@@ -98,6 +121,7 @@ class ShardedModule(nn.Module):
                 "MW464",
                 f"ZeRO stage {self.zero} is part of the optimizer; call plan.optimizer before the first forward.",
             )
+        self.check_gradients()
         local = self.local_batch(*entries, **named)
         key = mix(self.prepared.config.train.seed, self._step + 1, 0)
         called = self.execution.module if self._updates is None else self._updates.module
@@ -115,13 +139,47 @@ class ShardedModule(nn.Module):
                 "The gradients of this step are complete (optimizer.gradients() adds them up over the ranks), so none "
                 "can be added; call optimizer.step() or zero_grad() before the next backward.",
             )
-        if self.zero and self._backwards:
+        if self.by_deepspeed and self._backwards:
             raise ConfigError(
                 "MW464",
-                f"ZeRO stage {self.zero} reduces gradients in backward, so a step has one; call optimizer.step() after "
-                "every backward, plan for a larger batch, or use zero=0, which adds up several.",
+                f"DeepSpeed reduces the gradients of ZeRO stage {self.zero} in backward, so a step has one; call "
+                "optimizer.step() after every backward, plan for a larger batch, or use zero=0 or the native engine, "
+                "which add up several.",
             )
         self._backwards += 1
+        self._set_taken(None)
+        Variable._execution_engine.queue_callback(self._ends_backward)
+
+    def _ends_backward(self) -> None:
+        if self.zero == 3 and not self.by_deepspeed and self._updates is not None:
+            self._updates.collect()  # lets go of what was gathered
+            self._set_taken(torch.nan)
+        self.note_gradients()
+
+    def _set_taken(self, value: float | None) -> None:
+        """The gradients of stage 3 are taken during backward: what reads one between backward and step reads NaN, and
+        cannot be written, as clip_grad_norm_ would do without effect."""
+        for parameter in self.parameters() if self.zero == 3 and not self.by_deepspeed else ():
+            shown = None if value is None else torch.full((), value, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = None if shown is None or not parameter.requires_grad else shown.expand(parameter.shape)
+
+    def note_gradients(self) -> None:
+        """The gradients are as they should be."""
+        found = ((name, parameter.grad) for name, parameter in self.named_parameters())
+        self._written = {name: mark(gradient) for name, gradient in found if gradient is not None}
+
+    def check_gradients(self) -> None:
+        """Raises ConfigError for a gradient that backward has not written, unless it is zero."""
+        for name, parameter in self.named_parameters() if self._written else ():
+            gradient = parameter.grad
+            if gradient is not None and self._written.get(name) != mark(gradient) and gradient.any():
+                raise ConfigError(
+                    "MW464",
+                    f"The gradient of {name} was written after backward, as torch.nn.utils.clip_grad_norm_ does: here "
+                    "it belongs to one rank's slices and rows, so ranks would differ. Clip by plan.optimizer(..., "
+                    "clip=1.0), scale the loss, or change gradients in the step of an optimizer of your own, which has "
+                    "complete ones.",
+                )
 
     @property
     def zero(self) -> int:
@@ -135,7 +193,8 @@ class ShardedModule(nn.Module):
 
     def begin(self) -> None:
         """The gradients have been used or forgotten; a new step begins."""
-        self._backwards, self.reduced = 0, False
+        self._backwards, self.reduced, self._written = 0, False, {}
+        self._set_taken(None)
 
     def local_batch(self, *entries: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
         """This rank's slices of the entries of a batch, on its device; entries that are slices already are left.
@@ -191,7 +250,12 @@ class ShardedModule(nn.Module):
         return total
 
     def optimizer(
-        self, factory: Callable[..., torch.optim.Optimizer], *, clip: float | None = None, **options: Any
+        self,
+        factory: Callable[..., torch.optim.Optimizer],
+        *,
+        clip: float | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
     ) -> ShardedOptimizer:
         """The optimizer of this module; see `Plan.optimizer`. Collective. Raises ConfigError for a second one."""
         if self._updates is not None:
@@ -200,7 +264,7 @@ class ShardedModule(nn.Module):
             raise ConfigError("MW204", f"plan.optimizer: {factory!r} makes no optimizer; give a class of torch.optim.")
         if not (clip is None or (isinstance(clip, int | float) and clip > 0)):
             raise ConfigError("MW204", f"plan.optimizer: clip = {clip!r}; give the largest norm, above 0, or None.")
-        config, program = self.prepared.config, self.execution.program
+        config, program, divided = self.prepared.config, self.execution.program, _divided(groups)
 
         def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             try:
@@ -219,7 +283,7 @@ class ShardedModule(nn.Module):
             program,
             self.execution.communicator,
             made,
-            [{"names": list(program.trainable_names)}],
+            parameter_groups([source.name for source in program.parameters], program.trainable_names, divided),
             clip=clip,
             precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
             zero_options=lowering.deepspeed_options(config),
@@ -307,8 +371,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the slices of one rank.
 
     `step` first adds up the gradients of parameters that several ranks hold, so it is collective; afterwards gradients
-    are gone, as `zero_grad` leaves them. At ZeRO stages 1 to 3 they are reduced during backward, of which a step has
-    one. Schedulers of torch take this object. `state_dict` is that of this rank.
+    are gone, as `zero_grad` leaves them. A step may have several backward passes, whose gradients are added up; one
+    with ZeRO of DeepSpeed. Schedulers of torch take this object. `state_dict` is that of this rank.
 
     Attributes:
         norm: that of the global gradient in the last step, before clipping; None where it was not needed.
@@ -333,9 +397,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; under ZeRO `step` has done so."""
-        if not self._module.zero:
-            self._updates.optimizer.zero_grad(set_to_none)
+        """Forget the gradients; with ZeRO of DeepSpeed only `step` does so."""
+        if isinstance(self._updates, OwnUpdates):
+            self._updates.forget()
             for parameter in self._module.parameters():
                 parameter.grad = None
             self._module.begin()
@@ -346,10 +410,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {name: self._module.shown(name, gradient) for name, gradient in self._updates.gradients()}
 
     def _reduce(self) -> None:
+        self._module.check_gradients()
         if not self._module.by_deepspeed and not self._module.reduced:
             self._updates.collect()
             self._updates.reduce()
         self._module.reduced = True
+        self._module.note_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         return self._updates.optimizer.state_dict()
@@ -371,6 +437,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_updates"):
             raise ConfigError("MW464", "The optimizer of a rank has all parameters of the plan; none can be added.")
         super().add_param_group(param_group)
+
+
+def _divided(groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """Parameter groups as a config has them. Raises ConfigError for what is none."""
+    for group in groups if isinstance(groups, list | tuple) else (None,):
+        globs = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(globs, list | tuple) or not globs or not all(isinstance(glob, str) for glob in globs):
+            raise ConfigError(
+                "MW204",
+                f"plan.optimizer: groups = {groups!r:.200}; give the names of parameters, or globs, with their "
+                "options, such as [{'params': ['*.bias', '*norm*'], 'weight_decay': 0.0}].",
+            )
+    found = [(tuple(one["params"]), {key: value for key, value in one.items() if key != "params"}) for one in groups]
+    return Optimizer(groups=tuple(ParameterGroup(match=match, args=args) for match, args in found))
 
 
 def _rank_of(mesh: Mesh, device_mesh: DeviceMesh | None, planned: str) -> tuple[int, str]:

@@ -355,6 +355,7 @@ class ShardedUpdates(OwnUpdates):
 
     def forget(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        self._without.forget()
         for sums in self._sums:
             sums.part = None
 

@@ -28,12 +28,16 @@ class WithoutGradient:
         """This rank has a gradient of a parameter."""
         self._came.add(name)
 
+    def forget(self) -> None:
+        """The gradients of this step are dropped."""
+        self._came.clear()
+
     def agreed(self) -> frozenset[str]:
         """The parameters of which no rank has one. Collective; then the next step begins."""
         if not self.names:
             return frozenset()
         came = torch.tensor([float(name in self._came) for name in self.names], device=self._device)
-        self._came.clear()
+        self.forget()
         if self._mesh.size > 1:
             recorder.cells[PLACE] = recorder.place("which parameters have a gradient")
             self._communicator.sum(came, self._communicator.group(self._mesh.names))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -483,10 +485,13 @@ def test_one_rank_trains_and_goes_on_from_a_state(stage: int) -> None:
     module = network()
     plan = planned(mesh=1, zero=stage)
     sharded = plan.apply(module)
-    optimizer, expected = plan.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(2):
-        sharded(*points()).backward()
-        nn.MSELoss()(module(points()[0]), points()[1]).backward()
+    optimizer = plan.optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": ["*.bias"], "lr": 0.3}])
+    weights, biases = ([one for one in module.parameters() if one.ndim == ndim] for ndim in (2, 1))
+    expected = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.3}], lr=0.1)
+    for step in range(2):
+        for _ in range(step + 1):
+            sharded(*points()).backward()
+            nn.MSELoss()(module(points()[0]), points()[1]).backward()
         for name, gradient in optimizer.gradients().items():
             torch.testing.assert_close(gradient, module.get_parameter(name).grad)
         for one in (optimizer, expected):
@@ -495,6 +500,36 @@ def test_one_rank_trains_and_goes_on_from_a_state(stage: int) -> None:
             one.load_state_dict(one.state_dict())
             one.param_groups[0]["lr"] *= 0.3  # as schedulers do
     torch.testing.assert_close(dict(sharded.state_dict()), dict(module.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_are_written_by_backward_alone(stage: int) -> None:
+    """A norm of one rank's slices is none of the global gradient."""
+    plan, own = planned(mesh=1, zero=stage), network()
+    sharded = plan.apply(own)
+    optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
+    sharded(*points()).backward()
+    if stage == 3:  # they are not there
+        with pytest.raises(RuntimeError, match="written-to"):
+            nn.utils.clip_grad_norm_(sharded.parameters(), 0.1)
+    else:
+        nn.utils.clip_grad_norm_(sharded.parameters(), 0.1)
+        assert "clip=" in refused("MW464", optimizer.step)
+    optimizer.zero_grad()
+    sharded(*points()).backward()
+    expected = torch.autograd.grad(nn.MSELoss()(own(points()[0]), points()[1]), own[0].weight)[0]
+    torch.testing.assert_close(optimizer.gradients()["0.weight"], expected)  # nothing is left of what was dropped
+    optimizer.step()
+
+
+def test_what_would_leave_the_plan_is_refused() -> None:
+    sharded = (plan := planned(mesh=1)).apply(network())
+    for change in (copy.deepcopy, pickle.dumps, nn.Module.float, lambda one: one.to("meta")):
+        refused("MW464", partial(change, sharded))
+    assert sharded.double().to("cpu") is sharded
+    for groups in ("x", {"params": ["0.bias"]}, [{"params": [*sharded.parameters()]}], [{"lr": 0.1}]):
+        refused("MW204", lambda groups=groups: plan.optimizer(torch.optim.SGD, lr=0.1, groups=groups))
+    refused("MW211", lambda: plan.optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": ["2.bia"]}]))
 
 
 def test_a_rank_is_like_the_module() -> None:
