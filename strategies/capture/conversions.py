@@ -50,6 +50,8 @@ def _extreme(builtin: Callable[..., Any], of_symbols: Callable[..., Any], larger
         return of_symbols(one, other)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Iterator):
+            args = ([*args[0]],)
         given = args if len(args) > 1 else args[0]
         single = isinstance(given, (tuple, list)) and not kwargs
         unknown = single and any(isinstance(one, SYMBOLS) or _is_unknown(one) for one in given)
@@ -91,13 +93,20 @@ class Conversions:
     def choose(self, error: BaseException) -> bool:
         """Choose the innermost function of the user's that an error came through and that calls one of them."""
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for code in reversed(codes):
+        for place, code in reversed([*enumerate(codes)]):
             if in_library(code.co_filename) or (other := _with_ours(code)) is None:
                 continue
-            if not _functions_of(code):  # else the capture would be begun again without end
+            for outer in reversed(codes[:place]):  # makes comprehensions and functions within it anew in each call
+                if any(one is code for one in outer.co_consts):
+                    constants = tuple(other if one is code else one for one in outer.co_consts)
+                    code, other = outer, outer.replace(co_consts=constants)
+            given = next((given for given, chosen in self.chosen.items() if chosen is code), code)
+            if given is code and code in self.chosen:
+                continue  # another function has it each time, so the capture would be begun again without end
+            if not _functions_of(given):
                 gc.unfreeze()
-            if _functions_of(code):
-                self.chosen[code] = other
+            if _functions_of(given):
+                self.chosen[given] = other
                 return True
         return False
 

@@ -8,10 +8,11 @@ Tensors without values (meta tensors, fake ones) get results of the known shapes
 from __future__ import annotations
 
 import base64
+import io
 import pickle
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -102,16 +103,32 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
 def state_of(module: nn.Module) -> object:
     """What a forward may change of a module; equal to nothing else where pickle does not take an attribute."""
     plain, others, tensors = list[tuple[str, Any]](), list[Any](), list[int]()
+    parts = {*module.modules()}
     for part in module.modules():
         tensors += map(id, (*part._parameters.values(), *part._buffers.values()))
         for name, value in vars(part).items():
             if name not in INTERNAL:
                 plain.append((name, value)) if isinstance(value, PLAIN) else others.append(value)
     try:
-        content: object = pickle.dumps(others)
+        content: object = _Content(parts).of(others)
     except (AttributeError, TypeError, pickle.PicklingError):  # as pickle says that it cannot
         content = object()
     return plain, tensors, [*map(id, others)], content
+
+
+class _Content(pickle.Pickler):
+    """What objects hold, but for `parts`: a bound method is an attribute as well, and refers to its module."""
+
+    def __init__(self, parts: Set[nn.Module]) -> None:
+        self._written, self._parts = io.BytesIO(), parts
+        super().__init__(self._written)
+
+    def of(self, values: object) -> bytes:
+        self.dump(values)
+        return self._written.getvalue()
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return id(obj) if isinstance(obj, nn.Module) and obj in self._parts else None
 
 
 def changeable(operands: Sequence[Tensor], device: torch.device) -> object:

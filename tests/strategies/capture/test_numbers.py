@@ -55,6 +55,17 @@ def extremes(net: Net, x: Tensor) -> Tensor:
     return h / max(1, count) + max(h.sum(), 0) + min(count, 2.5) + min([h.mean(), h.max(), h.min()])
 
 
+def comprehensions(net: Net, x: Tensor) -> Tensor:
+    """Each is a function that every call of this one makes anew."""
+    h = net.dense(x)
+
+    def largest(rows: Tensor) -> float:
+        return max(float(row) for row in rows.abs().sum(1))
+
+    means = {name: float(part) for name, part in (("all", h.mean()), ("first", h[0].mean()))}
+    return h / largest(h) + sum([float(value) for value in h[0]]) - means["all"] * means["first"]
+
+
 def functions(net: Net, x: Tensor) -> Tensor:
     """Of numbers, and arrays for a log alone."""
     net.steps += 1
@@ -85,7 +96,7 @@ def sizes(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "body",
-    [arithmetic, converted, warm_up, capped, extremes, functions, as_an_argument, powers, sizes],
+    [arithmetic, converted, warm_up, capped, extremes, comprehensions, functions, as_an_argument, powers, sizes],
     ids=lambda body: body.__name__,
 )
 def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
@@ -94,11 +105,16 @@ def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw:
     assert Model(Net(body), loss, (torch.randn(8, 8), torch.randn(8, 8))).worst(draw, 4) < TOLERANCE
 
 
+def rounded() -> Callable[[Tensor], int]:
+    return lambda value: int(value)
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "shape": (lambda net, x: net.dense(x) + torch.zeros(net.steps.item(), 8).sum(), "values of a tensor"),
     "slice": (lambda net, x: net.dense(x)[: net.steps.item()].sort().values, "whose shape depends on values"),
     "mask": (lambda net, x: net.dense(x)[x > 0].sort().values, "whose shape depends on values"),
     "branch": (lambda net, x: net.dense(x) if net.steps.item() > 2 else x, "branch or a shape from the values"),
+    "made elsewhere": (lambda net, x: net.dense(x) * rounded()(x.sum()), "branch or a shape from the values"),
     "loop": (lambda net, x: sum((net.dense(x) for _ in range(net.steps.item())), x), "branch or a shape from the"),
 }
 
