@@ -106,6 +106,8 @@ def _same(first: Any, second: Any) -> bool:
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What stands in a container, an object, a class or a function of the user's, with its place."""
+    if isinstance(value, tuple):
+        value = tuple.__getitem__(value, slice(None))  # without what its class makes of len and iter
     if type(value) in CONTAINERS or isinstance(value, tuple):
         if len(value) <= LARGEST:
             entries = list(value.items()) if isinstance(value, dict) else enumerate(tuple(value))

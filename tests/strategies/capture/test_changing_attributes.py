@@ -28,6 +28,13 @@ from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
 
 
+class Sum(tuple[int, ...]):
+    """Says nothing about its length, as the irreps of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 class Net(nn.Module):
     """Changes attributes in `change`, which returns a factor."""
 
@@ -39,7 +46,7 @@ class Net(nn.Module):
         self.flag, self.hidden, self.queue, self.features = False, None, deque([torch.ones(4)], 1), list[Tensor]()
         self.object, self.numbers = SimpleNamespace(steps=0), itertools.count(1)
         self.rest, self.made = iter(range(1, 100)), (step for step in range(1, 100))
-        self.seen, self.array = set[int](), np.ones(2)
+        self.seen, self.array, self.irreps = set[int](), np.ones(2), Sum((1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.change(self, x)
