@@ -39,6 +39,8 @@ from strategies.rules.module_calls import (
 )
 from strategies.rules.registry import PLAIN
 
+MOST_CONSTANT = 2**20
+"""Bytes of constants in attributes of a module, which the operator's text holds."""
 OTHER_INTEGERS = (1, -1)
 """What else is tried, to see whether the shapes of results follow values: -1 and 0 often stand for nothing."""
 ELIGIBLE = ("loss", "model.")
@@ -90,10 +92,13 @@ class OpaqueModules:
 
 def _skeleton(module: nn.Module) -> nn.Module:
     """A copy on the meta device, without hooks of its own, which are called around its forward. Raises NotOpaque where
-    modules in it have hooks, or attributes hold tensors or modules that are not registered."""
+    modules in it have hooks, or attributes hold modules that are not registered, or such tensors that are no small
+    constants on the host: those go with the copy."""
     parts = list(module.modules())
     hooked = any(one._forward_hooks or one._forward_pre_hooks for one in parts[1:])
-    if hooked or any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(attributes_of(module))):
+    unregistered = [leaf for leaf in tree_leaves(attributes_of(module)) if isinstance(leaf, (Tensor, nn.Module))]
+    constants = [leaf for leaf in unregistered if type(leaf) is Tensor and not leaf.requires_grad and leaf.is_cpu]
+    if hooked or len(constants) < len(unregistered) or sum(one.nbytes for one in constants) > MOST_CONSTANT:
         raise NotOpaque(type(module))
     tensors = [*module.parameters(), *module.buffers()]
     made: nn.Module = copy.deepcopy(module, {id(one): _on_meta(one) for one in tensors})

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.rules.drawing_calls import states
@@ -117,7 +118,8 @@ def state_of(module: nn.Module) -> object:
 
 
 class _Content(pickle.Pickler):
-    """What objects hold, but for `parts`: a bound method is an attribute as well, and refers to its module."""
+    """What objects hold, but for `parts`: a bound method is an attribute as well, and refers to its module. Torch does
+    not pickle one tensor to the same bytes twice."""
 
     def __init__(self, parts: Set[nn.Module]) -> None:
         self._written, self._parts = io.BytesIO(), parts
@@ -127,7 +129,9 @@ class _Content(pickle.Pickler):
         self.dump(values)
         return self._written.getvalue()
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> object:
+        if isinstance(obj, Tensor):
+            return str(obj.dtype), tuple(obj.shape), obj.flatten().view(torch.uint8).numpy().tobytes()
         return id(obj) if isinstance(obj, nn.Module) and obj in self._parts else None
 
 
@@ -155,7 +159,8 @@ def as_text(call: Any) -> str:
 def of_text(text: str) -> Any:
     """The call in a text, the same for every time that this thread asks."""
     if text not in _loaded.calls:
-        _loaded.calls[text] = pickle.loads(zlib.decompress(base64.b85decode(text)))
+        with _disable_current_modes(), torch.device("cpu"):  # else constants in attributes would be fake for good
+            _loaded.calls[text] = pickle.loads(zlib.decompress(base64.b85decode(text)))
     return _loaded.calls[text]
 
 

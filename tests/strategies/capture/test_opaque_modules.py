@@ -96,9 +96,10 @@ class Matched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.matching, self.distance = Matching(), self.median_of_squares  # a bound method is an attribute, too
+        self.weights = torch.tensor([0.5, 2.0], dtype=torch.float64)  # and so is what no buffer holds
 
     def median_of_squares(self, out: Tensor, target: Tensor) -> Tensor:
-        return (out - target).square().median()
+        return (out - target).square().median() * self.weights.sum()
 
     def forward(self, out: Tensor, target: Tensor) -> Tensor:
         found = self.matching(target)
