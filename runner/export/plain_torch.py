@@ -487,7 +487,7 @@ class _InPlace(TorchFunctionMode):
         for name in (
             *("addbmm", "addmv", "addr", "cumprod", "cumsum", "floor_divide", "put", "renorm", "tril", "triu"),
             *("index_add", "index_copy", "index_fill", "index_put", "index_reduce"),
-            *("masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
+            *("masked_fill", "masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
         )
     }
     RESHAPES: Mapping[Any, Any] = {
@@ -784,6 +784,45 @@ def _batch_norm(
     return made.to(input.dtype)  # type: ignore[no-any-return]
 
 
+def _looked_up(
+    input: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    theirs = getattr(weight, "placements", ())
+    if theirs.count(Shard(0)) < 2 or max_norm is not None or scale_grad_by_freq or sparse:
+        return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    mesh, of_ids, result, gradient = weight.device_mesh, [], [], []
+    for own, at in zip(theirs, getattr(input, "placements", (Replicate(),) * weight.device_mesh.ndim), strict=True):
+        follows = own == Replicate() and not at.is_partial()  # a rank looks up its own ids
+        of_ids.append(at if follows else Replicate())
+        result.append(Partial() if own == Shard(0) else at if follows else Shard(input.ndim))
+        gradient.append(Partial() if follows and at != Replicate() else own)
+    table = weight.to_local(grad_placements=gradient)
+    ids = laid_out(input, mesh, tuple(of_ids)).to_local()  # type: ignore[attr-defined]
+    of_rows = tuple(one if one == Shard(0) else Replicate() for one in theirs)
+    first = laid_out(torch.arange(len(weight)), mesh, of_rows).to_local()[:1].sum()  # type: ignore[attr-defined]
+    count, places = len(table), ids - first
+    table = table if count else functional.pad(table, (0, 0, 0, 1))  # the gradient of no rows
+    rows = functional.embedding(places.clamp(0, max(count - 1, 0)), table)
+    if padding_idx is not None:
+        rows = torch.where((ids == padding_idx % len(weight))[..., None], rows.detach(), rows)
+    rows = torch.where(((places >= 0) & (places < count))[..., None], rows, 0.0)
+    shape = torch.Size((*input.shape, weight.shape[1]))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, mesh, result, run_check=False, shape=shape, stride=strides)
+
+
+def _picked(input: Any, dim: int, index: Any, **given: Any) -> Tensor:
+    sliced = [axis for axis, one in enumerate(input.placements) if getattr(one, "dim", None) == dim % input.ndim]
+    placed = tuple(Replicate() if axis in sliced[1:] else one for axis, one in enumerate(input.placements))
+    return torch.gather(laid_out(input, input.device_mesh, placed), dim, index, **given)
+
+
 def _bag(
     input: Tensor,
     weight: Tensor,
@@ -833,9 +872,10 @@ _INSTEAD: dict[Any, Any] = {
     **{torch.select: _selected, Tensor.select: _selected, torch.unbind: _unbound, Tensor.unbind: _unbound},
     getattr(functional, "linear_cross_entropy", None): _loss_of_product,  # of torch 2.13
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.__truediv__), _quotient),
-    **{functional.batch_norm: _batch_norm, functional.embedding_bag: _bag, functional.normalize: _normalized},
-    **{functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm},
+    **{functional.batch_norm: _batch_norm, functional.embedding: _looked_up, functional.embedding_bag: _bag},
+    **{functional.normalize: _normalized, functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm},
     **{function: partial(_joined, function) for function in (torch.cat, torch.concat, torch.stack)},
+    **{torch.gather: _picked, Tensor.gather: _picked},
     **{torch.matmul: _product, Tensor.matmul: _product, Tensor.__matmul__: _product},
 }
 
@@ -844,9 +884,9 @@ class _Instead(TorchFunctionMode):
     """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
     those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
     from the last, parts of a sliced dim and RMS norms along it are refused, a vector times slices of a matrix has the
-    strides of a matrix, bags of rows of a table have no rule, slices and partial sums cannot be joined, batch norms
-    lose what they write to statistics of slices, and norms written to a given tensor (spectral norm) are bounded in
-    place."""
+    strides of a matrix, what is looked up in slices over several axes is masked once for all of them, bags of rows of a
+    table have no rule, slices and partial sums cannot be joined, batch norms lose what they write to statistics of
+    slices, and norms written to a given tensor (spectral norm) are bounded in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sliced = func in _INSTEAD and any(isinstance(one, DTensor) for one in tree_leaves(args))

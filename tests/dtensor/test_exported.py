@@ -36,6 +36,12 @@ def _bags(x: Tensor, mode: str) -> Tensor:
     return functional.embedding_bag(torch.tensor([[1, 7, 2], [3, 1, 1], [2, 2, 2]]), x, mode=mode, padding_idx=2)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """Two look-ups, the second one with padding."""
+    ids = torch.tensor([[1, 7, 2], [3, 1, 4]])
+    return functional.embedding(ids, x).sin() + functional.embedding(ids[:1] % 4, x, 2)
+
+
 def _normalised(x: Tensor) -> Tensor:
     """Rows beside their new statistics."""
     x = x.sin()
@@ -66,6 +72,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "rows that are no multiple, flattened": (lambda x: x.flatten() * 2, "S0", (3, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
     "slices written to sums": (lambda x: (x * 2).clamp_(x.sin().select(0, 1)), "P", (4, 4)),
+    "a sum filled with a sum": (lambda x: (x * 2).masked_fill_(x.new_ones(4, 4).tril() > 0, x.sum()), "P", (4, 4)),
+    "rows of a table in parts of parts": (_rows, "S0 S0", (8, 4)),
+    "elements of parts of parts": (lambda x: x.gather(0, torch.tensor([[1, 0, 3, 7]])), "S0 S0", (8, 4)),
     "sums written in place": (lambda x: (x * 2).remainder_(0.7), "P", (4, 4)),
     "a number by sums": (lambda x: torch.true_divide(2.0, x), "P", (4, 4)),
     "weights that are sums": (lambda x: torch.lerp(x.sin(), x.cos(), x), "P", (4, 4)),
@@ -89,20 +98,23 @@ def _call(function: Callable[..., Any], value: Tensor) -> list[Tensor]:
     return [compare._agreed(full.detach()), compare._agreed(gradient)]
 
 
-def _compute(pipe: Connection) -> None:
-    """Every function on two simulated ranks, in a process of its own, since a program corrects rules of DTensor."""
+def _compute(pipe: Connection, axes: int) -> None:
+    """Every function of so many placements on simulated ranks, two along each axis, in a process of its own, since a
+    program corrects rules of DTensor."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    compare.simulate_ranks(2)
+    compare.simulate_ranks(2**axes)
     plain_torch._replicated("aten.hardswish_backward.default")
     plain_torch._corrected()
-    mesh, found = Mesh((("a", 2),)), {}
+    mesh, found = Mesh((("a", 2), ("b", 2))[:axes]), dict[str, Any]()
     for name, (function, placed, shape) in FUNCTIONS.items():
+        if len(placed.split()) != axes:
+            continue
         value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         try:
-            with LocalTensorMode(frozenset(range(2))):
-                devices = init_device_mesh("cpu", (2,))
-                leaf = compare._leaf(value, (placed,), mesh, devices).requires_grad_()
+            with LocalTensorMode(frozenset(range(2**axes))):
+                devices = init_device_mesh("cpu", (2,) * axes)
+                leaf = compare._leaf(value, tuple(placed.split()), mesh, devices).requires_grad_()
                 with plain_torch.running(devices):
                     results = _call(function, leaf)
             expected = _call(function, value.requires_grad_())
@@ -115,13 +127,14 @@ def _compute(pipe: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def gaps() -> Mapping[str, Any]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_compute, args=(theirs,))
-    child.start()
-    theirs.close()
-    found: Mapping[str, Any] = ours.recv()
-    child.join()
+    context, found = multiprocessing.get_context("fork"), dict[str, Any]()
+    for axes in (1, 2):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_compute, args=(theirs, axes))
+        child.start()
+        theirs.close()
+        found |= ours.recv()
+        child.join()
     return found
 
 
