@@ -330,7 +330,7 @@ class Trainer:
                         metrics.evaluation(step, results)
                     if hooks:
                         hooks.call("evaluation")
-                        self.keeper.intact.after(step)
+                    self.keeper.intact.after(step)
                     if step < last and hooks.stopping():
                         last = step
                 self.keeper.after(step, last, results if evaluated else None)
@@ -387,8 +387,8 @@ class Trainer:
         plateau = self.scheduler if isinstance(self.scheduler, ReduceLROnPlateau) else None
         if not self.hooks and plateau is None:
             return evaluator.run()
+        self.keeper.before_update()  # a callback may change the weights, and a scheduler follows the results
         if self.hooks:
-            self.keeper.before_update()  # a callback may change the weights
             self.hooks.call("before_evaluation")
         results = evaluator.run()
         if self.rank.world_size > 1:

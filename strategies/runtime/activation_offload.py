@@ -1,9 +1,10 @@
 """What autograd keeps between forward and backward, on the host or on a disk instead.
 
 Hooks around the modules that are meant take every kept tensor away by its storage, so that views of one storage travel
-once, and rebuild it with its strides: backward computes the same bits. A parameter is not taken away but looked up
-again in backward (at ZeRO stage 3 it is gathered anew by then). Of a recomputed module the same is done
-with what it stores: its inputs and kept results. On a GPU copies run beside the computation on a stream
+once, and rebuild it with its strides: backward computes the same bits. A part of a storage that is no view for autograd
+(a chunk of an LSTM's gates) travels by itself, since others are written without a change of its version. A parameter is
+not taken away but looked up again in backward (at ZeRO stage 3 it is gathered anew by then). Of a recomputed module the
+same is done with what it stores: its inputs and kept results. On a GPU copies run beside the computation on a stream
 of their own; when one comes back from the host, the one that was kept before it is fetched ahead.
 """
 
@@ -43,7 +44,7 @@ class Activations:
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and beside:
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._known: weakref.WeakValueDictionary[tuple[int, int], _Away] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[Any, _Away] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Away] | None = None
 
     def attach(self, modules: Iterable[nn.Module], staying: Sequence[Tensor]) -> None:
@@ -57,12 +58,15 @@ class Activations:
             return _of_parameter(parameter, tensor)
         if _still(staying, address) is not None or storage.nbytes() < self.larger_than or tensor.device != self.device:
             return tensor.detach()
-        key = address, tensor._version
+        key: Any = address, tensor._version
+        content = tensor
+        if not tensor._is_view() and tensor.nbytes < storage.nbytes():
+            key, content = (*key, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.detach().clone()
         away = self._known.get(key)
         if away is None:
-            away = self._known[key] = _Away(self, storage, self._last)
+            away = self._known[key] = _Away(self, storage, content.untyped_storage(), self._last)
             self._last = weakref.ref(away)
-        return _Saved(away, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Saved(away, content.dtype, content.shape, content.stride(), int(content.storage_offset()))
 
     def forget(self, size: int, extent: Extent | None) -> None:
         """Backward needs a storage no more."""
@@ -126,11 +130,18 @@ def matching_modules(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]
 
 
 class _Away:
-    """A storage that is elsewhere. While this lives, the storage's address means no other one."""
+    """A storage that is elsewhere: that of `original`, or a copy of a part of it. While this lives, the address of
+    `original` means no other one."""
 
-    def __init__(self, home: Activations, storage: torch.UntypedStorage, before: weakref.ref[_Away] | None) -> None:
+    def __init__(
+        self,
+        home: Activations,
+        original: torch.UntypedStorage,
+        storage: torch.UntypedStorage,
+        before: weakref.ref[_Away] | None,
+    ) -> None:
         self.home, self.size, self.before = home, storage.nbytes(), before
-        self.original = _weak(storage)  # keeps the address
+        self.original = _weak(original)  # keeps the address
         self.returned: StorageWeakRef | None = None
         home.moved.out += self.size
         home.away += self.size

@@ -16,4 +16,4 @@ def stored(folder):
     path = checkpoints.newest(folder / "checkpoints")
     files = {name: stamp for name, stamp in checkpoints.read(path).header.files.items() if name.endswith("safetensors")}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return path.name, files, [(record["step"], record["loss"], record.get("grad_norm")) for record in records]
+    return path.name, files, [(one["step"], one["loss"], one.get("grad_norm")) for one in records if "loss" in one]

@@ -134,6 +134,16 @@ def test_weights_in_change_are_not_left(start, undisturbed, capfd):
 
 
 @pytest.mark.slow
+def test_a_scheduler_follows_an_evaluation_that_a_failure_ends(start, capfd, tmp_path):
+    plateau = "{target: torch.optim.lr_scheduler.ReduceLROnPlateau, args: {patience: 0, threshold: 10.0}}"
+    metric = f"evaluate.metrics=[{{target: networks.kills_once, args: {{calls: {tmp_path / 'calls'}}}}}]"
+    words = (*PLAIN, f"optimizer.scheduler={plateau}", "evaluate.every=2", metric)
+    disturbed = start(*words, *RESCUE, folder="disturbed")
+    assert "restart 1 of 9: rank 0 of 4 was killed" in capfd.readouterr().out
+    assert stored(disturbed.folder) == stored(start(*words, folder="undisturbed").folder)
+
+
+@pytest.mark.slow
 def test_the_rescue_of_a_killed_run_is_found_on_resume(start, undisturbed, capfd):
     expected = undisturbed(*PLAIN)
     with pytest.raises(Exception, match="an injected fault"):

@@ -68,6 +68,21 @@ class Products(nn.Module):
         return (y @ y.t()).sum()
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_have_the_same_bits(home, kind):
+    """The chunks of their gates share a storage, not its version counter, and are written one after the other."""
+    torch.manual_seed(0)
+    plain = kind(4, 6, bidirectional=True).double()
+    moving, away = copy.deepcopy(plain), home()
+    away.attach(moving.modules(), [*moving.parameters()])
+    x = torch.randn(3, 2, 4, dtype=torch.float64)
+    for net in (plain, moving):
+        net(x)[0].square().mean().backward()
+    for one, other in zip(plain.parameters(), moving.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert away.away == 0 and away.moved.out > 0
+
+
 def test_each_storage_travels_once(home):
     """y is saved by tanh and, twice, by the product, and returns once for each of the two; x is not saved."""
     away, net = home(), Products()
