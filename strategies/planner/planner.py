@@ -131,7 +131,17 @@ class Planning:
     def _styled(self) -> ModuleLayouts | None:
         if not self.request.by_module:
             return None
-        return sliced_modules(self.graph, self.mesh, self._modules, self.inputs, self.request.styles, self.shardings)
+        found = sliced_modules(self.graph, self.mesh, self._modules, self.inputs, self.request.styles, self.shardings)
+        for operator in self.graph.operators:
+            sizes = self.shardings[operator.id].sizes
+            if any(sizes[factor] % self.mesh.product(used) for factor, used in found.rows[operator.id].items()):
+                raise StrategyError(
+                    "MW412",
+                    f"parallel.for_target slices the batch over {self.mesh.product(self.mesh.others(self._modules))} "
+                    f"ranks, but {operator.where} is computed on complete rows there; use a mesh of the axis tp alone, "
+                    "or another target.",
+                )
+        return found
 
     def _at(self, stage: int) -> Problem:
         return self.problem.once(("stage", stage), lambda: replace(self.problem, stage=stage))

@@ -686,6 +686,17 @@ def test_a_plan_by_module_has_a_certificate(target: str) -> None:
         assert error.value.code == code
 
 
+def test_rows_that_torchtitan_has_complete_are_refused() -> None:
+    """DTensor has no rule for the gradient of a group norm; over `tp` alone it is computed on complete rows."""
+    module, batch = nn.Sequential(nn.GroupNorm(2, 8), nn.Linear(8, 4)), (torch.ones(8, 8), torch.ones(8, 4))
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "for_target": "torchtitan", "plan_cache": None}
+    with pytest.raises(meshwright.CodedError) as error:
+        meshwright.plan(module, batch, mesh={"dp": 2, "tp": 2}, **options)
+    assert error.value.code == "MW412" and "group_norm" in str(error.value)
+    plan = meshwright.plan(module, batch, mesh=2, **options)
+    assert plan.mesh == {"tp": 2} and plan.expressible("torchtitan") == []
+
+
 def test_a_block_of_gpt2_sends_what_megatrons_does() -> None:
     """Its queries, keys and values are one weight: two all-reduces forward and two backward, and nothing else."""
     config = transformers.GPT2Config(
