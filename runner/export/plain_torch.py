@@ -277,7 +277,8 @@ def _in_blocks(placed: Placed) -> Placed:
 
 def _as(value: Any, placed: Placed) -> Any:
     """The slices of a tensor under other placements; nothing is sent."""
-    return DTensor.from_local(value.to_local(), value.device_mesh, placed, run_check=False)
+    own, mesh = value.to_local(), value.device_mesh
+    return DTensor.from_local(own, mesh, placed, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def _complete_sections(_: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:

@@ -36,6 +36,10 @@ def _bags(x: Tensor, mode: str) -> Tensor:
     return functional.embedding_bag(torch.tensor([[1, 7, 2], [3, 1, 1], [2, 2, 2]]), x, mode=mode, padding_idx=2)
 
 
+def _placed_anew(x: Tensor) -> Tensor:
+    return plain_torch._as(x, x.placements).mean(0) if isinstance(x, DTensor) else x.mean(0)
+
+
 def _rows(x: Tensor) -> Tensor:
     """Two look-ups, the second one with padding."""
     ids = torch.tensor([[1, 7, 2], [3, 1, 4]])
@@ -70,6 +74,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "the place of the largest in stripes": (lambda x: x * x.detach().flatten().argmax(), "S1", (3, 8)),
     "a view of gathered columns": (lambda x: functional.hardswish(x.view(4, 6, 8).mT), "S0", (24, 8)),
     "rows that are no multiple, flattened": (lambda x: x.flatten() * 2, "S0", (3, 4)),
+    "rows that are no multiple, in other placements": (_placed_anew, "S0", (3, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
     "slices written to sums": (lambda x: (x * 2).clamp_(x.sin().select(0, 1)), "P", (4, 4)),
     "a sum filled with a sum": (lambda x: (x * 2).masked_fill_(x.new_ones(4, 4).tril() > 0, x.sum()), "P", (4, 4)),
