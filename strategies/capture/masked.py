@@ -55,7 +55,8 @@ ELEMENTS = MOVING | frozenset(
 )
 """Functions of elements of operands that broadcast, by name without underscores."""
 OVER_DIMS = dict.fromkeys(
-    "amax amin argmax argmin flatten gather glu log_softmax logsumexp mean softmax squeeze sum unsqueeze".split(), 1
+    "amax amin argmax argmin cumprod cumsum flatten gather glu log_softmax logsumexp mean softmax squeeze sum unsqueeze".split(),
+    1,
 ) | {"norm": 2, "normalize": 2, "cosine_similarity": 2}
 """Functions over the dims that an argument at a position says; of each row by itself if that is not the first."""
 PAIRS = {"cosine_similarity": 1, "gather": 2}
@@ -104,6 +105,8 @@ class Selected:
     dense: Tensor
     layered: bool = False
     """Whether rows went through a layer with parameters, as of an expert."""
+    viewed: tuple[Tensor, Any] | None = None
+    """The result of which this one is a view, and the index of all rows that made it."""
     versions: tuple[int, ...] = ()
     _safe: list[Tensor] = field(default_factory=list)
 
@@ -245,7 +248,12 @@ class Selections:
             return NOT_KNOWN
         if function in LINEAR and len(args) == 2 and not kwargs and args[0] is known[0].result:
             if type(args[1]) in (int, float):
-                return self._both(function, args, kwargs, known[0], LINEAR[function](known[0].dense, args[1]))
+                viewed = known[0].viewed
+                base = None if viewed is None else self.of(viewed[0])
+                result = self._both(function, args, kwargs, known[0], LINEAR[function](known[0].dense, args[1]))
+                if viewed is not None and base is not None and result is known[0].result:  # written in place
+                    self._note_written(base, viewed[1], self._dense(result, rows=True, raw=True), known[0].layered)
+                return result
         others = [tensor for tensor in tensors if self.of(tensor) is None]
         if any(isinstance(size, torch.SymInt) for tensor in others for size in tensor.shape):
             return NOT_KNOWN
@@ -270,12 +278,17 @@ class Selections:
         if first and len(known) == 1 and function is functional.embedding and _looks_up(args, kwargs):
             dense = function(known[0].safe, *args[1:], **kwargs)
             return self._both(function, args, kwargs, known[0], dense)
+        if function is Tensor.__setitem__ and first and _keeps_rows(args[1], args[0].dim()):
+            return self._write(args[0], args[1], args[2])
         if name in OVER_DIMS and first:
             return self._over_dims(name, function, args, kwargs, known)
         if first and len(known) == 1 and (name in ROWS or _takes_rows(function, args, kwargs)):
             dense = function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True))
             dense = dense.unflatten(0, known[0].mask.shape)
-            return self._both(function, args, kwargs, known[0], dense, layered=name == "linear")
+            result = self._both(function, args, kwargs, known[0], dense, layered=name == "linear")
+            if function is Tensor.__getitem__ and (one := self.of(result)) is not None:
+                one.viewed = args[0], args[1]
+            return result
         return NOT_KNOWN
 
     def count(self, number: Any) -> Any:
@@ -316,6 +329,18 @@ class Selections:
             return one.rows(complete) if rows else complete
 
         return tree_map_only(Tensor, dense, nested)
+
+    def _write(self, result: Tensor, index: Any, value: Any) -> None:
+        """`result[index] = value`, for all rows of what is selected."""
+        one, other, dense = self.known[id(result)], self.of(value), self._dense(value, rows=True, raw=True)
+        result[index] = value
+        self._note_written(one, index, dense, other is not None and other.layered)
+
+    def _note_written(self, one: Selected, index: Any, value: Any, layered: bool) -> None:
+        """Note that complete rows, or what they share, have been written to an index of all rows."""
+        rows = one.rows(one.dense).clone()
+        rows[index] = value
+        self._note(one.result, one.mask, rows.unflatten(0, one.mask.shape), one.layered or layered)
 
     def _over_dims(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
         one, position = known[0], OVER_DIMS[name]
@@ -429,16 +454,25 @@ def _looks_up(args: Any, kwargs: Any) -> bool:
 def _takes_rows(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call indexes other dims than the first, or gives these another shape."""
     rank, rest = args[0].dim(), args[1:]
-    if function is Tensor.__getitem__ and isinstance(rest[0], tuple):
-        plain = all(part is None or part is Ellipsis or type(part) in (int, slice) for part in rest[0])
-        taken = sum(type(part) in (int, slice) for part in rest[0])
-        return plain and (rest[0][0] == slice(None) or (rest[0][0] is Ellipsis and taken < rank))
+    if function is Tensor.__getitem__:
+        return _keeps_rows(rest[0], rank)
+    if function is functional.pad:
+        given = kwargs.get("pad", rest[0] if rest else ())
+        return len(given) // 2 < rank
     if getattr(function, "__name__", "") in ("view", "reshape") and not kwargs:
         shape = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
         sizes = [*shape[1:], *args[0].shape[1:]]
         whole = all(type(size) is int for size in sizes)
         return bool(shape) and shape[0] == -1 and whole and prod(shape[1:]) == prod(args[0].shape[1:])
     return False
+
+
+def _keeps_rows(index: Any, rank: int) -> bool:
+    """Whether an index takes all along the first dim of a tensor with `rank` dims."""
+    if not isinstance(index, tuple) or not all(one is None or one is ... or type(one) in (int, slice) for one in index):
+        return False
+    taken = sum(type(one) in (int, slice) for one in index)
+    return bool(index[0] == slice(None) or (index[0] is ... and taken < rank))
 
 
 def _writes(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -131,7 +131,21 @@ def rows(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tens
     return pooled.square().sum() + sum(other) + h[0, : -counts[0]].sum() + h[1, counts[0] - 1 : counts[1], 2:].sum()
 
 
-LOSSES = [classes, elements, means, infinite, places, opposite, asked, extremes, counted, rows]
+def bins(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """A spline within an interval, as neural spline flows have it: edges of bins are written in place."""
+    inside, out = y.abs() <= 1, y.clone()
+    edges = F.pad(h[..., None].expand(*h.shape, 4).cumsum(-1)[inside, :].softmax(-1).cumsum(-1), (1, 0))
+    edges = 2 * edges - 1
+    edges[..., 0] = -1.0
+    edges[..., -1] = edges[..., -1].detach() * 0 + 1
+    edges[..., -1] += 1e-6
+    bin_of = (y[inside][..., None] >= edges).sum(-1) - 1
+    widths = edges[..., 1:] - edges[..., :-1]
+    out[inside] = y[inside] * widths.gather(-1, bin_of[..., None])[..., 0]
+    return out.square().mean() + widths.log().mean()
+
+
+LOSSES = [bins, classes, elements, means, infinite, places, opposite, asked, extremes, counted, rows]
 
 
 @pytest.mark.few(4)
@@ -183,12 +197,22 @@ def in_place(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> 
     return F.relu(h[chosen], inplace=True).mean()
 
 
+def seen_before(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """A view of rows, read after they were written."""
+    part = h[chosen] * 2
+    first = part[:, :1]
+    part[:, 0] = 1.0
+    return (first * part).mean()
+
+
 def elsewhere(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
     """Places that a mask of another shape has."""
     return h.view(-1, 6)[chosen[:, 0].nonzero().squeeze(1)].mean()
 
 
-@pytest.mark.parametrize("loss", [written, other, dropped, mixed, in_place, elsewhere], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "loss", [written, other, dropped, mixed, in_place, seen_before, elsewhere], ids=lambda one: one.__name__
+)
 def test_refused(loss: Loss) -> None:
     given = batch()
     with pytest.raises(StrategyError, match="shape depends on values") as caught:
