@@ -55,7 +55,9 @@ ELEMENTS = MOVING | frozenset(
 )
 """Functions of elements of operands that broadcast, by name without underscores."""
 OVER_DIMS = dict.fromkeys(
-    "amax amin argmax argmin cumprod cumsum flatten gather glu log_softmax logsumexp mean softmax squeeze sum unsqueeze".split(),
+    """
+    amax amin argmax argmin cumprod cumsum flatten gather glu log_softmax logsumexp mean softmax squeeze sum unsqueeze
+    """.split(),
     1,
 ) | {"norm": 2, "normalize": 2, "cosine_similarity": 2}
 """Functions over the dims that an argument at a position says; of each row by itself if that is not the first."""
