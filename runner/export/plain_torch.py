@@ -895,16 +895,23 @@ class _Instead(TorchFunctionMode):
 
 
 class _Recurrent(TorchFunctionMode):
-    """Recurrent layers whose rows come first: torch transposes their results in place, and a DTensor (torch 2.13) has
-    the old strides afterwards."""
+    """Recurrent layers, of which rows alone are sliced: torch takes their steps apart, which DTensor (torch 2.13)
+    refuses along a sliced dim. Where rows come first, torch transposes results in place, and a DTensor has the old
+    strides."""
 
     NAMES = "gru", "lstm", "rnn_relu", "rnn_tanh"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dense = getattr(func, "__name__", "") in self.NAMES and isinstance(args[3], bool)  # no packed sequence
-        if not dense or not isinstance(args[0], DTensor) or not args[-1]:
+        if not dense or not isinstance(args[0], DTensor):
             return func(*args, **(kwargs or {}))
-        result, *states = func(args[0].transpose(0, 1), *args[1:-1], False)
+        (value, states, weights, *options, rows_first), mesh = args, args[0].device_mesh
+        others = {*range(value.ndim)} - ({0 if rows_first else 1} if value.ndim > 2 else set())
+        value = laid_out(value, mesh, _complete_along(value, others))
+        weights = [laid_out(one, mesh, (Replicate(),) * mesh.ndim) for one in weights]
+        if not rows_first:
+            return func(value, states, weights, *options, False, **(kwargs or {}))
+        result, *states = func(value.transpose(0, 1), states, weights, *options, False)
         return (result.transpose(0, 1), *states)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,6 +41,12 @@ def _placed_anew(x: Tensor) -> Tensor:
     return plain_torch._as(x, x.placements).mean(0) if isinstance(x, DTensor) else x.mean(0)
 
 
+def _recurrent(x: Tensor, rows_first: bool) -> Tensor:
+    weights = [torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape) for shape in ((6, 3), (6, 2), (6,), (6,))]
+    states = torch.zeros(1, x.shape[not rows_first], 2)
+    return torch.gru(x, states, weights, True, 1, 0.0, True, False, rows_first)[0]
+
+
 def _rows(x: Tensor) -> Tensor:
     """Two look-ups, the second one with padding."""
     ids = torch.tensor([[1, 7, 2], [3, 1, 4]])
@@ -75,6 +82,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "a view of gathered columns": (lambda x: functional.hardswish(x.view(4, 6, 8).mT), "S0", (24, 8)),
     "rows that are no multiple, flattened": (lambda x: x.flatten() * 2, "S0", (3, 4)),
     "rows that are no multiple, in other placements": (_placed_anew, "S0", (3, 4)),
+    **{
+        f"a recurrent layer, {placed}{', rows first' * rows_first}": (
+            partial(_recurrent, rows_first=rows_first),
+            placed,
+            (4, 2, 3),
+        )
+        for placed, rows_first in (("S1", True), ("S0", True), ("S0", False))
+    },
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
     "slices written to sums": (lambda x: (x * 2).clamp_(x.sin().select(0, 1)), "P", (4, 4)),
     "a sum filled with a sum": (lambda x: (x * 2).masked_fill_(x.new_ones(4, 4).tril() > 0, x.sum()), "P", (4, 4)),
