@@ -342,7 +342,8 @@ class Selections:
         """Note that complete rows, or what they share, have been written to an index of all rows."""
         rows = one.rows(one.dense).clone()
         rows[index] = value
-        self._note(one.result, one.mask, rows.unflatten(0, one.mask.shape), one.layered or layered)
+        dense: Tensor = rows.unflatten(0, one.mask.shape)  # type: ignore[no-untyped-call]
+        self._note(one.result, one.mask, dense, one.layered or layered)
 
     def _over_dims(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
         one, position = known[0], OVER_DIMS[name]
@@ -460,7 +461,7 @@ def _takes_rows(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return _keeps_rows(rest[0], rank)
     if function is functional.pad:
         given = kwargs.get("pad", rest[0] if rest else ())
-        return len(given) // 2 < rank
+        return bool(len(given) // 2 < rank)
     if getattr(function, "__name__", "") in ("view", "reshape") and not kwargs:
         shape = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
         sizes = [*shape[1:], *args[0].shape[1:]]
