@@ -112,7 +112,7 @@ def state_of(module: nn.Module) -> object:
                 plain.append((name, value)) if isinstance(value, PLAIN) else others.append(value)
     try:
         content: object = _Content(parts).of(others)
-    except (AttributeError, TypeError, pickle.PicklingError):  # as pickle says that it cannot
+    except (AttributeError, TypeError, RuntimeError, pickle.PicklingError):  # as pickle and torch say that they cannot
         content = object()
     return plain, tensors, [*map(id, others)], content
 
@@ -131,7 +131,7 @@ class _Content(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> object:
         if isinstance(obj, Tensor):
-            return str(obj.dtype), tuple(obj.shape), obj.flatten().view(torch.uint8).numpy().tobytes()
+            return obj.dtype, tuple(obj.shape), obj.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
         return id(obj) if isinstance(obj, nn.Module) and obj in self._parts else None
 
 
