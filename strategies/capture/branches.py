@@ -16,11 +16,11 @@ captured so.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -57,8 +57,18 @@ MOST_PATHS = 16
 """Sequences of answers of one call."""
 CHOICE = "choice"
 """What the node of a choice between results of two sides says of itself."""
+GATE = "gate"
+"""Likewise of one by which a side that is not taken returns no gradient, or writes nothing."""
+NONE: Mapping[fx.Node, bool] = MappingProxyType({})
+Sides = frozenset[tuple[fx.Node, bool]]
+"""The truths of branches, and which side of each is taken."""
 STATISTICS = frozenset({"batch_norm", "instance_norm"})
 """Operators that write to buffers unseen, in training."""
+ASSIGNING = frozenset(
+    "copy_ fill_ index_copy_ index_fill_ index_put_ masked_fill_ masked_scatter_ scatter_ zero_".split()
+)
+"""Operators that write what they are given: no derivative of what they replace is multiplied with the gradient, which
+would be NaN where that is infinite."""
 HARMLESS = (*PLAIN, torch.dtype, torch.device, torch.Size, nn.Module, FunctionType, type)
 """Arguments that a forward does not change."""
 GRADIENTS = torch._C._set_grad_enabled
@@ -109,10 +119,14 @@ class Branches:
         nodes = list(exported.graph.nodes) if self.chosen else []
         choices = (node for node in nodes if CHOICE in node.meta)
         wrong = [choice for choice in choices if _shows_writes(choice, nodes[nodes.index(choice) + 1 :])]
+        trained = _trainings(nodes)
         for node in nodes:
             name = parameters.get(node.name)
-            if name is not None and not _trained_always(node) and self.root.get_parameter(name).requires_grad:
-                wrong += node.users
+            if name is not None and self.root.get_parameter(name).requires_grad:
+                uses = trained[node]
+                if uses and not _holds_one(uses):  # a gradient of zero is none of torch, where this is not used
+                    truths = {truth for use in uses for truth, _ in use}
+                    wrong += (one for one in nodes if {GATE, CHOICE} & one.meta.keys() and one.args[0] in truths)
         stacks = (node.meta.get("nn_module_stack", {}).values() for node in wrong)
         found = {type(modules[path]) for stack in stacks for path, _ in stack} & self.chosen
         for owner in found:
@@ -445,7 +459,7 @@ class _Merger:
             if written is not None and not self._is_outside(written, own):
                 written = None
             elif written is not None:
-                if floating(written.meta["val"]) and not self._is_state(written):
+                if floating(written.meta["val"]) and op_of(node) not in ASSIGNING and not self._is_state(written):
                     raise _Different
                 with self.graph.inserting_before(node):
                     undone.append((written, self._made(aten.clone.default, (written,), node)))
@@ -462,6 +476,7 @@ class _Merger:
                 with self.graph.inserting_before(node):
                     detached = self._made(aten.detach.default, (given,), node)
                     gate = self._made(aten.where.self, _sides(truth, taken, given, detached), node)
+                    gate.meta[GATE] = True
                 operands.append(gate)
                 position = side.index(node)
                 side[position:position] = [detached, gate]
@@ -469,6 +484,7 @@ class _Merger:
         for written, old in reversed(undone):
             with self.graph.inserting_after(side[-1]):
                 kept = self._made(aten.where.self, _sides(truth, taken, written, old), side[-1])
+                kept.meta[GATE] = True
             with self.graph.inserting_after(kept):
                 side += [kept, self._made(aten.copy_.default, (written, kept), kept)]
         borders = [node.target for node in side if node.target in AUTOCAST]
@@ -505,16 +521,18 @@ class _Merger:
         if one is None or other is None:
             raise _Different
         one, other = self._now(one), self._now(other)
-        if one is other:
+        if one is other and yes.requires_grad <= no.requires_grad:
             return no
-        if not _choosable(one, other):
-            raise _Different
-        with self.graph.inserting_after((nodes or [truth])[-1]):
-            nodes.append(self._made(aten.where.self, (truth, one, other), (nodes or [truth])[-1]))
-        nodes[-1].meta[CHOICE] = True
+        if one is not other:
+            if not _choosable(one, other):
+                raise _Different
+            with self.graph.inserting_after((nodes or [truth])[-1]):
+                one = self._made(aten.where.self, (truth, one, other), (nodes or [truth])[-1])
+            one.meta[CHOICE] = True
+            nodes.append(one)
         with beneath_tracing():
             made = torch.where(torch.ones((), dtype=torch.bool, device=no.device), yes, no)
-        track_tensor_tree(made, fx.Proxy(nodes[-1], self.tracer), constant=None, tracer=self.tracer)
+        track_tensor_tree(made, fx.Proxy(one, self.tracer), constant=None, tracer=self.tracer)
         return made
 
     def _retarget(self) -> None:
@@ -612,36 +630,53 @@ def _shows_writes(choice: fx.Node, later: Sequence[fx.Node]) -> bool:
     return False
 
 
-def _trained_always(node: fx.Node) -> bool:
-    """Whether a gradient of a node, of 0 at least, is one of torch, too: whichever sides are taken, it has a use."""
-    return _holds_one(_uses(node))
+def _trainings(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[Sides]]:
+    """For each node of a graph the sides that must be taken for each of its ways to the loss, of which the outputs
+    are one. What is written to memory reaches all that reads it afterwards."""
+    found: dict[fx.Node, set[Sides]] = {}
+    read: dict[int | None, set[Sides]] = {}
+
+    def through(given: fx.Node, user: fx.Node) -> set[Sides]:
+        if user.op == "output":
+            return {frozenset()} if floating(given.meta.get("val")) else set()
+        learned = any(map(floating, tree_flatten(user.meta.get("val"))[0]))
+        if user.target is aten.detach.default or not learned:
+            return set()
+        if GATE not in user.meta and CHOICE not in user.meta:
+            return found[user]
+        truth, first, second = user.args
+        sides: list[tuple[Any, bool]] = [
+            (truth, side) for side, one in ((True, first), (False, second)) if one is given
+        ]
+        return {uses | {side} for side in sides for uses in found[user] if (side[0], not side[1]) not in uses}
+
+    for node in reversed(nodes):
+        ways = set[Sides]().union(*(through(node, user) for user in node.users))
+        if (written := _written(node)) is not None:
+            ways |= read.get(_memory(written), set())
+        found[node] = {one for one in ways if not any(other < one for other in ways)}
+        for given in _operands(node):
+            read.setdefault(_memory(given), set()).update(through(given, node))
+    return found
 
 
-def _uses(node: fx.Node) -> list[list[tuple[fx.Node, bool]]]:
-    """The sides that must be taken, outermost first, for each use that returns a gradient to a node."""
-    gates = [user for user in node.users if user.target is aten.where.self and node in user.args[1:]]
-    if not gates or any(user not in gates and user.target is not aten.detach.default for user in node.users):
-        return [[]]
-    return [[(gate.args[0], gate.args[1] is node), *inner] for gate in gates for inner in _uses(gate)]  # type: ignore[list-item]
-
-
-def _holds_one(uses: list[list[tuple[fx.Node, bool]]]) -> bool:
-    """Whether all sides of one of these are taken, whichever are."""
-    if not uses or [] in uses:
-        return bool(uses)
-    truth: Any = uses[0][0][0]
+def _holds_one(uses: Iterable[Iterable[tuple[Any, bool]]], decided: Mapping[fx.Node, bool] = NONE) -> bool:
+    """Whether all sides of one of these are taken, whatever those truths are that are not `decided`."""
+    left = list[list[tuple[fx.Node, bool]]]()
+    for use in uses:
+        known = [(_chosen(truth, decided), taken) for truth, taken in use]
+        if all(decided.get(truth, taken) is taken for truth, taken in known):
+            left.append([one for one in known if one[0] not in decided])
+    if not left or [] in left:
+        return bool(left)
+    truth: Any = left[0][0][0]
     while CHOICE in truth.meta:
-        truth = truth.args[0]
-    for side in (True, False):
-        known = [[(_chosen(one, truth, side), taken) for one, taken in use] for use in uses]
-        left = [[one for one in use if one[0] is not truth] for use in known if (truth, not side) not in use]
-        if not _holds_one(left):
-            return False
-    return True
+        truth = _chosen(truth.args[0], decided)
+    return all(_holds_one(left, {**decided, truth: side}) for side in (True, False))
 
 
-def _chosen(node: Any, truth: fx.Node, side: bool) -> fx.Node:
-    """What a choice by `truth` is then."""
-    while CHOICE in node.meta and node.args[0] is truth:
-        node = node.args[1 if side else 2]
+def _chosen(node: Any, decided: Mapping[fx.Node, bool]) -> fx.Node:
+    """What a choice is by truths that are decided."""
+    while CHOICE in node.meta and (truth := _chosen(node.args[0], decided)) in decided:
+        node = node.args[1 if decided[truth] else 2]
     return node  # type: ignore[no-any-return]

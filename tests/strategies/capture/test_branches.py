@@ -137,6 +137,20 @@ class Masked(Net):
         return self.b(self.a(x).masked_fill(mask, 0.1))
 
 
+class Placed(Net):
+    """Sides write into what others computed, of which one divides by what may be zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rest = self.a(x), x.sum().clamp(min=0)
+        out = torch.zeros_like(h)
+        if rest > 0:
+            out[:, :4] = h[:, :4] / rest
+            out[:, 4] = out[:, 0].exp() * h[:, 1]
+        else:
+            h[h > 0] = 0.5
+        return self.b(out + h)
+
+
 class Pair(Net):
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
         self.largest = x.max()
@@ -194,7 +208,7 @@ def checked(model: Model, batches: int, draw: Any) -> float:
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "net",
-    [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Nested],
+    [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Placed, Nested],
     ids=lambda n: n.__name__,
 )
 def test_trains_like_the_model_on_every_batch(draw: Any, net: type[nn.Module]) -> None:
@@ -245,6 +259,24 @@ class OneSide(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+class Beforehand(Net):
+    """As a side does that computes it, also where it was computed before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, other = self.a(x), self.b(x)
+        if x.sum() > 0:
+            h = h + other
+        return h
+
+
+class PlacedAlone(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h, other = self.a(x), self.b(x)
+        if x.sum() > 0:
+            h[:, 0] = other[:, 0]
+        return h
 
 
 class Normed(Net):
@@ -337,7 +369,20 @@ class Many(Net):
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "net",
-    [OneSide, Normed, Shaped, Appending, Counting, Drawing, Written, WrittenBehind, Skipping, Many],
+    [
+        OneSide,
+        Beforehand,
+        PlacedAlone,
+        Normed,
+        Shaped,
+        Appending,
+        Counting,
+        Drawing,
+        Written,
+        WrittenBehind,
+        Skipping,
+        Many,
+    ],
     ids=lambda net: net.__name__,
 )
 def test_what_cannot_be_chosen_is_refused(net: type[nn.Module]) -> None:
