@@ -164,6 +164,7 @@ def test_functions_of_slices_are_those_of_one_device(gaps: Mapping[str, Any], na
     assert gaps[name] == pytest.approx([0.0, 0.0], abs=1e-10)
 
 
+@pytest.mark.slow
 def test_all_ranks_try_placements_in_one_order(gaps: Mapping[str, Any]) -> None:
     """torch takes them from sets, whose order follows the hashes of strings, which differ between processes."""
     candidates = [(one, Replicate()) for one in (Partial(), Replicate(), Shard(0), Shard(1))]

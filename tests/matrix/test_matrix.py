@@ -158,6 +158,7 @@ REAL = (("mixtral", "random"), ("lstm", "random"))
 MORE_REAL = (("gpt2", "auto"), ("resnet", "data_parallel"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [REAL, pytest.param(MORE_REAL, marks=pytest.mark.slow)], ids=["random", "others"])
 def test_real_processes(tmp_path: Path, chosen: tuple[tuple[str, str], ...]) -> None:
     """The same step on four communicating processes."""

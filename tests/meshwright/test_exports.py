@@ -240,6 +240,7 @@ def test_mixtures_of_experts_of_transformers_train_as_one_device(
         assert 'experts.gate_up_proj": (Shard(0), _StridedShard(1, split_factor=2))' in text
 
 
+@pytest.mark.slow
 def test_rows_sorted_by_expert_are_gathered_and_listed() -> None:
     module, batch = Routing(), (torch.randn(8, 16), torch.randn(8, 16))
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": {"tp": 2}, "plan_cache": None}
@@ -323,7 +324,7 @@ CUBE: dict[str, Any] = {"layouts": {"cube": {"device_matrix": [2, 2, 2], "axes":
 MIDDLE = {"0": [{"layout": "cube", "dims": one} for one in ([["a", "c"], None], ["b", None], ["b"])]}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sharded"),
     [
@@ -401,6 +402,7 @@ class Pairs(nn.Module):
         return pairs
 
 
+@pytest.mark.slow
 def test_collectives_of_the_exported_program_are_listed() -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 4, "mode": "data_parallel", "plan_cache": None}

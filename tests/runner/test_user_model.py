@@ -99,7 +99,7 @@ SLICED = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SLICED)
 def test_inputs_that_are_not_batches(start, kind):
     ended = start(*PRODUCT, *SLICED[kind], "verify.steps=2", verb="verify")

@@ -58,6 +58,7 @@ def test_a_folder_means_the_checkpoint_of_its_own_run(tmp_path):
     assert checkpoints.locate(place / "step-00000008") == place / "step-00000008"
 
 
+@pytest.mark.slow
 def test_those_of_others_are_kept_until_they_are_passed(tmp_path):
     saved(tmp_path, "a", 2, 4, 8)
     saved(tmp_path, "b", 3, 5, history=(("a", 2),), keep=2)

@@ -11,7 +11,7 @@ def test_no_corruption_goes_unnoticed(tmp_path, capfd, first, count):
     assert outcomes >= {"checkpoint: taken", "checkpoint: an older one taken", "forged: refused", "cache: ignored"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [556, 1129], ids=["a terabyte of metrics", "a mesh of strings"])
 def test_run_folders_are_read_within_limits(tmp_path, number):
     Corruptions(tmp_path).one(number)

@@ -133,6 +133,7 @@ def test_models_that_return_their_loss(start, form):
     check_against_the_next_step(start(*SMALL, *WHOLE, *options))
 
 
+@pytest.mark.slow
 def test_models_that_return_their_loss_with_a_short_batch(evaluate):
     own = ("model.target=networks.OwnLoss", "loss.target=null", *STILL, "evaluate.args={rows: 50, seed: 1}")
     found = evaluate("data_parallel", *own)
@@ -191,6 +192,7 @@ def test_running_statistics_are_those_of_training(start):
         assert found.evaluations[step] == pytest.approx(results, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_random_numbers_in_evaluation(start):
     noise = ("model.target=networks.Noisy", "train.random=exact", "evaluate.every=1", "train.precision=fp64")
     alone = start(*SMALL, *ALONE, *noise, folder="alone")

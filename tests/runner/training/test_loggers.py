@@ -58,6 +58,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert events.Tags()["tensors"] == ["config/text_summary"]
 
 
+@pytest.mark.slow
 def test_mlflow(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

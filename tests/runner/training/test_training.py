@@ -90,6 +90,7 @@ def test_hybrid_does_the_same(train, stage):
     assert found == [pytest.approx(step, rel=2e-5 if stage else 1e-10) for step in by_hand()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [pytest.param("fp32", 1e-5, marks=pytest.mark.slow), ("fp64", 1e-10)]
 )

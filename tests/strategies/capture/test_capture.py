@@ -384,6 +384,7 @@ for way in ("works", "shape", "branch"):
 """
 
 
+@pytest.mark.slow
 def test_a_failing_capture_prints_nothing_itself() -> None:
     """In a separate process, because torch's loggers keep the first standard error stream that they opened."""
     words = [sys.executable, "-c", THREE_CAPTURES]

@@ -21,15 +21,12 @@ NATIVE = {"stage": 3, "engine": "native"}
 def conventions(training):
     """Convention -> the case that tests it."""
     case, data_parallel, sliced = training.Case, training.DATA_PARALLEL, training.FULLY_SLICED
-    cpu = {"device": "cpu"}
     found = {}
     # clip=None: DeepSpeed clips at 1.0 unless clipping is disabled, and the norms here are above 5
     found["unsliced parameters are the dense group, stage 3"] = case(data_parallel, 3)
     found["no dense group and replica groups of one rank, stage 1"] = case(sliced, 1, clip=0.3)
     found["a replica group for every parameter, stage 2"] = case(0, 2, clip=0.3)
-    found["Adagrad is not replaced, stage 3"] = case(3, 3, "adagrad", clip=0.3)
     found["fp16 with a loss scale, stage 2"] = case(4, 2, precision="fp16", clip=0.3)
-    found["offload without compiling an optimizer, stage 2"] = case(5, 2, "adamw", options={"offload_optimizer": cpu})
     found["native: a replica group for every parameter, fp64"] = case(0, precision="fp64", clip=0.3, **NATIVE)
     found["native: one replica group, small buckets"] = case(
         training.DATA_PARALLEL, optimizer="adamw", options={"reduce_bucket_size": 100}, **NATIVE
@@ -44,7 +41,6 @@ def conventions(training):
     found["native: experts that no token chooses, stage 3"] = case(
         training.DATA_PARALLEL, 3, "adamw", 0.3, "fp64", chooses=True, **own
     )
-    found["experts that no token chooses, stage 2"] = case(training.DATA_PARALLEL, 2, "adamw", chooses=True)
     return found
 
 
@@ -116,6 +112,9 @@ def more_conventions(training):
         found[f"experts that no token chooses, on the host, stage {stage}"] = case(
             training.DATA_PARALLEL, stage, "adamw", 0.3, chooses=True, options={"offload_optimizer": cpu}
         )
+    found["Adagrad is not replaced, stage 3"] = case(3, 3, "adagrad", clip=0.3)
+    found["offload without compiling an optimizer, stage 2"] = case(5, 2, "adamw", options={"offload_optimizer": cpu})
+    found["experts that no token chooses, stage 2"] = case(training.DATA_PARALLEL, 2, "adamw", chooses=True)
     kept = {"param_persistence_threshold": 50, "stage3_prefetch_bucket_size": 1000, "stage3_max_reuse_distance": 1000}
     found["kept and prefetched parameters, stage 3"] = case(5, 3, options=kept)
     return found

@@ -136,6 +136,7 @@ VIEWS: dict[str, Callable[[Tensor, list[Tensor]], bool]] = {
 """Kind of view -> whether results are one of a tensor."""
 
 
+@pytest.mark.slow
 def test_the_kind_of_a_view():
     """By the shapes and elements of the viewed tensor."""
     wrong: list[str] = []
