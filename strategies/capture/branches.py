@@ -119,13 +119,12 @@ class Branches:
         nodes = list(exported.graph.nodes) if self.chosen else []
         choices = (node for node in nodes if CHOICE in node.meta)
         wrong = [choice for choice in choices if _shows_writes(choice, nodes[nodes.index(choice) + 1 :])]
-        trained = _trainings(nodes)
+        paths = _gradient_paths(nodes)
         for node in nodes:
             name = parameters.get(node.name)
             if name is not None and self.root.get_parameter(name).requires_grad:
-                uses = trained[node]
-                if uses and not _holds_one(uses):  # a gradient of zero is none of torch, where this is not used
-                    truths = {truth for use in uses for truth, _ in use}
+                if paths[node] and not _holds_one(paths[node]):  # torch leaves it without a gradient then
+                    truths = {truth for path in paths[node] for truth, _ in path}
                     wrong += (one for one in nodes if {GATE, CHOICE} & one.meta.keys() and one.args[0] in truths)
         stacks = (node.meta.get("nn_module_stack", {}).values() for node in wrong)
         found = {type(modules[path]) for stack in stacks for path, _ in stack} & self.chosen
@@ -630,9 +629,9 @@ def _shows_writes(choice: fx.Node, later: Sequence[fx.Node]) -> bool:
     return False
 
 
-def _trainings(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[Sides]]:
-    """For each node of a graph the sides that must be taken for each of its ways to the loss, of which the outputs
-    are one. What is written to memory reaches all that reads it afterwards."""
+def _gradient_paths(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[Sides]]:
+    """For each node of a graph, the sides that must be taken along each path of gradients from an output to the node.
+    What is written to memory reaches all that reads it afterwards."""
     found: dict[fx.Node, set[Sides]] = {}
     read: dict[int | None, set[Sides]] = {}
 
@@ -648,23 +647,23 @@ def _trainings(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[Sides]]:
         sides: list[tuple[Any, bool]] = [
             (truth, side) for side, one in ((True, first), (False, second)) if one is given
         ]
-        return {uses | {side} for side in sides for uses in found[user] if (side[0], not side[1]) not in uses}
+        return {path | {side} for side in sides for path in found[user] if (side[0], not side[1]) not in path}
 
     for node in reversed(nodes):
-        ways = set[Sides]().union(*(through(node, user) for user in node.users))
+        paths = set[Sides]().union(*(through(node, user) for user in node.users))
         if (written := _written(node)) is not None:
-            ways |= read.get(_memory(written), set())
-        found[node] = {one for one in ways if not any(other < one for other in ways)}
+            paths |= read.get(_memory(written), set())
+        found[node] = {path for path in paths if not any(other < path for other in paths)}
         for given in _operands(node):
             read.setdefault(_memory(given), set()).update(through(given, node))
     return found
 
 
-def _holds_one(uses: Iterable[Iterable[tuple[Any, bool]]], decided: Mapping[fx.Node, bool] = NONE) -> bool:
-    """Whether all sides of one of these are taken, whatever those truths are that are not `decided`."""
+def _holds_one(paths: Iterable[Iterable[tuple[Any, bool]]], decided: Mapping[fx.Node, bool] = NONE) -> bool:
+    """Whether all sides of one of these paths are taken, whatever those truths are that are not `decided`."""
     left = list[list[tuple[fx.Node, bool]]]()
-    for use in uses:
-        known = [(_chosen(truth, decided), taken) for truth, taken in use]
+    for path in paths:
+        known = [(_chosen(truth, decided), taken) for truth, taken in path]
         if all(decided.get(truth, taken) is taken for truth, taken in known):
             left.append([one for one in known if one[0] not in decided])
     if not left or [] in left:

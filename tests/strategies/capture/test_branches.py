@@ -262,7 +262,7 @@ class OneSide(Net):
 
 
 class Beforehand(Net):
-    """As a side does that computes it, also where it was computed before."""
+    """So does a side that alone uses what was computed before the branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, other = self.a(x), self.b(x)
@@ -272,6 +272,8 @@ class Beforehand(Net):
 
 
 class PlacedAlone(Net):
+    """A side that alone assigns it."""
+
     def forward(self, x: Tensor) -> Tensor:
         h, other = self.a(x), self.b(x)
         if x.sum() > 0:
