@@ -111,16 +111,16 @@ class Branches:
         self.chosen.discard(owner)
         self.refused.add(owner)
 
-    def refuse_others(self, exported: torch.export.ExportedProgram) -> bool:
-        """Refuse the classes of which an exported graph has what the module does not do; whether there are any: a
-        parameter that one side alone trains, and a choice that is a copy where the module has the tensor itself, which
-        somebody writes before another reads it."""
+    def refuse_others(self, exported: torch.export.ExportedProgram, training: bool) -> bool:
+        """Refuse the classes of which an exported graph has what the module does not do; whether there are any: in
+        training a parameter that one side alone trains, and a choice that is a copy where the module has the tensor
+        itself, which somebody writes before another reads it."""
         parameters, modules = exported.graph_signature.inputs_to_parameters, dict(self.root.named_modules())
         nodes = list(exported.graph.nodes) if self.chosen else []
         choices = (node for node in nodes if CHOICE in node.meta)
         wrong = [choice for choice in choices if _shows_writes(choice, nodes[nodes.index(choice) + 1 :])]
-        paths = _gradient_paths(nodes)
-        for node in nodes:
+        paths = _gradient_paths(nodes) if training else {}
+        for node in paths:
             name = parameters.get(node.name)
             if name is not None and self.root.get_parameter(name).requires_grad:
                 if paths[node] and not _holds_one(paths[node]):  # torch leaves it without a gradient then

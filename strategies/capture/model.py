@@ -258,7 +258,7 @@ def _captured(
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    if branches.refuse_others(exported):
+    if branches.refuse_others(exported, training):
         return None
     around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)

@@ -12,7 +12,9 @@ from strategies.capture import LossFunction, Objective, capture
 from strategies.capture.model import duplicate
 from strategies.core.errors import StrategyError
 from strategies.core.program import LoweringOptions
+from strategies.core.request import Request
 from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
 from strategies.runtime.simulate import Simulation
 from tests.strategies.simulated_model import TOLERANCE, Model
 
@@ -279,6 +281,16 @@ class PlacedAlone(Net):
         if x.sum() > 0:
             h[:, 0] = other[:, 0]
         return h
+
+
+@pytest.mark.parametrize("net", [OneSide, PlacedAlone], ids=lambda net: net.__name__)
+def test_sides_with_other_parameters_are_evaluated(net: type[nn.Module]) -> None:
+    module, x = net().double(), torch.rand(16, 8, dtype=torch.float64)
+    seen = capture(Objective(module, None, ("0",), ()), (x,), training=False)
+    program = lower(seen.graph, make_plan(seen.graph, Request("data_parallel", 2)), LoweringOptions())
+    for batch in (x, -x):
+        (results,) = Simulation(program, {**seen.tensors, "0": batch.clone()}).run()
+        assert all(torch.equal(result, module(batch)) for result in results)
 
 
 class Normed(Net):
