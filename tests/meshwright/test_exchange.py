@@ -104,6 +104,7 @@ def labelled() -> dict[str, torch.Tensor]:
     return {"input_ids": x, "labels": x}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_the_loader_of_transformers_trains_the_export_as_one_device(
     on_ranks: Callable[..., Any], tmp_path: Path, mesh: dict[str, int]

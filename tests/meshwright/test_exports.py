@@ -443,6 +443,7 @@ class Angles(nn.Module):
         return wave.real + wave.angle() * x.sgn() + torch.angle(x) + wave.sgn().imag
 
 
+@pytest.mark.slow
 def test_signs_and_angles_have_gradients() -> None:
     batch = torch.randn(8, 8), torch.randn(8, 8)
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 2, "mode": "data_parallel", "plan_cache": None}
@@ -504,6 +505,7 @@ CHANNELS = {
 """How convolutions are sliced on the mesh {dp 2, tp 2}."""
 
 
+@pytest.mark.slow
 def test_operators_that_dtensor_takes_apart_are_run_or_gathered(tmp_path: Path) -> None:
     layers = nn.GroupNorm(2, 8), nn.ReLU6(), nn.ReflectionPad2d(1), nn.ReflectionPad2d((2, 0, 1, 1)), nn.ELU()
     batch = torch.randn(4, 8, 4, 4), torch.randn(4, 8, 8, 8)

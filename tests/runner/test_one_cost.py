@@ -113,7 +113,7 @@ def test_whatever_a_step_does(words: tuple[str, ...], tmp_path: Any) -> None:
     compare(tmp_path, *STACK, "world_size=4", "data.batch_size=8", *words, searches=some)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), FEATURES["decided"]], ids=["searched", "decided"])
 def test_a_plan_of_the_cache_or_of_a_file(words: tuple[str, ...], tmp_path: Any) -> None:
     given = (*STACK, "world_size=4", "data.batch_size=8", "parallel.search=dynamic_programming", *words)

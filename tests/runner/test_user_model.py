@@ -164,7 +164,7 @@ SLOW = frozenset(
 )  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SHAPES])
 def test_verified(start, name):
     overrides, precision = SHAPES[name]

@@ -107,6 +107,7 @@ def kill_a_rank_at(folder, steps, in_a_save):
     return thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "in_a_save"), [("stage 0", True), pytest.param("stage 3", False, marks=pytest.mark.slow)]
 )
@@ -223,6 +224,7 @@ def test_another_run_is_refused_and_nothing_is_touched(start, started):
         assert {path for path in now if now[path] != before.get(path)} <= {ended.folder / "ranks" / "0.log"}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_is_done(start, started):
     """A command may be killed between its last save and its end, and a job scheduler starts it again."""
     ended, before = started
@@ -241,6 +243,7 @@ def test_more_steps_than_configured_are_refused(start, started, steps, resume):
         start(*SMALL, *LONG, *KINDS["stage 0"], *overrides, folder="run")
 
 
+@pytest.mark.slow
 def test_the_command_keeps_the_folder_of_a_run_that_it_refuses_to_continue(command, tmp_path):
     words = (*SMALL, *MODES["data_parallel"], "checkpoint.at_end=true", "train.steps=2", "hydra.run.dir=out")
     assert command(*words).code == 0

@@ -460,6 +460,7 @@ def test_interrupt_exits_130(command, job):
     assert (done.code, done.paragraphs) == (130, ["run: interrupted."])
 
 
+@pytest.mark.slow
 def test_sweep_goes_on_after_a_failed_job(command, job, tmp_path):
     seen = []
 

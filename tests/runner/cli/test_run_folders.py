@@ -67,6 +67,7 @@ def test_a_folder_in_use_is_refused(command, tmp_path, verb):
         assert sorted((tmp_path / "out").iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_sweep_folder_in_use_is_refused(command, tmp_path, job):
     job(lambda config, run_dir: 0.5)
     words = ("-m", QUICK, "train.seed=1,2", "hydra.sweep.dir=out")

@@ -76,6 +76,7 @@ def test_recipe_is_verified_in_double_precision(start, recipe):
     verified(start, recipe, 1e-10, "train.precision=fp64", "parallel.zero.stage=0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "recipe"),
     [
@@ -321,6 +322,7 @@ def test_explain_summarizes_the_plan(start, capsys):
     assert any(line.startswith("sent per step and rank: ") for line in lines)
 
 
+@pytest.mark.slow
 def test_sweep_trains_every_job_on_ranks_of_its_own(command, tmp_path):
     done = command("-m", "+recipe=quickstart", "train.steps=2", "optimizer.args.lr=0.1,0.2,1e30")
     assert done.code == 1

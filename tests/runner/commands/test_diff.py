@@ -53,6 +53,7 @@ def test_two_plans_on_one_mesh(command, plans):
     assert next(line for line in lines if line.startswith("  parameters")).count("KiB") == 1
 
 
+@pytest.mark.slow
 def test_two_meshes_are_compared_by_slices(plans):
     lines = differences(content(plans["megatron_tp"]), content(plans["gpt"])).splitlines()
     assert lines[0] == "mesh: dp 2 x tp 4  ->  dp 4 x tp 2"

@@ -158,6 +158,7 @@ def test_config_is_frozen():
         checked.train.steps = 3
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("recipe", sorted(recipes.catalogue()))
 def test_json_round_trip(recipe, tmp_path):
     checked = compose(f"+recipe={recipe}")

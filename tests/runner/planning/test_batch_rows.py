@@ -74,6 +74,7 @@ def test_rows_follow_the_speeds_and_the_plan_says_what_each_kind_needs(start: Ca
     assert fast["memory"]["peak"] > slow["memory"]["peak"]
 
 
+@pytest.mark.slow
 def test_batches_that_the_ranks_do_not_divide_have_equal_slices(start: Callable[..., Any]) -> None:
     """Evaluations, and the short last batch of an epoch."""
     words = ("data.batch_size=30", "data.drop_last=false", "evaluate.every=2", "evaluate.args={rows: 17, seed: 1}")

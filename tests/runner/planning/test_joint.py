@@ -327,6 +327,7 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
     assert said in done.paragraphs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "words"),
     [
@@ -361,7 +362,7 @@ def test_memory_bounds_without_a_trace_are_never_too_high(search, words):
         assert max(price.peaks_within([max(true) - 1] * count)) == max(true)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -77,6 +77,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again(start, undisturbed,
     assert "step-00000002 is damaged" in said and "It starts from the beginning" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [pytest.param((), marks=pytest.mark.slow), ("parallel.strategies={inner.matmul: [[4,1],[1,1]]}",)]
 )

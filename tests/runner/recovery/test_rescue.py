@@ -62,6 +62,7 @@ def test_no_step_is_lost(start, undisturbed, capfd, words, fault, pattern):
     assert len((ended.folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "step", "without"),
     [

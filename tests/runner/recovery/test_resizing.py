@@ -116,6 +116,7 @@ def test_a_smaller_run_takes_the_devices_that_are_left(start, monkeypatch):
 PIPELINE = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", "train.log_every=1", "data.batch_size=24")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [

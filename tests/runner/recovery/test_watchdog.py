@@ -117,7 +117,7 @@ def test_a_slow_save_is_no_hang(start, trouble, who, background):
     assert time.monotonic() - began > 4
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_rank_that_hangs_in_saving_is_named(start, trouble, monkeypatch, rank, background):

@@ -164,6 +164,7 @@ def test_rank_0_is_killed(start):
     assert "step-00000004" in (again.folder / "restarts.jsonl").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("async",), pytest.param(("bounded", 1), marks=pytest.mark.slow)])
 def test_slices_update_on_arrival(start, words):
     consistency, *staleness = words
@@ -219,6 +220,7 @@ def test_a_fault_that_never_happens_on_a_rank_is_refused(start, rank, phase):
     assert caught.value.code == "MW707"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -113,6 +113,7 @@ COUNTED = (DOUBLE, "train.log_every=1", "data.batch_size=32", "loss.args={ignore
 """Micro-batches with different numbers of rows that count."""
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing(train):
     full_batch, *others = (train("semi_auto", *COUNTED, f"train.accumulate={count}").losses for count in (1, 2, 4))
     for losses in others:

@@ -242,6 +242,7 @@ class Exiting(Net):
         return self.b(2 * x)
 
 
+@pytest.mark.slow
 def test_early_exits_take_a_graph_that_grows_with_their_square(draw: Any) -> None:
     torch.manual_seed(0)
     model = Model(Exiting(), nn.MSELoss(), (torch.randn(16, 8), torch.randn(16, 8)))

@@ -80,6 +80,7 @@ MASKS: dict[str, tuple[Callable[[Any, Tensor], Tensor | None], bool, bool]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, draw: Any) -> None:
     torch.manual_seed(0)

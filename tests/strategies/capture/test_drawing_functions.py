@@ -150,6 +150,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     body, message = REFUSED[name]

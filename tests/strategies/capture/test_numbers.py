@@ -93,7 +93,7 @@ def sizes(net: Net, x: Tensor) -> Tensor:
     return net.dense(x)[:half].repeat(2, 1) / len(x) + x.numel()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "body",
     [arithmetic, converted, warm_up, capped, extremes, comprehensions, functions, as_an_argument, powers, sizes],

@@ -118,6 +118,7 @@ class Task(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_children_that_decide_by_values(draw: Any) -> None:
     torch.manual_seed(0)
     model = Model(Task(), None, (torch.randn(16, 4), torch.randn(16, 1)))
@@ -269,7 +270,7 @@ MORE = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("act", MORE.values(), ids=MORE)
 def test_a_module_that_does_more_than_to_compute_is_refused(act: Any) -> None:
     objective = Objective(net(act), Squares(), ("0", "1"), ("1",))

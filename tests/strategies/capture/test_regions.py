@@ -170,6 +170,7 @@ def test_casts_inside_of_an_operator_are_its_own() -> None:
     assert {spec.dtype for spec in graph.operand_specs(attention)} == {"bfloat16"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layer", [nn.GRU(8, 6), nn.LSTM(8, 6, proj_size=3), nn.LSTM(8, 6, bidirectional=True)], ids=["gru", "proj", "lstm"]
 )

@@ -280,6 +280,7 @@ def ran(gpt, tmp_path_factory) -> dict[str | None, list[Ran]]:
     return dict(zip([None, *POLICIES], found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_on_real_ranks_gradients_bytes_stored_and_bytes_sent(ran, policy):
     for truth, found in zip(ran[None], ran[policy], strict=True):

@@ -81,7 +81,7 @@ def contracted_only(monkeypatch):
     monkeypatch.setattr(repeating, "trace", refuse)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("again", [None, "selective", "full"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
@@ -213,6 +213,7 @@ def test_plans_that_recompute_other_layers_share_what_was_traced(contracted_only
     assert count[0] == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("stage", "overlap", "accumulate"), [(1, True, 2), (1, False, 2), (2, True, 1)])
 def test_layers_that_stay_complete_are_predicted(contracted_only, stage, overlap, accumulate):
     """In the native stages 1 and 2."""

@@ -208,6 +208,7 @@ def test_unsupported_cases_are_refused_with_the_reason(training, run):
         assert "\n" not in said
 
 
+@pytest.mark.slow
 def test_stage_3_holds_one_layer_at_a_time(training, ranks):
     trained, evaluated, untouched = ranks("most_live", training.layers_task(), world_size=2)
     layer = 16 * 16 + 16

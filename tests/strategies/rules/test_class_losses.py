@@ -99,6 +99,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_class_losses(cases, check):
     check(cases, Mesh((("a", 2), ("b", 3))), samples=1)
 

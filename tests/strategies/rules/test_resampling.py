@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_resampling(cases, check, mesh):
     check(cases, mesh, samples=1)
 

@@ -67,6 +67,7 @@ def test_costs_that_a_solution_uses_are_exact() -> None:
     assert raised > 1
 
 
+@pytest.mark.slow
 def test_values_of_which_uses_disagree_and_pay_are_underpaid() -> None:
     problem = problem_of(llama(2), 2, 4)
     graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, NODES)))

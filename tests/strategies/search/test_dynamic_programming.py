@@ -143,6 +143,7 @@ def compare(seeds: range) -> int:
     return compared
 
 
+@pytest.mark.slow
 def test_no_assignment_is_cheaper() -> None:
     assert compare(range(60)) >= 30
 

@@ -59,7 +59,7 @@ PAIRS = {
 """One sequence on one node: a model, its devices, and how norms are sliced."""
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_columns_then_rows(name: str, search: str) -> None:
