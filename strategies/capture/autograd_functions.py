@@ -12,18 +12,23 @@ gradients that are not finite.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import Node as Backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -39,6 +44,8 @@ TOLERANCE = 1e-8
 ELEMENTS, LENGTH = 1 << 16, 6
 """Functions of more elements are tried on tensors of which no dim is longer."""
 SCALES = (1e-4, 1.0, 1e4)
+Edge: TypeAlias = tuple[Backward, int]
+"""A node of autograd's graph and the number of its result."""
 
 
 @contextmanager
@@ -53,6 +60,8 @@ def functions_as_operators(training: bool) -> Iterator[None]:
         if tracing is None or cls.__name__.startswith(LIBRARY):
             return run(*args)
         learns = training and _learns(args)
+        if learns and cls.__name__ == "CheckpointFunction":
+            return _checkpointed(cls, args, tracing.tracer)
         if lines_of(function_name(cls)) or (learns and _opaque(cls, args, tried)):
             return _recorded(cls, args, run, tracing.tracer)
         flows = torch.is_grad_enabled() and (learns or not training)
@@ -69,12 +78,6 @@ def functions_as_operators(training: bool) -> Iterator[None]:
 
 def _opaque(function: Any, args: Sequence[Any], tried: dict[tuple[type, str], bool]) -> bool:
     """Whether the backward of a function is lost if its operators are seen."""
-    if function.__name__ == "CheckpointFunction":
-        raise StrategyError(
-            "MW904",
-            "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model is "
-            "captured; call it with use_reentrant=False.",
-        )
     if not _installed(function):
         return True
     key = function, _kind(args)
@@ -83,6 +86,64 @@ def _opaque(function: Any, args: Sequence[Any], tried: dict[tuple[type, str], bo
         with _disable_current_modes(), torch._C.DisableTorchFunction(), derivatives:
             tried[key] = _as_autograd(function, args)
     return not tried[key]
+
+
+def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
+    """The results of a call of torch's own `CheckpointFunction(run_function, preserve_rng_state, *args)`, or of
+    `CheckpointFunction(run_function, length, *args)` of improved-diffusion and its descendants: those of the function
+    that backward would call again, whose gradients are the same. `parallel.recompute` decides what is computed again.
+
+    The latter makes gradients for its arguments alone, of which the first `length` are those of the function, and draws
+    random numbers anew in backward, of which no gradient is right.
+    """
+    own = function is checkpoint.CheckpointFunction
+    copied = list(inspect.signature(function.forward).parameters) == ["ctx", "run_function", "length", "args"]
+    tensors = [leaf for leaf in tree_leaves(args[2:]) if isinstance(leaf, Tensor)]
+    known = (own and args[1]) or (copied and type(args[1]) is int)
+    if not known or len(tensors) != sum(isinstance(arg, Tensor) for arg in args[2:]):
+        raise StrategyError(
+            "MW904",
+            f"The model computes a part again by {function_name(function)}, which makes gradients that capture cannot "
+            "see; call torch.utils.checkpoint.checkpoint with use_reentrant=False instead.",
+        )
+    if own:
+        return args[0](*args[2:])
+    before = len(tracer.graph.nodes)
+    results = args[0](*args[2 : 2 + args[1]])
+    if any(map(_draws, islice(tracer.graph.nodes, before, None))):
+        raise _refusal(function, "draws other random numbers in backward", "call torch.utils.checkpoint.checkpoint")
+    edges = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
+    if not edges.issuperset(_ends(results, edges)):
+        raise StrategyError(
+            "MW904",
+            f"The model calls {function_name(function)} with a function that uses parameters or activations for which "
+            "it makes no gradient, as they are not among its arguments; pass all of them.",
+        )
+    return results
+
+
+def _draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _edge(tensor: Tensor) -> Edge:
+    return get_gradient_edge(tensor)[:2]
+
+
+def _ends(results: Any, known: Set[Edge]) -> Iterator[Edge]:
+    """Where gradients of `results` end: at `known` edges or at leaves."""
+    left = [_edge(leaf) for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    seen: set[Edge] = set()
+    while left:
+        edge = left.pop()
+        if edge in seen:
+            continue
+        seen.add(edge)
+        further = [(node, number) for node, number in edge[0].next_functions if node is not None]
+        if edge in known or not further:
+            yield edge
+        else:
+            left += further
 
 
 def _learns(args: Sequence[Any]) -> bool:

@@ -101,6 +101,27 @@ def shares(net: Net, x: Tensor) -> Tensor:
     return F.linear(net.dense(x), net.other.weight) + net.other(x) @ net.other.weight.t()
 
 
+class CheckpointFunction(torch.autograd.Function):
+    """As in improved-diffusion: gradients for the arguments alone, of which the first are those of the function."""
+
+    @staticmethod
+    def forward(ctx, run_function, length, *args):
+        ctx.run_function, ctx.inputs, ctx.parameters = run_function, args[:length], args[length:]
+        return run_function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs = [x.detach().requires_grad_() for x in ctx.inputs]
+        with torch.enable_grad():
+            results = ctx.run_function(*inputs)
+        return None, None, *torch.autograd.grad(results, [*inputs, *ctx.parameters], gradients)
+
+
+def computed_again(net: Net, x: Tensor) -> Tensor:
+    again = nn.Sequential(net.dense, nn.Tanh())
+    return CheckpointFunction.apply(again, 1, net.dense(x), *again.parameters())
+
+
 BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
     "called three times": (lambda net, x: net.dense(net.dense(net.dense(x))), {}),
     "one tensor twice": (
@@ -120,6 +141,8 @@ BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
     "frozen parameter": (lambda net, x: net.fixed(net.dense(x)), {"fixed": nn.Linear(8, 8).requires_grad_(False)}),
     "parameter of no dims": (lambda net, x: net.dense(x) * net.scale, {"scale": nn.Parameter(torch.tensor(1.5))}),
     "checkpoint": (lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=False), {}),
+    "reentrant checkpoint": (lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True), {}),
+    "checkpoint that is given the parameters": (computed_again, {}),
     "batch norm": (lambda net, x: net.norm(net.dense(x)), {"norm": nn.BatchNorm1d(8)}),
     "one module, two names": (lambda net, x: net.again(net.dense(x)), {}),
 }
@@ -312,8 +335,16 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     "numpy": (lambda net, x: net.dense(x.numpy()), "failed on the example batch|not a torch operator"),
     "nonzero": (lambda net, x: net.dense(x)[x > 0].sort().values, "whose shape depends on values"),
     "reentrant checkpoint": (
-        lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True),
+        lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True, preserve_rng_state=False),
         "use_reentrant=False",
+    ),
+    "checkpoint that is not given the parameters": (
+        lambda net, x: CheckpointFunction.apply(net.dense, 1, net.dense(x), net.dense.weight),
+        "for which it makes no gradient, as they are not among its arguments",
+    ),
+    "checkpoint that draws again": (
+        lambda net, x: CheckpointFunction.apply(F.dropout, 1, net.dense(x)),
+        "draws other random numbers in backward",
     ),
     "in place on a parameter": (
         lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1),
