@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeAlias
@@ -68,10 +68,19 @@ def functions_as_operators(training: bool) -> Iterator[None]:
         with torch.set_grad_enabled(flows):  # which ends what forward itself switches, in the graph too
             return run(*args)
 
+    def without_reentry(*args: Any, **kwargs: Any) -> Iterator[None]:
+        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        nodes = tracing.tracer.graph.nodes if tracing and training and torch.is_grad_enabled() else ()
+        before = len(nodes)
+        yield from generator(*args, **kwargs)
+        _check_written(islice(nodes, before, None))
+
+    generator = checkpoint._checkpoint_without_reentrant_generator
     level: Any = _SingleLevelFunction  # between Function, which calls it, and the class whose method it stands for
     level.apply = classmethod(apply)
     try:
-        yield
+        with replaced(checkpoint, "_checkpoint_without_reentrant_generator", without_reentry):
+            yield
     finally:
         del level.apply
 
@@ -106,11 +115,13 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
             f"The model computes a part again by {function_name(function)}, which makes gradients that capture cannot "
             "see; call torch.utils.checkpoint.checkpoint with use_reentrant=False instead.",
         )
-    if own:
-        return args[0](*args[2:])
     before = len(tracer.graph.nodes)
-    results = args[0](*args[2 : 2 + args[1]])
-    if any(map(_draws, islice(tracer.graph.nodes, before, None))):
+    results = args[0](*args[2 : None if own else 2 + args[1]])
+    recorded = list(islice(tracer.graph.nodes, before, None))
+    _check_written(recorded)
+    if own:
+        return results
+    if any(map(_draws, recorded)):
         raise _refusal(function, "draws other random numbers in backward", "call torch.utils.checkpoint.checkpoint")
     edges = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
     if not edges.issuperset(_ends(results, edges)):
@@ -120,6 +131,19 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
             "it makes no gradient, as they are not among its arguments; pass all of them.",
         )
     return results
+
+
+def _check_written(recorded: Iterable[Node]) -> None:
+    """Raises StrategyError for a part that is computed again and writes to buffers."""
+    for node in recorded:
+        schema = getattr(node.target, "_schema", None)
+        written = node.args[0] if schema and schema.is_mutable and node.args else None
+        if isinstance(written, Node) and written.op != "call_function":
+            raise StrategyError(
+                "MW904",
+                "The model calls torch.utils.checkpoint with a part that writes to buffers, as batch norm does, and "
+                "backward would write once more; call the part itself and set parallel.recompute, which writes once.",
+            )
 
 
 def _draws(node: Node) -> bool:

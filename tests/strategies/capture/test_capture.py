@@ -342,6 +342,14 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         lambda net, x: CheckpointFunction.apply(net.dense, 1, net.dense(x), net.dense.weight),
         "for which it makes no gradient, as they are not among its arguments",
     ),
+    "checkpoint that counts": (
+        lambda net, x: checkpoint(lambda h: h * net.table.add_(1), net.dense(x), use_reentrant=False),
+        "backward would write once more",
+    ),
+    "reentrant checkpoint that counts": (
+        lambda net, x: checkpoint(lambda h: h * net.table.add_(1), net.dense(x), use_reentrant=True),
+        "backward would write once more",
+    ),
     "checkpoint that draws again": (
         lambda net, x: CheckpointFunction.apply(F.dropout, 1, net.dense(x)),
         "draws other random numbers in backward",
