@@ -136,14 +136,27 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
 def _check_written(recorded: Iterable[Node]) -> None:
     """Raises StrategyError for a part that is computed again and writes to buffers."""
     for node in recorded:
-        schema = getattr(node.target, "_schema", None)
-        written = node.args[0] if schema and schema.is_mutable and node.args else None
-        if isinstance(written, Node) and written.op != "call_function":
+        written = _aliased(node) if getattr(_schema(node), "is_mutable", False) else None
+        while written is not None and _aliased(written) is not None:
+            written = _aliased(written)  # what a view is of
+        if written is not None and written.op != "call_function":
             raise StrategyError(
                 "MW904",
                 "The model calls torch.utils.checkpoint with a part that writes to buffers, as batch norm does, and "
                 "backward would write once more; call the part itself and set parallel.recompute, which writes once.",
             )
+
+
+def _schema(node: Node) -> Any:
+    return getattr(node.target, "_schema", None)
+
+
+def _aliased(node: Node) -> Node | None:
+    """The operand whose storage the result of a view or of a write in place has."""
+    schema = _schema(node)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    return next((operand for operand in node.args if isinstance(operand, Node)), None)
 
 
 def _draws(node: Node) -> bool:

@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         "for which it makes no gradient, as they are not among its arguments",
     ),
     "checkpoint that counts": (
-        lambda net, x: checkpoint(lambda h: h * net.table.add_(1), net.dense(x), use_reentrant=False),
+        lambda net, x: checkpoint(lambda h: h * net.table[0].add_(1), net.dense(x), use_reentrant=False),
         "backward would write once more",
     ),
     "reentrant checkpoint that counts": (
