@@ -32,7 +32,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
 from strategies.rules.registry import PLAIN, function_class
@@ -99,8 +99,8 @@ def _opaque(function: Any, args: Sequence[Any], tried: dict[tuple[type, str], bo
 
 def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
     """The results of a call of torch's own `CheckpointFunction(run_function, preserve_rng_state, *args)`, or of
-    `CheckpointFunction(run_function, length, *args)` of improved-diffusion and its descendants: those of the function
-    that backward would call again, whose gradients are the same. `parallel.recompute` decides what is computed again.
+    `CheckpointFunction(run_function, length, *args)` of improved-diffusion and its descendants: those of the
+    function that backward would recompute, whose gradients are the same. `parallel.recompute` decides what ranks do.
 
     The latter makes gradients for its arguments alone, of which the first `length` are those of the function, and draws
     random numbers anew in backward, of which no gradient is right.
@@ -112,7 +112,7 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
     if not known or len(tensors) != sum(isinstance(arg, Tensor) for arg in args[2:]):
         raise StrategyError(
             "MW904",
-            f"The model computes a part again by {function_name(function)}, which makes gradients that capture cannot "
+            f"The model recomputes a part by {function_name(function)}, which makes gradients that capture cannot "
             "see; call torch.utils.checkpoint.checkpoint with use_reentrant=False instead.",
         )
     before = len(tracer.graph.nodes)
@@ -121,7 +121,7 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
     _check_written(recorded)
     if own:
         return results
-    if any(map(_draws, recorded)):
+    if any(map(draws, recorded)):
         raise _refusal(function, "draws other random numbers in backward", "call torch.utils.checkpoint.checkpoint")
     edges = {_edge(tensor) for tensor in tensors if tensor.requires_grad}
     if not edges.issuperset(_ends(results, edges)):
@@ -134,7 +134,7 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
 
 
 def _check_written(recorded: Iterable[Node]) -> None:
-    """Raises StrategyError for a part that is computed again and writes to buffers."""
+    """Raises StrategyError for nodes of a checkpointed part that write to buffers."""
     for node in recorded:
         written = _aliased(node) if getattr(_schema(node), "is_mutable", False) else None
         while written is not None and _aliased(written) is not None:
@@ -157,10 +157,6 @@ def _aliased(node: Node) -> Node | None:
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return None
     return next((operand for operand in node.args if isinstance(operand, Node)), None)
-
-
-def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _edge(tensor: Tensor) -> Edge:

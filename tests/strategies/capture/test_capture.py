@@ -118,7 +118,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def computed_again(net: Net, x: Tensor) -> Tensor:
-    again = nn.Sequential(net.dense, nn.Tanh())
+    again = nn.Sequential(net.dense, nn.Tanh(), nn.Dropout(0.0))
     return CheckpointFunction.apply(again, 1, net.dense(x), *again.parameters())
 
 
