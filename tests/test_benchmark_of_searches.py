@@ -53,6 +53,7 @@ def test_a_picture_depends_on_its_data_alone(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_refused_by_its_name() -> None:
     words = [sys.executable, "-m", "benchmarks.search", "--only", "speed,sped"]
     done = subprocess.run(words, capture_output=True, encoding="utf-8", check=False)

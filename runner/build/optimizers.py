@@ -173,7 +173,7 @@ def need_of(config: Optimizer) -> Need:
     make = optimizer_factory(config)
     check_kind(make(_probe()))
     try:
-        return needed(make, torch.float32, at_once=False)
+        return needed(make, torch.float32)
     except Exception as error:  # whatever a step raises
         raise ConfigError("MW323", f"optimizer: {config.target} fails in a step: {describe(error)}.") from error
 

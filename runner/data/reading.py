@@ -102,6 +102,8 @@ class BatchReader:
         self._oom_kills: int | None = None
         self.workers = 0
         """How many processes read at the moment."""
+        self.waited = 0.0
+        """Seconds that `next` took, of all calls."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -122,8 +124,15 @@ class BatchReader:
                 collate are passed on unchanged.
             OSError: there is no room for workers in shared memory.
         """
+        started = time.perf_counter()
+        try:
+            return self._next(started)
+        finally:
+            self.waited += time.perf_counter() - started
+
+    def _next(self, started: float) -> list[Tensor]:
         if self._ahead is None:
-            started, busy = time.perf_counter(), time.thread_time()
+            busy = time.thread_time()
             tensors = self._load(next(self._requests))
             if self._undecided:
                 self._decide(started, time.perf_counter(), time.thread_time() - busy)
@@ -135,7 +144,7 @@ class BatchReader:
         if self._section.workers == "auto":  # what a process can read only itself
             self.close()
             logs.note(f"data: this rank reads without workers, because a worker {found.what}")
-            return self.next()
+            return self._next(time.perf_counter())
         if found.refusal == "config":
             raise ConfigError(found.code, found.text)
         raise Reported(found)

@@ -26,6 +26,10 @@ from strategies.core import bounded_files as bounded
 from strategies.optimizer.loss_scale import LossScale
 
 
+LATE = 0.1
+"""Share of the time that a step waits for data from which on the console says so."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """What the plan of a run predicts, for the console.
@@ -84,7 +88,7 @@ class Metrics(ExitStack):
         self._bar: Any = None
         self._loggers = loggers or {}
         self._expected = expected or Expected()
-        self._seconds, self._samples, self._steps = 0.0, 0, 0  # since the last line
+        self._seconds, self._waited, self._samples, self._steps = 0.0, 0.0, 0, 0  # since the last line
         self.push(lambda kind, *_: close(self._loggers, kind is not None))
         screen = console()
         if progress is True or (progress == "auto" and screen.isatty()):
@@ -103,6 +107,7 @@ class Metrics(ExitStack):
         lr: float,
         seconds: float,
         samples: int,
+        waited: float = 0.0,
         grad_norm: float | None = None,
         offload: Mapping[str, int] | None = None,
         loss_scale: LossScale | None = None,
@@ -118,6 +123,7 @@ class Metrics(ExitStack):
             lr: learning rate of the first parameter group during the step.
             seconds: wall time of the step.
             samples: rows of the global batch, over all ranks and micro-batches.
+            waited: the part of `seconds` in which rank 0 waited for its rows.
             grad_norm: norm of all gradients before clipping, where it is known.
             loss_scale: in fp16, what the next step's loss is multiplied by, and how many steps were skipped so far.
             server: what servers and workers of mode parameter_server have done in this step.
@@ -126,7 +132,7 @@ class Metrics(ExitStack):
             offload: bytes that were moved away from the device and back in this step, by kind.
         """
         rate = samples / seconds if seconds > 0 else 0.0
-        values = {"loss": loss, "lr": lr, "seconds": seconds, "samples_per_second": rate}
+        values = {"loss": loss, "lr": lr, "seconds": seconds, "data_seconds": waited, "samples_per_second": rate}
         if grad_norm is not None:
             values["grad_norm"] = grad_norm
         if loss_scale is not None:
@@ -136,6 +142,7 @@ class Metrics(ExitStack):
         log(self._loggers, step, "train", {**(callbacks or {}), **values, **(offload or {}), **(server or {})})
         self._steps += 1
         self._seconds += seconds
+        self._waited += waited
         self._samples += samples
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
@@ -171,7 +178,8 @@ class Metrics(ExitStack):
         rate = self._samples / self._seconds if self._seconds > 0 else 0.0
         parts = [self._label(step), f"loss {loss:.6g}", f"lr {lr:.4g}"]
         parts += [] if grad_norm is None else [f"grad_norm {grad_norm:.4g}"]
-        parts.append(f"{1000 * seconds:.4g} ms/step")
+        late = f" ({self._waited / self._seconds:.0%} waiting for data)" if self._waited > LATE * self._seconds else ""
+        parts.append(f"{1000 * seconds:.4g} ms/step{late}")
         if expected.tokens:
             parts.append(f"{shown_rate(rate * expected.tokens)} tokens/s")
         else:
@@ -184,7 +192,7 @@ class Metrics(ExitStack):
         if self._total is not None and step < self._total:
             parts.append(f"{shown_time((self._total - step) * seconds)} left")
         print("  ".join(parts), flush=True)
-        self._seconds, self._samples, self._steps = 0.0, 0, 0
+        self._seconds, self._waited, self._samples, self._steps = 0.0, 0.0, 0, 0
 
     def _label(self, step: int) -> str:
         if self._total is None:

@@ -273,7 +273,7 @@ class Trainer:
                     self._check_frozen()
                 self.keeper.intact.after(step - 1)
                 self.faults.begin(step)
-                started, moved = time.perf_counter(), self._moved()
+                started, waited, moved = time.perf_counter(), self.reader.waited, self._moved()
                 if self.meter is not None:
                     self.meter.begin(self.updates.hosted())
                 lr = self.updates.optimizer.param_groups[0]["lr"]
@@ -315,6 +315,7 @@ class Trainer:
                         lr=lr,
                         seconds=seconds,
                         samples=samples,
+                        waited=self.reader.waited - waited,
                         grad_norm=norm,
                         offload=change(moved, self._moved()),
                         loss_scale=self.updates.loss_scale,

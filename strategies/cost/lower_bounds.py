@@ -64,7 +64,7 @@ class StepLowerBound:
         if settings.offload.optimizer != "none" or settings.offload.parameters != "none":
             return 0.0
         zero, among = settings.stage, ranks if sliced else 1
-        states = needed(settings.factory, torch.float32, at_once=False).kept * self.elements
+        states = needed(settings.factory, torch.float32).kept * self.elements
         own = self.bytes / (ranks if zero == 3 else among)
         return (own + states / (ranks if zero else among)) / stages
 

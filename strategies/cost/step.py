@@ -319,7 +319,7 @@ def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSet
 
 def need_of(settings: OptimizerSettings) -> Need:
     """What the optimizer needs for parameters in fp32."""
-    return needed(settings.factory, torch.float32, at_once=settings.device != "cpu")
+    return needed(settings.factory, torch.float32, settings.kernels)
 
 
 def calling_seconds(count: int, cluster: Cluster, settings: OptimizerSettings) -> float:

@@ -109,7 +109,7 @@ def optimizer_need(program: Program, settings: OptimizerSettings) -> Need:
     """What the optimizer needs for the parameters of a program."""
     owned = next((source.spec.dtype for source in program.parameters), "float32")
     wide = torch.promote_types(getattr(torch, owned), torch.float32)
-    return needed(settings.factory, wide, at_once=settings.device != "cpu")
+    return needed(settings.factory, wide, settings.kernels)
 
 
 class _ShapeCommunicator(Communicator):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from strategies.optimizer.kernels import Kernels, choose
 from strategies.runtime.live_tensors import Live, bytes_of
 
 SIDE = 64
@@ -45,10 +46,10 @@ class Need:
 
 
 @lru_cache(maxsize=8)
-def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dtype, *, at_once: bool) -> Need:
-    """What the optimizer that `factory` makes from torch's parameter groups needs for parameters of `dtype`; with
-    `at_once` it may update all of them by one call, as optimizers do on a GPU."""
-    one, four = (_tried(factory, dtype, count, at_once) for count in (1, 4))
+def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dtype, kernels: Kernels = "loop") -> Need:
+    """What the optimizer that `factory` makes from torch's parameter groups needs for parameters of `dtype`, which it
+    updates with these `kernels` where the user has chosen none."""
+    one, four = (_tried(factory, dtype, count, kernels) for count in (1, 4))
     elements = SIDE * SIDE
     per_tensor = (four.calls - one.calls) / 3
     alone, before, together = one.temporary, four.temporary - one.temporary, 0.0
@@ -75,13 +76,11 @@ class _Tried:
     calls: int
 
 
-def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at_once: bool) -> _Tried:
+def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, kernels: Kernels) -> _Tried:
     """A step of `count` parameters."""
     parameters = [nn.Parameter(torch.ones(SIDE, SIDE, dtype=dtype)) for _ in range(count)]
     optimizer = factory([{"params": parameters}])
-    for group in optimizer.param_groups:
-        if at_once and group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True
+    choose(optimizer, kernels)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()  # makes the states

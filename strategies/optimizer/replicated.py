@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.optimizer.buckets import Reduction, buckets
+from strategies.optimizer.kernels import choose_for_device, groups_by_parameter
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.own_updates import OwnUpdates
 from strategies.optimizer.state import (
@@ -84,6 +85,7 @@ class BucketedUpdates(OwnUpdates):
             [{"params": [self._owned[name] for name in names], **options} for names, options in self._groups]
         )
         check_optimizer(self._optimizer, program, 0)
+        choose_for_device(self._optimizer)
         cuts = buckets(program, cut)
         self._reduction = Reduction(cuts, self._owned, communicator, apart=overlap)
         self._micro_batches, self._last, self._known_shards = 0, False, KnownShards()
@@ -213,8 +215,10 @@ class BucketedUpdates(OwnUpdates):
         if self._scale is not None and self._scale.adapts and plain.loss_scale is not None:
             self._scale = LossScale(**plain.loss_scale | {"adapts": True})
         shapes = {source.name: source.spec.shape for source in self._program.parameters}
+        groups = groups_by_parameter(self._optimizer)
         for name, holder in self._owned.items():
-            found = {key: placed(key, value, holder) for key, value in plain.scalars.get(name, {}).items()}
+            known = plain.scalars.get(name, {})
+            found = {key: placed(key, value, holder, groups[holder]) for key, value in known.items()}
             for key, entries in states.items():
                 if name in entries:
                     stored = entries[name]

@@ -10,6 +10,7 @@ import torch
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
+from strategies.optimizer.kernels import Kernels
 from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Engine, Groups, OptimizerFactory
 from strategies.runtime.offload import NO_OFFLOAD, Offload
 
@@ -52,6 +53,13 @@ class OptimizerSettings:
     def native(self) -> bool:
         """Whether ZeRO is our own."""
         return self.stage > 0 and self.engine == "native"
+
+    @property
+    def kernels(self) -> Kernels:
+        """What updates the parameters: on a GPU, DeepSpeed leaves it to torch's defaults."""
+        if self.device == "cpu":
+            return "loop"
+        return "foreach" if self.stage and not self.native else "fused"
 
     def groups_for(self, program: Program) -> Groups:
         """The groups of the optimizer, for this program."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from strategies.core.program import Program
 from strategies.core.steps import REDUCE_SCATTER
+from strategies.optimizer.kernels import choose_for_device, groups_by_parameter
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.own_updates import OwnUpdates
 from strategies.optimizer.sharding import FROZEN, Member, ShardedBucket, Unit, gradient_dtype, sharded_buckets
@@ -205,6 +206,7 @@ class ShardedUpdates(OwnUpdates):
                 for number, (_, options) in enumerate(self._groups)
             ]
         )
+        choose_for_device(self._optimizer)
         self._without = WithoutGradient(program, communicator, self._masters[0].device)
         self._gathering = gathering(self._gathered)
         evaluation = self.evaluation
@@ -431,11 +433,12 @@ class ShardedUpdates(OwnUpdates):
         set_groups(self._optimizer, self._members, plain)
         if self._scale is not None and self._scale.adapts and plain.loss_scale is not None:
             self._scale = LossScale(**plain.loss_scale | {"adapts": True})
+        groups = groups_by_parameter(self._optimizer)
         for one in self._updated:
             holder, members = one.holder, self._buckets[one.number].members
             names = [members[part.member].name for part in one.ranges] or [one.unit[1]]
             known = next((plain.scalars[name] for name in names if plain.scalars.get(name)), {})
-            found = {key: placed(key, value, holder) for key, value in known.items()}
+            found = {key: placed(key, value, holder, groups[holder]) for key, value in known.items()}
             for key, entries in states.items():
                 stored = [entries[name] for name in names if name in entries]
                 if stored:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.core.errors import StrategyError
+from strategies.optimizer.kernels import CHOICES, counts_on_device
 
 OWN = frozenset({"params", "name", "moe"})
 """Entries of a group that depend on the plan."""
@@ -72,7 +73,7 @@ def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: Op
     """Take over the options, by name; those that this optimizer does not have are left out."""
     for group, names in zip(optimizer.param_groups, members, strict=True):
         for key, value in (plain.find(names) or {}).items():
-            if key in group and key not in OWN:
+            if key in group and key not in OWN | CHOICES:
                 group[key] = value
 
 
@@ -87,10 +88,10 @@ def check_shape(optimizer: Optimizer, state: str, value: Tensor, name: str, know
         )
 
 
-def placed(key: str, value: Any, holder: Tensor) -> Any:
-    """A copy of a saved scalar (several parameters may share it) beside the tensor that it belongs to; counters stay
-    where optimizers keep them, on the CPU."""
+def placed(key: str, value: Any, holder: Tensor, group: Mapping[str, Any]) -> Any:
+    """A copy of a saved scalar (several parameters may share it) beside the tensor that it belongs to; counters are
+    where the kernels of its `group` read them."""
     if not isinstance(value, Tensor):
         return value
-    beside = value.dim() or (not holder.dim() and is_of_element(key, value))
-    return value.to(holder.device if beside else value.device, copy=True)
+    beside = value.dim() or (not holder.dim() and is_of_element(key, value)) or counts_on_device(group)
+    return value.to(holder.device if beside else "cpu", copy=True)

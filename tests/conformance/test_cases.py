@@ -45,7 +45,7 @@ def check(case: dict[str, Any], most: int, own: bool, record: Any) -> None:
         assert verdict.kind != "failed", verdict_text
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 def test_recorded_case(case: dict[str, Any], own_cases: bool, record_property: Any) -> None:
     check(case, SMALL, own_cases, record_property)
 

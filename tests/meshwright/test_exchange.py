@@ -318,6 +318,7 @@ def sequence_parallel() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_parallelize_plan_is_read_proven_and_compared_with_the_best() -> None:
     module = gpt()
     plan = meshwright.from_tp_plan(sequence_parallel(), module, tokens(), loss=next_token, mesh=4)
@@ -423,6 +424,7 @@ def pretended() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_dtensors_are_read_as_the_plan_that_made_them(pretended: None) -> None:
     styles = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     written = {f"layers.{layer}.feed_forward.{name}": one for layer in range(2) for name, one in styles.items()}
@@ -481,6 +483,7 @@ def test_dtensors_of_fused_weights_are_read_in_stripes_or_blocks(
     assert meshwright.verify(module, tokens(), plan).passed
 
 
+@pytest.mark.slow
 def test_rules_of_autotp_mean_what_the_plan_says(tmp_path: Path) -> None:
     from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 
@@ -669,7 +672,7 @@ def test_a_table_that_computes_its_indices_stays_replicated() -> None:
     assert sliced == {"0.weight": False, "1.weight": True, "1.bias": sliced["1.bias"]}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["transformers", "deepspeed"])
 def test_a_plan_by_module_has_a_certificate(target: str) -> None:
     with torch.device("meta"):

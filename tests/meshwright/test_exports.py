@@ -417,6 +417,7 @@ def test_collectives_of_the_exported_program_are_listed() -> None:
     assert error.value.code == "MW883"
 
 
+@pytest.mark.slow
 def test_operators_that_dtensor_does_not_know_are_gathered_and_listed(tmp_path: Path) -> None:
     batch = torch.randn(8, 8), torch.randn(8, 8)
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 4, "plan_cache": None}
@@ -465,6 +466,7 @@ class Spread(nn.Module):
         return x @ self.out
 
 
+@pytest.mark.slow
 def test_gradients_that_are_partial_sums_run() -> None:
     batch = torch.randn(8, 8), torch.randn(8, 8)
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": {"dp": 2, "tp": 2}, "plan_cache": None}
@@ -488,6 +490,7 @@ class Rows(nn.Module):
         return h
 
 
+@pytest.mark.slow
 def test_recurrent_layers_of_rows_run() -> None:
     batch = torch.randn(8, 4, 8), torch.randn(8, 4, 6)
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 2, "mode": "data_parallel", "plan_cache": None}

@@ -99,6 +99,7 @@ def test_what_cannot_be_applied_leaves_nothing_behind(on_ranks: Callable[..., An
     assert on_ranks("refused", None) == ["MW461", "MW461", "MW462", "MW807", "MW464", "0"]
 
 
+@pytest.mark.slow
 def test_a_layout_that_no_dtensor_has_is_replicated_in_state_dicts(on_ranks: Callable[..., Any]) -> None:
     shapes, worst = on_ranks("uneven", None)
     assert shapes["0.weight"] == "(10, 8) 3" and shapes["0.bias"] == "(10,) 3" and worst < 1e-10

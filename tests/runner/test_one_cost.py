@@ -70,6 +70,7 @@ def compare(tmp_path: Any, *words: str, searches: tuple[str, ...] = SEARCHES) ->
 NAMES = [name for name in recipes.catalogue() if name not in UNPLANNED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
@@ -79,6 +80,7 @@ def test_every_search_reports_the_cost_of_the_plan(name: str, tmp_path: Any) -> 
         compare(tmp_path, f"+recipe={name}", "parallel.mode=auto")
 
 
+@pytest.mark.slow
 def test_a_plain_network_on_eight_ranks(tmp_path: Any) -> None:
     """Without strategies: backward is too short to overlap the calls, and one call carries many gradients."""
     words = ("+recipe=mae_784", "parallel=auto", "parallel.strategies=null")

@@ -133,7 +133,7 @@ def test_the_list_of_clashes_is_one_of_pairs():
     assert set(CLASHES) <= set(PAIRS)
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("first", list(FEATURES)[:-1])
 def test_two_features_go_together_or_name_each_other(base, first):
     for pair in (pair for pair in PAIRS if pair[0] == first):

@@ -178,7 +178,8 @@ class ZeroState:
             names = self.names(index)
             known = next((plain.scalars[name] for name in names if plain.scalars.get(name)), {})
             with self.fetched(index, write=True):
-                found = {key: placed(key, value, flat) for key, value in known.items()}
+                group = self.optimizer.param_groups[self.group_of(index)]
+                found = {key: placed(key, value, flat, group) for key, value in known.items()}
                 for key, entries in states.items():
                     stored = [entries[name] for name in names if name in entries]
                     if stored:

@@ -381,7 +381,7 @@ def test_equal_counters_are_stored_once_and_restored_apart():
     tensors = [name for name in zipfile.ZipFile(io.BytesIO(data)).namelist() if "/data/" in name]
     assert len(tensors) == 3  # torch's random state, 3.0 and 4.0
     scalars = torch.load(io.BytesIO(data), weights_only=True)["scalars"]
-    steps = {name: placed("step", states["step"], torch.zeros(5)) for name, states in scalars.items()}
+    steps = {name: placed("step", states["step"], torch.zeros(5), {}) for name, states in scalars.items()}
     for step in steps.values():
         step += 1
     assert {name: step.item() for name, step in steps.items()} == {name: step + 1 for name, step in STEPS.items()}

@@ -46,7 +46,7 @@ KINDS = {
 
 def lines(ended):
     """The metrics without the values that depend on time."""
-    clock = {"seconds", "samples_per_second"}
+    clock = {"seconds", "data_seconds", "samples_per_second"}
     return [{key: value for key, value in record.items() if key not in clock} for record in ended.records]
 
 

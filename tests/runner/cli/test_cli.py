@@ -143,7 +143,7 @@ def mine(tmp_path):
     return write
 
 
-@pytest.mark.few(25)
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words) or "nothing" for words, _ in BAD])
 def test_bad_input_is_one_paragraph(command, left, words, says):
     done = command(*words)

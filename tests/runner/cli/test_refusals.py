@@ -205,7 +205,7 @@ def bad(command, tmp_path, material, monkeypatch):
     return call
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words[-2:])[:70] for words, _ in BAD])
 def test_refused(bad, words, says):
     done = bad(*words)
@@ -246,7 +246,7 @@ TROUBLE = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", TROUBLE)
 def test_found_while_training(command, tmp_path, way):
     """The first 40 rows are valid, and with this seed the first step reads no others."""

@@ -81,6 +81,7 @@ def test_a_sweep_folder_in_use_is_refused(command, tmp_path, job):
     assert command(*words).code == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_holds_its_folder_to_its_end(command, tmp_path, job):
     found = []
 

@@ -303,6 +303,7 @@ def test_other_files_are_kept_whatever_they_hold(command, measured, tmp_path, co
     assert (tmp_path / "file").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_links_are_followed_and_devices_never_replaced(command, measured, tmp_path):
     (tmp_path / "real.py").write_text(NOT_OURS, encoding="utf-8")
     (tmp_path / "link.yaml").symlink_to("real.py")

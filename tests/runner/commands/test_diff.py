@@ -64,6 +64,7 @@ def test_two_meshes_are_compared_by_slices(plans):
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_differ_from_itself(plans):
     own = content(plans["gpt"])
     text = differences(own, own)

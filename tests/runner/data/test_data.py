@@ -11,7 +11,7 @@ from runner.errors import ConfigError, RunFailed
 AUGMENTED = ("data.target=augmented.Augmented", DOUBLE)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -100,7 +100,7 @@ SLOW = frozenset(
 )  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SHORT_CASES])
 def test_a_short_last_batch_trains_as_on_one_device(start, name):
     assert start(*SMALL, *SHORT, *SHORT_CASES[name], verb="verify").verdict["passed"]

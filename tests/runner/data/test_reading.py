@@ -161,6 +161,7 @@ def raising(error):
 PARALLEL = (*SMALL, *MODES["data_parallel"], "world_size=2")
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_any_number_of_workers(start):
     words = (*PARALLEL, "data.target=augmented.Augmented", "train.steps=null", "train.epochs=2", "train.accumulate=2")
     words = (*words, "data.args.rows=36", "data.batch_size=8", "data.drop_last=false", "parallel=data_parallel")

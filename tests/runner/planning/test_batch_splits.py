@@ -12,7 +12,7 @@ from runner.planning import lowering
 GPT = "+recipe=gpt"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "texts"),
     [

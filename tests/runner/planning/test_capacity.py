@@ -32,7 +32,7 @@ def room(monkeypatch):
     return put
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("given", "words", "said"),
     [

@@ -162,7 +162,7 @@ def test_the_decision_is_that_of_brute_force_at_every_limit(stacked):
 DEEPSPEED = "parallel.zero.engine=deepspeed"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "decided"),
     [
@@ -308,6 +308,7 @@ def test_the_cache_remembers_the_decision(start, tmp_path, capsys):
     assert other.plan["search"]["decided"]["zero"] == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

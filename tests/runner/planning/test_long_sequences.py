@@ -40,7 +40,7 @@ def test_128k_tokens_fit_on_8_devices_with_sliced_sequences_only(command, tmp_pa
     assert sliced.code == 0, sliced.err
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gather", "ring"])
 def test_bytes_of_both_exchanges(command, tmp_path, how):
     """Keys and values [2, 4, 512, 16] in fp32: 3 quarters of both arrive in forward, and again where the layer is

@@ -31,7 +31,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(("recipe", "overrides"), VARIANTS)
 def test_search_plan_and_operators_have_one_cost(recipe: str, overrides: tuple[str, ...], tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_search_counts_the_micro_batches_of_a_step(words, count):
 OPEN = ("parallel=auto", "parallel.search=dynamic_programming", "parallel.zero.stage=auto")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -102,6 +102,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_prepared(m
         entries.prepare_alone(SimpleNamespace(run_dir=tmp_path), {"config": given, "folder": str(tmp_path)})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("engine", "memory", "here", "fills"),
     [

@@ -12,7 +12,7 @@ from runner.errors import ConfigError, RunFailed
 FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "checkpoint.every=2", "train.log_every=1")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "pattern", "after"),
     [

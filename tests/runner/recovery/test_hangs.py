@@ -267,7 +267,7 @@ def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
     thread.join()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["each other", "different calls"])
 def test_a_deadlock_of_two(tmp_path, way):
     with pytest.raises(RunFailed) as caught:

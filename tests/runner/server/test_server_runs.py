@@ -207,6 +207,7 @@ def test_workers_move_the_rows_that_a_slice_names(start):
     assert pulled[0] <= run.plan["server"]["bytes_pulled"] < 2 * 8 * (dense + 5000 * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_tables_equal_one_device(start, cache):
     words = (f"parallel.server.cache_rows={cache}", "verify.steps=4", "train.clip=0.1")

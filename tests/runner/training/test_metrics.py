@@ -36,8 +36,9 @@ class Terminal(io.StringIO):
 
 def test_one_line_per_step_at_once(tmp_path: Path) -> None:
     with Metrics(tmp_path, log_every=10, progress=False) as metrics:
-        metrics.step(1, loss=1 / 3, lr=0.1, seconds=0.5, samples=32)
-        assert records(tmp_path) == [{"step": 1, "loss": 1 / 3, "lr": 0.1, "seconds": 0.5, "samples_per_second": 64.0}]
+        metrics.step(1, loss=1 / 3, lr=0.1, seconds=0.5, samples=32, waited=0.2)
+        values = {"loss": 1 / 3, "lr": 0.1, "seconds": 0.5, "data_seconds": 0.2, "samples_per_second": 64.0}
+        assert records(tmp_path) == [{"step": 1, **values}]
         metrics.step(2, loss=0.25, lr=0.1, seconds=0.5, samples=32, grad_norm=2.5)
         metrics.evaluation(2, {"accuracy": 0.75})
         assert records(tmp_path)[1]["grad_norm"] == 2.5
@@ -113,6 +114,15 @@ def test_lines_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "step 10/10  evaluation  accuracy 0.9375  loss 0.25",
     ]
     assert err == ""
+
+
+def test_a_line_says_how_long_steps_wait_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Metrics(tmp_path, log_every=1, total_steps=2) as metrics:
+        for step, waited in ((1, 0.3), (2, 0.02)):
+            metrics.step(step, loss=0.5, lr=0.1, seconds=0.5, samples=32, waited=waited)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "  500 ms/step (60% waiting for data)  64 samples/s" in first
+    assert "  500 ms/step  64 samples/s" in second
 
 
 def test_a_line_compares_with_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

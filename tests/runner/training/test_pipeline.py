@@ -57,6 +57,7 @@ ZERO_KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "precision"),
     [
@@ -199,6 +200,7 @@ def stored(folder):
     return tensors
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(start):
     words = (*TWO, *RANDOM, "optimizer.target=torch.optim.AdamW", "checkpoint.every=2")
     uninterrupted = start(*words, "train.steps=4", folder="uninterrupted")

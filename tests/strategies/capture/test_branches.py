@@ -207,7 +207,7 @@ def checked(model: Model, batches: int, draw: Any) -> float:
     return worst
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "net",
     [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Placed, Nested],
@@ -381,7 +381,7 @@ class Many(Net):
         return self.b(x)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "net",
     [

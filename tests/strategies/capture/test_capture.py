@@ -148,7 +148,7 @@ BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", BODIES)
 def test_trains_like_the_model(name: str, draw: Any) -> None:
     torch.manual_seed(0)
@@ -202,6 +202,7 @@ LAYERS: dict[str, tuple[Callable[[Net, Tensor], Tensor], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_torch(name: str, draw: Any) -> None:
     torch.manual_seed(0)
@@ -362,6 +363,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_one_paragraph(name: str) -> None:
     body, text = REFUSED[name]

@@ -321,6 +321,7 @@ def test_refused(
     assert found.value.code == "MW906" and name in str(found.value)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "change",
     [cached, noted, moved, remembered, collected, logged, measured, counted, of_constant_file],

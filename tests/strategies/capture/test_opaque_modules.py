@@ -207,6 +207,7 @@ def test_attention_within_draws_nothing() -> None:
     assert [op.op for op in graph.operators].count("called_module") == 2
 
 
+@pytest.mark.slow
 def test_functions_that_the_collector_does_not_know() -> None:
     gc.freeze()
     try:
@@ -303,7 +304,7 @@ class Outer(Layer):
         return x + (h.exp() if large else h.mul_(2))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [Deciding, Showing])
 def test_a_layer_that_decides_by_what_a_module_returns_is_the_operator(experts: Any, draw: Any) -> None:
     torch.manual_seed(0)
@@ -344,7 +345,7 @@ def drawn_by_python(_: Rarely, h: Tensor) -> Tensor:
     return h * random.random()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [drawn, drawn_by_python, assigned, counted], ids=lambda more: more.__name__)
 def test_what_no_trial_did_ends_the_step(more: Any, draw: Any) -> None:
     torch.manual_seed(0)
@@ -358,6 +359,7 @@ def failed(_: Rarely, h: Tensor) -> Tensor:
     return h @ h
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("more", "code", "named"), [(counted, "MW906", r"experts\.act\.factor"), (failed, "MW901", r"return h @ h")]
 )
@@ -368,6 +370,7 @@ def test_what_the_example_batch_does_is_seen(more: Any, code: str, named: str) -
     assert error.value.code == code
 
 
+@pytest.mark.slow
 def test_no_values_are_needed() -> None:
     with torch.device("meta"):
         objective = Objective(net(), Squares(), ("0", "1"), ("1",))

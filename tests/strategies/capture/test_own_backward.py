@@ -153,6 +153,7 @@ EXACT = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_function_keeps_its_own_backward(kind: str, draw: Any) -> None:
     torch.manual_seed(0)

@@ -72,7 +72,7 @@ def model(kind: str, layer: str = "linear") -> Model:
 CASES = [*((kind, "linear") for kind in TAKEN), ("chunk", "conv1d"), ("split", "plain"), ("chunk", "weights")]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "layer"), CASES)
 def test_fused_weights_are_packed_and_exact(kind: str, layer: str, draw: Any) -> None:
     made = model(kind, layer)

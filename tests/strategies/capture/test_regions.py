@@ -121,6 +121,7 @@ def eager(model: Objective, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[
     return loss.detach(), simulation.gradients(), simulation.buffers()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "body",
     [transformer, off_inside, twice, written, counted, inferred, returned, switched],

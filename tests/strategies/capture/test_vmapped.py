@@ -78,6 +78,7 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_trains_like_the_model(name: str, draw: Any) -> None:
     torch.manual_seed(0)

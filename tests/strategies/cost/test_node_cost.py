@@ -114,7 +114,7 @@ def test_it_equals_the_cost_of_a_step_of_the_plan(problem: Problem, stage: int, 
     """Search and step estimate updates equally: with the bytes that the optimizer moves, and exposed gradient
     reductions where they follow backward."""
     for optimizer, overlaps in product((torch.optim.AdamW, torch.optim.SGD), (True, False)):
-        need = needed(optimizer, torch.float32, at_once=False)
+        need = needed(optimizer, torch.float32)
         changed = replace(problem, stage=stage, engine=engine, optimizer_bytes=need.moved, overlaps=overlaps)
         replicated = {one.name: Layout.replicated(len(one.spec.shape)) for one in changed.graph.sources}
         plan = replace(make_plan(changed.graph, Request("data_parallel", 8)), tensors=replicated)

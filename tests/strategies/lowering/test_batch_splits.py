@@ -97,7 +97,7 @@ def gap(model: Model, program: Program, size: int = 1) -> float:
     return max(gaps)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_one_batch_in_any_plan(model: Model, draw: Any, count: int) -> None:
     done = 0

@@ -85,6 +85,7 @@ def batch_of(found: Captured) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_equal_to_the_bit_and_bytes_are_those_predicted(gpt, policy):
     batch = batch_of(gpt)
@@ -293,6 +294,7 @@ def test_on_real_ranks_gradients_bytes_stored_and_bytes_sent(ran, policy):
         assert found.sent == found.predicted_sent
 
 
+@pytest.mark.slow
 def test_collectives_are_repeated_or_kept(ran):
     sent = {policy: sum(found[0].sent.values()) for policy, found in ran.items()}
     stored = {policy: found[0].stored for policy, found in ran.items()}

@@ -1,5 +1,7 @@
 """Counting the bytes of live tensors: each storage once, until it is really freed, with or without numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -93,12 +95,20 @@ def test_a_step_takes_the_same_without_numbers():
     ],
 )
 def test_memory_needs_of_an_optimizer(optimizer, need):
-    assert needed(optimizer, torch.float32, at_once=False) == need
+    assert needed(optimizer, torch.float32) == need
 
 
 def test_a_gpu_updates_all_at_once():
-    need = needed(lambda groups: torch.optim.AdamW(groups, lr=0.1), torch.float32, at_once=True)
+    need = needed(lambda groups: torch.optim.AdamW(groups, lr=0.1), torch.float32, "foreach")
     assert need == Need(8, 0, 0, 4, 80, 12, 2)
     assert need.during([10, 30]) == 160
     assert Need(8, 8, 4, 0, 80, 2, 10).during([30, 10]) == 240
     assert Need(8, 8, 4, 0, 80, 2, 10).during([30, 20]) == 280
+
+
+def test_a_fused_kernel_needs_no_temporaries_on_a_gpu():
+    for kind in (torch.optim.AdamW, torch.optim.Adam):
+        assert needed(partial(kind, lr=0.1), torch.float32, "fused") == Need(8, 0, 0, 0, 32, 4, 0)
+    assert needed(partial(torch.optim.SGD, lr=0.1), torch.float32, "fused").moved == 16
+    loop = needed(partial(torch.optim.Adagrad, lr=0.1, foreach=False), torch.float32, "fused")
+    assert loop == needed(partial(torch.optim.Adagrad, lr=0.1), torch.float32)

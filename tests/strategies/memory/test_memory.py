@@ -133,7 +133,7 @@ def truth(gpt) -> dict[str, Tensor]:
     return Step(gpt, program_of(gpt), OptimizerSettings(factory=adamw)).gradients
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_every_phase_takes_the_predicted_memory(gpt, truth, case):
     wanted, hosted, settings = CASES[case]

@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_full_program(contracted_only, name, accumulate, d
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("bucket", [100, 3000, 9000, 40000])
 def test_buckets_of_zero_are_added_up_where_they_are_full(contracted_only, stage, bucket):
@@ -104,6 +104,7 @@ def test_buckets_of_zero_are_added_up_where_they_are_full(contracted_only, stage
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_a_gradient_larger_than_a_bucket_waits_where_it_comes_first(contracted_only, stage):
     """That of the output layer, which takes most of the memory."""
@@ -117,7 +118,7 @@ def test_a_gradient_larger_than_a_bucket_waits_where_it_comes_first(contracted_o
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("again", [None, pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "bucket"), [("llama", 1000), ("gpt", 9000), ("gpt", 100)])
@@ -162,6 +163,7 @@ def test_one_pass_counts_what_a_second_gathers_ahead(name, bucket, complete, acc
     assert trace(program, settings) == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "again", "bucket", "accumulate", "dtype"),
     [
@@ -250,6 +252,7 @@ def test_a_bucket_of_several_layers_asks_for_a_complete_trace(bucket):
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+@pytest.mark.slow
 def test_a_bucket_during_backward_is_slightly_overestimated(contracted_only):
     graph = graph_of("llama", DEPTH["llama"], torch.float32)
     program = lower(graph, make_plan(graph, Request("data_parallel", 4)), LoweringOptions(partial_loss=True))
@@ -308,7 +311,7 @@ def test_two_runs_of_layers_are_predicted(contracted_only, monkeypatch, again, s
     assert max(traced) < len(program.instructions) / 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [None, "full"])
 def test_calls_do_not_grow_with_the_layers(contracted_only, monkeypatch, again):
     calls, dispatch = [0], Live.__torch_dispatch__

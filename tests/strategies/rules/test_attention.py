@@ -141,7 +141,7 @@ def test_keys_and_values_are_sliced_with_the_queries(cases):
         )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("scores", [ring_attention.SCORES, 700])
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def attentions(cases):
     return [o for o in cases.captured.graph.operators if o.op == "scaled_dot_product_attention"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [False, True])
 def test_exact_dropout_repeats_the_numbers_of_one_device(dropping, draw, ring):
     with ExactRandom(KEY) as reference:

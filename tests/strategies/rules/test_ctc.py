@@ -24,6 +24,7 @@ class Speech(nn.Module):
         return self.dense(x).log_softmax(-1).transpose(0, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("zero_infinity", [False, True])
 def test_trains_as_torch_does(reduction: str, zero_infinity: bool, draw: Any) -> None:

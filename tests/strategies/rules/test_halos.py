@@ -161,7 +161,7 @@ def _alone(graph: OperatorGraph) -> Plan:
     return Plan(Mesh(()), operators, {s.name: layouts[s.name] for s in graph.sources if s.kind == "input"}, layouts)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices_of_pictures_are_the_operator(kind):
     assert not [line for seed in range(20) for line in differences(kind, seed)]

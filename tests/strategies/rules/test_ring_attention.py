@@ -120,7 +120,7 @@ def random_case(seed: int) -> tuple[Attend, Mesh, Assignment]:
     return model, mesh, assignment
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 400))])
 def test_equals_one_device(seed):
     compare(*random_case(seed))

@@ -91,6 +91,7 @@ def drawing(cases):
     return [operator for operator in cases.captured.graph.operators if draws(operator)]
 
 
+@pytest.mark.slow
 def test_exact_repeats_the_numbers_of_one_device(cases, draw):
     with ExactRandom(KEY) as reference:
         loss, *want = cases.suite()

@@ -60,7 +60,7 @@ def ran(module: fx.GraphModule, key: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [None, SELECTIVE, RecomputeRequest("full", None, "recompute", False)])
 def test_codes_do_not_grow_with_the_depth(recompute: RecomputeRequest | None) -> None:
     small, large = (module_of(gpt(layers), recompute) for layers in (3, 8))

@@ -120,6 +120,7 @@ def cheapest(problem: Problem) -> float | None:
     )
 
 
+@pytest.mark.slow
 def test_cost_is_that_of_the_program() -> None:
     for seed in range(60):
         problem = problem_of(seed, MESHES[seed % len(MESHES)], (3, 12))

@@ -77,6 +77,7 @@ def test_columns_then_rows(name: str, search: str) -> None:
     assert sliced(graph, chosen, "loss.cross_entropy_loss") == {(("c", "tp"),)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize(
     ("make", "count"), [(gpt(4096, 32, 4, 2048), 4), (llama(4096, 32, 8, 14336, 2, 2048), 2)], ids=["gpt", "llama"]
@@ -91,7 +92,7 @@ def test_the_batch_over_nodes_and_the_rest_inside_of_them(make: Make, count: int
     assert sliced(graph, chosen, "head") == {(("batch0", "dp"), ("n", "tp"))}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize(
     ("make", "sizes"),

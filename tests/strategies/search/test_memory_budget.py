@@ -24,6 +24,7 @@ def budget_of(problem: Problem, tolerance: float | None = 1e-12) -> MemoryBudget
     return MemoryBudget(PlanSearch(problem, NODES, tolerance))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sizes", "shares"),
     [

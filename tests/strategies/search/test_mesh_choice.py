@@ -161,6 +161,7 @@ def test_on_many_prime_axes_single_ones_are_decided_again() -> None:
     assert math.isclose(PlanCost(made, machine).total(found.solution.assignments), found.solution.cost, rel_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_configured_strategy_may_cut_a_named_axis() -> None:
     made, machine = slow()
     halves = {"matmul": OperatorStrategy(((2, 1), (1, 1)), None)}

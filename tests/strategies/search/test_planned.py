@@ -40,6 +40,7 @@ def models() -> dict[str, Model]:
     return {name: Model(net, Loss(), (tokens, target)) for name, net in nets.items()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("links", [1e7, 1e9, 1e12])
 def test_found_plans_equal_one_device(models: dict[str, Model], name: str, links: float) -> None:

@@ -103,6 +103,7 @@ def test_a_machine_that_is_too_small_is_reported() -> None:
         searched(MODELS["ffn"](), 32)
 
 
+@pytest.mark.slow
 def test_the_mesh_has_the_boundaries_of_the_levels() -> None:
     """3 nodes of 8: an outer axis of 3, three inner ones of 2, whatever the dims divide by."""
     machine = Cluster(

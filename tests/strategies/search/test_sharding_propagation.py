@@ -289,6 +289,7 @@ def test_closed_form_paths_of_many_axes_send_no_less(monkeypatch: pytest.MonkeyP
     assert many.seconds(Layout((("x0",), ())), Layout((("x0", "x1"), ())), spec) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_start_gives_a_plan_that_trains(seed: int, draw: Any) -> None:
     """Random strategies on a few operators of a small net, everything else propagated."""

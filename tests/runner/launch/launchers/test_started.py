@@ -101,6 +101,7 @@ def test_every_launcher_gives_the_losses_of_local_ranks(
     assert of_run(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
     start: Start, local_losses: list[float], tmp_path: Path
 ) -> None:
