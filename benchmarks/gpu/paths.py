@@ -55,6 +55,7 @@ PATHS = {
     "strategies/optimizer/sharded.py": ("Gradients are reduce-scattered by nccl", NOT_HERE),
     "strategies/optimizer/zero/engine.py": ("DeepSpeed's accelerator is CUDA", "zero 1"),
     "strategies/optimizer/zero/swap_files.py": ("Buffers of files are pinned", "states on disk"),
+    "strategies/rules/attention.py": ("Groups of heads are repeated in fp32", "calibrate"),
     "strategies/rules/indexing.py": ("Indices out of range are left for the GPU to find", "train"),
     "strategies/rules/module_calls.py": ("The state of the GPU's generator shows that a module draws", NO_PART),
     "strategies/rules/random.py": ("The generator of the GPU is forked", "train"),

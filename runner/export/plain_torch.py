@@ -93,10 +93,11 @@ def _corrected() -> None:
     # what torch tries comes from sets, whose order differs between processes
     tried: Any = DecompShardingStrategy._get_candidate_placements
     DecompShardingStrategy._get_candidate_placements = staticmethod(partial(_ordered, tried))  # type: ignore[method-assign]
-    # a number divided by partial sums is none
+    # a number divided by partial sums is none (torch 2.11 has no such rule)
     for function in (aten.div.Tensor, aten.div_.Tensor):
-        found: Any = propagator.op_single_dim_strategy_funcs[function]
-        propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
+        found: Any = propagator.op_single_dim_strategy_funcs.get(function)
+        if found is not None:
+            propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
     # of what other rules, or a mesh of another module, have decided
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 

@@ -25,7 +25,6 @@ from runner.training.loggers import Logger, close, log, loggers_of
 from strategies.core import bounded_files as bounded
 from strategies.optimizer.loss_scale import LossScale
 
-
 LATE = 0.1
 """Share of the time that a step waits for data from which on the console says so."""
 

@@ -14,7 +14,7 @@ from strategies.core.program import LoweringOptions, Redistribute
 from strategies.core.steps import ALL_GATHER, REDUCE_SCATTER
 from strategies.lowering.lowering import local_instructions, lower
 from strategies.rules import ring_attention, rule_of
-from strategies.rules.attention import attention_block
+from strategies.rules.attention import attention_block, by_query_head, grouped_attention
 from strategies.runtime.simulate import Simulation
 
 torch.manual_seed(1)
@@ -95,6 +95,15 @@ def test_flops(cases):
     graph = cases.captured.graph
     first = next(o for o in graph.operators if o.op == "scaled_dot_product_attention")
     assert rule_of(first, graph).flops == 2.0 * (2 * 6 * 12) * 5 * (4 + 6)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6])
+def test_groups_may_be_repeated_by_query_head(heads):
+    q, k, v = torch.randn(2, 6, 3, 4), torch.randn(2, heads, 5, 4), torch.randn(2, heads, 5, 7)
+    want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    found = F.scaled_dot_product_attention(q, by_query_head(q, k), by_query_head(q, v))
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(grouped_attention(q, k, v, None, 0.0, False, None), want)
 
 
 @pytest.mark.parametrize(
