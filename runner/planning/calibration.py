@@ -438,8 +438,8 @@ class Bench:
         values: dict[Ref, Tensor] = {}
         for source in graph.sources:
             shape = source.spec.shape
-            if source.trainable:
-                values[Ref(source.id)] = torch.ones(shape, device=self.device, requires_grad=True)
+            if source.spec.floating:
+                values[Ref(source.id)] = torch.ones(shape, device=self.device, requires_grad=source.trainable)
             else:
                 values[Ref(source.id)] = torch.arange(shape[0], device=self.device) % VOCABULARY
         calls = [(Ref(one.id), resolve(one.target), one.args, dict(one.kwargs)) for one in graph.operators]
@@ -447,9 +447,8 @@ class Bench:
         def run() -> Tensor:
             known = dict(values)
             for ref, function, args, kwargs in calls:
-                known[ref] = function(
-                    *rewrite(args, lambda leaf: known[leaf] if isinstance(leaf, Ref) else leaf), **kwargs
-                )
+                result = function(*rewrite(args, lambda leaf: known[leaf] if isinstance(leaf, Ref) else leaf), **kwargs)
+                known[ref] = result[0] if isinstance(result, tuple) else result
             return known[graph.outputs[0]]
 
         return run, [value for value in values.values() if value.requires_grad]

@@ -1,6 +1,6 @@
 """Operators that `run calibrate` measures by name, because kernels of one machine may be far from its roofline: fused
 attention, the backward of normalisations that are a dozen operators on CPUs, a cross-entropy that passes several times
-over its operand.
+over its operand, convolutions, which GPUs compute in TF32 by default.
 
 A sample is one operator on some tokens, as a graph: what runs and what the roofline counts are the same call. A `stack`
 is many operators, each on what the one before it returned, as a step has them: what it takes beside the sum of its
@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 
 WIDTH, HIDDEN, VOCABULARY, SEQUENCE, HEADS = 256, 1024, 1024, 128, 4
+CHANNELS, SIDE, PER_PICTURE = 64, 14, 32
+"""Of pictures; one stands for so many tokens."""
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SampleCall:
-    """A call on `tokens`: shapes of its operands (of integers where `indices` names their position), further
-    arguments, and the shape of its result."""
+    """A call on `tokens`: shapes of its operands (of integers where `indices` names their position, of buffers for the
+    last `buffers`), further arguments, and the shape of its result, which new values of the buffers follow."""
 
     target: str
     operands: Callable[[int], tuple[Shape, ...]]
@@ -29,6 +31,7 @@ class SampleCall:
     args: tuple[object, ...] = ()
     kwargs: tuple[tuple[str, object], ...] = ()
     indices: int | None = None
+    buffers: int = 0
 
 
 def _rows(width: int) -> Callable[[int], Shape]:
@@ -39,6 +42,10 @@ def _heads(tokens: int) -> Shape:
     return max(tokens // SEQUENCE, 1), HEADS, SEQUENCE, WIDTH // HEADS
 
 
+def _pictures(tokens: int) -> Shape:
+    return max(tokens // PER_PICTURE, 1), CHANNELS, SIDE, SIDE
+
+
 FORMS = {  # first those that differ most from the roofline
     "scaled_dot_product_attention": SampleCall(
         "aten.scaled_dot_product_attention.default", lambda n: (_heads(n),) * 3, _heads, kwargs=(("is_causal", True),)
@@ -47,6 +54,19 @@ FORMS = {  # first those that differ most from the roofline
     "layer_norm": SampleCall("aten.layer_norm.default", lambda n: ((n, WIDTH), (WIDTH,), (WIDTH,)), _rows(WIDTH)),
     "cross_entropy_loss": SampleCall(
         "aten.cross_entropy_loss.default", lambda n: ((n, VOCABULARY), (n,)), lambda n: (), indices=1
+    ),
+    "conv2d": SampleCall(
+        "aten.conv2d.default",
+        lambda n: (_pictures(n), (CHANNELS, CHANNELS, 3, 3)),
+        _pictures,
+        args=(None, (1, 1), (1, 1)),
+    ),
+    "batch_norm_training": SampleCall(
+        "local.batch_norm_training",
+        lambda n: (_pictures(n), *((CHANNELS,),) * 4),
+        _pictures,
+        args=(0.1, 1e-5),
+        buffers=2,
     ),
     "softmax": SampleCall("aten.softmax.int", lambda n: ((n, HIDDEN),), _rows(HIDDEN), args=(-1,)),
     "gelu": SampleCall("aten.gelu.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN)),
@@ -60,15 +80,18 @@ STACK, DEPTH = "stack of layers", 4
 def sample(op: str, tokens: int) -> OperatorGraph:
     """The graph of one operator on `tokens`, in float32, whose operands of floating numbers have gradients."""
     form, sources = FORMS[op], []
-    for position, shape in enumerate(form.operands(tokens)):
-        indices = position == form.indices
-        spec = TensorSpec(shape, "int64" if indices else "float32")
-        kind = "input" if indices else "parameter"
-        sources.append(Source(f"x{position}", kind, f"x{position}", spec, not indices))  # type: ignore[arg-type]
+    shapes = form.operands(tokens)
+    for position, shape in enumerate(shapes):
+        kind = "buffer" if position >= len(shapes) - form.buffers else "parameter"
+        kind = "input" if position == form.indices else kind
+        spec = TensorSpec(shape, "int64" if kind == "input" else "float32")
+        sources.append(Source(f"x{position}", kind, f"x{position}", spec, kind == "parameter"))  # type: ignore[arg-type]
     first, *others = (Ref(source.id) for source in sources)
     args = (first, (WIDTH,), *others) if op in NORMALISED else (first, *others, *form.args)
-    results = (TensorSpec(form.result(tokens), "float32"),)
-    one = Operator(op, op, "", op, form.target, args, form.kwargs, results, False, "", ())
+    results = tuple(
+        TensorSpec(shape, "float32") for shape in (form.result(tokens), *shapes[len(shapes) - form.buffers :])
+    )
+    one = Operator(op, op, "", op, form.target, args, form.kwargs, results, bool(form.buffers), "", ())
     return OperatorGraph(tuple(sources), (one,), (Ref(op),), ())
 
 
