@@ -284,7 +284,7 @@ class _Path:
     """Whether a tensor was made that requires a gradient."""
 
     def __post_init__(self) -> None:
-        self.begin = next(reversed(self.tracer.graph.nodes))
+        self.begin = next(iter(reversed(self.tracer.graph.nodes)))  # of torch 2.11 no iterator
 
     def answer(self, truth: Tensor) -> bool:
         node = _node(self.tracer, truth)
