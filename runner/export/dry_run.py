@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import pickle
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,12 @@ KINDS = {
     "reduce_scatter_tensor": REDUCE_SCATTER,
     "all_to_all_single": ALL_TO_ALL,
 }
+NO_FORK = "Autograd-and-Fork"
+"""In the error of a backward in a fork of a process that has autograd's threads for GPUs."""
+OWN_PROCESS = (
+    "after a backward on a GPU it runs in a new process, which imports the module: define its class in a file, and "
+    "begin a script with `if __name__ == '__main__':`, or ask before the first backward"
+)
 OF_FULLY_SHARD = {"_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER}
 """Operands of these are (result, operand, group, ...)."""
 
@@ -131,19 +138,33 @@ def calls_of(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -
     Raises:
         RunFailed: the program does not run.
     """
-    context = multiprocessing.get_context("fork")  # nothing of this process is changed, above all not its groups
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_child, args=(theirs, code, step, batch, device))
-    child.start()
-    theirs.close()
-    try:
-        found = ours.recv()
-    except EOFError:
-        found = f"its process ended with exit code {child.exitcode}"
-    child.join()
+    found = _in_process("fork", code, step, batch, device)  # of classes of a notebook too
+    if isinstance(found, str) and NO_FORK in found:
+        found = _in_process("spawn", code, step, batch, device)
     if isinstance(found, str):
         raise RunFailed("MW883", f"The exported program does not run on tensors without numbers: {found}")
     return [CountedCollective(*one) for one in found]
+
+
+def _in_process(start: str, *given: Any) -> list[tuple[Any, ...]] | str:
+    """What `_child` sends from a process that is started so, of which nothing changes this one, above all not its
+    groups; or what went wrong."""
+    context: Any = multiprocessing.get_context(start)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_child, args=(theirs, *given))
+    try:
+        child.start()
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        return f"{error}; {OWN_PROCESS}"
+    theirs.close()
+    try:
+        found: list[tuple[Any, ...]] | str = ours.recv()
+        child.join()
+    except EOFError:
+        child.join()
+        found = f"its process ended with exit code {child.exitcode}"
+        found += f"; {OWN_PROCESS}" if start == "spawn" else ""
+    return found
 
 
 def _child(pipe: Connection, *given: Any) -> None:

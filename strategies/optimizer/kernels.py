@@ -26,8 +26,8 @@ def choose(optimizer: Optimizer, kernels: Kernels) -> None:
     for group in optimizer.param_groups if kernels != "loop" else ():
         if group.get("foreach", True) is not None or any(group.get(name) for name in CHOICES):
             continue
-        floating = all(parameter.is_floating_point() for parameter in group["params"])
-        fits = kernels == "fused" and type(optimizer) in FUSED and group["fused"] is None and floating
+        dense = all(one.is_floating_point() and one.is_contiguous() for one in group["params"])
+        fits = kernels == "fused" and type(optimizer) in FUSED and group["fused"] is None and dense
         group["fused" if fits else "foreach"] = True
 
 

@@ -572,3 +572,23 @@ def test_modules_that_are_one_operator_are_listed(target: str) -> None:
     plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=2, mode="data_parallel", plan_cache=None)
     (change,) = (one for one in plan.expressible(target) if one.planned == "one operator")
     assert (change.kind, change.name) == ("operator", "1")
+
+
+@pytest.mark.slow
+def test_collectives_are_counted_where_autograd_has_threads_for_gpus(monkeypatch):
+    """A fork of such a process cannot compute gradients; a new one counts the same."""
+    net, batch = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), (torch.randn(8, 8), torch.randn(8, 4))
+    plan = meshwright.plan(net, batch, loss=nn.MSELoss(), mesh={"dp": 2, "tp": 2})
+    expected, started, real = plan.expressible("torch", collectives=True), [], dry_run._in_process
+
+    def in_process(start, *given):
+        started.append(start)
+        return f"RuntimeError: see {dry_run.NO_FORK}" if start == "fork" else real(start, *given)
+
+    monkeypatch.setattr(dry_run, "_in_process", in_process)
+    assert plan.expressible("torch", collectives=True) == expected != []
+    assert started == ["fork", "spawn"]
+    local = type("Local", (nn.Sequential,), {})(*net)
+    plan = meshwright.plan(local, batch, loss=nn.MSELoss(), mesh={"dp": 2, "tp": 2})
+    with pytest.raises(RunFailed, match="ask before the first backward"):
+        plan.expressible("torch", collectives=True)

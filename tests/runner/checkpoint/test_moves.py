@@ -137,6 +137,7 @@ class Flat:
         self.fp32_partitioned_groups_flat = self.single_partition_of_fp32_groups = [flat.data for flat in flats]
         self.fp16_groups = self.round_robin_bit16_groups = lists
         self.optimizer.state = {flat: {} for flat in self.single_partition_of_fp32_groups}
+        self.sub_group_to_group_id = [*range(len(flats))]
         self.refreshed = 0
         if stage == 3:
             for source in program.sources:
