@@ -89,15 +89,17 @@ def trace(program: Program, settings: OptimizerSettings) -> Traced:
 
 
 def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
-    """`work` of a program without its updates, on tensors without numbers if that is possible."""
+    """`work` of a program without its updates, on tensors without numbers if that is possible, whether or not the user
+    has autograd look for anomalies, which are numbers."""
     program = without_updates(program)
     need = optimizer_need(program, settings)
-    try:
-        with FakeTensorMode() as shapes:
-            shapes.cache_enabled = settings.offload.activations == "none"  # else it would keep storages alive
+    with torch.autograd.set_detect_anomaly(False):
+        try:
+            with FakeTensorMode() as shapes:
+                shapes.cache_enabled = settings.offload.activations == "none"  # else it would keep storages alive
+                return work(program, need)
+        except NEEDS_NUMBERS:
             return work(program, need)
-    except NEEDS_NUMBERS:
-        return work(program, need)
 
 
 def without_updates(program: Program) -> Program:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
@@ -21,7 +23,7 @@ from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline_schedule import Action
 from strategies.memory.parts import Memory, group_memory, memory, over
-from strategies.memory.trace import trace
+from strategies.memory.trace import Trace, trace
 from strategies.memory.zero import FlatGroup
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
@@ -162,6 +164,17 @@ def test_recompute_and_offload_save_the_predicted_memory(gpt):
         predicted, measured = (found["plain"][side] - found[case][side] for side in (0, 1))
         assert measured > 50_000
         assert abs(predicted - measured) <= 0.05 * measured
+
+
+def test_a_search_for_anomalies_changes_nothing(gpt, monkeypatch):
+    """autograd would look at numbers after every operator; without any, the step would run on zeros."""
+    expected, program = trace(program_of(gpt), OptimizerSettings()), program_of(gpt)
+    modes = []
+    run = Trace.run
+    monkeypatch.setattr(Trace, "run", lambda one: modes.append(_get_current_dispatch_mode()) or run(one))
+    with torch.autograd.set_detect_anomaly(True):
+        assert trace(program, OptimizerSettings()) == expected
+    assert [type(mode) for mode in modes] == [FakeTensorMode]
 
 
 def test_micro_batches_under_way_add_their_activations(gpt):
