@@ -331,11 +331,12 @@ def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = 
 
 def loss_in(output: object) -> object:
     """The loss in what a module returns: the first entry of a tuple or list, the entry `loss` of a dict or object,
-    or all of it."""
+    or all of it; a scalar where it is a tensor of one element, from which torch starts backward too."""
     candidate = output[0] if isinstance(output, (tuple, list)) and output else output
     if isinstance(candidate, Mapping):
-        return candidate.get("loss", candidate)
-    return getattr(candidate, "loss", candidate)
+        candidate = candidate.get("loss", candidate)
+    loss = getattr(candidate, "loss", candidate)
+    return loss.reshape(()) if isinstance(loss, Tensor) and loss.dim() and loss.numel() == 1 else loss
 
 
 def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:

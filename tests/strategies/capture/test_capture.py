@@ -164,6 +164,13 @@ def test_trains_like_the_model(name: str, draw: Any) -> None:
     assert model.worst(draw) < TOLERANCE
 
 
+def test_a_loss_of_one_element_is_a_scalar(draw: Any) -> None:
+    torch.manual_seed(0)
+    loss = LossFunction(lambda out, target: (out.double() - target).square().mean((0, 1), keepdim=True), {})
+    model = Model(Net(lambda net, x: net.dense(x)), loss, (torch.randn(8, 8), torch.randn(8, 8)))
+    assert model.worst(draw) < TOLERANCE
+
+
 def gradients_within_none(net: Net, x: Tensor) -> Tensor:
     with torch.no_grad():
         still = net.dense(x)
