@@ -171,7 +171,10 @@ ROWS: tuple[tuple[Traits, str], ...] = (
         """,
     ),
     # Indices: the elements that they read or write are left out
-    (Traits(saves="1"), "embedding index_fill index_put index_select masked_fill max_unpool2d max_unpool3d scatter"),
+    (
+        Traits(saves="1"),
+        "embedding index_fill index_put index_select masked_fill masked_scatter max_unpool2d max_unpool3d scatter",
+    ),
     (Traits(saves="1<2", rereads=False), "scatter_add"),
     (Traits(saves="1<2 2<2"), "index_add"),
     (Traits(saves="1 2<2"), "index_copy"),
