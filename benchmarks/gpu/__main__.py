@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu [--only PART...] [--device cuda|cpu] [--out docs] [--page]
 
-Written: OUT/gpu.json and OUT/gpu.md. With --only the other parts keep what they have. --page writes the page from the
-JSON and runs nothing. On a CPU every part is the same but for the sizes of models; --out is required then, so that
-docs/gpu.md is about GPUs alone. Exit codes: 0, 1 where a part failed, 2 where there is no GPU.
+Written: OUT/gpu.json and OUT/gpu.md. With --only the other parts keep what they have, and the
+seconds stay those of a run of all. --page writes the page from the JSON and runs nothing. On a CPU every part is the
+same but for the sizes of models; --out is required then, so that docs/gpu.md is about GPUs alone. Exit codes: 0, 1
+where a part failed, 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def main() -> int:
         except ConfigError as error:
             print(f"benchmarks.gpu: {error}", file=sys.stderr)
             return 2
-        before = (stored or {}).get("parts", {}) if options.out is None else {}
-        for stored in run(options.only, options.device, before):  # what is measured stays if it ends early
+        earlier = stored if options.out is None and stored is not None else {"parts": {}}
+        for stored in run(options.only, options.device, earlier["parts"]):  # what is measured stays if it ends early
+            if len(options.only) < len(PARTS):
+                stored["seconds"] = earlier.get("seconds", stored["seconds"])
             file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     (folder / "gpu.md").write_text(page.text(stored), encoding="utf-8")
     failed = any(

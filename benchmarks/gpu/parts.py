@@ -259,7 +259,7 @@ def calibrate(device: str, folder: Path) -> dict[str, dict[str, Any]]:
         with _failing(rows, name):
             _train(
                 _words(name, device),
-                f"cluster.file={file} train.steps={STEPS} data.workers={READERS} data.prefetch={-(-STEPS // READERS)}",
+                f"cluster.file={file} train.steps={STEPS} data.workers={READERS} data.prefetch={AHEAD}",
                 device,
                 folder / name,
             )
@@ -391,6 +391,8 @@ TOGETHER = max(1, min(6, cores() // 2))
 """How many run at the same time."""
 READERS = min(6, cores() - 1)
 """Processes that read, so that no step of the small pictures waits for them."""
+AHEAD = -(-STEPS // max(READERS, 1))
+"""Batches that each reads ahead: together all of a training."""
 
 
 def measured(name: str, device: str, folder: Path) -> Figures:

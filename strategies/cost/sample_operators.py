@@ -16,7 +16,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSp
 
 WIDTH, HIDDEN, VOCABULARY, SEQUENCE, HEADS = 256, 1024, 1024, 128, 4
 CHANNELS, SIDE, PER_PICTURE = 64, 14, 32
-"""Of pictures; one stands for so many tokens."""
+"""Of pictures; a sample on `n` tokens has n / PER_PICTURE of them."""
 Shape = tuple[int, ...]
 
 

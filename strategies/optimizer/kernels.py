@@ -24,10 +24,11 @@ CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 def choose(optimizer: Optimizer, kernels: Kernels) -> None:
     """Have every group use these kernels, or the next best ones, unless the user has chosen its own."""
     for group in optimizer.param_groups if kernels != "loop" else ():
-        if group.get("foreach", True) is not None or any(group.get(name) for name in CHOICES):
+        chosen = group.get("fused") is not None or group.get("capturable") or group.get("differentiable")
+        if chosen or group.get("foreach", True) is not None:
             continue
         dense = all(one.is_floating_point() and one.is_contiguous() for one in group["params"])
-        fits = kernels == "fused" and type(optimizer) in FUSED and group["fused"] is None and dense
+        fits = kernels == "fused" and type(optimizer) in FUSED and dense
         group["fused" if fits else "foreach"] = True
 
 
