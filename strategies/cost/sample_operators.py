@@ -1,6 +1,7 @@
 """Operators that `run calibrate` measures by name, because kernels of one machine may be far from its roofline: fused
 attention, the backward of normalisations that are a dozen operators on CPUs, a cross-entropy that passes several times
-over its operand, convolutions, which GPUs compute in TF32 by default.
+over its operand, dropout, whose random numbers cost CPUs more than its bytes, convolutions, which GPUs compute in TF32
+by default.
 
 A sample is one operator on some tokens, as a graph: what runs and what the roofline counts are the same call. A `stack`
 is many operators, each on what the one before it returned, as a step has them: what it takes beside the sum of its
@@ -55,6 +56,7 @@ FORMS = {  # first those that differ most from the roofline
     "cross_entropy_loss": SampleCall(
         "aten.cross_entropy_loss.default", lambda n: ((n, VOCABULARY), (n,)), lambda n: (), indices=1
     ),
+    "dropout": SampleCall("aten.dropout.default", lambda n: ((n, HIDDEN),), _rows(HIDDEN), args=(0.1, True)),
     "conv2d": SampleCall(
         "aten.conv2d.default",
         lambda n: (_pictures(n), (CHANNELS, CHANNELS, 3, 3)),
