@@ -77,3 +77,10 @@ def choose(config: pytest.Config, items: list[pytest.Item], part: str, seed: int
 
 def pytest_collection_finish() -> None:
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """A test that leaves another default dtype would change what those after it compute."""
+    yield
+    assert torch.get_default_dtype() is torch.float32

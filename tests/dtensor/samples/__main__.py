@@ -82,9 +82,6 @@ class Settings:
 
 def tried(name: str, settings: Settings) -> Row:
     """A function in this process, which forks ranks."""
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    warnings.simplefilter("ignore")
     started, row, jobs = time.monotonic(), Row(name), list[Job]()
     for sample in samples_of(name, settings.samples, dtype=settings.dtype):
         try:
@@ -124,7 +121,9 @@ def _planned(graph: OperatorGraph, values: dict[str, torch.Tensor], settings: Se
 def every(names: Sequence[str], settings: Settings, limit: float, jobs: int) -> Iterator[Row]:
     """The rows of functions as they end, `jobs` at a time, each in a process that is ended after `limit` seconds."""
     functions()
-    _report(None, "exp", settings)  # imports what forks would import each by itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tried("exp", settings)  # imports what forks would import each by itself
     context, waiting = multiprocessing.get_context("fork"), list(reversed(names))
     running: dict[Connection, tuple[str, float, BaseProcess]] = {}
     while waiting or running:
@@ -153,12 +152,13 @@ def every(names: Sequence[str], settings: Settings, limit: float, jobs: int) -> 
             yield row
 
 
-def _report(pipe: Connection | None, name: str, settings: Settings) -> None:
-    if pipe is not None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    row = tried(name, settings)
-    if pipe is not None:
-        pipe.send(row)
+def _report(pipe: Connection, name: str, settings: Settings) -> None:
+    """In a process of its own, for its dtype and threads."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    pipe.send(tried(name, settings))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
