@@ -84,8 +84,12 @@ class Problem(Memo):
     ring: bool = False
 
     def within(self, memory: float | None) -> Problem:
-        """The same with another memory limit."""
-        return self if memory == self.memory else replace(self, memory=memory)
+        """The same with another memory limit, with what was made once for this one: nothing of that depends on it."""
+        if memory == self.memory:
+            return self
+        other = replace(self, memory=memory)
+        object.__setattr__(other, "_made", self._made)
+        return other
 
     def resharding_counts(self, ref: Ref) -> bool:
         """Whether resharding a value has a cost."""

@@ -48,8 +48,9 @@ GAIN = 1e-3
 """Relative gain of a sweep below which it is the last one."""
 SWEPT_AXES = 6
 """Axes up to which everything is decided again, and up to which all factorisations of an open mesh are tried."""
-MULTIPLIERS = 12
-"""Seconds per byte that are tried at most."""
+SMALLEST_MULTIPLIER, RATIO, MULTIPLIERS = 2.0**-12, 2.0**0.25, 127
+"""Seconds per byte: the smallest of them by those of the fastest plan, the ratio of each to the one before, and their
+number, of which bisection tries 7."""
 FEW_OPERATORS = 300
 """Operators up to which equivalent ones decide for themselves at the end."""
 LARGEST = 200_000
@@ -87,11 +88,13 @@ class Partitioning:
     Args:
         cost: the objective.
         classes: equivalent operators, which share an assignment.
+
+    Attributes:
         multiplier: Lagrange multiplier in seconds per byte of a rank.
     """
 
-    def __init__(self, cost: PlanCost, classes: Classes, multiplier: float = 0.0) -> None:
-        self.cost, self.problem, self.classes, self.multiplier = cost, cost.problem, classes, multiplier
+    def __init__(self, cost: PlanCost, classes: Classes) -> None:
+        self.cost, self.problem, self.classes, self.multiplier = cost, cost.problem, classes, 0.0
         self.mesh = cost.mesh
         self.place = {axis: position for position, axis in enumerate(self.mesh.names)}
         self.shardings: list[Sharding] = [self.problem.shardings[one.id] for one in classes.representatives]
@@ -105,15 +108,21 @@ class Partitioning:
         self._resharded: dict[tuple[int, int, int], float] = {}
         self._use_seconds: dict[Hashable, Seconds] = {}
         self._own_seconds: dict[Hashable, float] = {}
+        self._own_bytes: dict[Hashable, float] = {}
+        self._bytes: dict[Hashable, float] = {}
         self._candidate: dict[Hashable, RoundCandidate] = {}
         self._candidates: dict[Hashable, RoundCandidates] = {}
+        self._candidate_bytes: dict[int, Seconds] = {}
         self._tables: dict[Hashable, tuple[Variables, Seconds] | None] = {}
         self._decisions: dict[Hashable, tuple[Sequence[Assignment], float]] = {}
 
-    def restarted(self, chosen: Sequence[Assignment] | None = None, decided: Sequence[str] = ()) -> Partitioning:
+    def restarted(
+        self, multiplier: float, chosen: Sequence[Assignment] | None = None, decided: Sequence[str] = ()
+    ) -> Partitioning:
         """Another one that begins with these assignments of the classes (None: replicated), over some axes; costs are
         shared."""
         other = copy(self)
+        other.multiplier = multiplier
         other.decided = frozenset(decided)
         other.chosen = [_within(one or {}, other.decided) for one in self.fixed] if chosen is None else list(chosen)
         return other
@@ -124,14 +133,15 @@ class Partitioning:
         self.decided |= frozenset(axes)
         what = axes, staying, self.decided
         names = tuple([tuple(assignment.items()) for assignment in self.chosen])
-        if (names, what) not in self._decisions:
+        key = names, what, self.multiplier
+        if key not in self._decisions:
             candidates = [self._round(number, name, what) for number, name in enumerate(names)]
             tables = self._cost_tables(candidates)
             indices = minimum([len(one.every) for one in candidates], tables, LARGEST)
             chosen = [one.every[index].assignment for one, index in zip(candidates, indices, strict=True)]
-            total = float(sum(table[tuple([indices[v] for v in key])] for key, table in tables.items()))
-            self._decisions[names, what] = chosen, total
-        self.chosen, total = self._decisions[names, what]
+            total = float(sum(table[tuple([indices[v] for v in scope])] for scope, table in tables.items()))
+            self._decisions[key] = chosen, total
+        self.chosen, total = self._decisions[key]
         return total
 
     def _round(self, number: int, name: Hashable, what: tuple[Axes, bool, frozenset[str]]) -> RoundCandidates:
@@ -160,7 +170,9 @@ class Partitioning:
 
     def _cost_tables(self, candidates: Sequence[RoundCandidates]) -> dict[Variables, Seconds]:
         """The factors of a round, over classes."""
-        tables: dict[Variables, Seconds] = {(number,): one.seconds for number, one in enumerate(candidates)}
+        tables: dict[Variables, Seconds] = {
+            (number,): self._seconds(number, one) for number, one in enumerate(candidates)
+        }
         made = [
             self._edge_table(edge, [candidates[number] for number in _scope(edge)], count)
             for edge, count in self.classes.edges.items()
@@ -171,6 +183,21 @@ class Partitioning:
                 variables, table = one
                 tables[variables] = tables[variables] + table if variables in tables else table
         return tables
+
+    def _seconds(self, number: int, candidates: RoundCandidates) -> Seconds:
+        """Seconds of the candidates of a class, with those of its bytes."""
+        if not self.multiplier:
+            return candidates.seconds
+        if id(candidates) not in self._candidate_bytes:
+            sizes = [self._bytes_of_one(number, one.assignment) for one in candidates.every]
+            self._candidate_bytes[id(candidates)] = len(self.classes.members[number]) * np.array(sizes)
+        return candidates.seconds + self.multiplier * self._candidate_bytes[id(candidates)]
+
+    def _bytes_of_one(self, number: int, assignment: Assignment) -> float:
+        key = number, tuple(assignment.items())
+        if key not in self._own_bytes:
+            self._own_bytes[key] = operator_bytes(self.problem, self.classes.representatives[number], assignment)
+        return self._own_bytes[key]
 
     def _edge_table(
         self, edge: Edge, candidates: Sequence[RoundCandidates], count: int
@@ -212,8 +239,7 @@ class Partitioning:
         one = self.classes.representatives[number]
         key = number, name
         if key not in self._own_seconds:
-            size = operator_bytes(self.problem, one, assignment) if self.multiplier else 0.0
-            self._own_seconds[key] = self.cost.operator(one, assignment) + self.multiplier * size
+            self._own_seconds[key] = self.cost.operator(one, assignment)
         seconds = self._own_seconds[key] + self.cost.leaving(one, given)
         for position, ref in enumerate(one.operands):
             source = self.problem.graph.by_id[ref.id]
@@ -316,9 +342,11 @@ class Partitioning:
     def solution(self, total: float) -> Solution:
         """The plan; `total` has the cost of its bytes."""
         size = 0.0
-        if self.multiplier or self.problem.memory is not None:
-            for members, chosen in zip(self.classes.members, self.chosen, strict=True):
-                size += sum(operator_bytes(self.problem, member, chosen) for member in members)
+        for number, (members, chosen) in enumerate(zip(self.classes.members, self.chosen, strict=True)):
+            key = number, tuple(chosen.items())
+            if key not in self._bytes:
+                self._bytes[key] = sum(operator_bytes(self.problem, member, chosen) for member in members)
+            size += self._bytes[key]
         assignments = {id: self.chosen[number] for id, number in self.classes.of.items()}
         return Solution(assignments, total - self.multiplier * size, size, multiplier=self.multiplier)
 
@@ -376,36 +404,41 @@ def recursive_choice(problem: Problem, cluster: Cluster) -> Chosen:
 
 def partitioned(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> Solution:
     """The plan of recursive partitioning over classes. Where it exceeds the memory limit, bisection finds the smallest
-    multiplier (seconds per byte) that keeps the limit; the smallest plan if none does."""
+    multiplier (seconds per byte) that keeps the limit; the smallest plan if none does. Multipliers are those of one
+    geometric series, so that searches within other limits share them."""
     limit, best = problem.memory, _at(problem, cluster, axes, 0.0)
     if limit is None or best.bytes <= limit:
         return best
-    low, high = 0.0, best.cost / limit
-    for _ in range(MULTIPLIERS):
-        within = best.bytes <= limit
-        multiplier = (low + high) / 2 if within else high
-        found = _at(problem, cluster, axes, multiplier)
-        low, high = (low, multiplier) if found.bytes <= limit else (multiplier, high if within else high * 8)
+    unit, low, high = best.cost / best.bytes, -1, MULTIPLIERS
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = _at(problem, cluster, axes, unit * SMALLEST_MULTIPLIER * RATIO**middle)
+        low, high = (low, middle) if found.bytes <= limit else (middle, high)
         best = min(best, found, key=lambda one: (max(one.bytes, limit), one.cost))
     return best
 
 
-def _partitioning(problem: Problem, cluster: Cluster, classes: Classes, multiplier: float) -> Partitioning:
-    """One for all decisions about these classes at this multiplier."""
-    key = "partitioning", cluster, id(classes), multiplier
-    return problem.once(key, lambda: Partitioning(approximate_cost(problem, cluster), classes, multiplier))
+def _partitioning(problem: Problem, cluster: Cluster, classes: Classes) -> Partitioning:
+    """One for all decisions about these classes."""
+    key = "partitioning", cluster, id(classes)
+    return problem.once(key, lambda: Partitioning(approximate_cost(problem, cluster), classes))
 
 
 def _at(problem: Problem, cluster: Cluster, axes: Sequence[Axes], multiplier: float) -> Solution:
+    key = "partitioned", cluster, tuple(axes), multiplier
+    return problem.once(key, lambda: _partitioned_at(problem, cluster, axes, multiplier))
+
+
+def _partitioned_at(problem: Problem, cluster: Cluster, axes: Sequence[Axes], multiplier: float) -> Solution:
     runs = _units(problem, axes)
-    first = _partitioning(problem, cluster, equivalence_classes(problem), multiplier)
-    best = first.restarted()
+    first = _partitioning(problem, cluster, equivalence_classes(problem))
+    best = first.restarted(multiplier)
     total = [best.decide(run, staying=False) for run in runs][-1]
     if len(runs) <= SWEPT_AXES:
         total = _decide_again(best, _runs(runs))
     others = {tuple(runs[::-1]), (*runs[1:], runs[0])} if few_axes(problem.mesh) and len(runs) > 1 else set()
     for order in sorted(others):
-        other = first.restarted(decided=problem.mesh.names)
+        other = first.restarted(multiplier, decided=problem.mesh.names)
         if (cheaper := _decide_again(other, _runs(order))) < total:
             best, total = other, cheaper
     return best.solution(total)
@@ -438,7 +471,7 @@ def refined(
 
 def _again(problem: Problem, cluster: Cluster, classes: Classes, given: Solution, runs: Sequence[Axes]) -> Solution:
     chosen = [given.assignments[one.id] for one in classes.representatives]
-    partitioning = _partitioning(problem, cluster, classes, given.multiplier).restarted(chosen, problem.mesh.names)
+    partitioning = _partitioning(problem, cluster, classes).restarted(given.multiplier, chosen, problem.mesh.names)
     return partitioning.solution(_decide_again(partitioning, runs))
 
 
