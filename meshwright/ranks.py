@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from meshwright import optimizer_state
 from runner.build.optimizers import parameter_groups
 from runner.build.targets import describe
 from runner.config.schema import Optimizer, ParameterGroup
@@ -34,6 +35,8 @@ from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.own_updates import OwnUpdates
+from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.sharded import ShardedUpdates
 from strategies.optimizer.stages import make_updates
 from strategies.optimizer.updates import Updates, axes_needed, mark
 from strategies.rules.random import mix
@@ -82,8 +85,12 @@ class ShardedModule(nn.Module):
         self._step = self._backwards = 0
         self.reduced = False
         self._written: dict[str, tuple[int, int]] = {}
+        self._weights: dict[str, tuple[int, int]] = {}
         self._sources = execution.program.tensors
         self._names = _register(self, objective, execution.tensors)
+        for part in self.modules():
+            if part is not self:
+                part.__class__ = _Names
         self.register_state_dict_post_hook(_to_dtensors)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_dtensors)  # type: ignore[no-untyped-call]
 
@@ -109,6 +116,14 @@ class ShardedModule(nn.Module):
                 )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of the optimizer."""
+        if isinstance(self._updates, OwnUpdates):
+            self._updates.forget()
+        super().zero_grad(set_to_none=True)
+        if not self.by_deepspeed:
+            self.begin()
+
     def forward(self, *entries: Tensor, **named: Tensor) -> Tensor:
         if not self.training:
             raise ConfigError(
@@ -122,6 +137,7 @@ class ShardedModule(nn.Module):
                 f"ZeRO stage {self.zero} is part of the optimizer; call plan.optimizer before the first forward.",
             )
         self.check_gradients()
+        self.check_weights()
         local = self.local_batch(*entries, **named)
         key = mix(self.prepared.config.train.seed, self._step + 1, 0)
         called = self.execution.module if self._updates is None else self._updates.module
@@ -153,15 +169,19 @@ class ShardedModule(nn.Module):
     def _ends_backward(self) -> None:
         if self.zero == 3 and not self.by_deepspeed and self._updates is not None:
             self._updates.collect()  # lets go of what was gathered
-            self._set_taken(torch.nan)
+        self._set_taken(torch.nan)
         self.note_gradients()
 
     def _set_taken(self, value: float | None) -> None:
-        """The gradients of stage 3 are taken during backward: what reads one between backward and step reads NaN, and
-        cannot be written, as clip_grad_norm_ would do without effect."""
-        for parameter in self.parameters() if self.zero == 3 and not self.by_deepspeed else ():
+        """The gradients of stage 3, and those of DeepSpeed, are taken during backward: what reads one between backward
+        and step reads NaN, and cannot be written, as clip_grad_norm_ would do without effect."""
+        for parameter in self.parameters() if self.zero == 3 or self.by_deepspeed else ():
             shown = None if value is None else torch.full((), value, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None if shown is None or not parameter.requires_grad else shown.expand(parameter.shape)
+
+    def show_nothing(self) -> None:
+        """The optimizer finds the gradients that were taken, and none in their places."""
+        self._set_taken(None)
 
     def note_gradients(self) -> None:
         """The gradients are as they should be."""
@@ -180,6 +200,29 @@ class ShardedModule(nn.Module):
                     "clip=1.0), scale the loss, or change gradients in the step of an optimizer of your own, which has "
                     "complete ones.",
                 )
+
+    def note_weights(self) -> None:
+        """The weights are those of the optimizer."""
+        if self.zero:
+            self._weights = {name: mark(parameter) for name, parameter in self.named_parameters()}
+
+    def check_weights(self) -> None:
+        """Raises ConfigError for a weight that something else than the optimizer has written or frozen, of which the
+        optimizer's own copy knows nothing."""
+        for name, parameter in self.named_parameters() if self._weights else ():
+            frozen = parameter.requires_grad != self._sources[self.name_of(name)].trainable
+            if frozen or self._weights[name] != mark(parameter):
+                what = "its requires_grad was changed" if frozen else "it was written"
+                raise ConfigError(
+                    "MW464",
+                    f"The weights of ZeRO stage {self.zero} belong to the optimizer, but {name} is not as it left it: "
+                    f"{what}. Do so before meshwright.plan, in the step of an optimizer of your own, or with zero=0.",
+                )
+
+    @property
+    def pending(self) -> bool:
+        """Whether backward has left gradients that no step has used."""
+        return self._backwards > 0
 
     @property
     def zero(self) -> int:
@@ -220,6 +263,12 @@ class ShardedModule(nn.Module):
                     "MW463",
                     f"Entry {name} of the batch is {value.dtype}, but the plan is for torch.{source.spec.dtype}; give "
                     "such a batch, or plan for this one.",
+                )
+            if value.requires_grad and torch.is_grad_enabled():
+                raise ConfigError(
+                    "MW463",
+                    f"Entry {name} of the batch requires a gradient, of which backward would leave this rank's part "
+                    "alone; detach it, or plan the module that computes it together with this one.",
                 )
             block = tuple(stop - start for start, stop in layout.block(shape, program.mesh, rank))
             if own == shape:
@@ -290,6 +339,7 @@ class ShardedModule(nn.Module):
             engine=config.zero_engine,
             cut=lowering.bucket_cut(config),
         )
+        self.note_weights()
         return ShardedOptimizer(self, self._updates)
 
     def grid(self) -> DeviceMesh:
@@ -367,12 +417,28 @@ class ShardedModule(nn.Module):
         return self.execution.tensors[name].detach()
 
 
+class _Names(nn.Module):
+    """The names of a part of the user's module, whose operators are in the program of the rank: nothing calls it."""
+
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            "MW464",
+            "A part of a rank's module has parameters alone: its operators are in the program, so it can neither be "
+            "called nor have hooks. Take hooks to the unsharded module before meshwright.plan, which records them.",
+        )
+
+    forward = register_forward_hook = register_forward_pre_hook = _refused
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refused
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the slices of one rank.
 
     `step` first adds up the gradients of parameters that several ranks hold, so it is collective; afterwards gradients
     are gone, as `zero_grad` leaves them. A step may have several backward passes, whose gradients are added up; one
-    with ZeRO of DeepSpeed. Schedulers of torch take this object. `state_dict` is that of this rank.
+    with ZeRO of DeepSpeed. Schedulers of torch take this object. `state_dict` has DTensors in the layouts of the
+    parameters, at every stage of ZeRO: torch.distributed.checkpoint saves it, and `load_state_dict` takes that of
+    another plan or stage. Both are collective.
 
     Attributes:
         norm: that of the global gradient in the last step, before clipping; None where it was not needed.
@@ -392,17 +458,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._reduce()
+        self._module.show_nothing()
         self.norm = self._updates.update(measure=False)
         self._module.begin()
+        self._module.note_weights()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler asks first."""
+        raise ConfigError(
+            "MW464",
+            "torch.amp.GradScaler looks for infinities in one rank's part of the gradients, so ranks would differ; use "
+            "bf16, which needs no scaling, or train.precision=fp16 of the command.",
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ZeRO of DeepSpeed only `step` does so."""
         if isinstance(self._updates, OwnUpdates):
-            self._updates.forget()
-            for parameter in self._module.parameters():
-                parameter.grad = None
-            self._module.begin()
+            self._module.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
         """The complete gradient of every trained parameter between backward and `step`, as DTensors (collective)."""
@@ -418,20 +492,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._module.note_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._updates.optimizer.state_dict()
+        """Collective. Raises StrategyError for a state of slices that no complete one can be made of."""
+        execution = self._module.execution
+        return optimizer_state.state_dict(self._module, self._updates, execution.program, execution.communicator)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ConfigError, before anything is loaded, for what is no state dict of this optimizer."""
-        own = self.state_dict()
-        if not isinstance(state_dict, Mapping) or own.keys() - state_dict.keys():
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective. Raises ConfigError, before anything is loaded, for a state dict of other parameters."""
+        execution = self._module.execution
+        optimizer_state.load_state_dict(
+            self._module, self._updates, execution.program, execution.communicator, state_dict
+        )
+        self._module.note_weights()
+
+    def init_state(self) -> None:
+        """Make the states that the first step makes, by a step without gradients at a learning rate of 0: what
+        torch.distributed.checkpoint loads has to be there before. Collective. Raises ConfigError with ZeRO of
+        DeepSpeed, and after a backward."""
+        updates = self._updates
+        if not isinstance(updates, ShardedUpdates | BucketedUpdates) or self._module.pending:
             raise ConfigError(
-                "MW204",
-                f"optimizer.load_state_dict: {state_dict!r:.60} has not the keys {', '.join(map(str, own))}; give what "
-                "state_dict of this rank's optimizer returned.",
+                "MW464",
+                "optimizer.init_state needs zero=0 or the native engine, and no backward before it; load the state "
+                "before the first step.",
             )
-        inner = self._updates.optimizer
-        inner.load_state_dict(state_dict)
-        self.state, self.param_groups = inner.state, inner.param_groups  # new ones, which schedulers are to change
+        rates = [group.get("lr") for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        updates.skip(1)
+        updates.reduce()
+        updates.update(measure=False)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._module.begin()
+        self._module.note_weights()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_updates"):

@@ -48,9 +48,8 @@ GAIN = 1e-3
 """Relative gain of a sweep below which it is the last one."""
 SWEPT_AXES = 6
 """Axes up to which everything is decided again, and up to which all factorisations of an open mesh are tried."""
-SMALLEST_MULTIPLIER, RATIO, MULTIPLIERS = 2.0**-12, 2.0**0.25, 127
-"""Seconds per byte: the smallest of them by those of the fastest plan, the ratio of each to the one before, and their
-number, of which bisection tries 7."""
+MULTIPLIERS = 12
+"""Seconds per byte that are tried at most."""
 FEW_OPERATORS = 300
 """Operators up to which equivalent ones decide for themselves at the end."""
 LARGEST = 200_000
@@ -404,16 +403,16 @@ def recursive_choice(problem: Problem, cluster: Cluster) -> Chosen:
 
 def partitioned(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> Solution:
     """The plan of recursive partitioning over classes. Where it exceeds the memory limit, bisection finds the smallest
-    multiplier (seconds per byte) that keeps the limit; the smallest plan if none does. Multipliers are those of one
-    geometric series, so that searches within other limits share them."""
+    multiplier (seconds per byte) that keeps the limit; the smallest plan if none does."""
     limit, best = problem.memory, _at(problem, cluster, axes, 0.0)
     if limit is None or best.bytes <= limit:
         return best
-    unit, low, high = best.cost / best.bytes, -1, MULTIPLIERS
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = _at(problem, cluster, axes, unit * SMALLEST_MULTIPLIER * RATIO**middle)
-        low, high = (low, middle) if found.bytes <= limit else (middle, high)
+    low, high = 0.0, 2.0 ** math.frexp(best.cost / limit)[1]  # searches within other limits try the same ones
+    for _ in range(MULTIPLIERS):
+        within = best.bytes <= limit
+        multiplier = (low + high) / 2 if within else high
+        found = _at(problem, cluster, axes, multiplier)
+        low, high = (low, multiplier) if found.bytes <= limit else (multiplier, high if within else high * 8)
         best = min(best, found, key=lambda one: (max(one.bytes, limit), one.cost))
     return best
 

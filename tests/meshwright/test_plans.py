@@ -480,6 +480,29 @@ def test_a_state_dict_of_another_module_loads_nothing(wrong: dict[str, Any], tex
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_rank_alone_cannot_do_is_refused(stage: int) -> None:
+    """Gradients of a batch, hooks of parts, a scaler, weights under ZeRO that others write or freeze."""
+    plan = planned(mesh=1, zero=stage)
+    sharded = plan.apply(network())
+    optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
+    x, y = points()
+    assert "detach" in refused("MW463", lambda: sharded(x.clone().requires_grad_(), y))
+    part = sharded.get_submodule("0")
+    refused("MW464", lambda: part.register_forward_hook(print))
+    refused("MW464", lambda: part(x))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(sharded(x, y)).backward()
+    refused("MW464", lambda: scaler.step(optimizer))
+    sharded.zero_grad()  # and nothing is left of it
+    before = {name: value.clone() for name, value in sharded.state_dict().items()}
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in sharded.state_dict().items())
+    if stage:
+        next(sharded.parameters()).requires_grad_(False)
+        assert "requires_grad" in refused("MW464", lambda: sharded(x, y))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_trains_and_goes_on_from_a_state(stage: int) -> None:
     module = network()
