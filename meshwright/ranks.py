@@ -7,7 +7,7 @@ is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +169,12 @@ class ShardedModule(nn.Module):
     def _ends_backward(self) -> None:
         if self.zero == 3 and not self.by_deepspeed and self._updates is not None:
             self._updates.collect()  # lets go of what was gathered
+        if self.by_deepspeed:  # whose callbacks at the end of backward, queued after this one, take gradients
+            Variable._execution_engine.queue_callback(self._shows_taken)
+        else:
+            self._shows_taken()
+
+    def _shows_taken(self) -> None:
         self._set_taken(torch.nan)
         self.note_gradients()
 
@@ -176,8 +182,11 @@ class ShardedModule(nn.Module):
         """The gradients of stage 3, and those of DeepSpeed, are taken during backward: what reads one between backward
         and step reads NaN, and cannot be written, as clip_grad_norm_ would do without effect."""
         for parameter in self.parameters() if self.zero == 3 or self.by_deepspeed else ():
-            shown = None if value is None else torch.full((), value, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = None if shown is None or not parameter.requires_grad else shown.expand(parameter.shape)
+            parameter.grad = None
+            if value is not None and parameter.requires_grad:
+                with torch.inference_mode():  # what such a tensor holds cannot be written, even where it has no element
+                    shown = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
+                    parameter.grad = shown.expand(parameter.shape)
 
     def show_nothing(self) -> None:
         """The optimizer finds the gradients that were taken, and none in their places."""
@@ -185,14 +194,18 @@ class ShardedModule(nn.Module):
 
     def note_gradients(self) -> None:
         """The gradients are as they should be."""
-        found = ((name, parameter.grad) for name, parameter in self.named_parameters())
-        self._written = {name: mark(gradient) for name, gradient in found if gradient is not None}
+        self._written = {name: mark(gradient) for name, gradient in self._writable()}
+
+    def _writable(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients that are there, without those that only show NaN."""
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None and not parameter.grad.is_inference():
+                yield name, parameter.grad
 
     def check_gradients(self) -> None:
         """Raises ConfigError for a gradient that backward has not written, unless it is zero."""
-        for name, parameter in self.named_parameters() if self._written else ():
-            gradient = parameter.grad
-            if gradient is not None and self._written.get(name) != mark(gradient) and gradient.any():
+        for name, gradient in self._writable() if self._written else ():
+            if self._written.get(name) != mark(gradient) and gradient.any():
                 raise ConfigError(
                     "MW464",
                     f"The gradient of {name} was written after backward, as torch.nn.utils.clip_grad_norm_ does: here "
