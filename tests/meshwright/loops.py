@@ -260,3 +260,34 @@ def striped(rank: Any, folder: Path) -> tuple[bool, str]:
     except dcp.api.CheckpointException as error:
         return complete, str(error)
     return complete, ""
+
+
+def travelled(rank: Any, given: tuple[Path, list[dict[str, Any]]]) -> float:
+    """The largest relative difference of a weight from eager training, where every plan in turn trains one step and
+    leaves weights and optimizer states to torch.distributed.checkpoint, from which the next goes on."""
+    folder, plans = given
+    eager = gpt(torch.float64)
+    reference = torch.optim.AdamW(eager.parameters(), lr=0.01)
+    for step, options in enumerate(plans):
+        module = gpt(torch.float64)
+        plan = meshwright.plan(module, tokens(), loss=next_token, plan_cache=None, **options)
+        sharded = plan.apply(module)
+        if step:
+            weights = sharded.state_dict()
+            dcp.load(weights, checkpoint_id=folder / f"weights-{step}")
+            sharded.load_state_dict(weights)
+        optimizer = plan.optimizer(torch.optim.AdamW, lr=0.01)
+        if step:
+            optimizer.init_state()
+            states = {"optimizer": optimizer.state_dict()}
+            dcp.load(states, checkpoint_id=folder / f"states-{step}")
+            optimizer.load_state_dict(states["optimizer"])
+        sharded(*tokens(step)).backward()
+        next_token(eager(tokens(step)[0]), tokens(step)[1]).backward()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+        dcp.save(sharded.state_dict(), checkpoint_id=folder / f"weights-{step + 1}")
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder / f"states-{step + 1}")
+    state = {name: _all(value) for name, value in sharded.state_dict().items()}
+    return max(_relative(state[name], value) for name, value in eager.state_dict().items())

@@ -41,6 +41,13 @@ def test_a_loop_under_zero_trains_as_one_device(on_ranks: Callable[..., Any], st
 
 
 @pytest.mark.slow
+def test_states_move_between_plans_and_stages(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    sliced = {"mesh": {"dp": 2, "tp": 2}, "strategies": MEGATRON}
+    plans = [{**sliced, "zero": 2}, {"mesh": 4, "mode": "data_parallel"}, {**sliced, "zero": 3}, sliced]
+    assert on_ranks("travelled", (tmp_path, plans)) < 1e-10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fused_weights_are_trained_in_stripes(on_ranks: Callable[..., Any], stage: int) -> None:
     mesh = {"dp": 2, "tp": 2}
