@@ -54,7 +54,10 @@ def state_dict(module: Sharded, updates: Updates, program: Program, communicator
     names, groups = _named(plain.groups)
     known: list[dict[str, Any]] = [{}] * mesh.size
     found = {
-        name: ({state: shards[0].view.dtype for state, shards in own.get(name, {}).items()}, plain.scalars.get(name))
+        name: (
+            {state: shards[0].view.dtype for state, shards in own.get(name, {}).items() if shards},  # none of padding
+            plain.scalars.get(name),
+        )
         for name in names
     }
     if mesh.size > 1:  # a rank may have no element of a parameter

@@ -221,10 +221,10 @@ class ShardedModule(nn.Module):
 
     def check_weights(self) -> None:
         """Raises ConfigError for a weight that something else than the optimizer has written or frozen, of which the
-        optimizer's own copy knows nothing."""
+        optimizer's own copy knows nothing. At stage 3 weights are written where they are gathered."""
         for name, parameter in self.named_parameters() if self._weights else ():
             frozen = parameter.requires_grad != self._sources[self.name_of(name)].trainable
-            if frozen or self._weights[name] != mark(parameter):
+            if frozen or (self.zero < 3 and self._weights[name] != mark(parameter)):
                 what = "its requires_grad was changed" if frozen else "it was written"
                 raise ConfigError(
                     "MW464",
@@ -437,7 +437,7 @@ class _Names(nn.Module):
         raise ConfigError(
             "MW464",
             "A part of a rank's module has parameters alone: its operators are in the program, so it can neither be "
-            "called nor have hooks. Take hooks to the unsharded module before meshwright.plan, which records them.",
+            "called nor have hooks. Forward hooks of the unsharded module are part of what meshwright.plan captures.",
         )
 
     forward = register_forward_hook = register_forward_pre_hook = _refused
@@ -528,13 +528,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer.init_state needs zero=0 or the native engine, and no backward before it; load the state "
                 "before the first step.",
             )
-        rates = [group.get("lr") for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        rates = [(group, group["lr"]) for group in self.param_groups if "lr" in group]
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         updates.skip(1)
         updates.reduce()
         updates.update(measure=False)
-        for group, rate in zip(self.param_groups, rates, strict=True):
+        for group, rate in rates:
             group["lr"] = rate
         self._module.begin()
         self._module.note_weights()
