@@ -314,6 +314,7 @@ def plan(
     """
     names, tensors = flatten_batch(batch)
     _check_device(module, "meshwright.plan")
+    _check_modes(module)
     if not isinstance(strategies, Mapping | None):
         raise ConfigError(
             "MW204",
@@ -323,6 +324,22 @@ def plan(
     options = {"search": search, "strategies": dict(strategies or {}), "memory_limit": memory_limit, "zero": zero}
     config = config_of(module, tensors, loss, mesh, cluster, optimizer, seed, device, options | parallel)
     return planned(config, module, names, tensors, loss)
+
+
+def _check_modes(module: nn.Module) -> None:
+    """Raises ConfigError for parts in evaluation mode, which steps would train, unless `train()` leaves them in it."""
+    parts = [name for name, part in module.named_modules() if not part.training] if module.training else []
+    if not parts:
+        return
+    by_name = dict(duplicate(module).train().named_modules())
+    if changed := [name for name in parts if by_name[name].training]:
+        more = f" and {len(changed) - 1} more are" if len(changed) > 1 else " is"
+        raise ConfigError(
+            "MW464",
+            f"meshwright.plan: {changed[0]}{more} in evaluation mode, but the module in training mode, in which all of "
+            "it is planned. Override train() of the module so that it leaves them as they are, as frozen batch norms "
+            "do, or call train() of the module.",
+        )
 
 
 def config_of(

@@ -480,6 +480,27 @@ def test_a_state_dict_of_another_module_loads_nothing(wrong: dict[str, Any], tex
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+class Frozen(nn.Sequential):
+    """A network whose batch norm stays as it was."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_parts_in_evaluation_mode_stay_so_or_are_refused() -> None:
+    parts = network()[0], nn.BatchNorm1d(16, dtype=torch.float64), *network()[1:]
+    frozen = Frozen(*parts).train()
+    plan = planned(frozen)
+    assert meshwright.verify(frozen, points(), plan).passed
+    assert "batch_norm_training" not in {one["op"] for one in plan.content["operators"]}
+    mixed = nn.Sequential(*parts).train()
+    assert "batch_norm_training" in {one["op"] for one in planned(mixed).content["operators"]}
+    mixed[1].eval()
+    assert "meshwright.plan: 1 is in evaluation mode" in refused("MW464", lambda: planned(mixed))
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_a_rank_alone_cannot_do_is_refused(stage: int) -> None:
     """Gradients of a batch, hooks of parts, a scaler, weights under ZeRO that others write or freeze."""
