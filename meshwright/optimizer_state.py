@@ -68,12 +68,12 @@ def state_dict(module: Sharded, updates: Updates, program: Program, communicator
     for number, name in enumerate(names):
         dtypes = {state: dtype for rank in known for state, dtype in rank[name][0].items()}
         scalars: dict[str, Any] = next((rank[name][1] for rank in (found, *known) if rank[name][1]), {})
-        whole = {
-            state: _whole(module, name, own.get(name, {}).get(state, []), dtype, program, communicator)
+        complete = {
+            state: _complete(module, name, own.get(name, {}).get(state, []), dtype, program, communicator)
             for state, dtype in sorted(dtypes.items())
         }
-        if whole or scalars:
-            states[number] = {**scalars, **whole}
+        if complete or scalars:
+            states[number] = {**scalars, **complete}
     return {"state": states, "param_groups": groups}
 
 
@@ -91,7 +91,7 @@ def _named(groups: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[st
     return names, found
 
 
-def _whole(
+def _complete(
     module: Sharded,
     name: str,
     shards: Sequence[Shard],
@@ -99,7 +99,7 @@ def _whole(
     program: Program,
     communicator: Communicator,
 ) -> Tensor:
-    """A state from the shards of all ranks; as it is where it has not the shape of the parameter."""
+    """A state from the shards of all ranks; unchanged where it has another shape than the parameter."""
     source, mesh = program.tensors[name], program.mesh
     shape, layout = source.spec.shape, program.layouts[source.id]
     if shards and shards[0].shape != shape:

@@ -153,7 +153,7 @@ def every(names: Sequence[str], settings: Settings, limit: float, jobs: int) -> 
 
 
 def _report(pipe: Connection, name: str, settings: Settings) -> None:
-    """In a process of its own, for its dtype and threads."""
+    """In a separate process, for its dtype and threads."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
