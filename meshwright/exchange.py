@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.paths import path_of
-from meshwright.plans import Batch, Loss, Plan, config_of, planned, require_plan
+from meshwright.plans import Batch, Loss, Plan, config_of, planned, require_module, require_plan
 from runner.build.modules import target_names
 from runner.commands.diff import differences
 from runner.config.load import validated
@@ -66,6 +66,7 @@ def from_tp_plan(
         ConfigError, StrategyError: a style without a layout here, an entry that matches nothing, or a mesh without the
             axis.
     """
+    require_module(module, "meshwright.from_tp_plan")
     by_expert = {} if ep_plan is None else _entries("ep_plan", ep_plan, module)
     given = by_expert if tp_plan == {} and by_expert else _entries("tp_plan", tp_plan, module)
     entries = module_styles.merged(given, by_expert)
@@ -96,7 +97,7 @@ def _entries(name: str, given: Mapping[str, Any] | str, module: nn.Module) -> Ma
         names = [one for one, _ in (*module.named_modules(), *module.named_parameters())]
         own = dict(getattr(module, name, None) or {})
         found = {key: style for key, style in own.items() if any(segments_match(key, one) for one in names)}
-    if not isinstance(found, Mapping) or not found:
+    if not isinstance(found, Mapping) or not found or not all(isinstance(key, str) for key in found):
         example = {"tp_plan": '{"layers.*.attention.q_proj": "colwise"}', "ep_plan": '{"layers.*.up": "grouped_gemm"}'}
         raise ConfigError(
             "MW882",
@@ -143,8 +144,7 @@ def from_dtensor(
     tensors = {name: one for name, one in entries.items() if isinstance(one, DTensor)}
     if not tensors:
         raise ConfigError("MW882", "meshwright.from_dtensor: no parameter is a DTensor; shard the module before.")
-    if not isinstance(module, nn.Module):
-        raise ConfigError("MW204", f"meshwright.from_dtensor: module = {module!r} is no torch.nn.Module.")
+    require_module(module, "meshwright.from_dtensor")
     own = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -212,6 +212,7 @@ def from_autoparallel(
     Raises:
         ConfigError, StrategyError: the file is none, or of another module.
     """
+    require_module(module, "meshwright.from_autoparallel")
     axes, nodes, striped = autoparallel_placements.read(path_of(file, "meshwright.from_autoparallel"))
     names, tensors = flatten_batch(batch)
     config = config_of(module, tensors, loss, axes, None, torch.optim.AdamW, 0, "cpu", {})
@@ -361,6 +362,7 @@ def compare(plan: Plan, other: Plan | None = None) -> Excess:
 def best(plan: Plan) -> Plan:
     """The best plan of the step of another plan, on as many ranks in any mesh, with the same stage of ZeRO and the same
     recomputation; searched exactly, with a certificate."""
+    require_plan(plan, "meshwright.best")
     own = plan.planned("best")
     content = own.prepared.config.model_dump(mode="json")
     content["parallel"] |= {"mesh": None, "plan": None, "strategies": {}, "set_data_parallel": [], "layouts": {}}

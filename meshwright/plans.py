@@ -250,6 +250,13 @@ class Plan:
         return self._planned
 
 
+def require_module(given: object, what: str) -> None:
+    """Raises ConfigError for what is no module."""
+    if not isinstance(given, nn.Module):
+        made = " (make one: it is a class)" if isinstance(given, type) else ""
+        raise ConfigError("MW204", f"{what}: module = {given!r} is no torch.nn.Module{made}.")
+
+
 def require_plan(given: object, what: str) -> None:
     """Raises ConfigError for what is no plan."""
     if not isinstance(given, Plan):
@@ -283,7 +290,7 @@ def plan(
     zero: int | str = 0,
     optimizer: type[torch.optim.Optimizer] | str = "torch.optim.AdamW",
     seed: int = 0,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     **parallel: Any,
 ) -> Plan:
     """Plan a training step of a module: how every operator is sliced over the ranks.
@@ -350,7 +357,7 @@ def config_of(
     cluster: str | Path | None,
     optimizer: type[torch.optim.Optimizer] | str,
     seed: int,
-    device: str,
+    device: str | torch.device,
     parallel: Mapping[str, Any],
 ) -> Config:
     """The config of a step: the arguments of `plan`, with all that belong into the section `parallel` as a mapping.
@@ -390,7 +397,7 @@ def config_of(
         )
     sections: dict[str, Any] = {
         "world_size": mesh if isinstance(mesh, int) else None,
-        "device": device,
+        "device": str(device),
         "optimizer": {"target": optimizer if isinstance(optimizer, str) else _name(optimizer), "args": {}},
         "train": {"seed": seed, "precision": _precision(module)},
         "parallel": {
@@ -528,9 +535,7 @@ def _described_tensor(entry: tuple[tuple[int, ...], torch.dtype, bool] | None) -
 def _check_device(module: nn.Module, what: str, *, holds_numbers: bool = False) -> None:
     """Raises ConfigError for what is no module, and for tensors that are neither on the CPU nor, unless it
     `holds_numbers`, on `meta`."""
-    if not isinstance(module, nn.Module):
-        made = " (make one: it is a class)" if isinstance(module, type) else ""
-        raise ConfigError("MW204", f"{what}: module = {module!r} is no torch.nn.Module{made}.")
+    require_module(module, what)
     check_complete(module, f"{what}: the module")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type != "cpu" and (holds_numbers or not tensor.is_meta):
@@ -560,7 +565,7 @@ def _precision(module: nn.Module) -> str:
 def _name(function: Any) -> str:
     """A dotted name for messages."""
     word = str(getattr(function, "__name__", type(function).__name__))
-    return f"{function.__module__}.{word if word.isidentifier() else 'function'}"
+    return f"{function.__module__}.{word.strip('<>')}"
 
 
 def _described(cluster: str | Path) -> Path:

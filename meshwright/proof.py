@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.plans import Batch, Plan, Planned, check_signature, require_plan
+from runner.build.targets import describe
 from runner.config.schema import Config
 from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, RunFailed
@@ -69,11 +70,13 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     check_shapes(planned, tensors, "meshwright.verify")
     precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
     eager = Eager(duplicate(planned.step_of(module)).train())
-    own = {name: tensor.detach() for name, tensor in eager.tensors().items()}
+    before = {name: tensor.detach().clone() for name, tensor in eager.named_buffers()}
+    own = {name: tensor.detach() for name, tensor in eager.tensors().items()} | before
     values = {**planned.captured.tensors, **own}
     values |= {f"input.{name}" if name in values else name: one for name, one in zip(names, tensors, strict=True)}
+    alone = _on_one_device(eager, tensors, key)  # first, as it refuses numbers that no program takes
     ours, buffers = _on_simulated_ranks(planned, values, key)
-    theirs = _on_one_device(eager, tensors, key, ours)
+    theirs = _trained(alone, ours)
     limit, rounding = tolerance or TOLERANCE[precision], ROUNDING[precision]
     gap, found = of_step(ours, theirs, limit, rounding)
     written = {name: eager.tensors()[name] for name in buffers}
@@ -88,7 +91,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         widen = methodcaller("double" if FINER[precision] == "fp64" else "float")
         exact = Eager(widen(duplicate(planned.step_of(module)).train()), single_draws=True)
         wide = [widen(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
-        truth = _on_one_device(exact, wide, key, ours)
+        truth = _trained(_on_one_device(exact, wide, key), ours)
         zero = below(truth["gradients"], ROUNDING[FINER[precision]])
         gap, found = of_step(ours, theirs, limit, rounding, zero)
         distance = of_step(theirs, truth, limit, rounding, zero)[1]
@@ -129,6 +132,11 @@ def check_shapes(planned: Planned, tensors: Sequence[Tensor], what: str) -> None
             )
 
 
+def _trained(record: Record, ours: Record) -> Record:
+    """A record with the gradients of those parameters alone that the record `ours` has."""
+    return record | {"gradients": {name: record["gradients"][name] for name in ours["gradients"]}}
+
+
 def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int) -> tuple[Record, dict[str, Tensor]]:
     """One step of the plan's program with the random numbers of one device: its record, and the buffers after it."""
     assert planned.prepared.step is not None
@@ -144,17 +152,14 @@ def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int
     return {"loss": loss.item(), "gradients": ranks.gradients()}, ranks.buffers()
 
 
-def _on_one_device(eager: Eager, tensors: Sequence[Tensor], key: int, ours: Record) -> Record:
-    """The same step of the eager module; the gradients of the parameters that the record `ours` has."""
+def _on_one_device(eager: Eager, tensors: Sequence[Tensor], key: int) -> Record:
+    """The same step of the eager module. Raises RunFailed where the module itself raises."""
     try:
         loss = eager(*tensors, key=key)
         loss.backward()
-    except RuntimeError as error:
-        text = (
-            f"meshwright.verify: the module itself raises RuntimeError on one device, so nothing is to compare: {error}"
-        )
+    except Exception as error:
+        text = f"meshwright.verify: the module itself fails on one device, so nothing is to compare: {describe(error)}."
         raise RunFailed("MW710", text) from error
-    named = dict(eager.named_parameters())
-    gradients = {name: named[name].grad for name in ours["gradients"]}
-    zeros = {name: torch.zeros_like(named[name]) for name, gradient in gradients.items() if gradient is None}
-    return {"loss": loss.item(), "gradients": gradients | zeros}
+    named = eager.named_parameters()
+    gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in named}
+    return {"loss": loss.item(), "gradients": gradients}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class ShardedModule(nn.Module):
         self._execution = (execution,)  # in a tuple, so that its tensors have no second name here
         self._updates: Updates | None = None
         self._step = self._backwards = 0
-        self.reduced = False
+        self._shown = self.reduced = False
         self._written: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, tuple[int, int]] = {}
         self._sources = execution.program.tensors
@@ -93,6 +93,11 @@ class ShardedModule(nn.Module):
                 part.__class__ = _Names
         self.register_state_dict_post_hook(_to_dtensors)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_dtensors)  # type: ignore[no-untyped-call]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_names" in self.__dict__ and name in {**self._parameters, **self._buffers, **self._modules}:
+            _refuse_assignment(name)
+        super().__setattr__(name, value)
 
     @property
     def execution(self) -> Execution:
@@ -176,6 +181,7 @@ class ShardedModule(nn.Module):
 
     def _shows_taken(self) -> None:
         self._set_taken(torch.nan)
+        self._shown = True
         self.note_gradients()
 
     def _set_taken(self, value: float | None) -> None:
@@ -203,7 +209,17 @@ class ShardedModule(nn.Module):
                 yield name, parameter.grad
 
     def check_gradients(self) -> None:
-        """Raises ConfigError for a gradient that backward has not written, unless it is zero."""
+        """Raises ConfigError for a gradient that backward has not written, unless it is zero, and for one that was
+        dropped after it was taken."""
+        taken = self._shown and (self.zero == 3 or self.by_deepspeed)
+        for name, parameter in self.named_parameters() if taken else ():
+            if parameter.requires_grad and parameter.grad is None:
+                raise ConfigError(
+                    "MW464",
+                    f"The gradient of {name} was set to None, but at ZeRO stage {self.zero} backward has reduced it "
+                    "already; call optimizer.zero_grad() to forget all gradients, or set requires_grad=False before "
+                    "meshwright.plan for parameters that are not trained.",
+                )
         for name, gradient in self._writable() if self._written else ():
             if self._written.get(name) != mark(gradient) and gradient.any():
                 raise ConfigError(
@@ -249,7 +265,7 @@ class ShardedModule(nn.Module):
 
     def begin(self) -> None:
         """The gradients have been used or forgotten; a new step begins."""
-        self._backwards, self.reduced, self._written = 0, False, {}
+        self._backwards, self.reduced, self._written, self._shown = 0, False, {}, False
         self._set_taken(None)
 
     def local_batch(self, *entries: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
@@ -430,6 +446,14 @@ class ShardedModule(nn.Module):
         return self.execution.tensors[name].detach()
 
 
+def _refuse_assignment(name: str) -> NoReturn:
+    raise ConfigError(
+        "MW464",
+        f"{name!r} cannot be assigned in a rank's module: its program has the tensors and values of the planned one. "
+        "Assign it before meshwright.plan, or write weights by load_state_dict.",
+    )
+
+
 class _Names(nn.Module):
     """The names of a part of the user's module, whose operators are in the program of the rank: nothing calls it."""
 
@@ -439,6 +463,11 @@ class _Names(nn.Module):
             "A part of a rank's module has parameters alone: its operators are in the program, so it can neither be "
             "called nor have hooks. Forward hooks of the unsharded module are part of what meshwright.plan captures.",
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "training" and not name.startswith("_"):
+            _refuse_assignment(name)
+        super().__setattr__(name, value)
 
     forward = register_forward_hook = register_forward_pre_hook = _refused
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refused

@@ -32,7 +32,7 @@ from strategies.core.errors import closest
 
 EXTRAS = {"datasets": "data", "peft": "lora", "torchmetrics": "metrics", "transformers": "hf"}
 """Packages that the project knows but does not need, with the extra that installs each."""
-OWN = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("runner", "strategies"))
+OWN = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("meshwright", "runner", "strategies"))
 """Folders whose lines do not help a user."""
 HYDRA_TARGET = "_target_"
 HYDRA_KEYS = (HYDRA_TARGET, "_args_", "_partial_")

@@ -185,6 +185,8 @@ def _meant(verb: str | None, word: str) -> str:
 
 def _readable(word: str) -> str:
     key, equals, value = word.partition("=")
+    if not key.strip("+~ "):
+        raise ConfigError("MW103", f"{word!r} names no key; overrides are KEY=VALUE.")
     if TUPLE.fullmatch(value):
         lists = value.strip().replace("(", "[").replace(")", "]")
         raise ConfigError("MW103", f"{word!r}: lists are written with square brackets: '{key}={lists}'.")

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -111,7 +111,8 @@ def main() -> None:
     _prepare_streams()
     typed = sys.argv[1:]
     try:
-        _command(typed)
+        with Interrupts():
+            _command(typed)
         sys.stdout.flush()  # while a reader that has gone can still be answered for
     except SweepFailed:
         sys.exit(1)
@@ -160,7 +161,7 @@ def _command(typed: list[str]) -> None:
     CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
     try:
         once = sources_copied_once() if {"--help", "-h"} & set(rest) else composed_once()
-        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext(), once, read_by_libyaml():
+        with once, read_by_libyaml():
             _job()
     except KeyboardInterrupt:
         if (sweep := CheckConfig.sweep) is not None:

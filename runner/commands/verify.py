@@ -102,10 +102,10 @@ def run(config: Config, run_dir: Path) -> float | None:
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision], published)
         magnified = comparison.may_be_rounding and config.verify.tolerance is None
         if magnified and precision == "fp64" and (less := computes_in_less(prepared.graph)) is not None:
-            kind, operator = less
+            kind, where = less
             print(
                 f"verify: a difference is beyond {tolerance:g}, but the model itself computes in {kind} in "
-                f"{operator.where}; compared as that",
+                f"{where}; compared as that",
                 flush=True,
             )
             comparison = compare(ours, theirs, TOLERANCE[kind], ROUNDING[kind], published)

@@ -166,7 +166,8 @@ def global_batch(
             except Exception as error:
                 raise ConfigError("MW311", f"data: row {row} cannot be read: {targets.describe(error)}.") from error
             if collate is None:
-                _ordered(*fields(samples[-1]), fields(samples[0])[0], f"data: row {row}")
+                where = f"data: row {row}"
+                _ordered(*fields(samples[-1], where), fields(samples[0])[0], where)
         begin(rows[0], len(rows))
         try:
             batch = (collate or default_collate)(samples)
@@ -214,7 +215,7 @@ def flatten_batch(batch: Any, order: Sequence[str] | None = None) -> tuple[tuple
     Raises ConfigError: no tensors at all, something that is not a tensor, a tensor without a dim for the rows, a key
     that cannot be the name of an argument, or other names than those of `order`.
     """
-    names, values = fields(batch)
+    names, values = fields(batch, "data: a batch")
     if not values:
         raise ConfigError(
             "MW312", "data: a batch without tensors; samples must be a dict or a tuple of tensors or numbers."
@@ -317,7 +318,7 @@ class LocalBatches:
         """The values of one row, each cut to its block."""
         where = f"data: row {row}"
         if self._read is None:
-            values = self._named(*fields(self._dataset[row]), where)
+            values = self._named(*fields(self._dataset[row], where), where)
             self._check([tuple(getattr(value, "shape", ())) for value in values], where)
             cuts = [tuple(slice(*span) for span in block[1:]) for block in self._blocks]
             return [value[cut] if cut else value for value, cut in zip(values, cuts, strict=True)]
@@ -325,7 +326,7 @@ class LocalBatches:
             tuple(slice(*span) if block[0][0] <= position < block[0][1] else slice(0, 0) for span in block[1:])
             for block in self._blocks
         )
-        values = self._named(*fields(self._read(row, slices)), where)
+        values = self._named(*fields(self._read(row, slices), where), where)
         for name, value, cut in zip(self._names or (), values, slices, strict=True):
             shape, wanted = tuple(getattr(value, "shape", ())), tuple(span.stop - span.start for span in cut)
             if shape != wanted:
@@ -430,8 +431,11 @@ def reader(dataset: MapDataset) -> Read | None:
     return read if taken[1].default is inspect.Parameter.empty or taken[1].name == "slices" else None
 
 
-def fields(sample: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """The names of a sample's entries, and their values: keys of a dict, else positions."""
+def fields(sample: Any, where: str = "data: a row") -> tuple[tuple[str, ...], list[Any]]:
+    """The names of a sample's entries, and their values: keys of a dict, else positions. Raises ConfigError for None,
+    at `where`."""
+    if sample is None:
+        raise ConfigError("MW312", f"{where} is None; return a dict or a tuple of tensors, arrays and numbers.")
     if isinstance(sample, Mapping):
         return tuple(sample), list(sample.values())
     values = list(sample) if isinstance(sample, (tuple, list)) else [sample]

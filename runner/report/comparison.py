@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.errors import ConfigError
-from strategies.core.graph import Operator, OperatorGraph, Ref
+from strategies.core.graph import OperatorGraph, Ref
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_autocast": 2e-2}
 ROUNDING = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
@@ -26,7 +26,7 @@ SMALL = 1e-3
 """Gradients below this times the model's largest one may cancel out, which fp64 decides."""
 FINER = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32", "bf16_autocast": "fp32"}
 """The precision in which one process measures the rounding of another one."""
-LESS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+LESS = {"float32": "fp32", "complex64": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Precisions below fp64, by dtype."""
 MAGNIFIED = 0.1
 """The largest difference that may still be rounding."""
@@ -39,16 +39,22 @@ Differences = dict[tuple[str, str], float]
 LOSS, TENSORS = ("loss", ""), ("grad", "weight")
 
 
-def computes_in_less(graph: OperatorGraph | None) -> tuple[str, Operator] | None:
-    """The least precision of a result with a gradient in a graph of a model in fp64, and the first operator that has
-    it, as its author wrote: losses of transformers compute in fp32. None where all is fp64."""
+def computes_in_less(graph: OperatorGraph | None) -> tuple[str, str] | None:
+    """The least precision of a result or parameter with a gradient in a graph of a model in fp64, and the first
+    operator or parameter that has it: losses of transformers compute in fp32, and `Module.double` leaves complex64.
+    None where all is fp64."""
     if graph is None:
         return None
     found = [
-        (LESS[spec.dtype], operator)
+        (LESS[spec.dtype], operator.where)
         for operator in graph.operators
         for index, spec in enumerate(operator.results)
         if spec.dtype in LESS and Ref(operator.id, index) in graph.trained
+    ]
+    found += [
+        (LESS[source.spec.dtype], f"the parameter {source.name}")
+        for source in graph.of_kind("parameter")
+        if source.spec.dtype in LESS and source.trainable
     ]
     return max(found, key=lambda one: TOLERANCE[one[0]], default=None)
 

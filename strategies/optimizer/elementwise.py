@@ -18,9 +18,15 @@ from strategies.core.program import Program
 from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, kind_of
 
 VALUES = torch.linspace(1.0, 2.0, 16).view(2, 8) * torch.tensor([[0.01], [10.0]])
-GRADIENTS = (torch.linspace(2.0, 1.0, 16).view(2, 8), torch.linspace(-1.0, 3.0, 16).view(2, 8))
-"""Of two steps."""
-TOLERANCE, ROUNDING = 1e-3, 4 * torch.finfo(torch.float32).eps
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Those of torch need no trial."""
+STEPS = 100
+"""Optimizers change after some: LARS behind a warm-up, preconditioners that are computed every tenth step."""
+GRADIENTS = (torch.linspace(2.0, 1.0, 16).view(2, 8), torch.linspace(-1.0, 3.0, 16).view(2, 8)) * (STEPS // 2)
+TOLERANCE, ROUNDING = 1e-3, 2 * STEPS * torch.finfo(torch.float32).eps
 """Of the update, which may be small, and of the values."""
 
 
@@ -50,38 +56,49 @@ def check_elementwise(
     than complete ones; `what` slices them."""
     for group in groups:
         options = {key: value for key, value in group.items() if key != "names"}
-        kind = _kind(factory, options, device)
-        if kind not in BY_SHAPE and is_elementwise(factory, options, device, flat=flat):
+        optimizer = _made(factory, options, device)
+        kind = kind_of(optimizer, BY_SHAPE)
+        if type(optimizer) in ELEMENTWISE or (not kind and is_elementwise(factory, options, device, flat=flat)):
             continue
         reason = (
             "treats every parameter as one matrix"
-            if kind in BY_SHAPE
+            if kind
             else "does not update every element by itself (tried out: halves of a parameter come out otherwise than "
             "the complete one, as with LARS and LAMB, which take its norm)"
         )
         raise StrategyError(
             "MW323",
-            f"Optimizer {kind} {reason}, but {what}: the updates would differ from training on one device. Use an "
-            "elementwise optimizer such as torch.optim.AdamW, or parallel=data_parallel with parallel.zero.stage=0.",
+            f"Optimizer {kind or type(optimizer).__name__} {reason}, but {what}: the updates would differ from those of "
+            "one device. Use an elementwise optimizer such as torch.optim.AdamW, or parallel=data_parallel with "
+            "parallel.zero.stage=0.",
         )
 
 
 def _check_separate(factory: OptimizerFactory, groups: Groups, device: torch.device) -> None:
     """Raises StrategyError if the optimizer updates a parameter otherwise beside others of its group than alone."""
-    values, gradients = _rows(VALUES.to(device)), [_rows(gradient.to(device)) for gradient in GRADIENTS]
     for group in groups:
         options = {key: value for key, value in group.items() if key != "names"}
-        together = _updated(factory, options, values, gradients)
-        for number, value in enumerate(values):
-            (alone,) = _updated(factory, options, [value], [[step[number]] for step in gradients])
-            if not _agree(alone, together[number], value):
-                raise StrategyError(
-                    "MW323",
-                    f"Optimizer {_kind(factory, options, device)} updates parameters by all of a group (tried out: two "
-                    "come out otherwise than each alone, as with Prodigy, which estimates one learning rate), but a "
-                    "pipeline has an optimizer for each stage: the updates would differ from training on one device. "
-                    "Use an optimizer such as torch.optim.AdamW, or parallel=data_parallel without a pipeline.",
-                )
+        kind = type(_made(factory, options, device))
+        if kind in ELEMENTWISE or is_separate(factory, options, device):
+            continue
+        raise StrategyError(
+            "MW323",
+            f"Optimizer {kind.__name__} updates parameters by all of a group (tried out: two come out otherwise than "
+            "each alone, as with Prodigy, which estimates one learning rate), but a pipeline has an optimizer for each "
+            "stage: the updates would differ from training on one device. Use an optimizer such as torch.optim.AdamW, "
+            "or parallel=data_parallel without a pipeline.",
+        )
+
+
+def is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether a parameter is updated beside another one of its group as it is alone."""
+    values, gradients = _rows(VALUES.to(device)), [_rows(gradient.to(device)) for gradient in GRADIENTS]
+    together = _updated(factory, options, values, gradients)
+    alone = [
+        _updated(factory, options, [value], [[step[number]] for step in gradients])[0]
+        for number, value in enumerate(values)
+    ]
+    return all(map(_agree, alone, together, values))
 
 
 def _rows(tensor: Tensor) -> list[Tensor]:
@@ -111,7 +128,8 @@ def is_elementwise(factory: OptimizerFactory, options: Mapping[str, Any], device
 def _agree(found: Tensor, expected: Tensor, before: Tensor) -> bool:
     """Whether an update of `before` is the expected one, but for rounding."""
     allowed = TOLERANCE * (expected - before).abs() + ROUNDING * before.abs()
-    return bool(((found - expected).abs() <= allowed).logical_or(found.isnan() & expected.isnan()).all())
+    same = (found == expected) | (found.isnan() & expected.isnan())  # infinities, too
+    return bool(((found - expected).abs() <= allowed).logical_or(same).all())
 
 
 def _updated(
@@ -130,8 +148,8 @@ def _updated(
     return [parameter.detach() for parameter in parameters]
 
 
-def _kind(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> str:
-    """The class of the optimizer. Raises StrategyError for one that no plan can use."""
+def _made(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer of one parameter. Raises StrategyError for one that no plan can use."""
     optimizer = factory([{"params": [nn.Parameter(VALUES.to(device))], **options}])
     check_kind(optimizer)
-    return kind_of(optimizer, BY_SHAPE) or type(optimizer).__name__
+    return optimizer

@@ -285,6 +285,10 @@ class Overwriting(nn.Module):
 def test_verify_says_that_one_device_fails() -> None:
     module = Overwriting()
     assert "on one device" in refused("MW710", lambda: meshwright.verify(module, points(), planned(module, mesh=2)))
+    table, rows = nn.Embedding(4, 4), torch.zeros(8, dtype=torch.int64)
+    plan = meshwright.plan(table, (rows, points()[1].float()), loss=nn.MSELoss(), mesh=2, plan_cache=None)
+    far = (rows + 4, points()[1].float())
+    assert "IndexError: index out of range in self." in refused("MW710", lambda: meshwright.verify(table, far, plan))
 
 
 def refused(code: str, call: Callable[[], Any]) -> str:
@@ -324,6 +328,10 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     for mesh in (0, True, {}, {"dp": 0}, {"dp": 2.0}):
         assert f"mesh = {mesh!r}" in refused("MW204", partial(planned, mesh=mesh))
     refused("MW204", lambda: planned(mesh=2.5))
+    assert planned(device=torch.device("cpu")).mesh == plan.mesh
+    refused("MW204", lambda: meshwright.best(3))  # type: ignore[arg-type]
+    refused("MW204", lambda: meshwright.from_tp_plan({"0": "colwise"}, None, points(), mesh=2))  # type: ignore[arg-type]
+    refused("MW882", lambda: meshwright.from_tp_plan({3: "colwise"}, module, points(), mesh=2))  # type: ignore[dict-item]
     for mesh in (10**9, {"dp": 10**5, "tp": 10**5}):  # which planning did not finish
         assert "131072 at most" in refused("MW204", partial(planned, mesh=mesh))
     refused("MW204", lambda: planned(loss="mse"))
@@ -512,6 +520,8 @@ def test_what_a_rank_alone_cannot_do_is_refused(stage: int) -> None:
     part = sharded.get_submodule("0")
     refused("MW464", lambda: part.register_forward_hook(print))
     refused("MW464", lambda: part(x))
+    for owner, name in ((sharded, "0"), (part, "weight"), (part, "momentum")):
+        assert repr(name) in refused("MW464", partial(setattr, owner, name, None))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(sharded(x, y)).backward()
     refused("MW464", lambda: scaler.step(optimizer))
@@ -560,6 +570,11 @@ def test_gradients_are_written_by_backward_alone(stage: int) -> None:
         nn.utils.clip_grad_norm_(sharded.parameters(), 0.1)
         assert "clip=" in refused("MW464", optimizer.step)
     optimizer.zero_grad()
+    if stage == 3:  # so that None drops nothing
+        sharded(*points()).backward()
+        sharded.get_parameter("2.bias").grad = None
+        assert "2.bias" in refused("MW464", optimizer.step)
+        optimizer.zero_grad()
     sharded(*points()).backward()
     expected = torch.autograd.grad(nn.MSELoss()(own(points()[0]), points()[1]), own[0].weight)[0]
     torch.testing.assert_close(optimizer.gradients()["0.weight"], expected)  # nothing is left of what was dropped

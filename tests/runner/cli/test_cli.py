@@ -31,6 +31,7 @@ BAD = [
     (["trian", QUICK], "Did you mean 'train'?"),
     (["train", "plan", QUICK], "two verbs"),
     ([QUICK, "job=trian"], "Did you mean 'train'?"),
+    ([QUICK, "=3"], "names no key"),
     ([QUICK, "--bad"], "--bad"),
     ([QUICK, "--cfg", "jobs"], "invalid choice: 'jobs'"),
     (["--config-dir", "nowhere", QUICK], "nowhere' not found"),

@@ -69,23 +69,28 @@ def test_a_gradient_that_cancels_out_is_compared_relative_to_the_largest(
 
 
 class Casts(nn.Module):
-    """Computes in double precision but for its loss, or for a mask alone."""
+    """Computes in double precision but for its loss, for a parameter of complex numbers, or for a mask alone."""
 
-    def __init__(self, loss: bool) -> None:
+    def __init__(self, less: str) -> None:
         super().__init__()
-        self.loss, self.dense = loss, nn.Linear(4, 4)
+        self.less, self.dense = less, nn.Linear(4, 4)
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64)) if less == "turn" else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.dense(x) * (x > 0).float()
-        return (y.float() if self.loss else y).square().mean()
+        y = (self.dense(x) * (x > 0).float() * self.turn).abs()
+        return (y.float() if self.less == "loss" else y).square().mean()
 
 
-@pytest.mark.parametrize("loss", [True, False])
-def test_what_a_model_itself_casts_to_less_is_compared_as_that(loss: bool) -> None:
-    net = Casts(loss).double()
+@pytest.mark.parametrize("less", ["loss", "turn", ""])
+def test_what_a_model_itself_casts_to_less_is_compared_as_that(less: str) -> None:
+    net = Casts(less).double()
     graph = capture(Objective(net, None, ("x",), ()), (torch.randn(4, 4).double(),), training=True).graph
     found = computes_in_less(graph)
-    assert (found is not None and (found[0], found[1].op) == ("fp32", "to")) if loss else found is None
+    assert (
+        (found is not None and found[0] == "fp32" and {"loss": "(to,", "turn": "turn"}[less] in found[1])
+        if less
+        else found is None
+    )
     assert computes_in_less(None) is None
 
 

@@ -183,8 +183,8 @@ def test_dict_samples_have_their_keys_in_any_order() -> None:
     for collate in (None, lambda rows: {name: torch.stack([row[name] for row in rows]) for name in ("x", "y")}):
         y, x = LocalBatches(Rows(samples), collate, blocks, names=("y", "x")).load([0, 1])
         assert y.shape == (2, 1) and x.shape == (2, 2)
-    for other in ({"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(1), "z": torch.ones(1)}):
-        with pytest.raises(ConfigError, match=r"row 1 has the values .*(lacks 'y'|has 'z' beside them)"):
+    for other in (None, {"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(1), "z": torch.ones(1)}):
+        with pytest.raises(ConfigError, match=r"row 1 (is None|has the values .*(lacks 'y'|has 'z' beside them))"):
             global_batch([samples[0], other], None, [0, 1])
 
 
