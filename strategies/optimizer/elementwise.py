@@ -68,8 +68,8 @@ def check_elementwise(
         )
         raise StrategyError(
             "MW323",
-            f"Optimizer {kind or type(optimizer).__name__} {reason}, but {what}: the updates would differ from those of "
-            "one device. Use an elementwise optimizer such as torch.optim.AdamW, or parallel=data_parallel with "
+            f"Optimizer {kind or type(optimizer).__name__} {reason}, but {what}: the updates would differ from one "
+            "device's. Use an elementwise optimizer such as torch.optim.AdamW, or parallel=data_parallel with "
             "parallel.zero.stage=0.",
         )
 
