@@ -984,7 +984,16 @@ def _receiving(mesh: DeviceMesh, placed: Placed) -> Any:
 
 
 def _returning(mesh: DeviceMesh, placed: Placed) -> Any:
-    return lambda _, __, result: laid_out(result, mesh, placed) if isinstance(result, Tensor) else result
+    def hook(_: nn.Module, __: Any, result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        found = laid_out(result, mesh, placed)
+        of_rows = any(type(one) is not Partial and one.is_partial() for one in getattr(result, "placements", ()))
+        if of_rows and found.requires_grad:  # DTensor does not take partial sums for the gradient of an embedding's
+            found.register_hook(_complete(placed))
+        return found
+
+    return hook
 
 
 def _complete(placed: Placed) -> Any:

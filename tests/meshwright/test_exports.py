@@ -477,6 +477,17 @@ def test_gradients_that_are_partial_sums_run() -> None:
     assert any(change.kind == "collectives" for change in plan.expressible("torch", collectives=True))  # it runs
 
 
+@pytest.mark.slow
+def test_partial_sums_are_added_up_behind_an_embedding_of_sliced_rows() -> None:
+    module = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Flatten())
+    batch = torch.randint(16, (8, 3)), torch.randn(8, 24)
+    styles = {"0": "embedding_rowwise", "1": "colwise_gather_output"}
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": {"dp": 2, "tp": 2}, "plan_cache": None}
+    plan = meshwright.from_tp_plan(styles, module, batch, **options)
+    assert plan.expressible("torch") == []
+    plan.expressible("torch", collectives=True)  # it runs
+
+
 class Rows(nn.Module):
     """Recurrent layers whose rows come first: [rows, 4, 8] -> [rows, 4, 6]."""
 
