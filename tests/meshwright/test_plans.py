@@ -542,10 +542,11 @@ def test_one_rank_trains_and_goes_on_from_a_state(stage: int) -> None:
     optimizer = plan.optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": ["*.bias"], "lr": 0.3}])
     weights, biases = ([one for one in module.parameters() if one.ndim == ndim] for ndim in (2, 1))
     expected = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.3}], lr=0.1)
-    for step in range(2):
-        for _ in range(step + 1):
-            sharded(*points()).backward()
-            nn.MSELoss()(module(points()[0]), points()[1]).backward()
+    for together, rounds in ((1, 1), (1, 2), (2, 1)):  # forwards before a backward, and how often
+        for _ in range(rounds):
+            for loss in [sharded(*points()) for _ in range(together)]:
+                loss.backward()
+                nn.MSELoss()(module(points()[0]), points()[1]).backward()
         for name, gradient in optimizer.gradients().items():
             torch.testing.assert_close(gradient, module.get_parameter(name).grad)
         for one in (optimizer, expected):
