@@ -11,6 +11,8 @@ TEXT = {"read_text": 0, "write_text": 1}
 """Methods that always open text, and the position of `encoding` among their arguments."""
 MODE = {"open": 1, "fdopen": 1, "makefile": 0, "NamedTemporaryFile": 0, "TemporaryFile": 0}
 """Callables that open text or bytes, and the position of `mode`; one earlier for the method of a Path."""
+PROCESSES = ("run", "Popen", "check_output", "check_call", "call")
+CALLED = {*TEXT, *MODE, *PROCESSES}
 MODULES = {"builtins", "io", "os", "codecs"}
 OTHERS = {"os.open", "gzip.open", "bz2.open", "self.open", "looking.open", "system.open", "folder.write_text"}
 """Calls that open no text, or name the encoding."""
@@ -22,15 +24,18 @@ def without(source: str) -> list[int]:
 
 
 def _left_out(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if name not in CALLED:
+        return False
     named = {keyword.arg: keyword.value for keyword in call.keywords}
-    owner, _, name = ast.unparse(call.func).rpartition(".")
+    owner = ast.unparse(call.func).rpartition(".")[0]
     if "encoding" in named or f"{owner}.{name}" in OTHERS:
         return False
     if owner == "subprocess":
         return "text" in named or "universal_newlines" in named
     if name in TEXT:
         return len(call.args) <= TEXT[name]
-    if name not in MODE:
+    if name in PROCESSES:
         return False
     at = MODE[name] - (name == "open" and owner != "" and owner not in MODULES)
     mode = named.get("mode", call.args[at] if len(call.args) > at else None)

@@ -87,6 +87,7 @@ FEW = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FEW)
 def test_no_recorded_plan_is_cheaper_than_the_exact_one(name: str) -> None:
     cases = {case["id"]: case for case in json.loads((HERE / "cases.json").read_text(encoding="utf-8"))}

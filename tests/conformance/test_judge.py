@@ -93,6 +93,7 @@ def error(rule: str) -> dict[str, Any]:
     return {"error": {"trigger": [{"op": "MatMul(product)", "rule": rule}]}}
 
 
+@pytest.mark.slow
 def test_a_refusal_must_come_and_be_about_the_recorded_rule() -> None:
     case = with_("network.0.in_strategy", [[2, 4], [2, 1]])
     assert judge({**case, "expected": error("contraction_mismatch")}, 2**15) == Verdict("passed")

@@ -58,7 +58,7 @@ def test_there_are_32() -> None:
     assert len(BY_NAME) == 32 + len(FURTHER)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "turn",
     [pytest.param(turn, marks=[pytest.mark.slow] * (turn % 2)) for turn in range(len(ARCHITECTURES))],

@@ -337,6 +337,7 @@ def test_a_parallelize_plan_is_read_proven_and_compared_with_the_best() -> None:
     assert "layers.0.attention_norm" in sliced and "layers.0.attention.q_proj" not in sliced
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("code", "tp_plan", "mesh"),
     [
@@ -462,6 +463,7 @@ def test_dtensors_that_are_sliced_over_several_axes_at_once_are_read(pretended: 
         meshwright.from_dtensor(sharded, module, batch, mesh=4, **common)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("placed", "packed", "sent"), [(_StridedShard(0, split_factor=2), True, []), (Shard(0), False, ["all_gather"])]
 )

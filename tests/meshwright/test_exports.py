@@ -281,6 +281,7 @@ def test_fused_weights_are_taken_apart_in_stripes(on_ranks: Callable[..., Any], 
     assert worst["bytes"] == pytest.approx(predicted(plan), abs=2)
 
 
+@pytest.mark.slow
 def test_stripes_are_gathered_under_zero_3_and_listed() -> None:
     module, batches = built("fused")
     options: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "strategies": SECTIONS, "zero": 3}
@@ -538,6 +539,7 @@ def test_convolutions_train_as_one_device(
     more_sent(on_ranks, tmp_path / "exported.py", "pictures", options)
 
 
+@pytest.mark.slow
 def test_convolutions_run_on_slices() -> None:
     module, batches = built("pictures")
     options: dict[str, Any] = {"loss": loss_of, "mesh": {"dp": 2, "tp": 2}, "strategies": CHANNELS, "plan_cache": None}
@@ -556,6 +558,7 @@ def test_operators_that_dtensor_does_not_know_train_as_one_device(
     more_sent(on_ranks, tmp_path / "exported.py", "recurrent", options)
 
 
+@pytest.mark.slow
 def test_layers_that_differ_have_entries_of_their_own(tmp_path: Path) -> None:
     strategies = megatron("gpt")
     strategies |= {"layers.0.feed_forward.up_proj.matmul": [[2, 1, 2], [2, 1]]}

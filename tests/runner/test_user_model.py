@@ -199,8 +199,7 @@ def test_from_the_working_directory(command, folder):
     assert 0 <= records[-1]["evaluation"]["share_of_first"] <= 1
     assert "done: 3 steps, loss " in done.out and done.out.endswith("; results in out\n")
     assert command("verify", *words, "hydra.run.dir=verified").code == 0
-    assert command("plan", *words, "train.steps=null", "hydra.run.dir=planned").code == 0
-    plan = json.loads((folder / "planned" / "plan.json").read_text(encoding="utf-8"))
+    plan = json.loads((folder / "out" / "plan.json").read_text(encoding="utf-8"))
     assert any("/my_networks.py:" in operator["source"] for operator in plan["operators"])
 
 

@@ -169,6 +169,7 @@ def test_the_best_so_far_is_saved(tmp_path):
         due(NEVER.model_copy(update={"best": "acuracy"}), 5, tmp_path, losses)
 
 
+@pytest.mark.slow
 def test_the_best_of_a_real_run_stays(start):
     words = (*SMALL, *MODES["data_parallel"], "evaluate.metric=accuracy", "evaluate.every=1", "train.steps=4")
     wanted = "checkpoint={best: accuracy, keep: 1, background: true}"

@@ -30,6 +30,7 @@ def recorded(place, of):
     )
 
 
+@pytest.mark.slow
 def test_auto_takes_the_newest_on_the_branch(tmp_path):
     place = tmp_path / "checkpoints"
     saved(place, "a", 2, 4, 6)
@@ -67,6 +68,7 @@ def test_those_of_others_are_kept_until_they_are_passed(tmp_path):
     assert header.read_header(tmp_path / "step-00000008").run == "b"
 
 
+@pytest.mark.slow
 def test_the_best_is_that_of_the_own_run(tmp_path):
     place = tmp_path / "checkpoints"
     saved(place, "a", 2, metric=0.1)

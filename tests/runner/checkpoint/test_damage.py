@@ -64,7 +64,7 @@ def test_all_damaged_is_an_error_and_so_is_a_damaged_path(tmp_path, capsys):
         checkpoints.to_continue(str(tmp_path / "step-00000001"), tmp_path)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rank", range(6))
 def test_copies_make_good_what_one_rank_loses(tmp_path, capsys, rank):
     path = save(tmp_path, 1, copies=2)
@@ -75,6 +75,7 @@ def test_copies_make_good_what_one_rank_loses(tmp_path, capsys, rank):
     assert equal(weights(path), expected())
 
 
+@pytest.mark.slow
 def test_an_older_one_is_better_than_lost_random_states(tmp_path, capsys):
     """Replicas of tensors do not replace the RNG state, which every rank stores for itself."""
     older, path = (save(tmp_path, step, copies=2, seed=step) for step in (1, 2))

@@ -66,7 +66,7 @@ def test_names():
     assert list(recipes.catalogue()) == NAMES
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_is_valid_and_says_what_it_shows(name):
     config = compose(f"+recipe={name}")

@@ -175,6 +175,7 @@ def link_to_itself(path):
     path.symlink_to(path.name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("make", [os.mkfifo, link_to_itself])
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "run.json"])
 def test_what_is_no_file_in_a_run_folder_is_refused(command, tmp_path, name, make):
@@ -184,6 +185,7 @@ def test_what_is_no_file_in_a_run_folder_is_refused(command, tmp_path, name, mak
     assert done.code == 2 and name in done.err
 
 
+@pytest.mark.slow
 def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path, job, command):
     folder = tmp_path / "out"
     folder.mkdir()

@@ -171,12 +171,14 @@ def test_verify_keeps_its_bound_where_a_model_has_no_fp64(start, tmp_path, capfd
     assert "no kernel for Double" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_keeps_a_tolerance_that_is_given(start, tmp_path):
     with pytest.raises(RunFailed, match=r"beyond 2e-06"):
         start(*CANCELLING, *MODES["data_parallel"], "verify.tolerance=2e-6", verb="verify")
     assert json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))["rounding"] is None
 
 
+@pytest.mark.slow
 def test_verify_finds_a_hybrid_model_that_forgets_its_collective(start):
     options = (
         "parallel=hybrid",
@@ -236,6 +238,7 @@ def forward_steps(operator, operand=0):
     return [step for entry in operator["redistributions"] if entry["operand"] == operand for step in entry["forward"]]
 
 
+@pytest.mark.slow
 def test_ir_in_a_folder_of_its_own(start, tmp_path):
     ended = start("+recipe=quickstart", f"parallel.dump_ir='{tmp_path}/my programs'", verb="plan")
     assert not (ended.folder / "ir").exists()

@@ -131,6 +131,7 @@ def test_groups_offer_what_the_schema_allows():
     assert {name for name, verb in VERBS.items() if verb.composed} == set(get_args(schema.Verb))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_mode_as_group_and_as_key_are_the_same(mode):
     words = (*MINIMAL, *(["parallel.server.workers=2"] if mode == "parameter_server" else []))

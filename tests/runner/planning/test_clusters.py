@@ -140,6 +140,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("overrides", "said"), REFUSED)
 def test_refusals_name_the_keys(overrides, said):
     with pytest.raises(ConfigError) as refused:

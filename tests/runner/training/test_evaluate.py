@@ -119,6 +119,7 @@ def check_against_the_next_step(ended):
     assert len(set(ended.losses)) == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 @pytest.mark.parametrize("mode", ["semi_auto", "hybrid"])
 def test_trained_weights_are_evaluated(start, mode, stage):

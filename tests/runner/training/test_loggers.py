@@ -114,6 +114,7 @@ def test_wandb(tmp_path: Path) -> None:
     assert FACTS.items() <= config.items()
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command(start, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*SMALL, *MODES["data_parallel"], "evaluate.every=3", "report.loggers=[csv,mlflow]")
     ended = start(*words)

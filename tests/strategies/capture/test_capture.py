@@ -380,6 +380,7 @@ def test_refused_in_one_paragraph(name: str) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("answer", "text"),
     [

@@ -275,7 +275,7 @@ def measured(net: Any, x: Tensor) -> float:
     return 1.0
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

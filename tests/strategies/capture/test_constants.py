@@ -183,6 +183,7 @@ def replaced(net: Any, h: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("body", [counted_before, counted_through_a_view, replaced])
 def test_buffers_that_change_decide_in_every_step(body: Callable[[Any, Tensor], Tensor]) -> None:
     assert {"tanh", "exp", "where"} <= {operator.op for operator in captured(Strided(body)).graph.operators}

@@ -113,6 +113,7 @@ class Layers(nn.Module):
         return total + sum(seen) if seen else total
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["plain", "between"])
 def test_layers_that_know_their_number_are_captured_once(monkeypatch, repeated, kind):
     check(monkeypatch, Objective(Layers(kind), None, ("0",), ()), (torch.ones(4, 4),))

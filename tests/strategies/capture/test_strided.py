@@ -59,7 +59,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", READS)
 def test_trains_like_the_model(name: str, draw: Any) -> None:
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ def pairs() -> list[tuple[Layout, Layout]]:
     return random.Random(0).sample(every, 1500)
 
 
+@pytest.mark.slow
 def test_every_chain_leads_to_its_target_and_never_beats_the_engine() -> None:
     for before, after in pairs():
         found = direct_path(before, after, SHAPE, MESH)

@@ -118,6 +118,7 @@ def test_one_batch_in_any_plan(model: Model, draw: Any, count: int) -> None:
     assert done > 3
 
 
+@pytest.mark.slow
 def test_values_per_batch_and_per_split(model: Model, draw: Any) -> None:
     made = split(model, replicated(model, draw), 2)
     names = [operator.name for operator in made.graph.operators]
@@ -276,6 +277,7 @@ class Uneven(Sorted):
         return self.second(self.first(x) if len(x) > 8 else self.first(x).relu())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("net", "expected"),
     [

@@ -110,7 +110,7 @@ def gpt(layers: int = 2, dropout: float = 0.0) -> GPT:
     return GPT(16, 8, 8, layers, 2, dropout=dropout)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
 @pytest.mark.parametrize("stages", [2, 3])
@@ -129,7 +129,7 @@ def test_virtual_stages_of_tied_gpt(kind: str, request_: Request, sizes: tuple[i
     assert pipeline.difference(request_, stages, kind=kind, virtual=virtual) <= TOLERANCE
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_tied_gpt_in_a_v(request_: Request, groups: int) -> None:
@@ -159,6 +159,7 @@ def test_every_schedule_gives_the_same_bits(request_: Request) -> None:
             assert [name for name in names if not torch.equal(found[name], truth[name])] == [], other
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_random_numbers_are_those_of_the_model_in_one_piece(exact: bool) -> None:
     pipeline = Pipeline(gpt(dropout=0.3), NextTokenLoss(), tokens(3))

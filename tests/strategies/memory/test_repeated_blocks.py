@@ -329,6 +329,7 @@ def test_calls_do_not_grow_with_the_layers(contracted_only, monkeypatch, again):
     assert seen[0] == seen[1] > 0
 
 
+@pytest.mark.slow
 def test_a_truncated_program_is_that_of_a_model_with_fewer_layers():
     deep, small = program_of("gpt", None, 0, 9), program_of("gpt", None, 0, 3)
     part = repeated_blocks(deep)

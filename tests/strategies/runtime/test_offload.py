@@ -106,6 +106,7 @@ def test_offloaded_bytes_are_counted(results):
     assert moved["optimizer"].stored == 3 * 4 * elements + 2 * 4, "masters, two moments, the steps of two groups"
 
 
+@pytest.mark.slow
 def test_refused(training, ranks, case):
     small = training.layers_task(1)
     states, pieces, adagrad = ranks(

@@ -109,6 +109,7 @@ def test_bad_launches_are_one_paragraph(command, left, monkeypatch, words, says)
     assert left() == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("what", TABLE)
 def test_bad_tables(command, tmp_path, what):
     rows, says = TABLE[what]
