@@ -990,7 +990,7 @@ def _returning(mesh: DeviceMesh, placed: Placed) -> Any:
         found = laid_out(result, mesh, placed)
         of_rows = any(type(one) is not Partial and one.is_partial() for one in getattr(result, "placements", ()))
         if of_rows and found.requires_grad:  # DTensor does not take partial sums for the gradient of an embedding's
-            found.register_hook(_complete(placed))
+            found.register_hook(_complete(placed))  # type: ignore[no-untyped-call]
         return found
 
     return hook

@@ -192,7 +192,7 @@ def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, 
     from torch._inductor import utils
 
     # Its templates, which every backend reads, are not ASCII as PYTHONUTF8=0 and LC_ALL=C expect.
-    utils.open = partial(open, encoding="utf-8")  # type: ignore[attr-defined]
+    utils.open = partial(open, encoding="utf-8")
     options: dict[str, str | int | bool | Callable[..., Any]] = {}
     if backend == "inductor":
         options["reorder_for_locality"] = False  # it moves collectives
