@@ -99,6 +99,8 @@ def run(config: Config, run_dir: Path) -> float | None:
         precision = config.train.precision
         tolerance = config.verify.tolerance or TOLERANCE[precision]
         published = prepared.published or frozenset()
+        if precision == "fp16" and (overflowed := leave_out_overflows(ours, theirs)):
+            print(f"verify: gradients of step {overflowed} overflow in fp16, so they are not compared", flush=True)
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision], published)
         magnified = comparison.may_be_rounding and config.verify.tolerance is None
         if magnified and precision == "fp64" and (less := computes_in_less(prepared.graph)) is not None:
@@ -143,6 +145,33 @@ def _not_finite(run: Callable[[], Any]) -> RunFailed | None:
             raise
         return error
     return None
+
+
+def leave_out_overflows(ours: Path, theirs: Path) -> str:
+    """Take the gradients of steps that overflow out of the records; returns the numbers of these steps. Ranks overflow
+    in other steps than one process, as ZeRO averages over them: neither is wrong, and such steps are skipped.
+
+    Raises:
+        RunFailed: all do.
+    """
+    import torch
+
+    files = {int(file.stem.removeprefix("step-")): file for file in theirs.glob("step-*.pt")}
+    left_out = []
+    for number, file in sorted(files.items()):
+        records = {folder / file.name: torch.load(folder / file.name, weights_only=True) for folder in (ours, theirs)}
+        gradients = [one for record in records.values() for one in record["gradients"].values()]
+        if not all(bool(one.isfinite().all()) for one in gradients):
+            left_out.append(number)
+            for path, record in records.items():
+                torch.save(record | {"gradients": {}}, path)
+    if len(left_out) == len(files):
+        raise RunFailed(
+            "MW731",
+            "verify: gradients overflow in fp16 in every step, so there is nothing to compare; set train.loss_scale to "
+            "less than 32768, or verify.steps to more steps, as the scale is halved after each.",
+        )
+    return ", ".join(map(str, left_out))
 
 
 def _check_finite(sharded: RunFailed | None, alone: RunFailed | None) -> None:
@@ -208,6 +237,8 @@ def compare(
     absolute, steps, small = 0.0, 0, frozenset[str]()
     found: Differences = {LOSS: 0.0}
     for sharded, truth in zip(_steps(ours, theirs), _steps(theirs), strict=True):
+        if not sharded["gradients"]:
+            truth |= {"gradients": {}}
         gap, of_this = of_step(sharded, truth, tolerance, rounding, zero)
         absolute, small = max(absolute, gap), small | below(truth["gradients"], SMALL)
         found |= {key: max(found.get(key, 0.0), value) for key, value in of_this.items()}

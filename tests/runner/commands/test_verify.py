@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from small import MODES, SMALL
 from torch import Tensor, nn
 
-from runner.commands.verify import ROUNDING, TOLERANCE, compare
+from runner.commands.verify import ROUNDING, TOLERANCE, compare, leave_out_overflows
 from runner.errors import RunFailed
 from runner.report.comparison import computes_in_less, of_step
 from strategies.capture import Objective, capture
@@ -66,6 +67,22 @@ def test_a_gradient_that_cancels_out_is_compared_relative_to_the_largest(
     comparison = compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"], frozenset(), zeros)
     assert comparison.passed == passed and comparison.small == {"bias"}
     assert comparison.may_be_rounding != passed
+
+
+def test_steps_that_overflow_in_fp16_are_left_out(tmp_path: Path) -> None:
+    """Ranks overflow in other steps than one process, which are skipped; in all steps, nothing is left."""
+    weights, ours, theirs = {"a": torch.ones(2)}, tmp_path / "ours", tmp_path / "theirs"
+    for folder, value in ((ours, math.inf), (theirs, 1.0)):
+        recorded(folder, weights, {"a": torch.full((2,), value)})
+    with pytest.raises(RunFailed, match="overflow in fp16 in every step"):
+        leave_out_overflows(ours, theirs)
+    for folder, value in ((ours, math.inf), (theirs, 1.0)):
+        for step, gradient in ((1, value), (2, 2.0)):
+            torch.save({"loss": 1.0, "gradients": {"a": torch.full((2,), gradient)}}, folder / f"step-{step}.pt")
+    assert not compare(ours, theirs, TOLERANCE["fp16"], ROUNDING["fp16"], frozenset()).passed
+    assert leave_out_overflows(ours, theirs) == "1"
+    comparison = compare(ours, theirs, TOLERANCE["fp16"], ROUNDING["fp16"], frozenset())
+    assert comparison.passed and comparison.differences["grad", "a"] == 0
 
 
 class Casts(nn.Module):
