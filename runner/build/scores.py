@@ -149,7 +149,7 @@ class Scores:
         """
         found: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            what = f"evaluate.metric = {name}"
+            what = f"evaluate: the metric {name}"
             with _named(name):
                 value = metric.compute()
             values: Mapping[Any, Any] = {name: value}
@@ -194,7 +194,7 @@ def _named(name: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        what = "the loss" if name == "loss" else f"evaluate.metric = {name}"
+        what = "the loss" if name == "loss" else f"evaluate: the metric {name}"
         raise ConfigError("MW322", f"{what} fails in evaluation: {targets.describe(error)}.") from error
 
 
@@ -207,7 +207,7 @@ def _twice(where: str, name: str) -> ConfigError:
 
 def _metric(form: MetricForm, where: str, name: str) -> Average | Updated:
     """Raises ConfigError for a target that cannot be found, or be made with its arguments."""
-    what = f"evaluate.metric = {name}"
+    what = f"evaluate: the metric {name}"
     if form.target == "accuracy":
         return Average(accuracy, what)
     function = targets.resolve(form.target, "evaluate.metric")

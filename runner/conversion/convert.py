@@ -60,7 +60,8 @@ def opened(path: Path) -> tuple[TensorSource, str]:
         place = locate(path, "convert")
         verify(place)
         checkpoint = read(place)
-        return checkpoint, f"the {checkpoint.header.form} checkpoint {place}"
+        form = checkpoint.header.form
+        return checkpoint, f"the {'sharded and merged' if form == 'both' else form} checkpoint {place}"
     if (folder := deepspeed_files.folder_of(path)) is not None:
         what = f"the DeepSpeed checkpoint {folder} (its weights; optimizer states are left out)"
         return deepspeed_files.read(folder), what

@@ -281,6 +281,13 @@ def training_step(
         return graph, plan
     rows, split = config.data.batch_size // config.parts, rows_per_split(config)
     short = [one[:split] if one.dim() and len(one) == rows else one for one in tensors]
-    part = graph.once(("rows", split), lambda: capture(objective, short, training=True, like=graph).graph)
+    try:
+        part = graph.once(("rows", split), lambda: capture(objective, short, training=True, like=graph).graph)
+    except StrategyError as error:
+        raise StrategyError(
+            error.code,
+            f"{error} With parallel.copies = {count} it gets {split} of the {rows} rows at a time; take copies=1 for a "
+            "model that depends on their number.",
+        ) from error
     made = split_batch(graph, part, plan, count, split, exact=config.train.random == "exact")
     return made.graph, made.plan

@@ -42,6 +42,10 @@ def planned(module: nn.Module | None = None, **changed: Any) -> meshwright.Plan:
     return meshwright.plan(module or network(), points(), **given)
 
 
+def of_eight(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target).square().mean(1) * torch.ones(8, dtype=torch.float64)).mean()
+
+
 @pytest.fixture(scope="module")
 def two() -> meshwright.Plan:
     return planned(mesh=2, mode="data_parallel")
@@ -329,6 +333,8 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
         assert f"mesh = {mesh!r}" in refused("MW204", partial(planned, mesh=mesh))
     refused("MW204", lambda: planned(mesh=2.5))
     assert planned(device=torch.device("cpu")).mesh == plan.mesh
+    halved = {"mesh": 2, "mode": "data_parallel", "copies": 2}
+    assert "it gets 4 of the 8 rows" in refused("MW901", partial(planned, loss=of_eight, **halved))
     refused("MW204", lambda: meshwright.best(3))  # type: ignore[arg-type]
     refused("MW204", lambda: meshwright.from_tp_plan({"0": "colwise"}, None, points(), mesh=2))  # type: ignore[arg-type]
     refused("MW882", lambda: meshwright.from_tp_plan({3: "colwise"}, module, points(), mesh=2))  # type: ignore[dict-item]

@@ -57,7 +57,7 @@ REFUSED = [
     (rows("right", "data.args.rows=3"), "MW310", "at most 3"),
     (rows("length", "data.shuffle=true"), "MW311", "out of bounds for dimension 0 with size 64"),
     (rows("raises", "data.args.first=0"), "MW311", "row 0 cannot be read: ZeroDivisionError"),
-    (rows("none", "data.args.first=0"), "MW311", "NoneType"),
+    (rows("none", "data.args.first=0"), "MW312", "row 0 is None"),
     (rows("text", "data.args.first=0"), "MW312", "is a tuple, not a tensor"),
     (rows("meta", "data.args.first=0"), "MW312", "on the device meta, without values"),
     (rows("sparse", "data.args.first=0", "data.collate=hostile.stacked"), "MW312", "of layout torch.sparse_coo"),
@@ -91,7 +91,7 @@ REFUSED = [
     # metrics
     (metric("hostile.no_number"), "MW322", "no_number is a tensor of shape [4, 4]"),
     (metric("hostile.no_value"), "MW322", "no_value is a NoneType"),
-    (metric("hostile.raises"), "MW322", "evaluate.metric = raises fails in evaluation: ValueError: no such class"),
+    (metric("hostile.raises"), "MW322", "evaluate: the metric raises fails in evaluation: ValueError: no such class"),
     (metric("hostile.three"), "MW322", "three fails in evaluation: TypeError: three() missing"),
     (metric("hostile.NoCompute"), "MW305", "update, compute and reset"),
     (metric("hostile.Lacking"), "MW802", "hostile.Lacking lacks a package: ModuleNotFoundError: it needs cocotools"),

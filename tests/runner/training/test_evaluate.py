@@ -206,7 +206,7 @@ def test_random_numbers_in_evaluation(start):
 REFUSED = [
     (("evaluate.metric=accuracy", "loss.target=null", "model.target=networks.OwnLoss"), "loss.target is null"),
     (("evaluate.metric=networks.precision",), "networks has no 'precision'"),
-    (("evaluate.metric=networks.disagreement",), "evaluate.metric = disagreement fails in evaluation: IndexError"),
+    (("evaluate.metric=networks.disagreement",), "evaluate: the metric disagreement fails in evaluation: IndexError"),
     (("evaluate.metric=torch.sub",), "RuntimeError"),
     (("evaluate.args.seeds=1",), "takes no argument 'seeds'"),
     (("evaluate.args.keys=true",), "the samples have the entries x, label, those of training 0, 1"),
