@@ -18,6 +18,7 @@ from runner.errors import ConfigError, RunFailed
 from runner.planning import lowering
 from runner.report.comparison import (
     FINER,
+    MAGNIFIED_FP64,
     ROUNDING,
     SMALL,
     TOLERANCE,
@@ -28,7 +29,7 @@ from runner.report.comparison import (
     of_step,
 )
 from runner.training.callbacks.nan_watch import first_not_finite
-from runner.training.eager import Eager
+from runner.training.eager import Eager, nudge
 from strategies.capture import duplicate
 from strategies.core.layout import Layout
 from strategies.rules.random import mix
@@ -87,6 +88,11 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         limit = TOLERANCE[less[0]]
         gap, found = of_step(ours, theirs, limit, ROUNDING[less[0]])
         comparison = Comparison(gap, found | weights, limit, 1)
+    elif magnified and precision == "fp64" and comparison.worst <= MAGNIFIED_FP64:
+        near = Eager(duplicate(planned.step_of(module)).train())
+        nudge(near)
+        distance = of_step(_trained(_on_one_device(near, tensors, key), ours), theirs, limit, rounding)[1]
+        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=precision)
     elif magnified and precision in FINER:
         widen = methodcaller("double" if FINER[precision] == "fp64" else "float")
         exact = Eager(widen(duplicate(planned.step_of(module)).train()), single_draws=True)

@@ -26,10 +26,12 @@ SMALL = 1e-3
 """Gradients below this times the model's largest one may cancel out, which fp64 decides."""
 FINER = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32", "bf16_autocast": "fp32"}
 """The precision in which one process measures the rounding of another one."""
+NEIGHBOUR = "one with neighbouring weights"
+"""What one process in fp64 is compared with."""
 LESS = {"float32": "fp32", "complex64": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Precisions below fp64, by dtype."""
-MAGNIFIED = 0.1
-"""The largest difference that may still be rounding."""
+MAGNIFIED, MAGNIFIED_FP64 = 0.1, 1e-6
+"""The largest difference that may still be rounding, and that in fp64."""
 TIMES = 3.0
 """How many times one process's own rounding a sharded run may differ from it."""
 WORST = 5
@@ -66,9 +68,9 @@ def _to_json(differences: Differences) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The content of verify.json. `rounding` is the distance of the reference in `precision` from its `FINER` run where
-    it was measured, and `unmeasured` says why it could not be; gradients of the reference that are `small` may cancel
-    out."""
+    """The content of verify.json. `rounding` is the distance of the reference in `precision` from its `FINER` run, in
+    fp64 from one with neighbouring weights, where it was measured, and `unmeasured` says why it could not be; gradients
+    of the reference that are `small` may cancel out."""
 
     loss_max_abs_diff: float
     differences: Differences
@@ -85,8 +87,8 @@ class Comparison:
 
     def bound(self, key: tuple[str, str]) -> float:
         """The tolerance of a loss or tensor: more where the reference itself differs from its finer run."""
-        own = self.own(key)
-        return max(self.tolerance, min(TIMES * own, MAGNIFIED)) if own <= MAGNIFIED else self.tolerance
+        own, most = self.own(key), MAGNIFIED_FP64 if self.precision == "fp64" else MAGNIFIED
+        return max(self.tolerance, min(TIMES * own, most)) if own <= most else self.tolerance
 
     def __str__(self) -> str:
         return table(self)
@@ -207,7 +209,7 @@ def _finite(value: float) -> float:
 def table(comparison: Comparison) -> str:
     """The verdict and the worst offenders."""
     verdict, differences = "passed" if comparison.passed else "FAILED", comparison.differences
-    finer = FINER.get(comparison.precision, "")
+    finer = FINER.get(comparison.precision, NEIGHBOUR)
 
     def shown(key: tuple[str, str]) -> str:
         text = f"{differences[key]:.2e}"

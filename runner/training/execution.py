@@ -280,6 +280,8 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
     step = objective(prepared.config, prepared.names).to(rank.device).train()
     module = eager.Eager(step, single_draws=prepared.single_draws)
     eager.start_from(module, weights.read_all(folder / WEIGHTS))
+    if prepared.nudged:
+        eager.nudge(module)
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})
     tensors, blocks = module.tensors(), _blocks(program, 0)

@@ -275,6 +275,34 @@ def test_verify_says_what_is_not_finite_on_one_device(scale: float, what: str) -
     assert what in text and "test_plans.py" in text, text
 
 
+class Magnifying(nn.Module):
+    """Magnifies the order of a sum a million times, as deep networks of batch norms over few rows do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1e6 * x).sin()
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [(0.0, True), (1e-11, False)])
+def test_verify_allows_what_fp64_itself_magnifies(monkeypatch: pytest.MonkeyPatch, wrong: float, passes: bool) -> None:
+    from meshwright import proof
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 4), Magnifying()).double()
+    batch = torch.randn(8, 64).double(), points()[1]
+    plan = meshwright.from_tp_plan({"0": "rowwise"}, module, batch, mesh=2, loss=nn.MSELoss())
+    real = proof._on_simulated_ranks
+
+    def with_an_error(planned: Any, values: dict[str, Tensor], key: int) -> Any:
+        return real(planned, values | {"0.bias": values["0.bias"] * (1 + wrong)}, key)
+
+    monkeypatch.setattr(proof, "_on_simulated_ranks", with_an_error)
+    if passes:
+        found = meshwright.verify(module, batch, plan)
+        assert found.worst > found.tolerance and "neighbouring weights" in str(found)
+    else:
+        assert "verify FAILED" in refused("MW731", lambda: meshwright.verify(module, batch, plan))
+
+
 class Overwriting(nn.Module):
     """Writes what its backward needs, which only eager torch refuses."""
 
