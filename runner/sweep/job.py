@@ -19,6 +19,8 @@ from runner.run_folder.atomic import replace_text
 
 FILE = "job.json"
 STARTED = "sweep.json"
+GOES_ON = ["train.resume=auto"]
+"""Where the continuation of a job begins, wherever the job itself began."""
 
 Status = Literal["running", "done", "failed", "stopped"]
 
@@ -90,18 +92,20 @@ def jobs(sweep: Path) -> list[tuple[Path, SweepJob]]:
 def folder_of(sweep: str, number: int, overrides: Sequence[str]) -> str:
     """The name of a job's folder in the sweep folder: that of the job with the same overrides if there is one, else its
     number, with something added where another job has that one. Calls for different jobs never give the same name."""
-    wanted = _but_how_it_begins(typed(overrides))
+    wanted, begins = _divided(typed(overrides))
     for folder, job in jobs(Path(sweep)):
-        if _but_how_it_begins(job.overrides) == wanted:
+        others, began = _divided(job.overrides)
+        if others == wanted and (began == begins or GOES_ON in (began, begins)):
             return str(folder.relative_to(sweep))
     if read(Path(sweep, str(number))) is None:
         return str(number)
-    return f"{number}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:6]}"
+    return f"{number}-{hashlib.sha256(repr((wanted, begins)).encode()).hexdigest()[:6]}"
 
 
-def _but_how_it_begins(overrides: Sequence[str]) -> list[str]:
-    """The overrides that a job and its continuation have in common, in alphabetical order."""
-    return sorted(override for override in overrides if not override.startswith("train.resume="))
+def _divided(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides that a job and its continuation have in common, and where they begin, in alphabetical order."""
+    begins = [override for override in overrides if override.startswith("train.resume=")]
+    return sorted(override for override in overrides if override not in begins), begins
 
 
 def typed(overrides: Sequence[str]) -> tuple[str, ...]:

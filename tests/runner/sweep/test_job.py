@@ -67,3 +67,9 @@ def test_jobs_are_in_the_order_of_their_numbers(put, tmp_path):
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo', encoding="utf-8")
     assert list(records(tmp_path)) == [{"step": 1, "loss": 2.0}]
+
+
+def test_jobs_that_begin_elsewhere_have_folders_of_their_own(put, tmp_path):
+    put("0", SweepJob(0, ("lr=1", "train.resume=a"), "train", "first", status="done"))
+    begins = {"a": "0", "auto": "0", "b": "1"}
+    assert {one: folder_of(str(tmp_path), 1, ["lr=1", f"train.resume={one}"]) for one in begins} == begins
