@@ -39,12 +39,14 @@ class Counted:
         times: how often the loss looks at each element of a row (a model may leave out the first); float64.
         ignored: the value of elements that do not count.
         weight: what a class counts, by class; None: 1.
+        mixed: whether the loss has other terms that are trained, which are no means over these elements.
     """
 
     entry: int
     times: Tensor
     ignored: int
     weight: Tensor | None
+    mixed: bool = False
 
     def of(self, entries: Sequence[Tensor], block: Block) -> float:
         """What the elements in this block of the micro-batch count together."""
@@ -55,13 +57,14 @@ class Counted:
 def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | None:
     """What the loss of a training graph counts, None where that is not the same for all of its means: without a mean
     over classes, with several that count differently, or where classes are computed."""
-    means = [
-        given
+    found = [
+        (operator.id, given)
         for operator in graph.operators
         if operator.op in CLASS_LOSSES and operator.id in graph.returning
         for given in [arguments(operator)]
         if given["reduction"] == MEAN
     ]
+    means = [given for _, given in found]
     if len({(given["target"], given["ignore_index"], given["weight"] is None) for given in means}) != 1:
         return None
     target, ignored = means[0]["target"], means[0]["ignore_index"]
@@ -78,7 +81,19 @@ def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | No
     if times is None:
         return None
     names = [one.name for one in graph.sources if one.kind == "input"]
-    return Counted(names.index(source.name), times, ignored, factors)
+    return Counted(names.index(source.name), times, ignored, factors, _mixed(graph, {id for id, _ in found}))
+
+
+def _mixed(graph: OperatorGraph, means: set[str]) -> bool:
+    """Whether something trained comes to the `means` on their way to the loss."""
+    behind: set[Ref] = set()
+    for operator in graph.operators:
+        come = {ref for ref in operator.operands if ref in behind}
+        if come and operator.id not in means and any(ref in graph.trained for ref in {*operator.operands} - come):
+            return True
+        if come or operator.id in means:
+            behind |= {Ref(operator.id, index) for index in range(len(operator.results))}
+    return False
 
 
 def _constant(graph: OperatorGraph, tensors: Mapping[str, Tensor], ref: Ref) -> Tensor | None:

@@ -148,6 +148,7 @@ class Trainer:
         self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
         self.keeper = Keeper(self.config, rank, self.order, self._content, self._saving)
         self.hooks = self._hooks()
+        self._noted = False  # that other terms of the loss count by tokens
         self._read: list[list[Tensor]] = []
         """The entries of this step, if a callback may repeat it."""
         if job.record is not None and self.config.parallel.mode == "hybrid":
@@ -468,6 +469,13 @@ class Trainer:
             left = torch.tensor([min(shape[0], rows - micro * shape[0]) for micro in range(len(counts))])
             counts = both[0] / (both[1] / (left.to(both) * math.prod(shape[1:])))  # by how many ranks hold each element
         total = float(counts.sum())
+        if counted.mixed and not self._noted and self.rank.rank == 0 and bool((counts != counts[0]).any()):
+            self._noted = True
+            print(
+                "train: the loss adds other terms to its mean over tokens; micro-batches have different numbers of "
+                "tokens, by which they count with all terms.",
+                flush=True,
+            )
         return [1 / len(counts)] * len(counts) if total == 0 else (counts / total).tolist()
 
     def _equal(

@@ -32,7 +32,9 @@ class Tokens(nn.Module):
             labels = labels.where(input_ids > 1, -100)
         elif self.loss == "padded with a class":
             labels = functional.pad(labels, (0, 1), value=3)[:, 1:].contiguous()
-        loss = functional.cross_entropy(flat, labels.reshape(-1))
+        loss = functional.cross_entropy(flat, labels.reshape(-1)) * 0.5
+        if self.loss == "penalty":
+            loss = loss + flat.square().mean()
         if self.loss == "two":
             loss = loss + functional.cross_entropy(flat, labels.reshape(-1), ignore_index=0)
         return loss
@@ -63,6 +65,12 @@ def test_labels_that_count(loss, expected):
     halves = [[entry[:, part] for entry in batch] for part in (slice(0, 2), slice(2, LENGTH))]
     blocks = [((0, ROWS), (0, 2)), ((0, ROWS), (2, LENGTH))]
     assert sum(count.of(half, block) for half, block in zip(halves, blocks, strict=True)) == expected
+
+
+@pytest.mark.parametrize("loss", ["own", "penalty"])
+def test_other_terms_are_seen(loss):
+    count, _ = found(Tokens(loss), None)
+    assert count is not None and count.mixed == (loss == "penalty")
 
 
 @pytest.mark.parametrize("loss", ["masked", "two", "padded with a class"])
