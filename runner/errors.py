@@ -31,6 +31,14 @@ class RunFailed(CodedError):
         self.rank, self.hosts = rank, hosts
 
 
+def text_of(error: BaseException) -> str:
+    """The text of any exception, of which a user's own may fail to give one."""
+    try:
+        return str(error)
+    except Exception as own:
+        return f"its text cannot be shown ({type(own).__name__})"
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP (`number`) arrived, and no orderly stop was possible."""
 

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from runner import packages
-from runner.errors import ConfigError
+from runner.errors import ConfigError, text_of
 from strategies.core.errors import closest
 
 EXTRAS = {"datasets": "data", "peft": "lora", "torchmetrics": "metrics", "transformers": "hf"}
@@ -263,7 +263,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
 
 def describe(error: BaseException) -> str:
     """The exception in words, with the innermost line that is not of an installed library."""
-    text = " ".join(str(error).split()).rstrip(".")
+    text = " ".join(text_of(error).split()).rstrip(".")
     summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
     foreign = ("<", *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), *OWN)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -61,9 +61,9 @@ def require_writable(folder: str, key: str) -> None:
                 parent.rmdir()
         shown = folder if len(folder) < 100 else f"{folder[:97]}..."
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            "MW603", f"{key} = {shown!r} cannot be written: {reason}; choose another folder, {key}=DIR."
-        ) from None
+        limited = getattr(error, "errno", None) == errno.EFBIG
+        cure = "raise the limit on the size of files (ulimit -f)" if limited else f"choose another folder, {key}=DIR"
+        raise ConfigError("MW603", f"{key} = {shown!r} cannot be written: {reason}; {cure}.") from None
 
 
 def check_files(run_dir: Path) -> None:

@@ -241,7 +241,9 @@ def _death(process: BaseProcess, oom_kills_before: int | None) -> Failure:
     code = process.exitcode or 0
     how = killed_by(-code, oom_kills_before) if code < 0 else f"ended with exit code {code}"
     text = f"lost its data worker, process {process.pid}, which {how}"
-    remedy = "data.prefetch=1 or fewer data.workers take less memory, data.workers=0 reads in the rank itself"
+    remedy = "data.workers=0 reads in the rank itself"
+    if code in (-signal.SIGKILL, -signal.SIGBUS):
+        remedy = f"data.prefetch=1 or fewer data.workers take less memory, {remedy}"
     return Failure(0, time.monotonic(), CauseOrder.CAUSE, f"{text}; {remedy}", code="MW820")
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from runner.errors import ConfigError
+from runner.errors import ConfigError, text_of
 from strategies.core.errors import CodedError, StrategyError
 
 
@@ -110,6 +110,8 @@ LIMITS = (
 """Limits of memory and of threads, the flag of the shell's `ulimit` that sets each, and its unit. Root may have any
 number of threads."""
 LOG_LINES = 15
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Characters that a log may hold and a terminal would obey."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing", "pydantic"})
 
 
@@ -132,7 +134,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         what=RAISED + ": ".join(filter(None, ("the disk is full" if full else "", name, text))),
         where=_where(chain),
         refusal=refusal,
-        text=str(error),
+        text=text_of(error),
         code=error.code if isinstance(error, CodedError) else code,
     )
 
@@ -210,7 +212,7 @@ def end_of_log(cause: Failure | None, log: Path, text: str) -> str:
     in `log`."""
     if cause is not None and cause.raised and os.environ.get("MESHWRIGHT_TRACEBACK") != "1":
         return f" The traceback is in {log}."
-    lines = text.rstrip().splitlines()[-LOG_LINES:]
+    lines = CONTROL.sub("", text).rstrip().splitlines()[-LOG_LINES:]
     shown = "".join(f"\n    {line}" for line in lines) or " (empty, or not on this machine)"
     return f"\nThe end of its log, {log}:{shown}"
 
@@ -237,7 +239,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _first_paragraph(error: BaseException) -> str:
     # torch appends its C++ stack to some messages; the log has all of it.
-    text = " ".join(str(error).partition("Exception raised from ")[0].strip().partition("\n\n")[0].split())
+    text = " ".join(text_of(error).partition("Exception raised from ")[0].strip().partition("\n\n")[0].split())
     return text if len(text) <= 2000 else text[:2000] + " ..."
 
 

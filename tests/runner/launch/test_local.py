@@ -18,7 +18,16 @@ import pytest
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import failure, network
-from runner.launch.failure import CauseOrder, Failure, dumped_place, from_exception, from_exit, message, root_cause
+from runner.launch.failure import (
+    CauseOrder,
+    Failure,
+    dumped_place,
+    end_of_log,
+    from_exception,
+    from_exit,
+    message,
+    root_cause,
+)
 from runner.launch.liveness import forks_of
 from runner.launch.logs import console_may_close, keep_open
 from strategies.core.errors import StrategyError
@@ -466,3 +475,20 @@ def test_output_to_a_closed_console_is_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert sys.stdout is console
     print("and what comes later", flush=True)
     console.close()
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+def test_an_exception_without_a_text_keeps_its_name(tmp_path: Path) -> None:
+    try:
+        raise Unspeakable
+    except Unspeakable as error:
+        failure = from_exception(1, error)
+    assert "Unspeakable: its text cannot be shown (KeyError)" in message(failure, (), 2)
+    assert (
+        end_of_log(None, tmp_path / "1.log", "a\n\x1b[2Jb\x00\n\x00")
+        == f"\nThe end of its log, {tmp_path}/1.log:\n    a\n    [2Jb"
+    )
