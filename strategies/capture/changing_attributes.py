@@ -89,26 +89,39 @@ class ChangingAttributes:
         does. Raises StrategyError for a tensor that the forward replaces and the graph
         needs, for a number or flag that it computes with, and changes in every call, for a tensor of the call before
         that it needs, and for a clock, a process or a file that changes."""
+        own = (*self._root.parameters(), *self._root.buffers())
+        shapes_alone = any(one.is_meta or isinstance(one, FakeTensor) for one in own)
+        small = not shapes_alone and sum(one.numel() * one.element_size() for one in own) <= LARGEST
         places = {_memory(one): key for key, one in self._replaced.items()}
         for source in graph.of_kind("constant"):
-            key = places.get(_memory(tensors[source.name]))
-            if key is not None and graph.users[Ref(source.id)]:
+            value = tensors[source.name]
+            key = places.get(_memory(value))
+            if (
+                key is not None
+                and graph.users[Ref(source.id)]
+                and not (small and self._cast(key, value, batch, training))
+            ):
                 raise StrategyError(
                     "MW906",
                     f"The model's forward replaces the tensor {_shown(*key)}, which is no buffer, and computes with "
                     "it: a graph would have its first values in every step. Register it as a buffer "
                     "(register_buffer).",
                 )
-        own = (*self._root.parameters(), *self._root.buffers())
-        if any(one.is_meta or isinstance(one, FakeTensor) for one in own):
+        if shapes_alone:
             return
-        small = sum(one.numel() * one.element_size() for one in own) <= LARGEST
         if self._counts or ((self._keeps or decides) and small):
             with controlled(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_twice(batch, training)
         if self._system.read and small:
             with torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
                 self._call_later(batch, training)
+
+    def _cast(self, key: tuple[str, str], value: Tensor, batch: Sequence[Tensor], training: bool) -> bool:
+        """Whether a call replaces a tensor by itself, but for the dtype: `self.mean = self.mean.type_as(x)`."""
+        with controlled(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
+            _called(self._root.train(training), batch)
+            now = _tensors(self._root).get(key)
+        return now is not None and now.shape == value.shape and torch.equal(now, value.to(now.dtype))
 
     def _call_later(self, batch: Sequence[Tensor], training: bool) -> None:
         module = self._root.train(training)

@@ -72,6 +72,16 @@ def average(net: Any, x: Tensor) -> Tensor:
     return net.center
 
 
+def cast(net: Any, x: Tensor) -> Tensor:
+    net.center = net.center.double()
+    return net.center.to(x.dtype)
+
+
+def doubled(net: Any, x: Tensor) -> Tensor:
+    net.center = 2 * net.center.double()
+    return net.center.to(x.dtype)
+
+
 def cached(net: Any, x: Tensor) -> Tensor:
     if net.length < x.shape[1]:
         net.length, net.table = x.shape[1], torch.arange(1.0, 1.0 + x.shape[1])
@@ -295,6 +305,7 @@ def measured(net: Any, x: Tensor) -> float:
         (multiplied, "calls"),
         (nested, "state['step']"),
         (average, "center"),
+        (doubled, "center"),
         (of_class, "Counted.steps"),
         (of_file, "CALLS"),
         (enclosed(), "change.steps"),
@@ -324,7 +335,7 @@ def test_refused(
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "change",
-    [cached, noted, moved, remembered, collected, logged, measured, counted, of_constant_file],
+    [cast, cached, noted, moved, remembered, collected, logged, measured, counted, of_constant_file],
     ids=lambda one: one.__name__,
 )
 def test_captured(change: Callable[[Any, Tensor], Any]) -> None:
