@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _redistribute, distribute_tensor
 from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
@@ -98,8 +98,16 @@ def _corrected() -> None:
         found: Any = propagator.op_single_dim_strategy_funcs.get(function)
         if found is not None:
             propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
+    # collectives over several axes become one where `fully_shard` has flattened them, which stripes cannot
+    joined: Any = _redistribute._optimize_transform_infos
+    _redistribute._optimize_transform_infos = partial(_apart, joined)
     # of what other rules, or a mesh of another module, have decided
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def _apart(joined: Any, steps: Any, *rest: Any) -> Any:
+    striped = any(isinstance(one, _StridedShard) for step in steps for one in step.src_dst_placements)
+    return steps if striped else joined(steps, *rest)
 
 
 def _ordered(tried: Any, schema: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -485,6 +485,32 @@ def test_partial_sums_are_added_up_behind_an_embedding_of_sliced_rows() -> None:
     styles = {"0": "embedding_rowwise", "1": "colwise_gather_output"}
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": {"dp": 2, "tp": 2}, "plan_cache": None}
     plan = meshwright.from_tp_plan(styles, module, batch, **options)
+    assert plan.expressible("torch") == []
+    plan.expressible("torch", collectives=True)  # it runs
+
+
+class Tied(nn.Module):
+    """A language model of torch's layers: [rows, 8] -> [rows, 8, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(32, 16), nn.Parameter(torch.zeros(8, 16))
+        layers = (nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=True) for _ in range(4))
+        self.layers, self.norm, self.head = nn.ModuleList(layers), nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.places
+        for layer in self.layers:
+            x = layer(x, src_mask=self.mask)
+        return cast(Tensor, self.head(self.norm(x)))
+
+
+@pytest.mark.slow
+def test_rows_over_both_axes_of_fully_shard_run() -> None:
+    """It flattens them, and rows that are flattened with tokens are stripes."""
+    plan = meshwright.plan(Tied().double(), tokens(), loss=next_token, mesh={"dp": 2, "tp": 2}, zero=3, plan_cache=None)
     assert plan.expressible("torch") == []
     plan.expressible("torch", collectives=True)  # it runs
 
