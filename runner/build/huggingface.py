@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -133,11 +134,18 @@ def _check_known(kind: type, config: Any, given: Mapping[str, Any], where: str) 
     extra attribute."""
     declared = _declared(kind)
     for key, value in given.items():
-        if key in vars(config) and key not in declared:
+        if key in vars(config) and key not in declared and not _read_by_models(kind, key):
             raise ConfigError("MW306", f"{where}: {kind.__name__} has no {key!r}.{closest(key, sorted(declared))}")
         inner = getattr(config, key, None)
         if isinstance(value, Mapping) and key in getattr(kind, "sub_configs", {}) and inner is not None:
             _check_known(type(inner), inner, value, f"{where}.{key}")
+
+
+def _read_by_models(kind: type, key: str) -> bool:
+    """Whether models read a key that their config class does not declare, as T5 reads `decoder_start_token_id`."""
+    file = Path(inspect.getfile(kind))
+    models = file.with_name(file.name.replace("configuration_", "modeling_"))
+    return models.is_file() and bool(re.search(rf"\bconfig\.{re.escape(key)}\b", models.read_text(encoding="utf-8")))
 
 
 def _declared(kind: type) -> set[str]:

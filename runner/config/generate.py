@@ -75,6 +75,9 @@ def json_schema() -> dict[str, Any]:
                 reference = value.pop("$ref")
                 inside = schema["$defs"][reference.rpartition("/")[2]]
                 value["anyOf"] = [{"$ref": reference}, *inside["properties"][SHORT[name]]["anyOf"]]
+    strategies = schema["$defs"]["Parallel"]["properties"]["strategies"]
+    mapping = {key: strategies.pop(key) for key in ("additionalProperties", "type")}
+    strategies["anyOf"] = [mapping, {"type": "null"}]  # which removes those of another recipe
     schema["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

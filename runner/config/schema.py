@@ -96,9 +96,9 @@ class Train(Section):
     )
     resume: str | None = setting(None, "auto (the newest checkpoint of the run) or the path of a checkpoint")
     log_every: Count = setting(10, "Interval of lines in the log", unit="steps")
-    callbacks: tuple[Annotated[CallbackForm, BeforeValidator(_from_name)], ...] = setting(
-        (), "What is called during training: [early_stopping, {target: package.module.Name, args: {}}, ...]"
-    )
+    callbacks: tuple[
+        Annotated[CallbackForm, BeforeValidator(_from_name, json_schema_input_type=str | CallbackForm)], ...
+    ] = setting((), "What is called during training: [early_stopping, {target: package.module.Name, args: {}}, ...]")
 
 
 class MetricForm(Section):
@@ -117,8 +117,8 @@ class Evaluate(Section):
     """Evaluations on held-out data."""
 
     metric: Metric | None = setting(None, "accuracy, or the dotted name of a function or class")
-    metrics: tuple[Annotated[MetricForm, BeforeValidator(_from_name)], ...] = setting(
-        (), "More metrics: [accuracy, {target: torchmetrics.AUROC, args: {task: binary}, name: auroc}, ...]"
+    metrics: tuple[Annotated[MetricForm, BeforeValidator(_from_name, json_schema_input_type=str | MetricForm)], ...] = (
+        setting((), "More metrics: [accuracy, {target: torchmetrics.AUROC, args: {task: binary}, name: auroc}, ...]")
     )
     every: Count | None = setting(None, "Interval of evaluations; null: after every epoch, or the run", unit="steps")
     args: Arguments = setting({}, "Arguments of the dataset that differ from data.args; path: instead of data.path")

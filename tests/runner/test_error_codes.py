@@ -89,5 +89,5 @@ def test_a_command_shows_the_code(command, words: list[str], code: str) -> None:
 
 
 def test_a_code_is_explained(command) -> None:
-    done = command("explain", "MW204")
+    done = command("explain", "mw204")
     assert done.code == 0 and refusals.catalogue()["MW204"].remedy in done.out

@@ -49,6 +49,12 @@ def test_an_automatic_class_goes_by_the_type():
     assert all(torch.equal(equal[name], one) for name, one in model.state_dict().items())
 
 
+def test_a_key_that_models_read_needs_no_declaration():
+    small = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = built("T5ForConditionalGeneration", small | {"decoder_start_token_id": 0})
+    assert model.config.decoder_start_token_id == 0
+
+
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
