@@ -95,8 +95,9 @@ class ShardedModule(nn.Module):
         self.register_load_state_dict_pre_hook(_from_dtensors)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_names" in self.__dict__ and name in {**self._parameters, **self._buffers, **self._modules}:
-            _refuse_assignment(name)
+        if "_names" in self.__dict__:
+            if any(name in table for table in (self._parameters, self._buffers, self._modules)):
+                _refuse_assignment(name)
         super().__setattr__(name, value)
 
     @property

@@ -53,6 +53,7 @@ def functions_as_operators(training: bool) -> Iterator[None]:
     """Record calls of torch.autograd.Functions in the exports within this context, however the user holds on to their
     `apply`. Raises StrategyError, within the call, for a function that ranks could not call."""
     tried: dict[tuple[type, str], bool] = {}
+    drawing: dict[tuple[type, str], bool] = {}
 
     def apply(cls: Any, *args: Any) -> Any:
         run = super(_SingleLevelFunction, cls).apply
@@ -63,7 +64,10 @@ def functions_as_operators(training: bool) -> Iterator[None]:
         if learns and cls.__name__ == "CheckpointFunction":
             return _checkpointed(cls, args, tracing.tracer)
         if lines_of(function_name(cls)) or (learns and _opaque(cls, args, tried)):
-            return _recorded(cls, args, run, tracing.tracer)
+            results = _recorded(cls, args, run, tracing.tracer)
+            if learns:
+                _check_backward(cls, args, drawing)
+            return results
         flows = torch.is_grad_enabled() and (learns or not training)
         with torch.set_grad_enabled(flows):  # which ends what forward itself switches, in the graph too
             return run(*args)
@@ -91,10 +95,30 @@ def _opaque(function: Any, args: Sequence[Any], tried: dict[tuple[type, str], bo
         return True
     key = function, _kind(args)
     if key not in tried:
-        derivatives = replaced(torch.autograd, "_engine_run_backward", _engine_run_backward)
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), derivatives:
+        with _outside():
             tried[key] = _as_autograd(function, args)
     return not tried[key]
+
+
+def _check_backward(function: type, args: Sequence[Any], drawing: dict[tuple[type, str], bool]) -> None:
+    """Raises StrategyError for a function whose backward draws random numbers, other ones on every rank."""
+    key = function, _kind(args)
+    if key not in drawing:
+        with _outside():
+            drawing[key] = _draws_in_backward(function, args)
+    if drawing[key]:
+        raise _refusal(
+            function, "draws random numbers in backward", "draw them outside (torch.rand_like) and pass them to it"
+        )
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Outside of the export, with torch's own backward and random numbers that leave no trace."""
+    derivatives = replaced(torch.autograd, "_engine_run_backward", _engine_run_backward)
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), derivatives:
+        with torch.random.fork_rng([]), torch.enable_grad():
+            yield
 
 
 def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
@@ -286,17 +310,30 @@ def _as_autograd(function: type, args: Sequence[Any]) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     longest = LENGTH if any(isinstance(arg, Tensor) and arg.numel() > ELEMENTS for arg in args) else ELEMENTS
-    with torch.random.fork_rng([]), torch.enable_grad():
-        for scale in SCALES:
-            given = [_random(arg, generator, min(scale, 3.0), longest) for arg in args]
-            try:
-                ours = _gradients(function.apply, given, scale)  # type: ignore[attr-defined]
-                plain = _gradients(_forward(function, len(given)), given, scale)
-            except Exception:  # whatever user code raises on numbers that it did not expect
-                return False
-            if len(ours) != len(plain) or not all(map(_equal, ours, plain)):
-                return False
+    for scale in SCALES:
+        given = [_random(arg, generator, min(scale, 3.0), longest) for arg in args]
+        try:
+            ours = _gradients(function.apply, given, scale)  # type: ignore[attr-defined]
+            plain = _gradients(_forward(function, len(given)), given, scale)
+        except Exception:  # whatever user code raises on numbers that it did not expect
+            return False
+        if len(ours) != len(plain) or not all(map(_equal, ours, plain)):
+            return False
     return True
+
+
+def _draws_in_backward(function: Any, args: Sequence[Any]) -> bool:
+    """Whether the gradients of `function` follow the state of torch's generator, on small tensors."""
+    found = []
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(0)
+        given = [_random(arg, generator, 1.0, LENGTH) for arg in args]
+        torch.manual_seed(seed)
+        try:
+            found.append(_gradients(function.apply, given, 1.0))
+        except Exception:  # whatever user code raises on numbers that it did not expect
+            return False
+    return not all(map(_equal, *found))
 
 
 def _forward(function: Any, count: int) -> Any:

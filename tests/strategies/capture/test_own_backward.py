@@ -211,6 +211,16 @@ class Drawing(torch.autograd.Function):
         return gradient
 
 
+class Shaking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
 class Writing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -241,7 +251,8 @@ def local() -> Any:
 
 
 REFUSED = {
-    "random": (lambda net, h: Drawing.apply(h), "Drawing draws random numbers"),
+    "random": (lambda net, h: Drawing.apply(h), "Drawing draws random numbers, so"),
+    "random in backward": (lambda net, h: Shaking.apply(h), "Shaking draws random numbers in backward"),
     "in place": (lambda net, h: Writing.apply(h * 1), "Writing writes into its arguments"),
     "a callable": (lambda net, h: Called.apply(h, torch.relu), r"Called takes a builtin.* \(argument 1\)"),
     "a list": (lambda net, h: Called.apply(h, [h]), "Called takes tensors in a list"),
