@@ -193,7 +193,7 @@ class ShardedModule(nn.Module):
             if value is not None and parameter.requires_grad:
                 with torch.inference_mode():  # what such a tensor holds cannot be written, even where it has no element
                     shown = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
-                    parameter.grad = shown.expand(parameter.shape)
+                    parameter.grad = shown.expand(parameter.shape).as_subclass(_Taken)
 
     def show_nothing(self) -> None:
         """The optimizer finds the gradients that were taken, and none in their places."""
@@ -453,6 +453,27 @@ def _refuse_assignment(name: str) -> NoReturn:
         f"{name!r} cannot be assigned in a rank's module: its program has the tensors and values of the planned one. "
         "Assign it before meshwright.plan, or write weights by load_state_dict.",
     )
+
+
+IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+"""Further methods of tensors that write; the names of all others end with one underscore."""
+
+
+class _Taken(Tensor):
+    """Stands for a gradient that was taken during backward: it reads NaN."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            raise ConfigError(
+                "MW464",
+                f"{name} would change a gradient that backward has reduced and taken already, without effect. Clip by "
+                "plan.optimizer(..., clip=1.0), scale the loss, or change gradients in the step of an optimizer of "
+                "your own, which has complete ones.",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class _Names(nn.Module):
