@@ -305,8 +305,10 @@ def _slice_sections(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 
 def _shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
     """ZeRO 3 over SHARDED: the blocks of lists of layers one by one, and the rest of the module."""
-    from torch.distributed.fsdp import DataParallelMeshDims, fully_shard  # older versions of torch lack the former
-
+    try:
+        from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+    except ImportError as error:
+        raise ImportError("SHARDED needs torch 2.13: fully_shard of this one takes no axes of a mesh") from error
     axes, numbers = DataParallelMeshDims(shard=SHARDED), {one for one in module.parameters() if one.ndim == 0}
     for one in numbers:  # which `fully_shard` refuses
         if one.requires_grad:
