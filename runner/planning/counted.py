@@ -2,7 +2,8 @@
 
 Micro-batches of one step hold different numbers of them. The step's loss is the mean over the tokens of all its
 micro-batches, as one device would compute it, so each of them counts by its share of the tokens and not as one of so
-many. The invariant: what is counted is what the class loss of the graph divides by, found in the graph itself.
+many: all of its loss where that is the mean alone (`counted`), or each of its means by its own share (`each_counted`).
+The invariant: what is counted is what the class loss of the graph divides by, found in the graph itself.
 """
 
 from __future__ import annotations
@@ -39,14 +40,21 @@ class Counted:
         times: how often the loss looks at each element of a row (a model may leave out the first); float64.
         ignored: the value of elements that do not count.
         weight: what a class counts, by class; None: 1.
-        mixed: whether the loss has other terms that are trained, which are no means over these elements.
     """
 
     entry: int
     times: Tensor
     ignored: int
     weight: Tensor | None
-    mixed: bool = False
+
+    def same(self, other: Counted) -> bool:
+        """Whether both count the same elements."""
+        weights = [one.weight for one in (self, other) if one.weight is not None]
+        return (
+            (self.entry, self.ignored) == (other.entry, other.ignored)
+            and torch.equal(self.times, other.times)
+            and (not weights or (len(weights) == 2 and torch.equal(*weights)))
+        )
 
     def of(self, entries: Sequence[Tensor], block: Block) -> float:
         """What the elements in this block of the micro-batch count together."""
@@ -54,34 +62,49 @@ class Counted:
         return float((found * self.times[tuple(slice(*span) for span in block[1:])]).sum())
 
 
+def mean_weights(weights: Sequence[float], precision: str, device: torch.device | str = "cpu") -> list[Tensor]:
+    """The weights of means over classes as inputs of a step in this `train.precision`."""
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    return [torch.tensor(weight, dtype=dtype, device=device) for weight in weights]
+
+
 def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | None:
     """What the loss of a training graph counts, None where that is not the same for all of its means: without a mean
     over classes, with several that count differently, or where classes are computed."""
-    found = [
-        (operator.id, given)
-        for operator in graph.operators
-        if operator.op in CLASS_LOSSES and operator.id in graph.returning
-        for given in [arguments(operator)]
-        if given["reduction"] == MEAN
-    ]
-    means = [given for _, given in found]
-    if len({(given["target"], given["ignore_index"], given["weight"] is None) for given in means}) != 1:
-        return None
-    target, ignored = means[0]["target"], means[0]["ignore_index"]
-    weights = [_constant(graph, tensors, given["weight"]) for given in means if given["weight"] is not None]
-    factors = weights[0] if weights else None
-    if any(weight is None or factors is None or not torch.equal(weight, factors) for weight in weights):
+    means = [one for operator, one in _means(graph, tensors) if operator.id in graph.returning]
+    first = means[0] if means else None
+    return first if first is not None and all(one is not None and one.same(first) for one in means[1:]) else None
+
+
+def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[Counted | None, ...]:
+    """What each mean over classes of a training graph counts, in the order in which they are computed: None where that
+    is unknown. Nothing where no means are known, or all of the loss is a mean of what `counted` says."""
+    means = _means(graph, tensors)
+    trained = {operator.id for operator, _ in means if operator.id in graph.returning}
+    alone = counted(graph, tensors) is not None and not _mixed(graph, trained)
+    each = tuple(one if operator.id in trained else None for operator, one in means)
+    return () if alone or not any(each) else each
+
+
+def _means(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> list[tuple[Operator, Counted | None]]:
+    """The means over classes, in order, with what they count, if that is known."""
+    losses = [operator for operator in graph.operators if operator.op in CLASS_LOSSES]
+    given = [(operator, arguments(operator)) for operator in losses]
+    return [(one, _counted(graph, tensors, own)) for one, own in given if own["reduction"] == MEAN]
+
+
+def _counted(graph: OperatorGraph, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> Counted | None:
+    target, ignored, weight = given["target"], given["ignore_index"], None
+    if given["weight"] is not None and (weight := _constant(graph, tensors, given["weight"])) is None:
         return None
     source, moves = _origin(graph, target)
-    if source is None:
-        return None
-    if graph.specs[target].dtype not in ("int64", "int32"):  # probabilities: every prediction counts once
+    if source is None or graph.specs[target].dtype not in ("int64", "int32"):  # of probabilities each prediction counts
         return None
     times = _times(source, target, moves, ignored)
     if times is None:
         return None
     names = [one.name for one in graph.sources if one.kind == "input"]
-    return Counted(names.index(source.name), times, ignored, factors, _mixed(graph, {id for id, _ in found}))
+    return Counted(names.index(source.name), times, ignored, weight)
 
 
 def _mixed(graph: OperatorGraph, means: set[str]) -> bool:

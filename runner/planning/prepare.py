@@ -35,7 +35,7 @@ from runner.errors import ConfigError, allowed
 from runner.planning import lowering
 from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
-from runner.planning.counted import Counted, counted
+from runner.planning.counted import Counted, counted, each_counted, mean_weights
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -53,7 +53,8 @@ from runner.planning.vocabulary import check_vocabulary
 from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import OperatorGraph
-from strategies.core.plan import Plan
+from strategies.core.layout import Layout
+from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import check
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.pipeline import Stage
@@ -70,6 +71,10 @@ from strategies.search.algorithms import with_cost
 WEIGHTS = "initial.pt"
 TRAINING = ("train", "verify")
 """Jobs that take steps."""
+UNWEIGHED = (
+    "train: no weights for the means over classes of the loss ({}); where micro-batches have different numbers of "
+    "classes that count, their losses are not those of one batch."
+)
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,8 @@ class Prepared:
         short: the short last micro-batch of an epoch, where there is one.
         together: whether the collate needs all rows of a batch, because it makes rows of several samples.
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
+        means: what each mean over classes divides by (None: unknown), where a weight for each of them comes with every
+            micro-batch; none where they count by all of their loss.
         default_dtype: torch's, which the file of the model may set; data is made in it on every rank, too.
     """
 
@@ -149,6 +156,7 @@ class Prepared:
     nudged: bool = False
     short: Short | None = None
     counted: Counted | None = None
+    means: tuple[Counted | None, ...] = ()
     together: bool = False
     default_dtype: torch.dtype = torch.float32
 
@@ -263,7 +271,7 @@ def prepare(
         _check_mesh(config, world_size)
         values = {}
     elif config.parallel.mode == "stand_alone":
-        prepared = replace(prepared, counted=_tried_alone(step, tensors, training, several))
+        prepared = _tried_alone(prepared, step, tensors, training, several, say)
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
         named = (*step.named_parameters(), *step.named_buffers())
@@ -280,13 +288,19 @@ def prepare(
         lowering.rows_per_split(config)
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
+        if several:
+            prepared = replace(prepared, means=each_counted(graph, captured.tensors))
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
-        assert plan is not None
+        assert prepared.graph is not None and plan is not None
+        graph = prepared.graph
         if prepared.short is not None:
             batch = global_batch(training, collate, last, config.train.seed, 0)
             batch_tensors = cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
-            prepared = replace(prepared, short=_short(config, step, batch_tensors, graph, plan, stages, order, say))
+            if count := len(prepared.means):
+                batch_tensors += mean_weights([1.0] * count, config.train.precision)
+            own = step.weighed(count) if count else step
+            prepared = replace(prepared, short=_short(config, own, batch_tensors, graph, plan, stages, order, say))
         evaluations, evaluation_tensors = _evaluations(config, step, graph, plan, stages, trials)
         values = evaluation_tensors | dict(captured.tensors)
         prepared = replace(prepared, evaluations=evaluations)
@@ -295,8 +309,15 @@ def prepare(
     return prepared
 
 
-def _tried_alone(step: Objective, tensors: Sequence[Tensor], training: MapDataset, several: bool) -> Counted | None:
-    """Run a module that is not planned once; what its loss divides by, where there are `several` micro-batches."""
+def _tried_alone(
+    prepared: Prepared,
+    step: Objective,
+    tensors: Sequence[Tensor],
+    training: MapDataset,
+    several: bool,
+    say: Callable[[str], None],
+) -> Prepared:
+    """Run a module that is not planned once; with what its loss divides by, where there are `several` micro-batches."""
     captured = None
     if several or hasattr(training, "vocabulary"):
         with suppress(StrategyError):  # a module that is no graph: all micro-batches count the same
@@ -304,7 +325,16 @@ def _tried_alone(step: Objective, tensors: Sequence[Tensor], training: MapDatase
     if captured is not None:
         check_vocabulary(captured.graph, training)
     run_once(step, tensors)
-    return counted(captured.graph, captured.tensors) if captured is not None and several else None
+    if captured is None or not several:
+        return prepared
+    means, precision = each_counted(captured.graph, captured.tensors), prepared.config.train.precision
+    try:
+        if means:
+            run_once(step.weighed(len(means)), [*tensors, *mean_weights([1.0] * len(means), precision)])
+    except StrategyError as error:
+        say(UNWEIGHED.format(error))
+        means = ()
+    return replace(prepared, counted=counted(captured.graph, captured.tensors), means=means)
 
 
 def _check_unbatched(config: Config, collate: Collate | None, names: Sequence[str]) -> None:
@@ -364,6 +394,14 @@ def with_plan(
         request = for_target(request_of(config, lowering.planned_ranks(config, world_size)), graph, device)
         plan = planned(config, graph, request, cluster, price, say)
     plan = with_batch_rows(config, graph, plan, settings_of(config, graph, device))
+    if count := len(prepared.means):
+        weighed, entries = step.weighed(count), [*tensors, *mean_weights([1.0] * count, config.train.precision)]
+        try:
+            graph, plan = _weighed(weighed, entries, graph, plan)
+            step_of = partial(lowering.training_step, config, weighed, entries, graph)
+        except StrategyError as error:
+            say(UNWEIGHED.format(error))
+            prepared = replace(prepared, means=())
     in_step = step_of(plan)
     if config.parallel.elastic:
         sliced(config, *in_step)
@@ -382,6 +420,17 @@ def with_plan(
     names = [list(stage.graph.by_name) for stage in stages]
     fingerprint = digest(graph.signature(), json.dumps(without_search), names, *made)
     return replace(prepared, graph=graph, plan=plan, digest=fingerprint, stages=stages, schedule=schedule, step=in_step)
+
+
+def _weighed(
+    step: Objective, tensors: Sequence[Tensor], graph: OperatorGraph, plan: Plan
+) -> tuple[OperatorGraph, Plan]:
+    """The graph of an objective whose means over classes take weights, and the plan of `graph` for it. Raises
+    StrategyError if other means are computed while it runs."""
+    own = capture(step, tensors, training=True, like=graph).graph
+    operators = {name: plan.operators.get(name, OperatorPlan({}, "default")) for name in own.by_name}
+    inputs = {source.name: plan.inputs.get(source.name, Layout.replicated(0)) for source in own.of_kind("input")}
+    return own, replace(plan, operators=operators, inputs=inputs)
 
 
 def _with_schedule(

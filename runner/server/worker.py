@@ -20,6 +20,7 @@ from runner.build.optimizers import optimizer_factory
 from runner.data.loader import Block, LocalBatches
 from runner.data.row_seeds import seed_generators
 from runner.launch.orders import RankContext
+from runner.planning.counted import mean_weights
 from runner.planning.datasets import datasets, order_of
 from runner.planning.prepare import WEIGHTS
 from runner.planning.slices import sliced
@@ -83,7 +84,7 @@ class Worker:
         seed_generators(self._config.train.seed)
         self._training, self._order = training, order_of(self._config, training)
         self._slice = cache(self._build)
-        weighed = [] if job.prepared.counted is None else [job.prepared.counted.entry]
+        weighed = [one.entry for one in (job.prepared.counted, *job.prepared.means) if one is not None]
         self._facts = self._batches(
             [
                 _full(shape) if position in (*self._sliced.counted, *weighed) else ((0, 1), *_full(shape[1:]))
@@ -96,7 +97,7 @@ class Worker:
         program = self._program
         communicator = Communicator(program.mesh, number)
         module = build(program, self._tensors, communicator, self._rank.device)
-        entries = self._sliced.entries
+        entries = self._sliced.entries[: len(self._prepared.names)]  # behind them are the weights of means
         blocks = [program.layouts[one.id].block(one.spec.shape, program.mesh, number) for one in entries]
         return module, self._batches(blocks), Faults(self._config, self._rank, module, communicator)
 
@@ -219,30 +220,36 @@ class Worker:
 
     def _load(self, batches: LocalBatches, faults: Faults, batch: int) -> tuple[list[list[Tensor]], list[float]]:
         """The inputs of the program in every micro-batch of global batch `batch`, where ids of rows are positions;
-        and the share that each one has of what the loss counts."""
+        and the share that each one has of what the loss counts, or of the rows where its means have weights."""
         rows, epoch = self._order.rows(batch), self._order.epoch(batch)
         size, dtype = self._prepared.rows, DTYPES[self._config.train.precision]
         loaded: list[list[Tensor]] = []
         facts: list[list[Tensor]] = []
-        weighing, counts = self._prepared.counted, [0.0] * self._config.train.accumulate
-        for micro in range(self._config.train.accumulate):
+        count, means = self._config.train.accumulate, self._prepared.means
+        weighing = means or (self._prepared.counted,)
+        counts = [[0.0] * count for _ in weighing]
+        for micro in range(count):
             recorder.at(DATA)
             faults.at("data")
             part = rows[micro * size : (micro + 1) * size]
             loaded.append(cast(batches.load(part, epoch), dtype))
             facts.append([])
-            if (counted := self._sliced.counted) or weighing is not None:
+            if (counted := self._sliced.counted) or any(weighing):
                 batch_entries = cast(self._facts.load(part, epoch), dtype)
             if counted:
                 facts[-1] = self._sliced.facts_of([batch_entries[one] for one in counted], self._tensors)
-            if weighing is not None:
-                counts[micro] = weighing.of(batch_entries, _full(self._prepared.shapes[weighing.entry]))
+            for own, one in zip(counts, weighing, strict=True):
+                own[micro] = 1.0 if one is None else one.of(batch_entries, _full(self._prepared.shapes[one.entry]))
         positions = [table.need(loaded) for table in self._tables]
-        total = sum(counts)
+        each = [[one / sum(own) if sum(own) else 1 / count for one in own] for own in counts]
+        weights = [
+            mean_weights([own[micro] * count for own in each] if means else [], self._config.train.precision)
+            for micro in range(count)
+        ]
         return [
-            [*entries, *(one for own in positions for one in own[micro]), *facts[micro]]
+            [*entries, *weights[micro], *(one for own in positions for one in own[micro]), *facts[micro]]
             for micro, entries in enumerate(loaded)
-        ], [count / total if total else 1 / len(counts) for count in counts]
+        ], [1 / count] * count if means else each[0]
 
     def _pull(self) -> None:
         """Read the dense parameters and the rows that are needed from all servers, at the same time."""

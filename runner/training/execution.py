@@ -137,10 +137,10 @@ def sharded(prepared: Prepared, rank: RankContext, slices: Slices, axes: Axes) -
         short_execution = ShortExecution(
             build(short_program, tensors, communicator.sliced_as(short_program.mesh), rank.device),
             _calling(short_program, short.graph, False),
-            _blocks(short_program, rank.rank),
+            _blocks(prepared, short_program, rank.rank),
             short_program.loss_axes,
         )
-    blocks = _blocks(program, rank.rank)
+    blocks = _blocks(prepared, program, rank.rank)
     return Execution(program, communicator, module, forward, tensors, blocks, modules, short=short_execution)
 
 
@@ -236,14 +236,13 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         evaluation_stages,
         short_units,
     )
-    batch = len(prepared.names)  # comes before what earlier stages send
     short_execution = None
     if short:
         own = joined([short[k] for k in mine], [short_programs[k] for k in mine])
-        short_execution = ShortExecution(None, _not_run, _blocks(own, local)[:batch], own.loss_axes)
+        short_execution = ShortExecution(None, _not_run, _blocks(prepared, own, local), own.loss_axes)
     modules = [module for _, module in units]
     module = modules[0] if len(modules) == 1 else Stages(modules)
-    blocks = _blocks(program, local)[:batch]
+    blocks = _blocks(prepared, program, local)
     return Execution(program, communicator, module, _not_run, tensors, blocks, {}, runner, short=short_execution)
 
 
@@ -270,21 +269,25 @@ def blamed(error: BaseException, graph: OperatorGraph) -> str | None:
     return None
 
 
-def _blocks(program: Program, rank: int) -> tuple[Block, ...]:
-    return tuple(program.layouts[one.id].block(one.spec.shape, program.mesh, rank) for one in program.inputs)
+def _blocks(prepared: Prepared, program: Program, rank: int) -> tuple[Block, ...]:
+    """What `rank` holds of the entries of a batch, which come before weights of means and what earlier stages send."""
+    entries = program.inputs[: len(prepared.names)]
+    return tuple(program.layouts[one.id].block(one.spec.shape, program.mesh, rank) for one in entries)
 
 
 def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     """The eager module, untouched; random operators draw from stateless keys, so that runs can be resumed and
     compared."""
     step = objective(prepared.config, prepared.names).to(rank.device).train()
+    if prepared.means:
+        step = step.weighed(len(prepared.means))
     module = eager.Eager(step, single_draws=prepared.single_draws)
     eager.start_from(module, weights.read_all(folder / WEIGHTS))
     if prepared.nudged:
         eager.nudge(module)
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})
-    tensors, blocks = module.tensors(), _blocks(program, 0)
+    tensors, blocks = module.tensors(), _blocks(prepared, program, 0)
     short = None
     if prepared.short is not None:
         rows = (0, prepared.short.rows)
@@ -307,7 +310,7 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / mesh.size)  # type: ignore[no-untyped-call]
-    tensors, blocks = module.tensors(), _blocks(program, rank.rank)
+    tensors, blocks = module.tensors(), _blocks(prepared, program, rank.rank)
     rows = program.layouts[program.sources[0].id].dims[0]  # the axes that slice the rows of the first batch entry
 
     def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:

@@ -35,7 +35,7 @@ from runner.launch.orders import RankContext
 from runner.launch.startup import Marks, marked, summary
 from runner.launch.stopping import stopping_of
 from runner.planning import lowering
-from runner.planning.counted import Counted
+from runner.planning.counted import Counted, mean_weights
 from runner.planning.datasets import datasets, evaluation_data, order_of, training_data
 from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
@@ -148,7 +148,6 @@ class Trainer:
         self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
         self.keeper = Keeper(self.config, rank, self.order, self._content, self._saving)
         self.hooks = self._hooks()
-        self._noted = False  # that other terms of the loss count by tokens
         self._read: list[list[Tensor]] = []
         """The entries of this step, if a callback may repeat it."""
         if job.record is not None and self.config.parallel.mode == "hybrid":
@@ -414,14 +413,17 @@ class Trainer:
         if not again:
             self._read.clear()
         ahead: deque[list[Tensor]] = deque()
-        shares = None
-        if self.prepared.counted is not None and rows > self.prepared.rows:
+        shares, weights, means = None, list[list[Tensor]](), self.prepared.means
+        if means or (self.prepared.counted is not None and rows > self.prepared.rows):
             micro_batches = self._loaded(rows)
             with self._aside():
                 if not again:
                     ahead.extend(reader.next() for _ in micro_batches)
                 own = dict(zip(micro_batches, self._read if again else ahead, strict=True))
-                shares = self._shares(self.prepared.counted, own, rows)
+                if means:
+                    weights = self._mean_weights(means, own, rows)
+                elif self.prepared.counted is not None:
+                    shares = self._shares(self.prepared.counted, own, rows)
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             recorder.at(DATA)
@@ -434,6 +436,8 @@ class Trainer:
                     entries = [_placed(tensor, self.rank.device) for tensor in read]
                 if self.hooks.repeats:
                     self._read.append(entries)
+            if weights:
+                entries = [*entries, *weights[first + number]]
             recorder.at(FORWARD)
             if self.writes:
                 self.keeper.intact.changes(brief=False)
@@ -469,14 +473,20 @@ class Trainer:
             left = torch.tensor([min(shape[0], rows - micro * shape[0]) for micro in range(len(counts))])
             counts = both[0] / (both[1] / (left.to(both) * math.prod(shape[1:])))  # by how many ranks hold each element
         total = float(counts.sum())
-        if counted.mixed and not self._noted and self.rank.rank == 0 and bool((counts != counts[0]).any()):
-            self._noted = True
-            print(
-                "train: the loss adds other terms to its mean over tokens; micro-batches have different numbers of "
-                "tokens, by which they count with all terms.",
-                flush=True,
-            )
         return [1 / len(counts)] * len(counts) if total == 0 else (counts / total).tolist()
+
+    def _mean_weights(
+        self, means: Sequence[Counted | None], micro_batches: Mapping[int, Sequence[Tensor]], rows: int
+    ) -> list[list[Tensor]]:
+        """The weight of each mean over classes in each micro-batch of a step of so many rows: the share of what the
+        mean counts, relative to that of the rows (collective)."""
+        size = self.prepared.rows
+        by_rows = [min(size, rows - first) / rows for first in range(0, rows, size)]
+        each = [by_rows if one is None else self._shares(one, micro_batches, rows) for one in means]
+        return [
+            mean_weights([share / part for share in own], self.config.train.precision, self.rank.device)
+            for part, own in zip(by_rows, zip(*each, strict=True), strict=True)
+        ]
 
     def _equal(
         self,

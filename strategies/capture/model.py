@@ -32,6 +32,7 @@ from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.exported import dtype_of, read
 from strategies.capture.indexed import by_places
 from strategies.capture.logged_arrays import leaves_torch
+from strategies.capture.mean_weights import MeanWeights, WeighedMean
 from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
@@ -64,7 +65,8 @@ class Objective(nn.Module):
 
     With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by
     name. With `autocast` both run under torch.autocast of that dtype, on the device of the batch. `sections` says
-    which fused weights are sliced section by section, None: all.
+    which fused weights are sliced section by section, None: all. With `weighed_means` so many scalars follow the
+    entries: the weights of the means over classes.
     """
 
     def __init__(
@@ -76,13 +78,36 @@ class Objective(nn.Module):
         autocast: torch.dtype | None = None,
         *,
         sections: Mapping[str, FusedSections] | None = None,
+        weighed_means: int = 0,
     ) -> None:
         super().__init__()
-        self.sections = sections
+        self.sections, self.weighed_means = sections, weighed_means
+        if weighed_means:
+            self.mean_weights = WeighedMean()
         self.model, self.loss, self.autocast = model, loss, autocast
         self.names, self.targets = tuple(names), frozenset(targets)
 
+    def weighed(self, means: int) -> Objective:
+        """The same model and loss, whose means over classes, so many, each take a weight."""
+        given = self.model, self.loss, self.names, [*self.targets], self.autocast
+        return Objective(*given, sections=self.sections, weighed_means=means)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of what forward takes."""
+        return (*self.names, *(f"mean_weight_{number}" for number in range(self.weighed_means)))
+
     def forward(self, *tensors: Tensor) -> Any:
+        if not self.weighed_means:
+            return self._in_precision(*tensors)
+        count = len(self.names)
+        with MeanWeights(self.mean_weights, tensors[count:]) as seen:
+            output = self._in_precision(*tensors[:count])
+        if seen.means != self.weighed_means:
+            raise StrategyError("MW901", f"{seen.means} means over classes were seen in place of {self.weighed_means}")
+        return output
+
+    def _in_precision(self, *tensors: Tensor) -> Any:
         if self.autocast is None:
             return self._run(*tensors)
         with torch.autocast(tensors[0].device.type, self.autocast):
@@ -266,7 +291,7 @@ def _captured(
     replace_strides(exported.graph)
     check_nodes(exported.graph, training)
     try:
-        graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
+        graph, tensors = read(exported, objective, objective.inputs, "training" if training else "evaluation")
     except StrategyError:
         if opaque.choose(around):
             return None

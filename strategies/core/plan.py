@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def batch_axes(self) -> frozenset[tuple[str, ...]]:
-        """The axes that slice the rows of each batch entry."""
-        return frozenset(layout.dims[0] if layout.dims else () for layout in self.inputs.values())
+        """The axes that slice the rows of each batch entry; a scalar has none."""
+        return frozenset(layout.dims[0] for layout in self.inputs.values() if layout.dims)
 
     def of_rank(self, rank: int) -> Plan:
         """The plan as `rank` sees it: its mesh has the share of the rank where the slices of the batch differ."""

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.losses import NextTokenLoss
-from runner.planning.counted import Counted, counted
-from strategies.capture.model import LossFunction, Objective, capture
+from runner.planning.counted import Counted, counted, each_counted
+from strategies.capture.model import Captured, LossFunction, Objective, capture
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
 
@@ -40,14 +40,18 @@ class Tokens(nn.Module):
         return loss
 
 
-def found(model: nn.Module, loss: nn.Module | None) -> tuple[Counted | None, list[Tensor]]:
+def captured(model: nn.Module, loss: nn.Module | None) -> tuple[Captured, list[Tensor]]:
     torch.manual_seed(0)
     labels = torch.randint(CLASSES, (ROWS, LENGTH))
     labels[0, 0] = labels[1, 2:] = -100
     batch = [torch.randint(CLASSES, (ROWS, LENGTH)), labels]
     objective = Objective(model, loss, ("input_ids", "labels"), () if loss is None else ("labels",))
-    captured = capture(objective, batch, training=True)
-    return counted(captured.graph, captured.tensors), batch
+    return capture(objective, batch, training=True), batch
+
+
+def found(model: nn.Module, loss: nn.Module | None) -> tuple[Counted | None, list[Tensor]]:
+    captured_model, batch = captured(model, loss)
+    return counted(captured_model.graph, captured_model.tensors), batch
 
 
 def everywhere(shape: torch.Size) -> tuple[tuple[int, int], ...]:
@@ -67,10 +71,11 @@ def test_labels_that_count(loss, expected):
     assert sum(count.of(half, block) for half, block in zip(halves, blocks, strict=True)) == expected
 
 
-@pytest.mark.parametrize("loss", ["own", "penalty"])
-def test_other_terms_are_seen(loss):
-    count, _ = found(Tokens(loss), None)
-    assert count is not None and count.mixed == (loss == "penalty")
+@pytest.mark.parametrize(("loss", "ignored"), [("own", []), ("masked", []), ("penalty", [-100]), ("two", [-100, 0])])
+def test_each_mean_counts_where_they_are_not_all_of_the_loss(loss, ignored):
+    captured_model, _ = captured(Tokens(loss), None)
+    means = each_counted(captured_model.graph, captured_model.tensors)
+    assert [one.ignored for one in means if one is not None] == ignored
 
 
 @pytest.mark.parametrize("loss", ["masked", "two", "padded with a class"])

@@ -25,6 +25,7 @@ MOMENTUM = (
     "optimizer={target: torch.optim.SGD, args: {lr: 0.1, momentum: 0.9}}", "train.accumulate=2",
     "loss.args={ignore_index: 0}",
 )  # fmt: skip
+WEIGHTED = (*MOMENTUM, "loss.target=networks.WeightedLoss")
 
 
 def kill(rank, step, phase):
@@ -39,7 +40,7 @@ def stored(run):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [ADAM, pytest.param(MOMENTUM, marks=pytest.mark.slow), pytest.param((), marks=pytest.mark.slow)]
+    "optimizer", [ADAM, *(pytest.param(other, marks=pytest.mark.slow) for other in (MOMENTUM, WEIGHTED, ()))]
 )
 def test_a_synchronous_step_equals_one_device(start, optimizer):
     assert start(*SERVED, DOUBLE, *optimizer, verb="verify").value < 1e-10

@@ -120,21 +120,37 @@ def test_accumulation_changes_nothing(train):
         assert losses == pytest.approx(full_batch, rel=1e-10)
 
 
-@pytest.mark.slow
+MIXED = "loss.target=networks.MixedLoss"
+
+
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        ("stand_alone", ("train.accumulate=32",)),  # some have nothing that counts
-        ("semi_auto", ("train.accumulate=16",)),
-        ("data_parallel", ("loss.target=networks.WeightedLoss",)),
-        ("semi_auto", ("train.clip=0.3", "data.drop_last=false", "data.args.rows=90", "train.steps=6")),
-        *(("data_parallel", (f"parallel.zero.stage={stage}", "train.precision=fp32")) for stage in (1, 2, 3)),
-        ("semi_auto", ("parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")),
+        ("semi_auto", (MIXED, "train.accumulate=16")),
+        *(
+            pytest.param(mode, options, marks=pytest.mark.slow)
+            for mode, options in (
+                ("stand_alone", ("train.accumulate=32",)),  # some have nothing that counts
+                ("semi_auto", ("train.accumulate=16",)),
+                ("data_parallel", ("loss.target=networks.WeightedLoss",)),
+                ("stand_alone", (MIXED, "train.accumulate=32")),
+                ("semi_auto", (MIXED, "data.drop_last=false", "data.args.rows=90", "train.steps=6")),
+                ("semi_auto", (MIXED, "parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")),
+                ("data_parallel", (MIXED, "parallel.recompute={operators: full, modules: [outer, loss]}")),
+                ("data_parallel", (MIXED, "parallel.copies=2")),
+                ("data_parallel", (MIXED, "parallel.batch_rows=[5,3]", "world_size=2")),
+                ("data_parallel", (MIXED, "train.compile=true")),
+                ("semi_auto", ("train.clip=0.3", "data.drop_last=false", "data.args.rows=90", "train.steps=6")),
+                *(("data_parallel", (f"parallel.zero.stage={stage}", "train.precision=fp32")) for stage in (1, 2, 3)),
+                ("semi_auto", ("parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")),
+            )
+        ),
     ],
 )
 def test_the_mean_is_over_what_counts_in_all_micro_batches(train, mode, options):
     """Accumulated losses and gradient norms are those of the full batch on one device."""
-    single = tuple(option for option in options if not option.startswith(("parallel", "train.accumulate")))
+    apart = ("parallel", "train.accumulate", "train.compile", "world_size")
+    single = tuple(option for option in options if not option.startswith(apart))
     alone = train("stand_alone", *COUNTED, *single, folder="alone").records
     found = train(mode, *COUNTED, "train.accumulate=4", *options).records
     tolerance = 1e-5 if "train.precision=fp32" in options else 1e-10
