@@ -7,10 +7,12 @@ A worker computes those for the entire batch, and they enter its slice as furthe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +21,11 @@ from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.planning import lowering
 from strategies.core.errors import StrategyError, closest
-from strategies.core.graph import OperatorGraph, Ref, Source, TensorSpec
+from strategies.core.graph import OperatorGraph, Ref, Source, TensorSpec, rewrite
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.program import Compute, Instruction, Program, Redistribute
+from strategies.core.steps import ALL_REDUCE
 from strategies.lowering.lowering import lower
 from strategies.runtime.simulate import Simulation
 
@@ -33,6 +36,16 @@ WEIGHT = "local.target_weight"
 
 
 EMBEDDING = "aten.embedding.default"
+SUMS = frozenset(
+    f"aten.{name}"
+    for name in """
+    _to_copy.default add.Tensor clone.default mean.default neg.default reshape.default squeeze.default stack.default
+    sub.Tensor sum.default to.dtype view.default
+    """.split()
+)
+"""Calls that are linear in all of their tensors together."""
+MULTIPLES = frozenset({"aten.mul.Tensor", "aten.div.Tensor", "aten.masked_fill.Scalar"})
+"""Calls that are linear in their first tensor, the last one with zeros."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +169,9 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
             "parallel=data_parallel.",
         )
     if program.mesh.size > 1 and set(program.loss_axes) != set(program.mesh.names):
-        raise _dependent("the loss")
+        program = _PartialLoss(program).result()
+        if not program.loss_axes:
+            raise _dependent("the loss")
     program = replace(program, instructions=tuple(map(_alone, program.instructions)))
     made = {one.id: one for one in program.instructions}
     carrying = [one for one in program.instructions if isinstance(one, Redistribute) and one.collectives]
@@ -198,6 +213,77 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
         instructions=tuple(one for one in program.instructions if one not in carrying),
     )
     return SlicedProgram(of_slice, facts, tables, served)
+
+
+class _PartialLoss:
+    """The loss of a program as the sum of those of the slices, where it is linear in what slices add up: a weighted sum
+    of means over the batch, and of terms of the parameters alone, of which every slice takes its part."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.made = program, {one.id: one for one in program.instructions}
+        self.uses = Counter(ref.id for one in program.instructions for ref in one.operands)
+        self.changed: dict[str, list[Instruction]] = {}
+
+    def result(self) -> Program:
+        """The program; as it was where its loss is another function of the slices' values."""
+        (loss,) = self.program.outputs
+        partial = self._partial(loss)
+        if partial is None:
+            return self.program
+        instructions = [new for one in self.program.instructions for new in self.changed.get(one.id, [one])]
+        needed = {partial.id}
+        for one in reversed(instructions):
+            if one.id in needed:
+                needed.update(ref.id for ref in one.operands)
+        return replace(
+            self.program,
+            instructions=tuple(one for one in instructions if one.id in needed),
+            outputs=(partial,),
+            loss_axes=self.program.mesh.names,
+        )
+
+    def _partial(self, value: Ref) -> Ref | None:
+        """What the slices add up to a scalar or a stack of scalars; None if they do not."""
+        step = self.made.get(value.id)
+        if isinstance(step, Redistribute):
+            return step.value if [one.kind for one in step.forward] == [ALL_REDUCE] and not step.spec.shape else None
+        if not isinstance(step, Compute) or self.uses[step.id] > 1:
+            return None
+        if step.target in SUMS:
+            return self._of_all(step)
+        if step.target in MULTIPLES and isinstance(step.args[0], Ref) and not (len(step.args) == 3 and step.args[2]):
+            first, *others = step.args
+            if (part := self._partial(first)) is None and step.target == "aten.mul.Tensor":
+                first, others = others[0], [first]
+                part = self._partial(first) if isinstance(first, Ref) else None
+            return None if part is None else self._in_place(step, [part, *others])
+        return None
+
+    def _of_all(self, step: Compute) -> Ref | None:
+        parts = {ref: self._partial(ref) for ref in step.operands}
+        if all(part is None for part in parts.values()):
+            return None
+        count = self.program.mesh.size
+        own: list[Instruction] = []
+
+        def of_slice(leaf: Any) -> Any:
+            if isinstance(leaf, Ref) and (part := parts[leaf]) is not None:
+                return part
+            if not isinstance(leaf, Ref):
+                return leaf
+            own.append(
+                replace(step, id=f"{step.id}_{leaf.id}", target="aten.div.Tensor", args=(leaf, count), kwargs=())
+            )
+            return Ref(own[-1].id)
+
+        args = rewrite(step.args, of_slice)
+        if step.target in ("aten.add.Tensor", "aten.sub.Tensor") and not isinstance(args[1], Ref):
+            args = (args[0], args[1] / count)
+        return self._in_place(step, args, own)
+
+    def _in_place(self, step: Compute, args: Sequence[Any], before: Sequence[Instruction] = ()) -> Ref:
+        self.changed[step.id] = [*before, replace(step, args=tuple(args))]
+        return Ref(step.id)
 
 
 def _served(config: Config, program: Program) -> frozenset[str]:

@@ -110,6 +110,13 @@ class MixedLoss(WeightedLoss):
         return super().forward(input, target) + input.square().mean() + functional.cross_entropy(2 * input, target)
 
 
+class SquaredLoss(nn.CrossEntropyLoss):
+    """The square of a mean, which is no sum over rows."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target).square()
+
+
 @sharding_rule("b d -> b d")
 class Doubled(torch.autograd.Function):
     """Returns its operand; gradients are doubled."""

@@ -25,7 +25,7 @@ MOMENTUM = (
     "optimizer={target: torch.optim.SGD, args: {lr: 0.1, momentum: 0.9}}", "train.accumulate=2",
     "loss.args={ignore_index: 0}",
 )  # fmt: skip
-WEIGHTED = (*MOMENTUM, "loss.target=networks.WeightedLoss")
+MIXED = (*MOMENTUM, "loss.target=networks.MixedLoss")
 
 
 def kill(rank, step, phase):
@@ -40,7 +40,7 @@ def stored(run):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [ADAM, *(pytest.param(other, marks=pytest.mark.slow) for other in (MOMENTUM, WEIGHTED, ()))]
+    "optimizer", [ADAM, *(pytest.param(other, marks=pytest.mark.slow) for other in (MOMENTUM, MIXED, ()))]
 )
 def test_a_synchronous_step_equals_one_device(start, optimizer):
     assert start(*SERVED, DOUBLE, *optimizer, verb="verify").value < 1e-10
@@ -238,6 +238,7 @@ def test_a_fault_that_never_happens_on_a_rank_is_refused(start, rank, phase):
         (("optimizer={target: networks.Lars, args: {lr: 0.1}}",), "MW323"),
         (("parallel=data_parallel", "world_size=4"), "MW205"),
         (("+model.args.norm=true",), "MW413"),
+        (("loss.target=networks.SquaredLoss",), "MW413"),
     ],
 )
 def test_what_does_not_go_together_is_refused(start, words, code):
