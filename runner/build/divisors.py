@@ -7,6 +7,7 @@ graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ def values(classes: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
     if weight is None:
         return counts.double()
     return counts * weight.double()[classes.where(counts, 0)]
+
+
+def divisor(given: Mapping[str, Any], rows: int) -> float:
+    """What the mean of a call of cross_entropy or nll_loss with these arguments divides by; `rows` where targets are
+    probabilities, which all count."""
+    target = given["target"]
+    if target.is_floating_point():
+        return float(rows)
+    return float(values(target, given.get("ignore_index", -100), given.get("weight")).sum())
 
 
 class Divisors(TorchDispatchMode):  # type: ignore[no-untyped-call]

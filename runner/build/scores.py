@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from runner.build import targets
-from runner.build.divisors import Divisors
+from runner.build.divisors import Divisors, divisor
 from runner.config.schema import MetricForm
 from runner.errors import ConfigError
 from strategies.capture import Objective, loss_in
+from strategies.capture.mean_weights import MeanWeights, WeighedMean
 
 
 @dataclass(frozen=True)
@@ -64,29 +65,63 @@ class Average:
 
 
 class MeanLoss(Average):
-    """The loss: the mean over all tokens, or whatever else its means over classes divide by in every batch; where they
-    divide by nothing or by different numbers, over all rows."""
+    """The loss: its means over classes are those over all tokens, or whatever else they divide by in every batch; its
+    other terms those over all rows. All of it is over all rows where batches have different numbers of means."""
 
     def reset(self) -> None:
         super().reset()
-        self._sum, self._tokens = 0.0, 0.0
+        self._rest = 0.0
+        self._terms: list[tuple[float, float]] | None = None
+        """Of each mean over classes what it adds to the loss, times what it divides by, and that, over all batches."""
         self._by_rows = False
 
     def update(self, rows: int, *given: Any, tokens: float | None = None) -> None:
         """Add a batch of `rows` rows; `tokens` is what a model that returns its loss has divided by."""
-        with Divisors() as divisors:
-            value = _number(self._function(*given), self._what)
-        tokens = divisors.only if tokens is None else tokens
-        self._by_rows = self._by_rows or tokens is None
+        value, rest, terms = self._parts(given, rows) if tokens is None else self._returned(given, tokens)
         self._total += value * rows
         self._rows += rows
-        if tokens:  # of nothing the mean is not a number
-            self._sum += value * tokens
-            self._tokens += tokens
+        self._rest += rest * rows
+        added = [(term * count if count else 0.0, count) for term, count in terms]  # of nothing it is not a number
+        if self._terms is None:
+            self._terms = added
+        elif len(self._terms) == len(added):
+            self._terms = [(a + c, b + d) for (a, b), (c, d) in zip(self._terms, added, strict=True)]
+        else:
+            self._by_rows = True
+
+    def _returned(self, given: Sequence[Any], tokens: float) -> tuple[float, float, list[tuple[float, float]]]:
+        value = _number(self._function(*given), self._what)
+        return value, 0.0, [(value, tokens)]
+
+    def _parts(self, given: Sequence[Any], rows: int) -> tuple[float, float, list[tuple[float, float]]]:
+        """The loss, its terms beside means over classes, and what each of those adds, with what it divides by."""
+        weighed = WeighedMean()
+        with Divisors() as divisors, MeanWeights(weighed) as seen:
+            value = _number(self._function(*given), self._what)
+        means, only = seen.means, divisors.only
+        if only is not None and (not means or (len(means) == 1 and value == float(means[0][0]))):
+            return value, 0.0, [(value, only)]
+
+        def with_means(kept: int | None) -> float:
+            """The loss with one of its means, or none."""
+            weights = [torch.full_like(mean, float(number == kept)) for number, (mean, _) in enumerate(means)]
+            with MeanWeights(weighed, weights):
+                return _number(self._function(*given), self._what)
+
+        if not means:
+            return value, value, []
+        rest, terms = with_means(None), []
+        for number, (_, arguments) in enumerate(means):
+            count = divisor(arguments, rows)
+            terms.append((with_means(number) - rest if count else 0.0, count))
+        return value, rest, terms
 
     def compute(self) -> float:
         """The mean over all batches so far."""
-        return self._sum / self._tokens if self._tokens and not self._by_rows else super().compute()
+        terms = self._terms or []
+        if self._by_rows or not terms or not all(count for _, count in terms):
+            return super().compute()
+        return self._rest / self._rows + sum(total / count for total, count in terms)
 
 
 class Updated:

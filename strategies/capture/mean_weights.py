@@ -27,24 +27,28 @@ class WeighedMean(nn.Module):
 
 
 class MeanWeights(TorchFunctionMode):
-    """Multiplies the means over classes that are computed inside of the block by `weights`, scalars.
+    """Multiplies the means over classes that are computed inside of the block by `weights`, scalars; those for which
+    there are none stay.
 
     Attributes:
-        means: how many there were.
+        means: the means, without weights, with the arguments by name of the calls.
     """
 
-    def __init__(self, weighed: WeighedMean, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weighed: WeighedMean, weights: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self._weighed, self._weights, self.means = weighed, weights, 0
+        self._weighed, self._weights = weighed, weights
+        self.means: list[tuple[Tensor, dict[str, Any]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (functional.cross_entropy, functional.nll_loss):
             return result
-        if _reduction_of(dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})) != "mean":
+        given = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
+        if _reduction_of(given) != "mean":
             return result
-        self.means += 1
-        return self._weighed(result, self._weights[self.means - 1]) if self.means <= len(self._weights) else result
+        number = len(self.means)
+        self.means.append((result, given))
+        return self._weighed(result, self._weights[number]) if number < len(self._weights) else result
 
 
 def _reduction_of(given: dict[str, Any]) -> str:

@@ -103,8 +103,10 @@ class Objective(nn.Module):
         count = len(self.names)
         with MeanWeights(self.mean_weights, tensors[count:]) as seen:
             output = self._in_precision(*tensors[:count])
-        if seen.means != self.weighed_means:
-            raise StrategyError("MW901", f"{seen.means} means over classes were seen in place of {self.weighed_means}")
+        if len(seen.means) != self.weighed_means:
+            raise StrategyError(
+                "MW901", f"{len(seen.means)} means over classes were seen in place of {self.weighed_means}"
+            )
         return output
 
     def _in_precision(self, *tensors: Tensor) -> Any:

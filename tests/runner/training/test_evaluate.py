@@ -4,6 +4,7 @@ import networks
 import pytest
 import torch
 from small import ALONE, HYBRID, MODES, SMALL
+from torch import nn
 from torch.nn import functional
 
 from runner.errors import ConfigError
@@ -52,6 +53,8 @@ COUNTING = {
     "loss": ("stand_alone",),
     "own loss": ("stand_alone", "model.target=networks.OwnLoss", *OWN_LOSS),
     "loss, sliced": ("auto",),
+    "loss of terms": ("stand_alone", "loss.target=networks.MixedLoss", "loss.args={ignore_index: -100}"),
+    "loss of terms, sliced": ("auto", "loss.target=networks.MixedLoss", "loss.args={ignore_index: -100}"),
     "own loss, sliced": ("data_parallel", "model.target=networks.OwnLoss", *OWN_LOSS),
     "loss of a hybrid model": ("hybrid",),
     "own loss of a hybrid model": ("hybrid", "model.args={returns_loss: true}", *OWN_LOSS),
@@ -69,8 +72,9 @@ def test_a_mean_over_classes_is_that_of_all_samples_together(evaluate, way):
     model, data = networks.Classifier(), networks.PartlyIgnored(rows, 1, ignored=True)
     with torch.no_grad():
         scores = model(data.x)
-    losses = [functional.cross_entropy(scores[at : at + 12], data.y[at : at + 12]).item() for at in range(0, 48, 12)]
-    expected = functional.cross_entropy(scores, data.y).item()
+    loss = networks.MixedLoss(-100) if way.startswith("loss of terms") else nn.CrossEntropyLoss()
+    losses = [loss(scores[at : at + 12], data.y[at : at + 12]).item() for at in range(0, 48, 12)]
+    expected = loss(scores, data.y).item()
     assert found == {1: {"loss": pytest.approx(expected, rel=1e-6)}}
     assert abs(sum(losses) / 4 - expected) > 1e-3
 
