@@ -183,7 +183,7 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
             if name in behind:
                 continue
             step = made.get(name)
-            if step is None and sources[name].kind in ("input", "buffer"):
+            if step is None and (sources[name].kind != "parameter" or not sources[name].trainable):
                 stubs[name] = sources[name]
             elif isinstance(step, Compute) and step.target == WEIGHT:
                 stub = f"dtype_{name}"
