@@ -68,6 +68,11 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
         )
     if found := re.search(r"Error merging override \+*([^=]+)=(.*?) Cannot merge DictConfig with", text):
         return ConfigError("MW204", f"{found[1]} = {found[2]}: must be a mapping such as {{name: value}}.")
+    if found := re.search(r"In '([^']+)': \w+ raised while composing config: Cannot merge DictConfig with", text):
+        return ConfigError(
+            "MW204",
+            f"{found[1]}.yaml: a section, such as model, data or train, is a list there; it must be a mapping of its keys.",
+        )
     if found := re.search(r"An item is already at '([^']+)'", text):
         return ConfigError("MW105", f"{found[1]} is set already; change it with {found[1]}=VALUE, without the plus.")
     if found := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):

@@ -51,7 +51,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
         result = restarting.train(config, run_dir, payload)
         if result is not None and result["stopped"] is not None:
-            raise stopped(result["stopped"], Interrupts.requested or signal.SIGTERM)
+            raise stopped(result["stopped"], Interrupts.requested or result["signal"])
         return _ended(result, run_dir)
 
 

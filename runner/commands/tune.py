@@ -23,6 +23,7 @@ from runner.cli.run_folders import without_trace
 from runner.commands import train
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
+from runner.launch.startup import begin
 from runner.report.units import shown_path, shown_seconds, text_table
 from runner.run_folder.metrics import records
 from strategies.core.errors import StrategyError
@@ -72,6 +73,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         ConfigError: The mode has no plan, so there is nothing to choose.
         RunFailed: No plan could be trained.
     """
+    begin()  # the runs that it starts are jobs of their own, whose time does not begin with this process
     if config.parallel.mode in ("stand_alone", "hybrid", "parameter_server"):
         raise ConfigError(
             "MW861",

@@ -23,6 +23,8 @@ EXIT_CODE = 128 + signal.SIGTERM
 REQUESTED = "stop/requested"
 
 _requested = threading.Event()
+_received: list[int] = []
+"""The signals that have asked this rank itself to stop."""
 
 
 def request() -> None:
@@ -48,6 +50,7 @@ def _hear(near: socket.socket, far: socket.socket) -> None:
             if terminated and received[0] == signal.SIGTERM:
                 os._exit(EXIT_CODE)
             terminated = terminated or received[0] == signal.SIGTERM
+            _received.append(received[0])
             request()
 
 
@@ -67,6 +70,8 @@ class Stopping:
         self._rank, self._world_size, self._store, self._poll = rank, world_size, store, poll
         self._step = done
         self._last: float = math.inf
+        self.signal = int(signal.SIGTERM)
+        """That which reached a rank, once the ranks stop."""
         self._decided = threading.Event()
         threading.Thread(target=self._agree, daemon=True).start()
 
@@ -84,10 +89,12 @@ class Stopping:
                     request()
             self._last = -1  # `begin` waits from here on; only now is the step read
             keys = [f"stop/{rank}" for rank in range(self._world_size)]
-            self._store.set(keys[self._rank], str(self._step))
+            self._store.set(keys[self._rank], f"{self._step} {_received[0] if _received else 0}")
             self._store.set(REQUESTED, "")
             self._store.wait(keys)
-            self._last = max(int(step) for step in self._store.multi_get(keys))
+            steps, signals = zip(*(map(int, answer.split()) for answer in self._store.multi_get(keys)), strict=True)
+            self.signal = max(signals) or self.signal
+            self._last = max(steps)
         except RuntimeError:  # the store has gone with rank 0: it has failed, or all steps are done
             self._last = math.inf
         self._decided.set()

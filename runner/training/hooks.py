@@ -57,6 +57,7 @@ class TrainingState:
         samples: rows of the step's global batch.
         evaluation: the results of the last evaluation by name, the same on all ranks.
         evaluated: the step after which that was; 0 before the first one.
+        regular: whether a longer run has that evaluation too; not if it is made because the run ends.
     """
 
     config: Config
@@ -78,6 +79,7 @@ class TrainingState:
     samples: int = 0
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluated: int = 0
+    regular: bool = True
     logged: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     marks: list[tuple[int, int]] = field(default_factory=list)

@@ -281,7 +281,8 @@ class Trainer:
                 seen.loss, seen.samples = loss, samples
                 if not math.isfinite(loss):
                     raise FloatingPointError(
-                        f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
+                        f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help, but not "
+                        "where a mean is over nothing, as in a micro-batch without any label that counts."
                     )
                 with self._phase("update"):
                     self.updates.reduce()
@@ -323,10 +324,11 @@ class Trainer:
                         callbacks=hooks.taken(),
                         memory=self._peak(),
                     )
-                evaluated = self.evaluator is not None and (step == last or self._due(step))
+                regular = self._regular(step)
+                evaluated = self.evaluator is not None and (regular or step in (last, self.prepared.steps))
                 if self.evaluator is not None and evaluated:
                     recorder.at(EVALUATION)
-                    results = self._evaluated(self.evaluator)
+                    results = self._evaluated(self.evaluator, regular)
                     if metrics is not None:
                         metrics.evaluation(step, results)
                     if hooks:
@@ -350,6 +352,7 @@ class Trainer:
             "sent": dict(self.execution.communicator.sent),
             "steps": last,
             "stopped": stopped,
+            "signal": None if stopping is None else stopping.signal,
             "offload": change({}, self._moved()),
             "memory": None if self.meter is None else self._measured(),
         }
@@ -382,9 +385,10 @@ class Trainer:
             return max(number, self.order.steps_per_epoch - 1)
         return number
 
-    def _evaluated(self, evaluator: Evaluator) -> dict[str, float]:
+    def _evaluated(self, evaluator: Evaluator, regular: bool) -> dict[str, float]:
         """The results of an evaluation with the current parameters, on rank 0, and on all ranks where they decide
-        something (collective)."""
+        something (collective). One that is not `regular`, but made because the run ends, decides nothing for steps that
+        may follow."""
         plateau = self.scheduler if isinstance(self.scheduler, ReduceLROnPlateau) else None
         if not self.hooks and plateau is None:
             return evaluator.run()
@@ -394,9 +398,10 @@ class Trainer:
         results = evaluator.run()
         if self.rank.world_size > 1:
             results = gather(results)[0]
-        if plateau is not None:
+        if plateau is not None and regular:
             plateau.step(results[self.config.optimizer.scheduler.metric or "loss"])
-        self.hooks.state.evaluation, self.hooks.state.evaluated = results, self.hooks.state.step
+        state = self.hooks.state
+        state.evaluation, state.evaluated, state.regular = results, state.step, regular
         return results
 
     def _served(self) -> dict[str, float]:
@@ -578,10 +583,10 @@ class Trainer:
         if self.config.optimizer.scheduler.per == "step" or self._ends_epoch(step):
             self.scheduler.step()
 
-    def _due(self, step: int) -> bool:
+    def _regular(self, step: int) -> bool:
+        """Whether there is an evaluation after `step`, however long the run is."""
         every = self.config.evaluate.every
-        due = self.config.train.epochs is not None and self._ends_epoch(step) if every is None else step % every == 0
-        return due or step == self.prepared.steps
+        return self.config.train.epochs is not None and self._ends_epoch(step) if every is None else step % every == 0
 
     def _ends_epoch(self, step: int) -> bool:
         return (step + self.keeper.ahead) % self.order.steps_per_epoch == 0

@@ -39,6 +39,8 @@ class EarlyStopping(Callback):
             state.stop(self._reason())
 
     def evaluation(self, state: TrainingState) -> None:
+        if not state.regular:
+            return
         value = self._sign * state.evaluation[self.metric]
         better = value > self.best + self.min_delta if math.isfinite(self.best) else value > self.best
         self.best, self.waited = (value, 0) if better else (self.best, self.waited + 1)

@@ -184,6 +184,7 @@ RECIPES = {
     "# @package _global_\ndefaults: [{/parallel: auto}, _self_]\nworld_size: 2\n": "`- override /parallel: auto`",
     "# @package _global_\ndefaults: [{override cluster: a100}]\nworld_size: 2\n": "`- override /cluster: a100`",
     "# @package _global_\ndefaults: 3\n": "defaults must be a list",
+    "# @package _global_\ntrain: [1, 2]\n": "mine.yaml: a section, such as model, data or train, is a list",
     "# @package _global_\nmodel: {args: {null: 1}}\n": "model.args: null cannot be a key",
     "# @package _global_\nparallel: {strategies: {matmul: '((2,4),(4,1))'}}\n": "write counts such as [[2, 4], [4, 1]]",
     "# @package _global_\nparallel: {strategies: {a: [(2,4),(4,1)]}}\n": "lists have square brackets",

@@ -145,6 +145,15 @@ def test_a_scheduler_follows_an_evaluation_that_a_failure_ends(start, capfd, tmp
 
 
 @pytest.mark.slow
+def test_the_last_evaluation_of_a_shorter_run_decides_nothing(start):
+    """What follows evaluations sees those alone that a longer run has, too."""
+    plateau = "{target: torch.optim.lr_scheduler.ReduceLROnPlateau, args: {patience: 0, threshold: 10.0}}"
+    words = (*PLAIN, f"optimizer.scheduler={plateau}", "evaluate.every=4", "optimizer.args.lr=0.01")
+    parts = [start(*words, f"train.steps={steps}", "train.resume=auto", folder="parts") for steps in (5, 7, 11)]
+    assert stored(parts[-1].folder) == stored(start(*words, "train.steps=11", folder="straight").folder)
+
+
+@pytest.mark.slow
 def test_the_rescue_of_a_killed_run_is_found_on_resume(start, undisturbed, capfd):
     expected = undisturbed(*PLAIN)
     with pytest.raises(Exception, match="an injected fault"):

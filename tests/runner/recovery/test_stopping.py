@@ -53,6 +53,7 @@ def test_simulated_ranks_agree_on_the_last_step(monkeypatch, coupled):
 def test_one_request_reaches_the_others(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(stopping, "_requested", threading.Event())
+    monkeypatch.setattr(stopping, "_received", [signal.SIGHUP])
     found = [Stopping(rank, 2, store, done=3, poll=0.01) for rank in range(2)]
     assert all(one.begin(4) for one in found)
     store.set(stopping.REQUESTED, "")  # as a rank on another host does
@@ -61,6 +62,7 @@ def test_one_request_reaches_the_others(monkeypatch):
         assert time.monotonic() < until
         time.sleep(0.01)
     assert [one.begin(5) for one in found] == [False, False]
+    assert [one.signal for one in found] == [signal.SIGHUP, signal.SIGHUP]
 
 
 LONG = (*SMALL, *MODES["semi_auto"], "train.steps=2000", "train.log_every=500", "checkpoint.at_end=true")
