@@ -71,7 +71,7 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
     if found := re.search(r"In '([^']+)': \w+ raised while composing config: Cannot merge DictConfig with", text):
         return ConfigError(
             "MW204",
-            f"{found[1]}.yaml: a section, such as model, data or train, is a list there; it must be a mapping of its keys.",
+            f"{found[1]}.yaml: a section, such as model, data or train, is a list there; it must be a mapping of keys.",
         )
     if found := re.search(r"An item is already at '([^']+)'", text):
         return ConfigError("MW105", f"{found[1]} is set already; change it with {found[1]}=VALUE, without the plus.")

@@ -8,7 +8,7 @@ The invariant: what is counted is what the class loss of the graph divides by, f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from runner.data.loader import Block
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.rules.random import draws
 from strategies.rules.registry import arguments, resolve
+from strategies.rules.table import EVEN, PADDED
 
 CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"})
 MOVES = frozenset(
@@ -27,8 +28,41 @@ MOVES = frozenset(
     "slice squeeze to transpose unsqueeze view".split()
 )
 """Operators that move elements and change none."""
+ELEMENTWISE = frozenset(name for line, names in (*PADDED, *EVEN) if line == "...* -> ..." for name in names.split())
+NOTHING = torch.empty(0, dtype=torch.float64)
 FIRST = 1 << 40
 """Marks of elements are no less than this, and no class is as large."""
+
+
+@dataclass(frozen=True)
+class ComputedClasses:
+    """Classes that a forward computes from entries of a batch row by row, such as labels behind a mask.
+
+    Attributes:
+        rows: of the micro-batch that was captured.
+        entries: by id of a source, the position of the entry in a batch.
+        constants: by id of a source, a tensor that is the same in every step.
+        operators: what computes them.
+        target: the classes, rows outermost.
+    """
+
+    rows: int
+    entries: Mapping[str, int]
+    constants: Mapping[str, Tensor]
+    operators: tuple[Operator, ...]
+    target: Ref
+
+    def of(self, batch: Sequence[Tensor]) -> Tensor:
+        """The classes [rows, classes of a row] for rows of any number."""
+        own = {id: batch[position].cpu() for id, position in self.entries.items()}
+        count = len(next(iter(own.values())))
+        parts = []
+        for first in range(0, count, self.rows):
+            rows = torch.arange(first, first + self.rows).clamp(max=count - 1)  # as many as were captured
+            values = {Ref(id): entry[rows] for id, entry in own.items()}
+            found = _run(self.operators, values | {Ref(id): one for id, one in self.constants.items()})
+            parts.append(found[self.target].reshape(self.rows, -1)[: count - first])
+        return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -40,12 +74,19 @@ class Counted:
         times: how often the loss looks at each element of a row (a model may leave out the first); float64.
         ignored: the value of elements that do not count.
         weight: what a class counts, by class; None: 1.
+        computed: the classes in place of the entry's elements, where that is only the first of which they are computed.
     """
 
     entry: int
     times: Tensor
     ignored: int
     weight: Tensor | None
+    computed: ComputedClasses | None = None
+
+    @property
+    def by_row(self) -> frozenset[int]:
+        """The entries of which complete rows are needed."""
+        return frozenset() if self.computed is None else frozenset(self.computed.entries.values())
 
     def same(self, other: Counted) -> bool:
         """Whether both count the same elements."""
@@ -53,11 +94,15 @@ class Counted:
         return (
             (self.entry, self.ignored) == (other.entry, other.ignored)
             and torch.equal(self.times, other.times)
+            and (None if self.computed is None else self.computed.target)
+            == (None if other.computed is None else other.computed.target)
             and (not weights or (len(weights) == 2 and torch.equal(*weights)))
         )
 
     def of(self, entries: Sequence[Tensor], block: Block) -> float:
-        """What the elements in this block of the micro-batch count together."""
+        """What the elements in this block of the micro-batch count together; of computed classes a block of rows."""
+        if self.computed is not None:
+            return float(values(self.computed.of(entries), self.ignored, self.weight).sum())
         found = values(entries[self.entry].cpu(), self.ignored, self.weight)
         return float((found * self.times[tuple(slice(*span) for span in block[1:])]).sum())
 
@@ -97,14 +142,73 @@ def _counted(graph: OperatorGraph, tensors: Mapping[str, Tensor], given: Mapping
     target, ignored, weight = given["target"], given["ignore_index"], None
     if given["weight"] is not None and (weight := _constant(graph, tensors, given["weight"])) is None:
         return None
+    if graph.specs[target].dtype not in ("int64", "int32"):  # of probabilities each prediction counts
+        return None
     source, moves = _origin(graph, target)
-    if source is None or graph.specs[target].dtype not in ("int64", "int32"):  # of probabilities each prediction counts
+    times = None if source is None else _times(source, target, moves, ignored)
+    if source is not None and times is not None:
+        names = [one.name for one in graph.sources if one.kind == "input"]
+        return Counted(names.index(source.name), times, ignored, weight)
+    computed = _computed(graph, tensors, target)
+    return None if computed is None else Counted(min(computed.entries.values()), NOTHING, ignored, weight, computed)
+
+
+def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) -> ComputedClasses | None:
+    """How `target` is computed row by row from entries of the batch; None if it is not."""
+    inputs = {one.id: position for position, one in enumerate(graph.of_kind("input"))}
+    behind = _behind(graph, target)
+    entries = {id: inputs[id] for id in behind if id in inputs}
+    if not entries:
         return None
-    times = _times(source, target, moves, ignored)
-    if times is None:
+    by_row = {Ref(id) for id in entries}
+    rows = graph.specs[next(iter(by_row))].shape[0]
+    if any(graph.specs[ref].shape[:1] != (rows,) for ref in by_row):
         return None
-    names = [one.name for one in graph.sources if one.kind == "input"]
-    return Counted(names.index(source.name), times, ignored, weight)
+    constants = {}
+    for source in graph.sources:
+        if source.id in behind and source.id not in inputs:
+            if not _unchanged(graph, tensors, source):
+                return None
+            constants[source.id] = tensors[source.name].detach().cpu().clone()
+    operators = tuple(operator for operator in graph.operators if operator.id in behind)
+    for operator in operators:
+        if draws(operator) or len(operator.results) != 1:
+            return None
+        if by_row.isdisjoint(operator.operands):
+            continue
+        if not (_elementwise(graph, operator, by_row, rows) or _keeps_rows(graph, operator, rows)):
+            return None
+        by_row.add(Ref(operator.id))
+    return ComputedClasses(rows, entries, constants, operators, target) if target in by_row else None
+
+
+def _elementwise(graph: OperatorGraph, operator: Operator, by_row: Collection[Ref], rows: int) -> bool:
+    """Whether a row of the result follows from that row of the operands `by_row`; the others are the same for all."""
+    shape = operator.results[0].shape
+    shapes = {ref: graph.specs[ref].shape for ref in operator.operands}
+    return (
+        operator.op in ELEMENTWISE
+        and shape[0] % rows == 0
+        and all(
+            (len(own) == len(shape) and own[:1] == shape[:1])
+            if ref in by_row
+            else len(own) < len(shape) or own[:1] == (1,)
+            for ref, own in shapes.items()
+        )
+    )
+
+
+def _keeps_rows(graph: OperatorGraph, operator: Operator, rows: int) -> bool:
+    """Whether a move of elements leaves the rows outermost, found by moving marks of the rows."""
+    if operator.op not in MOVES or len({*operator.operands}) != 1:
+        return False
+    spec = graph.specs[operator.operands[0]]
+    marks = torch.arange(FIRST, FIRST + rows).repeat_interleave(spec.elements // rows).view(spec.shape)
+    moved = _run((operator,), {operator.operands[0]: marks})[Ref(operator.id)]
+    if moved.numel() % rows:
+        return False
+    own = moved.reshape(rows, -1)
+    return bool(((own == torch.arange(FIRST, FIRST + rows)[:, None]) | (own < FIRST)).all())
 
 
 def _mixed(graph: OperatorGraph, means: set[str]) -> bool:
@@ -121,31 +225,44 @@ def _mixed(graph: OperatorGraph, means: set[str]) -> bool:
 
 def _constant(graph: OperatorGraph, tensors: Mapping[str, Tensor], ref: Ref) -> Tensor | None:
     """The value of a tensor that is the same in every step; None for any other."""
-    behind, waiting, written = set[str](), [ref.id], dict(graph.updates)
+    behind = _behind(graph, ref)
+    sources = [source for source in graph.sources if source.id in behind]
+    operators = tuple(operator for operator in graph.operators if operator.id in behind)
+    if any(map(draws, operators)) or not all(_unchanged(graph, tensors, source) for source in sources):
+        return None
+    return _run(operators, {Ref(one.id): tensors[one.name].detach().cpu().clone() for one in sources})[ref]
+
+
+def _behind(graph: OperatorGraph, ref: Ref) -> set[str]:
+    """The ids of everything on which a value depends."""
+    behind, waiting = set[str](), [ref.id]
     while waiting:
         node = graph.by_id[waiting.pop()]
-        if node.id in behind:
-            continue
-        behind.add(node.id)
-        if isinstance(node, Operator):
-            if draws(node):
-                return None
-            waiting += [operand.id for operand in node.operands]
-        elif node.kind == "input" or node.trainable or node.id in written or tensors[node.name].is_meta:
-            return None
-    values: dict[str, Any] = {
-        source.id: (tensors[source.name].detach().cpu().clone(),) for source in graph.sources if source.id in behind
-    }
+        if node.id not in behind:
+            behind.add(node.id)
+            waiting += [operand.id for operand in node.operands] if isinstance(node, Operator) else []
+    return behind
+
+
+def _unchanged(graph: OperatorGraph, tensors: Mapping[str, Tensor], source: Source) -> bool:
+    """Whether a source has the same value in every step, which is known."""
+    if source.kind == "input" or source.trainable or source.id in dict(graph.updates):
+        return False
+    return not tensors[source.name].is_meta
+
+
+def _run(operators: Sequence[Operator], known: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+    """All values that `operators` compute from known ones."""
+    found = dict(known)
 
     def value(leaf: Any) -> Any:
-        return values[leaf.id][leaf.index] if isinstance(leaf, Ref) else leaf
+        return found[leaf] if isinstance(leaf, Ref) else leaf
 
-    for operator in graph.operators:
-        if operator.id in behind:
-            args, kwargs = rewrite((operator.args, operator.keywords), value)
-            results = resolve(operator.target)(*args, **kwargs)
-            values[operator.id] = (results,) if isinstance(results, Tensor) else results
-    found: Tensor = values[ref.id][ref.index]
+    for operator in operators:
+        args, kwargs = rewrite((operator.args, operator.keywords), value)
+        results = resolve(operator.target)(*args, **kwargs)
+        each = [results] if isinstance(results, Tensor) else results
+        found.update((Ref(operator.id, index), one) for index, one in enumerate(each))
     return found
 
 
@@ -164,15 +281,8 @@ def _times(source: Source, target: Ref, moves: Sequence[Operator], ignored: int)
     """How often each element of a row reaches `target`: found by moving marks in place of classes. None where rows
     differ, or classes are added."""
     elements = source.spec.elements
-    moved: dict[Ref, Tensor] = {Ref(source.id): torch.arange(FIRST, FIRST + elements).view(source.spec.shape)}
-
-    def value(leaf: Any) -> Any:
-        return moved[leaf] if isinstance(leaf, Ref) else leaf
-
-    for operator in moves:
-        args, kwargs = rewrite((operator.args, operator.keywords), value)
-        moved[Ref(operator.id)] = resolve(operator.target)(*args, **kwargs)
-    reached = moved[target].flatten()
+    marks = torch.arange(FIRST, FIRST + elements).view(source.spec.shape)
+    reached = _run(moves, {Ref(source.id): marks})[target].flatten()
     marks = reached[reached >= FIRST] - FIRST
     times = torch.bincount(marks, minlength=elements).view(source.spec.shape).double()
     constant = bool((reached[reached < FIRST] != ignored).any())

@@ -394,6 +394,11 @@ def with_plan(
         request = for_target(request_of(config, lowering.planned_ranks(config, world_size)), graph, device)
         plan = planned(config, graph, request, cluster, price, say)
     plan = with_batch_rows(config, graph, plan, settings_of(config, graph, device))
+    cut = {position for position, name in enumerate(prepared.names) if any(plan.inputs[name].dims[1:])}
+    readable = [
+        one if one is not None and cut.isdisjoint(one.by_row) else None for one in (prepared.counted, *prepared.means)
+    ]
+    prepared = replace(prepared, counted=readable[0], means=tuple(readable[1:]) if any(readable[1:]) else ())
     if count := len(prepared.means):
         weighed, entries = step.weighed(count), [*tensors, *mean_weights([1.0] * count, config.train.precision)]
         try:

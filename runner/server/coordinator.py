@@ -292,13 +292,13 @@ class Coordinator(Trainer):
         last = self.prepared.steps if ahead is None else min(step + ahead, self.prepared.steps)
         every = self.config.checkpoint.every
         for later in range(step, last + 1):
-            if (every is not None and later % every == 0) or (self.evaluator is not None and self._due(later)):
+            if (every is not None and later % every == 0) or (self.evaluator is not None and self._regular(later)):
                 return later
         return last
 
-    def _evaluated(self, evaluator: Evaluator) -> dict[str, float]:
+    def _evaluated(self, evaluator: Evaluator, regular: bool) -> dict[str, float]:
         self.updates.mirror()
-        return super()._evaluated(evaluator)
+        return super()._evaluated(evaluator, regular)
 
     def _served(self) -> dict[str, float]:
         staleness = [report["staleness"] for report in self._reports]

@@ -25,11 +25,17 @@ class Tokens(nn.Module):
         logits: Tensor = self.table(input_ids)
         if labels is None:
             return logits
+        if self.loss == "selected":
+            return functional.cross_entropy(logits[labels != -100], labels[labels != -100])
         flat = logits.flatten(0, 1)
         if self.loss == "shifted":
             labels = functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
         elif self.loss == "masked":
             labels = labels.where(input_ids > 1, -100)
+        elif self.loss == "mixed rows":
+            labels = labels.where(labels[:1] > 1, -100)
+        elif self.loss == "reversed rows":
+            labels = labels.flip(0) + 0
         elif self.loss == "padded with a class":
             labels = functional.pad(labels, (0, 1), value=3)[:, 1:].contiguous()
         loss = functional.cross_entropy(flat, labels.reshape(-1)) * 0.5
@@ -78,8 +84,24 @@ def test_each_mean_counts_where_they_are_not_all_of_the_loss(loss, ignored):
     assert [one.ignored for one in means if one is not None] == ignored
 
 
-@pytest.mark.parametrize("loss", ["masked", "two", "padded with a class"])
-def test_nothing_where_labels_are_computed_or_means_differ(loss):
+@pytest.mark.parametrize("loss", ["masked", "selected", "padded with a class"])
+def test_labels_that_a_forward_computes_row_by_row_count(loss):
+    count, (ids, labels) = found(Tokens(loss), None)
+    wanted = {
+        "masked": lambda: int(((labels != -100) & (ids > 1)).sum()),
+        "selected": lambda: int((labels != -100).sum()),
+        "padded with a class": lambda: int((labels[:, 1:] != -100).sum()) + ROWS,
+    }[loss]()
+    assert count is not None
+    assert count.of([ids, labels], everywhere(labels.shape)) == wanted
+    rows = [[entry[part] for entry in (ids, labels)] for part in (slice(0, 1), slice(1, ROWS))]
+    assert sum(count.of(part, everywhere(part[0].shape)) for part in rows) == wanted
+    twice = [torch.cat((entry, entry)) for entry in (ids, labels)]
+    assert count.of(twice, everywhere(twice[0].shape)) == 2 * wanted
+
+
+@pytest.mark.parametrize("loss", ["two", "mixed rows", "reversed rows"])
+def test_nothing_where_means_differ_or_rows_mix(loss):
     assert found(Tokens(loss), None)[0] is None
 
 
