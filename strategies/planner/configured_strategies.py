@@ -68,9 +68,11 @@ def _read(
     if wanted.inputs is None:
         return Configured(path, wanted, {})
     if not sharding.known and any(_sliced(operand) for operand in wanted.inputs):
+        why = "no sharding rule"
+        if operator.lines:
+            why = f"no rule that fits this call (declared: {'; '.join(operator.lines)})"
         raise StrategyError(
-            "MW405",
-            f"{where}: operator {operator.op} has no sharding rule, so it runs replicated; drop the strategy.",
+            "MW405", f"{where}: operator {operator.op} has {why}, so it runs replicated; drop the strategy."
         )
     product_order = operator.op == "linear" and address == f"{operator.module}.matmul"
     factors: dict[str, Slicing] = {}

@@ -127,7 +127,7 @@ def declared(
     for key, given in tp_plan.items():
         matched = [name for name in (*sorted(modules), *parameters) if segments_match(key, name)]
         if not matched:
-            known = sorted({glob_of(name) for name in (*modules, *parameters)})
+            known = sorted({glob_of(name) for name in (*modules, *parameters) if name})
             raise StrategyError("MW881", f"tp_plan: {key!r} matches no module or parameter.{closest(key, known)}")
         for name in matched:
             style = style_of(given, key, name in tables)

@@ -111,7 +111,7 @@ def _name(operator: Any) -> str:
 def _check(line: str) -> None:
     """Raises ValueError for a line that is not in factor notation, or with a result that comes from nowhere."""
     wrong = f"sharding_rule({line!r}): "
-    if line.count("->") != 1:
+    if not isinstance(line, str) or line.count("->") != 1:
         raise ValueError(wrong + 'write operands -> results, such as "b s d, !d -> b s d".')
     read = parse(line)
 
@@ -120,6 +120,12 @@ def _check(line: str) -> None:
 
     if odd := sorted(word for word in words((*read.operands, *read.results)) if not WORD.fullmatch(word)):
         raise ValueError(f"{wrong}{odd[0]!r} is no dim; write a letter or word, ! before it if it must be replicated.")
+    for term in (*read.operands, *read.results):
+        if sum(word.endswith("...") for word in term.words) > 1:
+            raise ValueError(f"{wrong}one ... stands for any number of dims; a tensor has at most one.")
+        letters = [word for word in term.words if not word.startswith("!")]
+        if twice := sorted(word for word in letters if letters.count(word) > 1):
+            raise ValueError(f"{wrong}{twice[0]} stands twice in one tensor, whose dims would be sliced by one axis.")
     used = words((*read.operands, *read.results))
     if both := sorted(word for word in used if f"!{word}" in used):
         raise ValueError(f"{wrong}{both[0]} is sliced in one place and replicated in another; take two letters.")

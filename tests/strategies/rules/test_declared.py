@@ -135,6 +135,9 @@ def test_a_name_of_torch_has_no_rule_of_torch(draw: Any) -> None:
         (("b s -> b s e",), "no operand carries e"),
         (("b !s -> b s",), "s is sliced in one place"),
         (("b 2 -> b",), "is no dim"),
+        (("b b -> b",), "b stands twice"),
+        (("... b ... -> b",), "at most one"),
+        ((5,), "operands -> results"),
     ],
 )
 def test_lines_that_mean_nothing_are_refused(lines: tuple[str, ...], words: str) -> None:
