@@ -74,7 +74,9 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     before = {name: tensor.detach().clone() for name, tensor in eager.named_buffers()}
     own = {name: tensor.detach() for name, tensor in eager.tensors().items()} | before
     values = {**planned.captured.tensors, **own}
-    values |= {f"input.{name}" if name in values else name: one for name, one in zip(names, tensors, strict=True)}
+    entries = zip(names, tensors, strict=True)  # a forward on one device may mark its own as requiring gradients
+    values |= {f"input.{name}" if name in values else name: one.detach() for name, one in entries}
+    tensors = [tensor.detach() for tensor in tensors]
     alone = _on_one_device(eager, tensors, key)  # first, as it refuses numbers that no program takes
     ours, buffers = _on_simulated_ranks(planned, values, key)
     theirs = _trained(alone, ours)
