@@ -46,7 +46,8 @@ class Content:
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` are the names in the model's state
     dict (None: all), `companions` what a library needs beside merged weights, `samples` is how many rows the training
     data has; `lineage` is that of this run; `callbacks` are those with a state, which is the same on all ranks, and
-    `callback_tensors` what they keep of parameters, as CALLBACK/NAME; `random` are RNG states, None: those of now."""
+    `callback_tensors` what they keep of parameters, as CALLBACK/NAME; `random` are RNG states, None: those of now;
+    `pending` is whether the evaluation of this step is still to be made."""
 
     program: Program
     communicator: Communicator
@@ -63,6 +64,7 @@ class Content:
     callbacks: Mapping[str, Stateful] = field(default_factory=dict)
     callback_tensors: Shards = field(default_factory=dict)
     random: Mapping[str, Any] | None = None
+    pending: bool = False
 
     @property
     def rank(self) -> int:

@@ -31,14 +31,15 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_m
 @dataclass(frozen=True)
 class Restored:
     """The optimizer step after which the checkpoint was saved, the epoch and row at which the data goes on, what
-    differs, the bytes of tensors that this rank read, and whether the program draws random numbers, as far as that is
-    known."""
+    differs, the bytes of tensors that this rank read, whether the program draws random numbers, as far as that is
+    known, and whether the evaluation after the step is still to be made."""
 
     step: int
     position: tuple[int, int]
     continuation: Continuation
     bytes_read: int
     draws: bool
+    pending: bool
 
     def lines(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Lines for the user of a run with `config`."""
@@ -97,7 +98,8 @@ def load(path: Path, content: Content) -> Restored:
     elif (seed := content.config["train"].get("seed")) is not None:
         rng_state.begin(seed, checkpoint.step)
     draws = content.program.random or not content.program.instructions
-    return Restored(checkpoint.step, checkpoint.header.position, continuation, checkpoint.bytes_read, draws)
+    header = checkpoint.header
+    return Restored(checkpoint.step, header.position, continuation, checkpoint.bytes_read, draws, header.pending)
 
 
 def regrouped(parts: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Header:
     """`position` is the epoch and, within it, the row at which the data continues; `plain` names the files of
     non-tensor state: for each pipeline group, all files with equal content. `metric` is the value by which the best
     checkpoint is chosen, where there is one; `samples` counts the rows of the training data. `run` is empty where that
-    was before runs had ids."""
+    was before runs had ids. `pending`: the evaluation after `step` is still to be made."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -73,6 +73,7 @@ class Header:
     samples: int | None = None
     run: str = ""
     history: tuple[tuple[str, Count], ...] = ()
+    pending: bool = False
     version: int = VERSION
 
     @property

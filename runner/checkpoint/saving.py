@@ -340,9 +340,8 @@ def header_of(step: int, given: Content, form: str, position: tuple[int, int], m
     """The header of a checkpoint, still without its files."""
     identity = given.plan, given.config, given.fingerprint
     run, history = given.lineage.run, given.lineage.history
-    return Header(
-        step, position, form, given.communicator.world, *identity, {}, (), metric, given.samples, run, history
-    )
+    world, samples, pending = given.communicator.world, given.samples, given.pending
+    return Header(step, position, form, world, *identity, {}, (), metric, samples, run, history, pending)
 
 
 def _await(partial: Path, files: Mapping[int, Path]) -> None:

@@ -296,9 +296,9 @@ class Coordinator(Trainer):
                 return later
         return last
 
-    def _evaluated(self, evaluator: Evaluator, regular: bool) -> dict[str, float]:
+    def _scored(self, evaluator: Evaluator) -> dict[str, float]:
         self.updates.mirror()
-        return super()._evaluated(evaluator, regular)
+        return super()._scored(evaluator)
 
     def _served(self) -> dict[str, float]:
         staleness = [report["staleness"] for report in self._reports]

@@ -102,6 +102,8 @@ class Keeper:
         self._saver = Saver(config.checkpoint.background)
         self.ahead = 0
         self._saved = 0
+        self.pending = False
+        """Whether the evaluation after the last step is still to be made."""
         self.intact = Intact(config.launch.rescue and config.job.name == "train")
 
     def restore(self, path: Path) -> int:
@@ -120,7 +122,7 @@ class Keeper:
         if self._rank == 0:
             for line in restored.lines(content.config):
                 print(f"resume: {line}", flush=True)
-        self._saved = restored.step
+        self._saved, self.pending = restored.step, restored.pending
         return restored.step
 
     def after(self, step: int, last: int, evaluation: Mapping[str, float] | None) -> None:

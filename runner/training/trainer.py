@@ -48,7 +48,7 @@ from runner.training.execution import Axes, Execution, execution, gather_axes
 from runner.training.fault_injection import Faults
 from runner.training.hooks import Hooks, TrainingState
 from runner.training.metering import Meter
-from runner.training.metrics import metrics_of
+from runner.training.metrics import Metrics, metrics_of
 from runner.training.offloading import activations, change
 from runner.training.offloading import summary as traffic_summary
 from strategies.core.graph import Source
@@ -257,6 +257,10 @@ class Trainer:
             hooks.call("start")
             if hooks.stopping():
                 last = first - 1
+            if self.keeper.pending and self.evaluator is not None:
+                results = self._evaluated(self.evaluator, first - 1, metrics)
+                if hooks.stopping():
+                    last = first - 1
             for step in range(first, self.prepared.steps + 1):
                 if step > last:
                     break
@@ -301,9 +305,9 @@ class Trainer:
                 seen.grad_norm = norm
                 self._schedule(step)
                 hooks.call("after_step")
+                ends = step == self.prepared.steps
+                self.keeper.pending = self.evaluator is not None and (ends or self._regular(step))
                 self.keeper.intact.after(step)
-                if hooks.stopping():
-                    last = step
                 if step % self.config.train.log_every == 0 or step == self.prepared.steps:
                     logs.note(f"epoch {self.order.epoch(self._number(step)) + 1}  step {step}  loss {loss:.6g}")
                 if metrics is not None:
@@ -324,16 +328,11 @@ class Trainer:
                         callbacks=hooks.taken(),
                         memory=self._peak(),
                     )
-                regular = self._regular(step)
-                evaluated = self.evaluator is not None and (regular or step in (last, self.prepared.steps))
+                if hooks.stopping():  # waits for all ranks, one of which may have died: the step is recorded
+                    last = step
+                evaluated = self.keeper.pending or (self.evaluator is not None and step == last)
                 if self.evaluator is not None and evaluated:
-                    recorder.at(EVALUATION)
-                    results = self._evaluated(self.evaluator, regular)
-                    if metrics is not None:
-                        metrics.evaluation(step, results)
-                    if hooks:
-                        hooks.call("evaluation")
-                    self.keeper.intact.after(step)
+                    results = self._evaluated(self.evaluator, step, metrics)
                     if step < last and hooks.stopping():
                         last = step
                 self.keeper.after(step, last, results if evaluated else None)
@@ -385,24 +384,32 @@ class Trainer:
             return max(number, self.order.steps_per_epoch - 1)
         return number
 
-    def _evaluated(self, evaluator: Evaluator, regular: bool) -> dict[str, float]:
-        """The results of an evaluation with the current parameters, on rank 0, and on all ranks where they decide
-        something (collective). One that is not `regular`, but made because the run ends, decides nothing for steps that
-        may follow."""
+    def _evaluated(self, evaluator: Evaluator, step: int, metrics: Metrics | None) -> dict[str, float]:
+        """The results of an evaluation after `step` with the current parameters, on rank 0, and on all ranks where they
+        decide something (collective). One that a longer run does not make decides nothing for steps that may follow."""
+        recorder.at(EVALUATION)
         plateau = self.scheduler if isinstance(self.scheduler, ReduceLROnPlateau) else None
-        if not self.hooks and plateau is None:
-            return evaluator.run()
-        self.keeper.before_update()  # a callback may change the weights, and a scheduler follows the results
+        state, followed = self.hooks.state, bool(self.hooks) or plateau is not None
+        if followed:
+            self.keeper.before_update()  # a callback may change the weights, and a scheduler follows the results
         if self.hooks:
             self.hooks.call("before_evaluation")
-        results = evaluator.run()
-        if self.rank.world_size > 1:
+        results = self._scored(evaluator)
+        if followed and self.rank.world_size > 1:
             results = gather(results)[0]
-        if plateau is not None and regular:
+        state.evaluation, state.evaluated, state.regular = results, step, self._regular(step)
+        if plateau is not None and state.regular:
             plateau.step(results[self.config.optimizer.scheduler.metric or "loss"])
-        state = self.hooks.state
-        state.evaluation, state.evaluated, state.regular = results, state.step, regular
+        if metrics is not None:
+            metrics.evaluation(step, results)
+        if self.hooks:
+            self.hooks.call("evaluation")
+        self.keeper.pending = False
+        self.keeper.intact.after(step)
         return results
+
+    def _scored(self, evaluator: Evaluator) -> dict[str, float]:
+        return evaluator.run()
 
     def _served(self) -> dict[str, float]:
         """What servers and workers have done in this step, where there are any."""
@@ -608,6 +615,7 @@ class Trainer:
             lineage=self.lineage,
             callbacks=self.hooks.stateful,
             callback_tensors=self.hooks.tensors(),
+            pending=self.keeper.pending,
             **self._identity,
         )
 

@@ -145,6 +145,19 @@ def test_a_scheduler_follows_an_evaluation_that_a_failure_ends(start, capfd, tmp
 
 
 @pytest.mark.slow
+def test_a_rescued_step_is_evaluated_when_the_run_goes_on(start, capfd, tmp_path):
+    """A rank dies when its state is that after an evaluation step, and the others wait for it in a callback."""
+    plateau = "{target: torch.optim.lr_scheduler.ReduceLROnPlateau, args: {patience: 0, threshold: 10.0}}"
+    words = (*PLAIN, f"optimizer.scheduler={plateau}", "evaluate.every=2", "train.log_every=1", "optimizer.args.lr=0.1")
+    kills = f"train.callbacks=[{{target: networks.DiesOnce, args: {{step: 4, mark: {tmp_path / 'mark'}}}}}]"
+    disturbed = start(*words, *RESCUE, kills, folder="disturbed")
+    assert "It goes on from step-00000004" in capfd.readouterr().out
+    calm = start(*words, folder="undisturbed")
+    assert stored(disturbed.folder) == stored(calm.folder)
+    assert disturbed.losses == calm.losses and disturbed.evaluations == calm.evaluations
+
+
+@pytest.mark.slow
 def test_the_last_evaluation_of_a_shorter_run_decides_nothing(start):
     """What follows evaluations sees those alone that a longer run has, too."""
     plateau = "{target: torch.optim.lr_scheduler.ReduceLROnPlateau, args: {patience: 0, threshold: 10.0}}"
