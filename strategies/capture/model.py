@@ -10,7 +10,7 @@ import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -333,10 +333,39 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def duplicate(module: M) -> M:
     """A deep copy. Tensors that a module has computed from its parameters, as torch.nn.utils.weight_norm does in its
-    constructor, are copied without their history: torch refuses to copy it, and every forward computes them anew."""
+    constructor, are copied without their history: torch refuses to copy it, and every forward computes them anew.
+    Attributes that Python cannot copy, such as a lock, are shared."""
     attributes = _pytree.tree_leaves([vars(part) for part in module.modules()])
     computed = (leaf for leaf in attributes if isinstance(leaf, Tensor) and not leaf.is_leaf)
-    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in computed})
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
+    try:
+        return copy.deepcopy(module, {**memo})
+    except TypeError:
+        for part in module.modules():
+            memo |= {id(value): value for name in vars(part) for value in _not_copied(vars(part)[name])}
+        return copy.deepcopy(module, memo)
+
+
+def _not_copied(value: Any) -> Iterator[Any]:
+    """What Python cannot copy in an attribute, but for modules and what holds some."""
+    if isinstance(value, nn.Module | Tensor) or _is_copied(value):
+        return
+    if isinstance(value, Mapping):
+        inner = [*value.values()]
+    else:
+        inner = [*value] if isinstance(value, list | tuple | set) else [*getattr(value, "__dict__", {}).values()]
+    deeper = [found for one in inner for found in _not_copied(one)]
+    yield from deeper
+    if not deeper and not any(isinstance(one, nn.Module) for one in inner):
+        yield value
+
+
+def _is_copied(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except TypeError:
+        return False
+    return True
 
 
 def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = False) -> None:

@@ -56,7 +56,10 @@ class PythonState:
         self.values: State = {}
         self._functions: list[FunctionType] = []
         self._restores: list[Callable[[], None]] = []
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {
+            id(vars(one)): one for one in list(sys.modules.values()) if type(one) is ModuleType
+        }
+        """What is not looked at again, nor the namespaces of modules, such as that of `builtins`, by id."""
         modules = {} if root is None else {module: path for path, module in root.named_modules()}
         for module, path in modules.items():
             for name, value in vars(module).items():

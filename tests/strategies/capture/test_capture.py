@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies.capture import LossFunction, Objective, capture, run_once
+from strategies.capture import LossFunction, Objective, capture, duplicate, run_once
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Ref
 from tests.strategies.simulated_model import TOLERANCE, Model
@@ -510,3 +511,18 @@ def test_without_a_capture_any_backward_will_do() -> None:
         capture(step, batch, training=True)
     with pytest.raises(StrategyError, match="scalar"):
         run_once(step, [torch.randn(0, 4)])
+
+
+def test_a_duplicate_shares_what_python_cannot_copy() -> None:
+    class Locked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.held = {"lock": threading.Lock(), "sizes": [2]}
+
+    net = nn.Sequential(Locked())
+    net.first = [net[0]]
+    made = duplicate(net)
+    locked = made[0]
+    assert locked is not net[0] and locked.layer.weight is not net[0].layer.weight and made.first == [locked]
+    assert locked.held["lock"] is net[0].held["lock"] and locked.held["sizes"] is not net[0].held["sizes"]

@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import os
 import secrets
@@ -348,3 +349,23 @@ def test_large_models_are_called_only_where_values_of_python_change(monkeypatch:
     captured(hidden, False)
     with pytest.raises(StrategyError, match="counts in calls"):
         captured(number, False)
+
+
+NAMESPACE = vars(builtins)
+"""As packages that check types keep it."""
+
+
+def test_the_namespace_of_a_module_is_left_alone() -> None:
+    """What is put back after a forward that must be one operator would be all that Python has."""
+    before = dict(NAMESPACE)
+
+    def branches(net: Any, x: Tensor) -> Tensor:
+        NAMESPACE["seen_in_forward"] = True
+        return x.sum(1, keepdim=True) if x.sum() > 0 else x[:, :1]
+
+    try:
+        with pytest.raises(StrategyError):
+            captured(branches, True)
+    finally:
+        NAMESPACE.pop("seen_in_forward", None)
+    assert NAMESPACE.items() >= before.items()
