@@ -375,9 +375,19 @@ def training_amounts(taken: Content) -> list[str]:
 def next_better(content: Content) -> list[str]:
     """What would make the plan fit or, if it fits, faster; and whether more than one rank helps."""
     prediction, lines = content["prediction"], []
-    replicated = all(set(layout) <= set("(-, )") for one in content["operators"] for layout in one["out_layouts"])
+    operators = content["operators"]
+    repeated = [one for one in operators if all(set(layout) <= set("(-, )") for layout in one["out_layouts"])]
+    replicated = len(repeated) == len(operators)
     if prediction["ranks"] > 1 and replicated:
         lines.append("nothing is sliced: every rank computes the entire batch, and world_size=1 would be no slower")
+    elif prediction["ranks"] > 1 and repeated:
+        flops, whole = (sum(one["predicted"]["flops"] for one in some) for some in (operators, repeated))
+        most = max(repeated, key=lambda one: one["predicted"]["flops"])
+        if whole > flops / 2:
+            lines.append(
+                f"{whole / flops:.0%} of a rank's flops are in operators that every rank computes in full, most of "
+                f"them in {most['name']} ({most['source']})"
+            )
     if prediction["memory"] > prediction["memory_limit"]:
         lines.append(_does_not_fit(prediction))
     elif prediction["seconds"]:

@@ -3,12 +3,23 @@ as many as fit. A view, or what takes sections apart, takes the layout of its ba
 
 from __future__ import annotations
 
+from math import prod
+
 from strategies.core.graph import Operator, Ref
 from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Meshing
 from strategies.cost.problem import Problem
 from strategies.resharding.path import path_elements, resharding_path
 from strategies.rules.sharding import Assignment
+
+VIEWS = frozenset("_unsafe_view flatten reshape unflatten view".split())
+PARTS = frozenset(
+    """
+    _embedding_bag chunk embedding_bag narrow slice split split_with_sizes tensor_split unsafe_chunk unsafe_split
+    unsafe_split_with_sizes
+    """.split()
+)
+"""Operators whose results may have fewer rows in the place of the batch."""
 
 
 def divisors(number: int) -> list[int]:
@@ -24,8 +35,9 @@ def largest_fit(size: int, world_size: int) -> int:
 def batch_factors(problem: Problem) -> dict[str, str]:
     """Per operator, by id, the factor of the dim that carries the batch, where there is one: dim 0 of every input.
 
-    Where an operator replicates that dim (or has no rule), a result with the same size in the same place carries the
-    batch on.
+    Where an operator replicates that dim (or has no rule), a result carries the batch on in the dim of a view in which
+    its rows are, or in the same place: with as many rows or some times as many, as where batches are joined, or with a
+    part of them.
     """
     return problem.once("batch factors", lambda: _batch_factors(problem))
 
@@ -48,10 +60,25 @@ def _batch_factors(problem: Problem) -> dict[str, str]:
             if factors:
                 same = [dim for dim, factor in enumerate(result) if factor == factors[0]]
             else:
-                same = [dim for _, dim, shape in carried if spec.shape[dim : dim + 1] == shape[dim : dim + 1]]
+                places = [_carried_on(operator, dim, shape, spec.shape) for _, dim, shape in carried]
+                same = [dim for dim in places if dim is not None]
             if same:
                 dims[Ref(operator.id, index)] = same[0]
     return found
+
+
+def _carried_on(operator: Operator, dim: int, shape: tuple[int, ...], result: tuple[int, ...]) -> int | None:
+    """The dim of a result with the rows of dim `dim` of an operand, which the operator replicates; None if there is
+    none."""
+    rows = shape[dim]
+    if operator.op in VIEWS:
+        first, last = prod(shape[dim + 1 :]), prod(shape[dim:])
+        reached = (prod(result[at + 1 :]) < last and first < prod(result[at:]) for at in range(len(result)))
+        return next((at for at, found in enumerate(reached) if found), None)
+    if dim >= len(result) or not rows:
+        return None
+    fits = operator.op in PARTS or result[dim] % rows == 0
+    return dim if fits and result[dim] else None
 
 
 def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> Assignment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,3 +109,32 @@ def test_an_axis_of_one_device_slices_nothing() -> None:
         model, {}, layouts={"m": matrix}, dataset_strategy=(operands[0], NamedDims("m", (("sp",), ())))
     )
     assert [layout.counts(plan_of_inputs.mesh) for layout in plan_of_inputs.inputs.values()] == [(1, 2), (1, 1)]
+
+
+class Joined(nn.Module):
+    """Joins the rows of the batch with something before the layer `net`."""
+
+    def __init__(self, join: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.join = nn.Linear(6, 4), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.join(x)).square().mean(-1).view(-1, 16).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda x: torch.cat([x[:, 0], -x[:, 1]]),
+        lambda x: torch.stack([x[:, 0], x[:, 1]]).flatten(0, 1),
+        lambda x: x.transpose(0, 1).reshape(-1, 6),
+        lambda x: torch.cat(x.split(1, 1)).flatten(0, 1),
+    ],
+    ids=["concatenated", "stacked", "transposed", "split"],
+)
+def test_a_batch_that_is_joined_with_others_is_sliced_again(join: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Model(Joined(join), nn.MSELoss(), (torch.randn(16, 2, 6), torch.randn(16, 2)))
+    plan = plan_of(model, {})
+    assert counts(model, plan, "net") == (8, 1)
+    assert model.difference(plan) < TOLERANCE
