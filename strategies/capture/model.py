@@ -50,6 +50,8 @@ from strategies.rules.random import draws
 M = TypeVar("M", bound=nn.Module)
 UNKNOWN = (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException)
 """What export raises where a forward asks for values."""
+TRANSFORMS = ("_functorch/eager_transforms.py", "_functorch/vmap.py")
+"""Where torch.func transforms functions."""
 
 
 @dataclass(frozen=True)
@@ -461,6 +463,12 @@ def _capture_failure(error: BaseException) -> str:
             "tensors alone and train the same parameters. Use torch.where, a Python number or an unsaved buffer "
             "(persistent=False) for a constant, or decide in a child module or the loss (loss.target): what takes and "
             "returns tensors of fixed shapes is one operator."
+        )
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, AttributeError) and any(file.endswith(TRANSFORMS) for file in files):
+        return (
+            f"The model's forward nests calls of torch.func{where}, such as vmap of jacrev, which is not captured; "
+            "torch.autograd.grad and torch.autograd.functional.jacobian, both with create_graph=True, are."
         )
     if leaves_torch(error):
         return (
