@@ -84,9 +84,17 @@ class Counted:
     computed: ComputedClasses | None = None
 
     @property
-    def by_row(self) -> frozenset[int]:
-        """The entries of which complete rows are needed."""
-        return frozenset() if self.computed is None else frozenset(self.computed.entries.values())
+    def entries(self) -> frozenset[int]:
+        """All entries that are needed."""
+        return frozenset([self.entry] if self.computed is None else self.computed.entries.values())
+
+    def readable(self, layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
+        """Whether ranks can count in their blocks, where these are the axes that slice each dim of each entry: of
+        computed classes complete rows are needed, the same of every entry."""
+        if self.computed is None:
+            return True
+        sliced = [layouts[position] for position in self.entries]
+        return len({dims[0] for dims in sliced}) == 1 and not any(any(dims[1:]) for dims in sliced)
 
     def same(self, other: Counted) -> bool:
         """Whether both count the same elements."""

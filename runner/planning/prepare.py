@@ -394,11 +394,7 @@ def with_plan(
         request = for_target(request_of(config, lowering.planned_ranks(config, world_size)), graph, device)
         plan = planned(config, graph, request, cluster, price, say)
     plan = with_batch_rows(config, graph, plan, settings_of(config, graph, device))
-    cut = {position for position, name in enumerate(prepared.names) if any(plan.inputs[name].dims[1:])}
-    readable = [
-        one if one is not None and cut.isdisjoint(one.by_row) else None for one in (prepared.counted, *prepared.means)
-    ]
-    prepared = replace(prepared, counted=readable[0], means=tuple(readable[1:]) if any(readable[1:]) else ())
+    prepared = _with_readable_counts(prepared, plan, say)
     if count := len(prepared.means):
         weighed, entries = step.weighed(count), [*tensors, *mean_weights([1.0] * count, config.train.precision)]
         try:
@@ -425,6 +421,19 @@ def with_plan(
     names = [list(stage.graph.by_name) for stage in stages]
     fingerprint = digest(graph.signature(), json.dumps(without_search), names, *made)
     return replace(prepared, graph=graph, plan=plan, digest=fingerprint, stages=stages, schedule=schedule, step=in_step)
+
+
+def _with_readable_counts(prepared: Prepared, plan: Plan, say: Callable[[str], None]) -> Prepared:
+    """`prepared` without counts of classes that are computed from blocks of which no rank has complete rows."""
+    layouts = [plan.inputs[name].dims for name in prepared.names]
+    counts = (prepared.counted, *prepared.means)
+    own, *means = (one if one is None or one.readable(layouts) else None for one in counts)
+    if counts != (own, *means):
+        say(
+            "train: labels of the loss are computed from entries of which ranks hold different rows, or parts of rows; "
+            "micro-batches count by their rows, not by the labels that count."
+        )
+    return replace(prepared, counted=own, means=tuple(means) if any(means) else ())
 
 
 def _weighed(

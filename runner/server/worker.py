@@ -84,7 +84,8 @@ class Worker:
         seed_generators(self._config.train.seed)
         self._training, self._order = training, order_of(self._config, training)
         self._slice = cache(self._build)
-        weighed = [one.entry for one in (job.prepared.counted, *job.prepared.means) if one is not None]
+        counts = [one for one in (job.prepared.counted, *job.prepared.means) if one is not None]
+        weighed = [position for one in counts for position in one.entries]
         self._facts = self._batches(
             [
                 _full(shape) if position in (*self._sliced.counted, *weighed) else ((0, 1), *_full(shape[1:]))

@@ -100,6 +100,14 @@ def test_labels_that_a_forward_computes_row_by_row_count(loss):
     assert count.of(twice, everywhere(twice[0].shape)) == 2 * wanted
 
 
+def test_computed_labels_need_the_same_complete_rows_of_every_entry():
+    count, _ = found(Tokens("masked"), None)
+    assert count is not None and count.entries == {0, 1}
+    rows, columns, complete = (("dp",), ()), ((), ("dp",)), ((), ())
+    for first, second, readable in ((rows, rows, True), (rows, complete, False), (columns, columns, False)):
+        assert count.readable([first, second]) == readable
+
+
 @pytest.mark.parametrize("loss", ["two", "mixed rows", "reversed rows"])
 def test_nothing_where_means_differ_or_rows_mix(loss):
     assert found(Tokens(loss), None)[0] is None
