@@ -77,7 +77,7 @@ def _carried_on(operator: Operator, dim: int, shape: tuple[int, ...], result: tu
         return next((at for at, found in enumerate(reached) if found), None)
     if dim >= len(result) or not rows:
         return None
-    fits = operator.op in PARTS or result[dim] % rows == 0
+    fits = operator.op in PARTS or result[dim] == rows or (result[dim] % rows == 0 and len(result) == len(shape))
     return dim if fits and result[dim] else None
 
 
