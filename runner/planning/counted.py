@@ -30,6 +30,7 @@ MOVES = frozenset(
 """Operators that move elements and change none."""
 ELEMENTWISE = frozenset(name for line, names in (*PADDED, *EVEN) if line == "...* -> ..." for name in names.split())
 NOTHING = torch.empty(0, dtype=torch.float64)
+DIVISIONS = frozenset({"div", "divide", "true_divide"})
 FIRST = 1 << 40
 """Marks of elements are no less than this, and no class is as large."""
 
@@ -137,6 +138,18 @@ def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[C
     alone = counted(graph, tensors) is not None and not _mixed(graph, trained)
     each = tuple(one if operator.id in trained else None for operator, one in means)
     return () if alone or not any(each) else each
+
+
+def divided_by_batch(graph: OperatorGraph) -> Operator | None:
+    """The first scalar on the way to the loss that is divided by a number which the batch alone decides, such as the
+    sum of a mask: a mean that is written out, whose weights are not known."""
+    entries = {source.id for source in graph.of_kind("input")}
+    for operator in graph.operators:
+        if operator.op in DIVISIONS and operator.id in graph.returning and not operator.results[0].shape:
+            by = operator.args[1]
+            if isinstance(by, Ref) and by not in graph.trained and not entries.isdisjoint(_behind(graph, by)):
+                return operator
+    return None
 
 
 def _means(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> list[tuple[Operator, Counted | None]]:

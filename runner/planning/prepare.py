@@ -35,7 +35,7 @@ from runner.errors import ConfigError, allowed
 from runner.planning import lowering
 from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
-from runner.planning.counted import Counted, counted, each_counted, mean_weights
+from runner.planning.counted import Counted, counted, divided_by_batch, each_counted, mean_weights
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -289,6 +289,7 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
         if several:
+            _say_what_is_written_out(graph, say)
             prepared = replace(prepared, means=each_counted(graph, captured.tensors))
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
@@ -327,6 +328,7 @@ def _tried_alone(
     run_once(step, tensors)
     if captured is None or not several:
         return prepared
+    _say_what_is_written_out(captured.graph, say)
     means, precision = each_counted(captured.graph, captured.tensors), prepared.config.train.precision
     try:
         if means:
@@ -335,6 +337,14 @@ def _tried_alone(
         say(UNWEIGHED.format(error))
         means = ()
     return replace(prepared, counted=counted(captured.graph, captured.tensors), means=means)
+
+
+def _say_what_is_written_out(graph: OperatorGraph, say: Callable[[str], None]) -> None:
+    if (division := divided_by_batch(graph)) is not None:
+        say(
+            f"train: the loss divides by a number that the batch decides, at {division.where}; micro-batches count by "
+            "their rows, not by that number. A cross-entropy with ignore_index, or a mask on its labels, is weighed."
+        )
 
 
 def _check_unbatched(config: Config, collate: Collate | None, names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.losses import NextTokenLoss
-from runner.planning.counted import Counted, counted, each_counted
+from runner.planning.counted import Counted, counted, divided_by_batch, each_counted
 from strategies.capture.model import Captured, LossFunction, Objective, capture
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
@@ -25,6 +25,9 @@ class Tokens(nn.Module):
         logits: Tensor = self.table(input_ids)
         if labels is None:
             return logits
+        if self.loss == "written out":
+            losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
+            return (losses * mask).sum() / mask.sum().clamp(min=1)
         if self.loss == "selected":
             return functional.cross_entropy(logits[labels != -100], labels[labels != -100])
         flat = logits.flatten(0, 1)
@@ -98,6 +101,12 @@ def test_labels_that_a_forward_computes_row_by_row_count(loss):
     assert sum(count.of(part, everywhere(part[0].shape)) for part in rows) == wanted
     twice = [torch.cat((entry, entry)) for entry in (ids, labels)]
     assert count.of(twice, everywhere(twice[0].shape)) == 2 * wanted
+
+
+@pytest.mark.parametrize("loss", ["written out", "own", "selected", "penalty"])
+def test_a_mean_that_is_written_out_is_seen(loss):
+    division = divided_by_batch(captured(Tokens(loss), None)[0].graph)
+    assert (division is not None) == (loss == "written out")
 
 
 def test_computed_labels_need_the_same_complete_rows_of_every_entry():
