@@ -28,9 +28,9 @@ def values(classes: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 
 def divisor(given: Mapping[str, Any], rows: int) -> float:
     """What the mean of a call of cross_entropy or nll_loss with these arguments divides by; `rows` where targets are
-    probabilities, which all count."""
-    target = given["target"]
-    if target.is_floating_point():
+    probabilities, which all count, or there are none."""
+    target = given.get("target")
+    if target is None or target.is_floating_point():
         return float(rows)
     return float(values(target, given.get("ignore_index", -100), given.get("weight")).sum())
 

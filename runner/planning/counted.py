@@ -31,6 +31,7 @@ MOVES = frozenset(
 ELEMENTWISE = frozenset(name for line, names in (*PADDED, *EVEN) if line == "...* -> ..." for name in names.split())
 NOTHING = torch.empty(0, dtype=torch.float64)
 DIVISIONS = frozenset({"div", "divide", "true_divide"})
+SUMMED = frozenset({"sum", "count_nonzero"})
 FIRST = 1 << 40
 """Marks of elements are no less than this, and no class is as large."""
 
@@ -67,6 +68,48 @@ class ComputedClasses:
 
 
 @dataclass(frozen=True)
+class Divisor:
+    """A number that the batch decides, by which a scalar of the loss is divided: a function of a sum over rows.
+
+    Attributes:
+        computed: what is added up.
+        nonzero: whether it counts by being other than zero.
+        total: the sum.
+        operators: what computes `divisor` from it.
+        divisor: the number.
+    """
+
+    computed: ComputedClasses
+    nonzero: bool
+    total: Ref
+    operators: tuple[Operator, ...]
+    divisor: Ref
+
+    @property
+    def entry(self) -> int:
+        """One of the entries."""
+        return min(self.entries)
+
+    @property
+    def entries(self) -> frozenset[int]:
+        """All entries that are needed."""
+        return frozenset(self.computed.entries.values())
+
+    def readable(self, layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
+        """As for `Counted`."""
+        return _complete(self.entries, layouts)
+
+    def of(self, entries: Sequence[Tensor], block: Block) -> float:
+        """The sum over a block of rows."""
+        found = self.computed.of(entries)
+        return float((found != 0 if self.nonzero else found).double().sum())
+
+    def value(self, total: float) -> float:
+        """The number for a sum over all rows."""
+        return float(_run(self.operators, {self.total: torch.tensor(total, dtype=torch.float64)})[self.divisor])
+
+
+@dataclass(frozen=True)
 class Counted:
     """The elements of batch entry number `entry` that a loss counts.
 
@@ -92,10 +135,11 @@ class Counted:
     def readable(self, layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
         """Whether ranks can count in their blocks, where these are the axes that slice each dim of each entry: of
         computed classes complete rows are needed, the same of every entry."""
-        if self.computed is None:
-            return True
-        sliced = [layouts[position] for position in self.entries]
-        return len({dims[0] for dims in sliced}) == 1 and not any(any(dims[1:]) for dims in sliced)
+        return self.computed is None or _complete(self.entries, layouts)
+
+    def value(self, total: float) -> float:
+        """What a mean divides by, where the elements of a batch count `total`."""
+        return total
 
     def same(self, other: Counted) -> bool:
         """Whether both count the same elements."""
@@ -116,6 +160,18 @@ class Counted:
         return float((found * self.times[tuple(slice(*span) for span in block[1:])]).sum())
 
 
+def _complete(entries: Collection[int], layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
+    """Whether ranks have complete rows of these entries, the same of each."""
+    sliced = [layouts[position] for position in entries]
+    return len({dims[0] for dims in sliced}) == 1 and not any(any(dims[1:]) for dims in sliced)
+
+
+def shares(counts: Sequence[float], mean: Counted | Divisor) -> list[float]:
+    """The share of each micro-batch in the mean of all, where their elements count so much."""
+    total = mean.value(sum(counts))
+    return [mean.value(count) / total for count in counts] if total else [1 / len(counts)] * len(counts)
+
+
 def mean_weights(weights: Sequence[float], precision: str, device: torch.device | str = "cpu") -> list[Tensor]:
     """The weights of means over classes as inputs of a step in this `train.precision`."""
     dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -130,25 +186,57 @@ def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | No
     return first if first is not None and all(one is not None and one.same(first) for one in means[1:]) else None
 
 
-def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[Counted | None, ...]:
-    """What each mean over classes of a training graph counts, in the order in which they are computed: None where that
-    is unknown. Nothing where no means are known, or all of the loss is a mean of what `counted` says."""
+def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[Counted | Divisor | None, ...]:
+    """What each mean of a training graph counts, in the order in which they are computed: None where that is unknown.
+    Nothing where no means are known, or all of the loss is a mean of what `counted` says."""
     means = _means(graph, tensors)
+    written = {one.id: _divisor(graph, tensors, one.args[1]) for one in divisions(graph)}
     trained = {operator.id for operator, _ in means if operator.id in graph.returning}
     alone = counted(graph, tensors) is not None and not _mixed(graph, trained)
-    each = tuple(one if operator.id in trained else None for operator, one in means)
-    return () if alone or not any(each) else each
+    found: dict[str, Counted | Divisor | None] = {one.id: count if one.id in trained else None for one, count in means}
+    found |= written
+    each = tuple(found[operator.id] for operator in graph.operators if operator.id in found)
+    return () if (alone and not any(written.values())) or not any(each) else each
 
 
-def divided_by_batch(graph: OperatorGraph) -> Operator | None:
-    """The first scalar on the way to the loss that is divided by a number which the batch alone decides, such as the
-    sum of a mask: a mean that is written out, whose weights are not known."""
+def divisions(graph: OperatorGraph) -> list[Operator]:
+    """The scalars with a gradient that are divided by a scalar without one, as a mean that is written out."""
+    return [
+        operator
+        for operator in graph.operators
+        if operator.op in DIVISIONS
+        and isinstance(operator.args[1], Ref)
+        and not any(graph.specs[ref].shape for ref in operator.operands)
+        and isinstance(operator.args[0], Ref)
+        and operator.args[0] in graph.trained
+        and operator.args[1] not in graph.trained
+    ]
+
+
+def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Operator | None:
+    """The first division on the way to the loss by a number that the batch decides in a way that is not known."""
     entries = {source.id for source in graph.of_kind("input")}
-    for operator in graph.operators:
-        if operator.op in DIVISIONS and operator.id in graph.returning and not operator.results[0].shape:
-            by = operator.args[1]
-            if isinstance(by, Ref) and by not in graph.trained and not entries.isdisjoint(_behind(graph, by)):
+    for operator in divisions(graph):
+        by = operator.args[1]
+        if operator.id in graph.returning and not entries.isdisjoint(_behind(graph, by)):
+            if _divisor(graph, tensors, by) is None:
                 return operator
+    return None
+
+
+def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Divisor | None:
+    """How the batch decides a number; None if it is no function of a sum over rows."""
+    inputs, chain, ref = {one.id for one in graph.of_kind("input")}, list[Operator](), by
+    while isinstance(node := graph.by_id[ref.id], Operator) and not graph.specs[ref].shape:
+        if node.op in SUMMED:
+            (first, *_) = node.operands
+            computed = _computed(graph, tensors, first)
+            return None if computed is None else Divisor(computed, node.op != "sum", ref, tuple(chain[::-1]), by)
+        below = [one for one in node.operands if not inputs.isdisjoint(_behind(graph, one))]
+        if node.op not in ELEMENTWISE | MOVES or len({*node.operands}) != 1 or len(below) != 1:
+            return None
+        chain.append(node)
+        ref = below[0]
     return None
 
 

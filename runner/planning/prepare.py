@@ -35,7 +35,7 @@ from runner.errors import ConfigError, allowed
 from runner.planning import lowering
 from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
-from runner.planning.counted import Counted, counted, divided_by_batch, each_counted, mean_weights
+from runner.planning.counted import Counted, Divisor, counted, each_counted, mean_weights, unknown_division
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -50,7 +50,7 @@ from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
 from runner.planning.sources import for_target, planned, request_of
 from runner.planning.vocabulary import check_vocabulary
-from strategies.capture import Objective, capture, run_once
+from strategies.capture import Captured, Objective, capture, run_once
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
@@ -156,7 +156,7 @@ class Prepared:
     nudged: bool = False
     short: Short | None = None
     counted: Counted | None = None
-    means: tuple[Counted | None, ...] = ()
+    means: tuple[Counted | Divisor | None, ...] = ()
     together: bool = False
     default_dtype: torch.dtype = torch.float32
 
@@ -289,7 +289,7 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
         if several:
-            _say_what_is_written_out(graph, say)
+            _say_what_is_unknown(captured, say)
             prepared = replace(prepared, means=each_counted(graph, captured.tensors))
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
@@ -328,7 +328,7 @@ def _tried_alone(
     run_once(step, tensors)
     if captured is None or not several:
         return prepared
-    _say_what_is_written_out(captured.graph, say)
+    _say_what_is_unknown(captured, say)
     means, precision = each_counted(captured.graph, captured.tensors), prepared.config.train.precision
     try:
         if means:
@@ -339,11 +339,11 @@ def _tried_alone(
     return replace(prepared, counted=counted(captured.graph, captured.tensors), means=means)
 
 
-def _say_what_is_written_out(graph: OperatorGraph, say: Callable[[str], None]) -> None:
-    if (division := divided_by_batch(graph)) is not None:
+def _say_what_is_unknown(captured: Captured, say: Callable[[str], None]) -> None:
+    if (division := unknown_division(captured.graph, captured.tensors)) is not None:
         say(
             f"train: the loss divides by a number that the batch decides, at {division.where}; micro-batches count by "
-            "their rows, not by that number. A cross-entropy with ignore_index, or a mask on its labels, is weighed."
+            "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
         )
 
 
@@ -436,9 +436,9 @@ def with_plan(
 def _with_readable_counts(prepared: Prepared, plan: Plan, say: Callable[[str], None]) -> Prepared:
     """`prepared` without counts of classes that are computed from blocks of which no rank has complete rows."""
     layouts = [plan.inputs[name].dims for name in prepared.names]
-    counts = (prepared.counted, *prepared.means)
-    own, *means = (one if one is None or one.readable(layouts) else None for one in counts)
-    if counts != (own, *means):
+    own = prepared.counted if prepared.counted is not None and prepared.counted.readable(layouts) else None
+    means = [one if one is not None and one.readable(layouts) else None for one in prepared.means]
+    if (own, *means) != (prepared.counted, *prepared.means):
         say(
             "train: labels of the loss are computed from entries of which ranks hold different rows, or parts of rows; "
             "micro-batches count by their rows, not by the labels that count."

@@ -20,7 +20,7 @@ from runner.build.optimizers import optimizer_factory
 from runner.data.loader import Block, LocalBatches
 from runner.data.row_seeds import seed_generators
 from runner.launch.orders import RankContext
-from runner.planning.counted import mean_weights
+from runner.planning.counted import mean_weights, shares
 from runner.planning.datasets import datasets, order_of
 from runner.planning.prepare import WEIGHTS
 from runner.planning.slices import sliced
@@ -242,7 +242,9 @@ class Worker:
             for own, one in zip(counts, weighing, strict=True):
                 own[micro] = 1.0 if one is None else one.of(batch_entries, _full(self._prepared.shapes[one.entry]))
         positions = [table.need(loaded) for table in self._tables]
-        each = [[one / sum(own) if sum(own) else 1 / count for one in own] for own in counts]
+        each = [
+            [1 / count] * count if one is None else shares(own, one) for own, one in zip(counts, weighing, strict=True)
+        ]
         weights = [
             mean_weights([own[micro] * count for own in each] if means else [], self._config.train.precision)
             for micro in range(count)

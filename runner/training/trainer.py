@@ -35,7 +35,7 @@ from runner.launch.orders import RankContext
 from runner.launch.startup import Marks, marked, summary
 from runner.launch.stopping import stopping_of
 from runner.planning import lowering
-from runner.planning.counted import Counted, mean_weights
+from runner.planning.counted import Counted, Divisor, mean_weights, shares
 from runner.planning.datasets import datasets, evaluation_data, order_of, training_data
 from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
@@ -464,7 +464,9 @@ class Trainer:
         self._unequal(load, rows, totals, shares)
         return self._over_ranks(totals)() / divisor, rows
 
-    def _shares(self, counted: Counted, micro_batches: Mapping[int, Sequence[Tensor]], rows: int) -> list[float]:
+    def _shares(
+        self, counted: Counted | Divisor, micro_batches: Mapping[int, Sequence[Tensor]], rows: int
+    ) -> list[float]:
         """The share that each micro-batch of a step of so many rows has of the tokens that the loss counts
         (collective)."""
         communicator, short, shape = (
@@ -484,11 +486,10 @@ class Trainer:
             communicator.sum(both, communicator.group(communicator.mesh.names))
             left = torch.tensor([min(shape[0], rows - micro * shape[0]) for micro in range(len(counts))])
             counts = both[0] / (both[1] / (left.to(both) * math.prod(shape[1:])))  # by how many ranks hold each element
-        total = float(counts.sum())
-        return [1 / len(counts)] * len(counts) if total == 0 else (counts / total).tolist()
+        return shares(counts.tolist(), counted)
 
     def _mean_weights(
-        self, means: Sequence[Counted | None], micro_batches: Mapping[int, Sequence[Tensor]], rows: int
+        self, means: Sequence[Counted | Divisor | None], micro_batches: Mapping[int, Sequence[Tensor]], rows: int
     ) -> list[list[Tensor]]:
         """The weight of each mean over classes in each micro-batch of a step of so many rows: the share of what the
         mean counts, relative to that of the rows (collective)."""

@@ -1,8 +1,9 @@
 """Means over classes that count by weights, further inputs of a step: where micro-batches of one optimizer step hold
 different numbers of classes that count, a mean is that of all micro-batches only if each of them counts by its share.
-Other terms of the loss, as those that balance experts, count by rows; so the weights belong to the means.
+Other terms of the loss, as those that balance experts, count by rows; so the weights belong to the means. A mean that
+is written out is a scalar divided by one without a gradient.
 
-Invariant: the n-th mean over classes that a forward computes takes the n-th weight.
+Invariant: the n-th mean that a forward computes takes the n-th weight.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 """Of both functions."""
+DIVISIONS = frozenset({"__truediv__", "div", "divide", "true_divide"})
+SELECTIONS = frozenset({"__getitem__", "masked_select"})
 
 
 class WeighedMean(nn.Module):
@@ -27,28 +31,43 @@ class WeighedMean(nn.Module):
 
 
 class MeanWeights(TorchFunctionMode):
-    """Multiplies the means over classes that are computed inside of the block by `weights`, scalars; those for which
-    there are none stay.
+    """Multiplies the means that are computed inside of the block by `weights`, scalars; those for which there are none
+    stay.
 
     Attributes:
-        means: the means, without weights, with the arguments by name of the calls.
+        means: the means, without weights, with the arguments by name of the calls; none of a division.
     """
 
     def __init__(self, weighed: WeighedMean, weights: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._weighed, self._weights = weighed, weights
         self.means: list[tuple[Tensor, dict[str, Any]]] = []
+        self._selected: list[Tensor] = []
+        """By masks, of which means divide by how many there are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (functional.cross_entropy, functional.nll_loss):
-            return result
-        given = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
-        if _reduction_of(given) != "mean":
+        if func in (functional.cross_entropy, functional.nll_loss):
+            given = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
+            if _reduction_of(given) != "mean":
+                return result
+        elif not kwargs and self._is_written_out(getattr(func, "__name__", ""), args, result):
+            given = {}
+        else:
             return result
         number = len(self.means)
         self.means.append((result, given))
         return self._weighed(result, self._weights[number]) if number < len(self._weights) else result
+
+    def _is_written_out(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
+        """Whether a call is the division of a scalar with a gradient by one without, or the mean of what a mask has
+        selected."""
+        if name in SELECTIONS and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            self._selected.append(result)
+        if name == "mean" and len(args) == 1:
+            return result.requires_grad and any(one is args[0] for one in self._selected)
+        scalars = name in DIVISIONS and all(isinstance(one, Tensor) and not one.dim() for one in args)
+        return scalars and len(args) == 2 and args[0].requires_grad and not args[1].requires_grad
 
 
 def _reduction_of(given: dict[str, Any]) -> str:

@@ -113,6 +113,18 @@ class MixedLoss(WeightedLoss):
         return super().forward(input, target) + input.square().mean() + other
 
 
+class WrittenOutLoss(nn.Module):
+    """Means over the targets that count, without a word of them to torch's cross-entropy."""
+
+    def __init__(self, ignore_index: int) -> None:
+        super().__init__()
+        self.ignored = ignore_index
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        losses, counted = functional.cross_entropy(input, target, reduction="none"), target != self.ignored
+        return (losses * counted).sum() / counted.sum().clamp(min=1) + losses.square()[counted].mean()
+
+
 class SquaredLoss(nn.CrossEntropyLoss):
     """The square of a mean, which is no sum over rows."""
 

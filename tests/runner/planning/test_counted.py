@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.losses import NextTokenLoss
-from runner.planning.counted import Counted, counted, divided_by_batch, each_counted
+from runner.planning.counted import Counted, Divisor, counted, each_counted, shares, unknown_division
 from strategies.capture.model import Captured, LossFunction, Objective, capture
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
@@ -28,6 +28,8 @@ class Tokens(nn.Module):
         if self.loss == "written out":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
             return (losses * mask).sum() / mask.sum().clamp(min=1)
+        if self.loss == "by a maximum":
+            return logits.square().mean() / labels.max()
         if self.loss == "selected":
             return functional.cross_entropy(logits[labels != -100], labels[labels != -100])
         flat = logits.flatten(0, 1)
@@ -103,10 +105,22 @@ def test_labels_that_a_forward_computes_row_by_row_count(loss):
     assert count.of(twice, everywhere(twice[0].shape)) == 2 * wanted
 
 
-@pytest.mark.parametrize("loss", ["written out", "own", "selected", "penalty"])
-def test_a_mean_that_is_written_out_is_seen(loss):
-    division = divided_by_batch(captured(Tokens(loss), None)[0].graph)
-    assert (division is not None) == (loss == "written out")
+def test_a_mean_that_is_written_out_counts():
+    captured_model, batch = captured(Tokens("written out"), None)
+    (divisor,) = each_counted(captured_model.graph, captured_model.tensors)
+    assert isinstance(divisor, Divisor)
+    rows = [[entry[part] for entry in batch] for part in (slice(0, 1), slice(1, ROWS))]
+    counts = [divisor.of(part, everywhere(part[0].shape)) for part in rows]
+    assert counts == [float((part[1] != -100).sum()) for part in rows]
+    assert [divisor.value(count) for count in (0, *counts)] == [1, *counts]  # clamped
+    assert shares([0.0, 3.0], divisor) == [1 / 3, 1]
+
+
+@pytest.mark.parametrize("loss", ["by a maximum", "own", "written out"])
+def test_a_division_by_what_is_no_sum_is_seen(loss):
+    captured_model, _ = captured(Tokens(loss), None)
+    division = unknown_division(captured_model.graph, captured_model.tensors)
+    assert (division is not None) == (loss == "by a maximum")
 
 
 def test_computed_labels_need_the_same_complete_rows_of_every_entry():

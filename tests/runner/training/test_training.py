@@ -120,7 +120,8 @@ def test_accumulation_changes_nothing(train):
         assert losses == pytest.approx(full_batch, rel=1e-10)
 
 
-MIXED = "loss.target=networks.MixedLoss"
+STAGES = ("parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")
+MIXED, WRITTEN_OUT = "loss.target=networks.MixedLoss", "loss.target=networks.WrittenOutLoss"
 
 
 @pytest.mark.parametrize(
@@ -135,14 +136,20 @@ MIXED = "loss.target=networks.MixedLoss"
                 ("data_parallel", ("loss.target=networks.WeightedLoss",)),
                 ("stand_alone", (MIXED, "train.accumulate=32")),
                 ("semi_auto", (MIXED, "data.drop_last=false", "data.args.rows=90", "train.steps=6")),
-                ("semi_auto", (MIXED, "parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")),
+                ("semi_auto", (MIXED, *STAGES)),
                 ("data_parallel", (MIXED, "parallel.recompute={operators: full, modules: [outer, loss]}")),
+                ("stand_alone", (WRITTEN_OUT, "train.accumulate=8")),
+                ("data_parallel", (WRITTEN_OUT, "train.accumulate=8")),
+                (
+                    "semi_auto",
+                    (WRITTEN_OUT, "parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null"),
+                ),
                 ("data_parallel", (MIXED, "parallel.copies=2")),
                 ("data_parallel", (MIXED, "parallel.batch_rows=[5,3]", "world_size=2")),
                 ("data_parallel", (MIXED, "train.compile=true")),
                 ("semi_auto", ("train.clip=0.3", "data.drop_last=false", "data.args.rows=90", "train.steps=6")),
                 *(("data_parallel", (f"parallel.zero.stage={stage}", "train.precision=fp32")) for stage in (1, 2, 3)),
-                ("semi_auto", ("parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")),
+                ("semi_auto", STAGES),
             )
         ),
     ],
