@@ -140,10 +140,7 @@ MIXED, WRITTEN_OUT = "loss.target=networks.MixedLoss", "loss.target=networks.Wri
                 ("data_parallel", (MIXED, "parallel.recompute={operators: full, modules: [outer, loss]}")),
                 ("stand_alone", (WRITTEN_OUT, "train.accumulate=8")),
                 ("data_parallel", (WRITTEN_OUT, "train.accumulate=8")),
-                (
-                    "semi_auto",
-                    (WRITTEN_OUT, "parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null"),
-                ),
+                ("semi_auto", (WRITTEN_OUT, *STAGES)),
                 ("data_parallel", (MIXED, "parallel.copies=2")),
                 ("data_parallel", (MIXED, "parallel.batch_rows=[5,3]", "world_size=2")),
                 ("data_parallel", (MIXED, "train.compile=true")),
