@@ -62,6 +62,10 @@ class Captured:
     tensors: dict[str, Tensor]
 
 
+class UnseenMeans(StrategyError):
+    """A forward computes other means than were to be weighed, or those of a layer that repeats stand for several."""
+
+
 class Objective(nn.Module):
     """The model and its loss as one module: flat batch tensors in, the loss (training) or the outputs (evaluation) out.
 
@@ -106,9 +110,7 @@ class Objective(nn.Module):
         with MeanWeights(self.mean_weights, tensors[count:]) as seen:
             output = self._in_precision(*tensors[:count])
         if len(seen.means) != self.weighed_means:
-            raise StrategyError(
-                "MW901", f"{len(seen.means)} means over classes were seen in place of {self.weighed_means}"
-            )
+            raise UnseenMeans("MW901", f"{len(seen.means)} means were seen in place of {self.weighed_means}")
         return output
 
     def _in_precision(self, *tensors: Tensor) -> Any:
@@ -270,8 +272,11 @@ def _captured(
                 # what these read is not seen while they are traced
                 if opaque.chosen or drawing.chosen or branches.chosen:
                     raise NotRepeated
-                with repeated.traced_once():
-                    exported = export()
+                try:
+                    with repeated.traced_once():
+                        exported = export()
+                except UnseenMeans:
+                    raise NotRepeated from None
                 repeated.expand(exported)
                 if repeated.lists and assigned.names:  # the writes of layers that were not traced are missing
                     raise NotRepeated

@@ -1,0 +1,76 @@
+"""Means whose weights are inputs of the captured step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from strategies.capture import Objective, capture
+from strategies.core.errors import StrategyError
+
+
+class Supervised(nn.Module):
+    """A layer with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.layer(x))
+        return x, functional.cross_entropy(x, labels)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Supervised() for _ in range(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x, loss = layer(x, labels)
+            total = total + loss
+        counted = labels > 0
+        losses = functional.cross_entropy(x, labels, reduction="none")
+        return total + (losses * counted).sum() / counted.sum() + losses[counted].mean()
+
+
+MEANS = 6
+
+
+@pytest.fixture
+def step() -> tuple[Objective, list[Tensor]]:
+    torch.manual_seed(0)
+    return Objective(Net(), None, ("x", "labels"), ()), [torch.randn(8, 4), torch.arange(8) % 4]
+
+
+def test_layers_that_repeat_have_means_of_their_own(step: tuple[Objective, list[Tensor]]) -> None:
+    objective, batch = step
+    weights = [torch.tensor(float(number)) for number in range(MEANS)]
+    graph = capture(objective.weighed(MEANS), [*batch, *weights], training=True).graph
+    assert [one.name for one in graph.of_kind("input")][2:] == [f"mean_weight_{number}" for number in range(MEANS)]
+    plain = capture(objective, batch, training=True).graph
+    assert {name for name in graph.by_name if not name.startswith("mean_weights.")} == {*plain.by_name}
+
+
+def test_the_weights_multiply_the_means(step: tuple[Objective, list[Tensor]]) -> None:
+    objective, batch = step
+
+    def loss(*weights: float) -> Any:
+        return objective.weighed(MEANS)(*batch, *map(torch.tensor, weights)).item()
+
+    ones = objective(*batch).item()
+    assert loss(*[1.0] * MEANS) == ones
+    each = [loss(*(float(number == kept) for number in range(MEANS))) for kept in range(MEANS)]
+    assert sum(each) == pytest.approx(ones) and min(each) > 0
+
+
+def test_nothing_is_weighed_where_other_means_are_computed(step: tuple[Objective, list[Tensor]]) -> None:
+    objective, batch = step
+    with pytest.raises(StrategyError, match="6 means were seen in place of 5"):
+        capture(objective.weighed(5), [*batch, *[torch.ones(())] * 5], training=True)
