@@ -180,7 +180,7 @@ def mean_weights(weights: Sequence[float], precision: str, device: torch.device 
 
 def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | None:
     """What the loss of a training graph counts, None where that is not the same for all of its means: without a mean
-    over classes, with several that count differently, or where classes are computed."""
+    over classes, with several that count differently, or where classes do not follow from the batch row by row."""
     means = [one for operator, one in _means(graph, tensors) if operator.id in graph.returning]
     first = means[0] if means else None
     return first if first is not None and all(one is not None and one.same(first) for one in means[1:]) else None
