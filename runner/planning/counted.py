@@ -28,7 +28,9 @@ MOVES = frozenset(
     "slice squeeze to transpose unsqueeze view".split()
 )
 """Operators that move elements and change none."""
-ELEMENTWISE = frozenset(name for line, names in (*PADDED, *EVEN) if line == "...* -> ..." for name in names.split())
+ELEMENTWISE = frozenset(
+    name for line, names in (*PADDED, *EVEN) if line == "...* -> ..." for name in ("to", *names.split())
+)
 NOTHING = torch.empty(0, dtype=torch.float64)
 DIVISIONS = frozenset({"div", "divide", "true_divide"})
 SUMMED = frozenset({"sum", "count_nonzero"})
@@ -297,6 +299,7 @@ def _elementwise(graph: OperatorGraph, operator: Operator, by_row: Collection[Re
     shapes = {ref: graph.specs[ref].shape for ref in operator.operands}
     return (
         operator.op in ELEMENTWISE
+        and shape[:1] != ()
         and shape[0] % rows == 0
         and all(
             (len(own) == len(shape) and own[:1] == shape[:1])

@@ -27,7 +27,7 @@ class Tokens(nn.Module):
             return logits
         if self.loss == "written out":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
-            return (losses * mask).sum() / mask.sum().clamp(min=1)
+            return (losses * mask).sum() / mask.float().sum().clamp(min=1)
         if self.loss == "by a maximum":
             return logits.square().mean() / labels.max()
         if self.loss == "selected":
