@@ -22,8 +22,20 @@ DIVISIONS = frozenset({"__truediv__", "div", "divide", "true_divide"})
 SELECTIONS = frozenset({"__getitem__", "masked_select"})
 
 
+class SafeDivisor(nn.Module):
+    """What a mean divides by, and 1 where it has the weight 0, since gradients of a division by 0 are no numbers."""
+
+    def forward(self, divisor: Tensor, weight: Tensor) -> Tensor:
+        """Both are scalars."""
+        return divisor.masked_fill(weight == 0, 1)
+
+
 class WeighedMean(nn.Module):
     """A module, so that its operators have names of their own, and those of the model keep theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisor = SafeDivisor()
 
     def forward(self, mean: Tensor, weight: Tensor) -> Tensor:
         """`mean` times `weight`, both scalars; 0 for the weight 0, as the mean of nothing is not a number."""
@@ -46,28 +58,35 @@ class MeanWeights(TorchFunctionMode):
         """By masks, of which means divide by how many there are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number, name = len(self.means), getattr(func, "__name__", "")
+        if not kwargs and _divides(name, args) and number < len(self._weights):
+            args = args[0], self._weighed.divisor(args[1], self._weights[number])
         result = func(*args, **(kwargs or {}))
         if func in (functional.cross_entropy, functional.nll_loss):
             given = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
             if _reduction_of(given) != "mean":
                 return result
-        elif not kwargs and self._is_written_out(getattr(func, "__name__", ""), args, result):
+        elif not kwargs and (_divides(name, args) or self._is_of_selected(name, args, result)):
             given = {}
         else:
             return result
-        number = len(self.means)
         self.means.append((result, given))
         return self._weighed(result, self._weights[number]) if number < len(self._weights) else result
 
-    def _is_written_out(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
-        """Whether a call is the division of a scalar with a gradient by one without, or the mean of what a mask has
-        selected."""
+    def _is_of_selected(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
+        """Whether a call is the mean of what a mask has selected."""
         if name in SELECTIONS and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             self._selected.append(result)
-        if name == "mean" and len(args) == 1:
-            return result.requires_grad and any(one is args[0] for one in self._selected)
-        scalars = name in DIVISIONS and all(isinstance(one, Tensor) and not one.dim() for one in args)
-        return scalars and len(args) == 2 and args[0].requires_grad and not args[1].requires_grad
+        return (
+            name == "mean" and len(args) == 1 and result.requires_grad and any(one is args[0] for one in self._selected)
+        )
+
+
+def _divides(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call is the division of a scalar with a gradient by one without."""
+    if name not in DIVISIONS or len(args) != 2 or any(not isinstance(one, Tensor) or one.dim() for one in args):
+        return False
+    return bool(args[0].requires_grad and not args[1].requires_grad)
 
 
 def _reduction_of(given: dict[str, Any]) -> str:
