@@ -39,15 +39,15 @@ FIRST = 1 << 40
 
 
 @dataclass(frozen=True)
-class ComputedClasses:
-    """Classes that a forward computes from entries of a batch row by row, such as labels behind a mask.
+class RowwiseValues:
+    """Values that a forward computes from entries of a batch row by row, such as labels behind a mask, or the mask.
 
     Attributes:
         rows: of the micro-batch that was captured.
         entries: by id of a source, the position of the entry in a batch.
         constants: by id of a source, a tensor that is the same in every step.
-        operators: what computes them.
-        target: the classes, rows outermost.
+        operators: compute them, in order.
+        target: the values, rows outermost.
     """
 
     rows: int
@@ -57,7 +57,7 @@ class ComputedClasses:
     target: Ref
 
     def of(self, batch: Sequence[Tensor]) -> Tensor:
-        """The classes [rows, classes of a row] for rows of any number."""
+        """The values [rows, values of a row] for any number of rows."""
         own = {id: batch[position].cpu() for id, position in self.entries.items()}
         count = len(next(iter(own.values())))
         parts = []
@@ -74,14 +74,14 @@ class Divisor:
     """A number that the batch decides, by which a scalar of the loss is divided: a function of a sum over rows.
 
     Attributes:
-        computed: what is added up.
-        nonzero: whether it counts by being other than zero.
+        computed: the summands.
+        nonzero: whether those other than zero are counted instead.
         total: the sum.
-        operators: what computes `divisor` from it.
+        operators: compute `divisor` from it, in order.
         divisor: the number.
     """
 
-    computed: ComputedClasses
+    computed: RowwiseValues
     nonzero: bool
     total: Ref
     operators: tuple[Operator, ...]
@@ -127,7 +127,7 @@ class Counted:
     times: Tensor
     ignored: int
     weight: Tensor | None
-    computed: ComputedClasses | None = None
+    computed: RowwiseValues | None = None
 
     @property
     def entries(self) -> frozenset[int]:
@@ -264,7 +264,7 @@ def _counted(graph: OperatorGraph, tensors: Mapping[str, Tensor], given: Mapping
     return None if computed is None else Counted(min(computed.entries.values()), NOTHING, ignored, weight, computed)
 
 
-def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) -> ComputedClasses | None:
+def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) -> RowwiseValues | None:
     """How `target` is computed row by row from entries of the batch; None if it is not."""
     inputs = {one.id: position for position, one in enumerate(graph.of_kind("input"))}
     behind = _behind(graph, target)
@@ -290,7 +290,7 @@ def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) 
         if not (_elementwise(graph, operator, by_row, rows) or _keeps_rows(graph, operator, rows)):
             return None
         by_row.add(Ref(operator.id))
-    return ComputedClasses(rows, entries, constants, operators, target) if target in by_row else None
+    return RowwiseValues(rows, entries, constants, operators, target) if target in by_row else None
 
 
 def _elementwise(graph: OperatorGraph, operator: Operator, by_row: Collection[Ref], rows: int) -> bool:

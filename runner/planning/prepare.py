@@ -72,8 +72,8 @@ WEIGHTS = "initial.pt"
 TRAINING = ("train", "verify")
 """Jobs that take steps."""
 UNWEIGHED = (
-    "train: no weights for the means over classes of the loss ({}); where micro-batches have different numbers of "
-    "classes that count, their losses are not those of one batch."
+    "train: no weights for the means of the loss ({}); where micro-batches have different numbers of labels that "
+    "count, their losses are not those of one batch."
 )
 
 
@@ -128,8 +128,8 @@ class Prepared:
         short: the short last micro-batch of an epoch, where there is one.
         together: whether the collate needs all rows of a batch, because it makes rows of several samples.
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
-        means: what each mean over classes divides by (None: unknown), where a weight for each of them comes with every
-            micro-batch; none where they count by all of their loss.
+        means: the divisor of each mean of the loss (None: unknown), where every micro-batch has a weight for each of
+            them; empty where micro-batches count by the entire loss.
         default_dtype: torch's, which the file of the model may set; data is made in it on every rank, too.
     """
 

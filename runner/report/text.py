@@ -381,12 +381,12 @@ def next_better(content: Content) -> list[str]:
     if prediction["ranks"] > 1 and replicated:
         lines.append("nothing is sliced: every rank computes the entire batch, and world_size=1 would be no slower")
     elif prediction["ranks"] > 1 and repeated:
-        flops, whole = (sum(one["predicted"]["flops"] for one in some) for some in (operators, repeated))
+        flops, replicated_flops = (sum(one["predicted"]["flops"] for one in some) for some in (operators, repeated))
         most = max(repeated, key=lambda one: one["predicted"]["flops"])
-        if whole > flops / 2:
+        if replicated_flops > flops / 2:
             lines.append(
-                f"{whole / flops:.0%} of a rank's flops are in operators that every rank computes in full, most of "
-                f"them in {most['name']} ({most['source']})"
+                f"{replicated_flops / flops:.0%} of a rank's flops are in operators that every rank computes in full, "
+                f"most of them in {most['name']} ({most['source']})"
             )
     if prediction["memory"] > prediction["memory_limit"]:
         lines.append(_does_not_fit(prediction))

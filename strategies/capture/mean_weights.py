@@ -1,4 +1,4 @@
-"""Means over classes that count by weights, further inputs of a step: where micro-batches of one optimizer step hold
+"""Means of a loss that count by weights, further inputs of a step: where micro-batches of one optimizer step hold
 different numbers of classes that count, a mean is that of all micro-batches only if each of them counts by its share.
 Other terms of the loss, as those that balance experts, count by rows; so the weights belong to the means. A mean that
 is written out is a scalar divided by one without a gradient.

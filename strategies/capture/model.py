@@ -71,8 +71,8 @@ class Objective(nn.Module):
 
     With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by
     name. With `autocast` both run under torch.autocast of that dtype, on the device of the batch. `sections` says
-    which fused weights are sliced section by section, None: all. With `weighed_means` so many scalars follow the
-    entries: the weights of the means over classes.
+    which fused weights are sliced section by section, None: all. The weights of `weighed_means` means of the loss,
+    scalars, follow the entries.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Objective(nn.Module):
         self.names, self.targets = tuple(names), frozenset(targets)
 
     def weighed(self, means: int) -> Objective:
-        """The same model and loss, whose means over classes, so many, each take a weight."""
+        """The same model and loss, each of whose `means` means takes a weight."""
         given = self.model, self.loss, self.names, [*self.targets], self.autocast
         return Objective(*given, sections=self.sections, weighed_means=means)
 

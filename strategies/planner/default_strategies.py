@@ -35,9 +35,8 @@ def largest_fit(size: int, world_size: int) -> int:
 def batch_factors(problem: Problem) -> dict[str, str]:
     """Per operator, by id, the factor of the dim that carries the batch, where there is one: dim 0 of every input.
 
-    Where an operator replicates that dim (or has no rule), a result carries the batch on in the dim of a view in which
-    its rows are, or in the same place: with as many rows or some times as many, as where batches are joined, or with a
-    part of them.
+    Where an operator replicates that dim (or has no rule), a result carries the batch on: a view in the dim that
+    contains its rows; others in the same dim, with the same number of rows, a multiple (batches are joined) or a part.
     """
     return problem.once("batch factors", lambda: _batch_factors(problem))
 

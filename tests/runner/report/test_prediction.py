@@ -12,7 +12,7 @@ from small import MODES, SMALL
 from runner.planning.clusters import described, shipped
 from runner.report import prediction as predicting
 from runner.report.prediction import doubled
-from runner.report.text import layer_table, prediction_lines
+from runner.report.text import layer_table, next_better, prediction_lines
 from runner.report.units import shown_bytes, shown_rate, shown_seconds, shown_share, shown_time
 
 LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
@@ -134,6 +134,18 @@ def test_useless_ranks_are_reported(start, capsys):
     assert "nothing is sliced: every rank computes the entire batch" in out and "idle" not in out
     start(*SMALL, *MODES["auto"], verb="plan", folder="sliced")
     assert "nothing is sliced" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flops", "says"), [(9.0, ["90% of a rank's flops"]), (1.0, [])])
+def test_work_that_every_rank_repeats_is_reported(flops, says):
+    rates = {"ranks": 2, "memory": 0, "memory_limit": 1, "seconds": 0.0}
+    operators = [
+        {"name": name, "source": "net.py:1", "out_layouts": [layout], "predicted": {"flops": own}}
+        for name, layout, own in (("sliced", "(dp, -)", 1.0), ("repeated", "(-, -)", flops))
+    ]
+    lines = next_better({"prediction": rates, "operators": operators})
+    assert [line[: len(words)] for line, words in zip(lines, says, strict=True)] == says
+    assert all("repeated (net.py:1)" in line for line in lines)
 
 
 def test_idle_devices_are_reported(start, capsys):
