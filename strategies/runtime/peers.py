@@ -44,13 +44,14 @@ class Peers:
         self._sending: list[tuple[Any, Tensor]] = []
 
     def _holding(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-        """The groups that have a parameter, where several have it."""
+        """The groups that have a parameter, where several have it; in the order of names, because stages are in another
+        order on every group, and all groups must call the collectives of what they share in the same one."""
         holding = {
             name: tuple(sorted({self.owners[number] for number in numbers}))
             for stage in stages
             for name, numbers in stage.holders.items()
         }
-        return {name: groups for name, groups in holding.items() if len(groups) > 1}
+        return {name: groups for name, groups in sorted(holding.items()) if len(groups) > 1}
 
     def _group(self, groups: Sequence[int]) -> dist.ProcessGroup:
         """A process group of the peers in `groups`. torch names it by how many the rank has made before, which must be

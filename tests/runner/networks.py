@@ -373,16 +373,18 @@ class Tied(nn.Module):
 
 
 class Stack(nn.Module):
-    """Four layers x [rows, 12] -> [rows, 12], of which [rows, 4] are returned; the outer two have one weight. `width`
-    is that of the values in the middle."""
+    """Four layers x [rows, 12] -> [rows, 12], of which [rows, 4] are returned; the outer two have one weight, and so
+    have the inner two with `inner_tied`. `width` is that of the values in the middle."""
 
-    def __init__(self, dropout: float = 0.0, width: int = FEATURES) -> None:
+    def __init__(self, dropout: float = 0.0, width: int = FEATURES, inner_tied: bool = False) -> None:
         super().__init__()
         sizes = ((FEATURES, FEATURES), (FEATURES, width), (width, FEATURES), (FEATURES, FEATURES))
         self.layers = nn.Sequential(
             *(nn.Sequential(nn.Linear(*size), nn.Dropout(dropout), nn.Tanh()) for size in sizes)
         )
         self.layers[3][0].weight = self.layers[0][0].weight
+        if inner_tied:
+            self.layers[2][0].weight = self.layers[1][0].weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)[:, :CLASSES]

@@ -49,6 +49,13 @@ def test_one_process_agrees(start, kind):
     assert ended.verdict["passed"] and ended.value <= 1e-10
 
 
+def test_groups_share_weights_that_their_stages_use_in_different_orders(start):
+    """The stages of one group use the weights of layers 0 and 2 first, those of the other the weights of 1 and 3."""
+    words = (*INTERLEAVED, "model.args.inner_tied=true", "world_size=2", "train.precision=fp64")
+    ended = start(*words, verb="verify")
+    assert ended.verdict["passed"] and ended.value <= 1e-10
+
+
 ZERO_KINDS = {
     "interleaved, recomputed": (*INTERLEAVED, LAYERS),
     "V": (*V, "train.accumulate=2", "data.batch_size=32"),
