@@ -2,7 +2,7 @@
 
 States of a parameter's elements are DTensors in the layout of its weights, whatever the stage of ZeRO: so a state dict
 can be saved by torch.distributed.checkpoint, and loaded under another plan, stage or engine. Parameters are counted as
-in torch, group by group.
+in torch, group by group, without those that the loss does not use.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def state_dict(module: Sharded, updates: Updates, program: Program, communicator
             for state, dtype in sorted(dtypes.items())
         }
         if complete or scalars:
-            states[number] = {**scalars, **complete}
+            # Parameters of one bucket have one state of ZeRO, but torch's optimizers count up the step of each
+            own_scalars = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+            states[number] = {**own_scalars, **complete}
     return {"state": states, "param_groups": groups}
 
 
@@ -185,7 +187,7 @@ def _checked(given: Mapping[str, Any], names: Sequence[str], groups: Sequence[Ma
     if found != wanted:
         raise ConfigError(
             "MW204",
-            f"optimizer.load_state_dict: the groups have {found} parameters, those of this optimizer {wanted}; "
-            f"{advice}.",
+            f"optimizer.load_state_dict: the groups have {found} parameters, those of this optimizer {wanted}, which "
+            f"has none that the loss does not use; {advice}.",
         )
     return dict(zip(names, chain.from_iterable(group["params"] for group in given["param_groups"]), strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,15 @@ from strategies.runtime.transfer import cut, filled
 
 if TYPE_CHECKING:
     from meshwright.plans import Planned
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _not_traced(method: F) -> F:
+    """`method` as torch.compile around a loop, or around the module, leaves it: tracing would drop the hooks and
+    collectives by which ranks add up losses and gradients."""
+    disabled: F = torch.compiler.disable(method, reason="ranks communicate here")  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class ShardedModule(nn.Module):
@@ -130,6 +139,7 @@ class ShardedModule(nn.Module):
         if not self.by_deepspeed:
             self.begin()
 
+    @_not_traced
     def forward(self, *entries: Tensor, **named: Tensor) -> Tensor:
         if not self.training:
             raise ConfigError(
@@ -154,6 +164,7 @@ class ShardedModule(nn.Module):
             loss.register_hook(self._begins_backward)  # type: ignore[no-untyped-call]
         return loss
 
+    @_not_traced
     def _begins_backward(self, gradient: Tensor) -> None:
         if self.reduced:
             raise ConfigError(
@@ -172,6 +183,7 @@ class ShardedModule(nn.Module):
         self._set_taken(None)
         Variable._execution_engine.queue_callback(self._ends_backward)
 
+    @_not_traced
     def _ends_backward(self) -> None:
         if self.zero == 3 and not self.by_deepspeed and self._updates is not None:
             self._updates.collect()  # lets go of what was gathered
@@ -180,10 +192,13 @@ class ShardedModule(nn.Module):
         else:
             self._shows_taken()
 
+    @_not_traced
     def _shows_taken(self) -> None:
         self._set_taken(torch.nan)
         self._shown = True
         self.note_gradients()
+        if self._updates is None:
+            self.note_weights()
 
     def _set_taken(self, value: float | None) -> None:
         """The gradients of stage 3, and those of DeepSpeed, are taken during backward: what reads one between backward
@@ -232,13 +247,17 @@ class ShardedModule(nn.Module):
                 )
 
     def note_weights(self) -> None:
-        """The weights are those of the optimizer."""
-        if self.zero:
-            self._weights = {name: mark(parameter) for name, parameter in self.named_parameters()}
+        """The weights are those of the optimizer, or of a backward that waits for one."""
+        noted = self.named_parameters() if self.zero or self._updates is None else ()
+        self._weights = {name: mark(parameter) for name, parameter in noted}
 
     def check_weights(self) -> None:
         """Raises ConfigError for a weight that something else than the optimizer has written or frozen, of which the
-        optimizer's own copy knows nothing. At stage 3 weights are written where they are gathered."""
+        optimizer's own copy knows nothing. At stage 3 weights are written where they are gathered. Without an optimizer,
+        raises for one that was written while its gradient is a sum over the ranks that nobody has added up."""
+        if self._updates is None:
+            self._check_untouched()
+            return
         for name, parameter in self.named_parameters() if self._weights else ():
             frozen = parameter.requires_grad != self._sources[self.name_of(name)].trainable
             if frozen or (self.zero < 3 and self._weights[name] != mark(parameter)):
@@ -247,6 +266,18 @@ class ShardedModule(nn.Module):
                     "MW464",
                     f"The weights of ZeRO stage {self.zero} belong to the optimizer, but {name} is not as it left it: "
                     f"{what}. Do so before meshwright.plan, in the step of an optimizer of your own, or with zero=0.",
+                )
+
+    def _check_untouched(self) -> None:
+        program = self.execution.program
+        for name, parameter in self.named_parameters() if self.pending else ():
+            source = self._sources[self.name_of(name)]
+            partial = source.trainable and program.layouts[source.id].replica_axes(program.mesh)
+            if partial and self._weights[name] != mark(parameter):
+                raise ConfigError(
+                    "MW464",
+                    f"{name} was written after backward, but its gradient is one rank's part of a sum, so ranks would "
+                    "differ. Make the optimizer by plan.optimizer(torch.optim.AdamW, lr=...), whose step adds it up.",
                 )
 
     @property
@@ -414,7 +445,10 @@ class ShardedModule(nn.Module):
             )
             raise ConfigError("MW464", f"load_state_dict: {what}; give the state dict of the planned module alone.")
         self.check_loading(state_dict, strict=strict)
-        return super().load_state_dict(state_dict, strict, assign)
+        loaded = super().load_state_dict(state_dict, strict, assign)
+        if self._updates is None:
+            self.note_weights()
+        return loaded
 
     def check_loading(self, given: Mapping[str, Any], *, strict: bool) -> None:
         """Raises ConfigError, before anything is loaded, where the optimizer has weights of its own, and for a state
@@ -509,18 +543,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, module: ShardedModule, updates: Updates) -> None:
-        inner = updates.optimizer
-        super().__init__(inner.param_groups, inner.defaults)
-        self.state, self.param_groups = inner.state, inner.param_groups
+        inner, parameters = updates.optimizer, {module.name_of(key): one for key, one in module.named_parameters()}
+        groups = [
+            {key: value for key, value in group.items() if key != "names"}
+            | {"params": [parameters[name] for name in group["names"]]}
+            for group in updates.plain().groups
+        ]
+        super().__init__(groups, inner.defaults)
+        self.state = inner.state
         self.norm: float | None = None
         self._module, self._updates = module, updates
 
+    def _pass_options(self) -> None:
+        """Schedulers and loops write options into `param_groups`, which have the parameters of the module, as
+        torch.distributed.checkpoint expects; those that update may have other tensors."""
+        for group, inner in zip(self.param_groups, self._updates.optimizer.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+
+    @_not_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Complete the gradients and update the weights. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._pass_options()
         self._reduce()
         self._module.show_nothing()
         self.norm = self._updates.update(measure=False)
@@ -542,6 +589,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(self._updates, OwnUpdates):
             self._module.zero_grad()
 
+    @_not_traced
     def gradients(self) -> dict[str, Tensor]:
         """The complete gradient of every trained parameter between backward and `step`, as DTensors (collective)."""
         self._reduce()
@@ -557,15 +605,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. Raises StrategyError for a state of slices that no complete one can be made of."""
+        self._pass_options()
         execution = self._module.execution
         return optimizer_state.state_dict(self._module, self._updates, execution.program, execution.communicator)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective. Raises ConfigError, before anything is loaded, for a state dict of other parameters."""
+        self._pass_options()
         execution = self._module.execution
         optimizer_state.load_state_dict(
             self._module, self._updates, execution.program, execution.communicator, state_dict
         )
+        for group, loaded in zip(self.param_groups, self._updates.plain().groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "names"})
         self._module.note_weights()
 
     def init_state(self) -> None:
@@ -579,7 +631,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer.init_state needs zero=0 or the native engine, and no backward before it; load the state "
                 "before the first step.",
             )
-        rates = [(group, group["lr"]) for group in self.param_groups if "lr" in group]
+        self._pass_options()
+        rates = [(group, group["lr"]) for group in updates.optimizer.param_groups if "lr" in group]
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         updates.skip(1)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshwright.models.gpt import GPT
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -291,3 +292,47 @@ def travelled(rank: Any, given: tuple[Path, list[dict[str, Any]]]) -> float:
         dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder / f"states-{step + 1}")
     state = {name: _all(value) for name, value in sharded.state_dict().items()}
     return max(_relative(state[name], value) for name, value in eager.state_dict().items())
+
+
+def _regression() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 4)).double()
+    return module, (torch.randn(8, 8).double(), torch.randn(8, 4).double())
+
+
+def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int]:
+    """A module that torch.compile was given: the largest relative difference of a loss from eager training. Then what
+    torch's get_state_dict calls the parameters with states, and how many of their steps share memory."""
+    module, batch = _regression()
+    eager = copy.deepcopy(module)
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mode="data_parallel", mesh=2, zero=stage, plan_cache=None)
+    sharded = plan.apply(module)
+    optimizer = plan.optimizer(torch.optim.AdamW, lr=0.1)
+    reference = torch.optim.AdamW(eager.parameters(), lr=0.1)
+    compiled, worst = torch.compile(sharded, backend="aot_eager"), 0.0
+    for _ in range(3):
+        loss, expected = compiled(*batch), nn.MSELoss()(eager(batch[0]), batch[1])
+        worst = max(worst, _relative(loss.detach(), expected.detach()))
+        for value, one in ((loss, optimizer), (expected, reference)):
+            value.backward()
+            one.step()
+            one.zero_grad()
+    states = get_state_dict(sharded, optimizer)[1]["state"]
+    return worst, sorted(states), len(states) - len({state["step"].data_ptr() for state in states.values()})
+
+
+def without_its_optimizer(rank: Any, _: None) -> str:
+    """What is said of weights that an optimizer of torch has updated by gradients of one rank."""
+    module, batch = _regression()
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mode="data_parallel", mesh=2, plan_cache=None)
+    sharded = plan.apply(module)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(*batch).backward()
+    sharded.load_state_dict(_regression()[0].state_dict())  # writes weights, too
+    sharded(*batch).backward()
+    optimizer.step()
+    try:
+        sharded(*batch)
+    except meshwright.CodedError as error:
+        return error.code
+    return ""

@@ -88,6 +88,18 @@ def test_a_plan_from_a_file_is_applied(on_ranks: Callable[..., Any], tmp_path: P
     assert max(worst.values()) < 1e-10, worst
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tools_of_torch_take_module_and_optimizer(on_ranks: Callable[..., Any], stage: int) -> None:
+    worst, names, shared = on_ranks("with_tools_of_torch", stage, 2)
+    assert worst < (1e-10 if stage == 0 else 1e-5) and names == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert shared == 0
+
+
+def test_weights_that_another_optimizer_updates_are_refused(on_ranks: Callable[..., Any]) -> None:
+    assert on_ranks("without_its_optimizer", None, 2) == "MW464"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "fused"])
 def test_checkpoints_of_torch_hold_the_weights(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
