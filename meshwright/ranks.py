@@ -253,8 +253,8 @@ class ShardedModule(nn.Module):
 
     def check_weights(self) -> None:
         """Raises ConfigError for a weight that something else than the optimizer has written or frozen, of which the
-        optimizer's own copy knows nothing. At stage 3 weights are written where they are gathered. Without an optimizer,
-        raises for one that was written while its gradient is a sum over the ranks that nobody has added up."""
+        optimizer's own copy knows nothing. At stage 3 weights are written where they are gathered. Without an
+        optimizer, raises for one that was written while its gradient is one rank's part of a sum."""
         if self._updates is None:
             self._check_untouched()
             return

@@ -1,4 +1,4 @@
-"""What a loss over classes divides by, seen while it runs: the targets that count, or their class weights.
+"""What the means of a loss divide by, seen while it runs: the targets that count, their class weights, or a sum.
 
 Batches of an evaluation hold different numbers of them, as where documents end or rows are padded. The mean over all
 tokens is that of the batches by their divisors, whatever their size. `runner.planning.counted` finds the same in a
@@ -7,15 +7,19 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies.capture.mean_weights import MeanWeights, are_scalars
+
 CLASS_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
 MEAN = 1
+SUMS = frozenset({torch.sum, torch.count_nonzero, Tensor.sum, Tensor.count_nonzero})
 
 
 def values(classes: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
@@ -26,13 +30,70 @@ def values(classes: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
     return counts * weight.double()[classes.where(counts, 0)]
 
 
-def divisor(given: Mapping[str, Any], rows: int) -> float:
+@dataclass(frozen=True)
+class Total:
+    """A sum over the rows of a batch, and what is computed from it before a mean divides by it, as `clamp(min=1)`."""
+
+    sum: float
+    functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def divisor(self, sum: float) -> float:
+        """What a mean divides by where all batches have this sum."""
+        value = torch.tensor(sum, dtype=torch.float64)
+        for function in self.functions:
+            value = function(value)
+        return float(value)
+
+
+class EvaluatedMeans(MeanWeights):
+    """The means of a loss that is computed without gradients: what is written out is known by its divisor, a function
+    of a sum.
+
+    Attributes:
+        written: by the number of a mean that is written out, what it divides by.
+    """
+
+    trained = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.written: dict[int, Total] = {}
+        self._totals: dict[int, tuple[Tensor, Total]] = {}
+        """Scalars by their ids; they live as long as this does, so that ids stay theirs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = len(self.means)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if len(self.means) > number and not self.means[number][1]:
+            known = self._totals.get(id(args[-1]))
+            self.written[number] = Total(float(args[0].numel())) if known is None else known[1]
+        elif isinstance(result, Tensor) and not result.dim() and (total := self._total(func, args, kwargs, result)):
+            self._totals[id(result)] = result, total
+        return result
+
+    def _total(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Total | None:
+        """What a scalar result is of a sum; None where it is not known."""
+        tensors = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)]
+        if len(tensors) != 1 or tensors[0] is not args[0]:
+            return None
+        if func in SUMS and tensors[0].dim():
+            return Total(float(result))
+        if id(args[0]) not in self._totals:
+            return None
+        _, total = self._totals[id(args[0])]
+        return replace(total, functions=(*total.functions, lambda value: func(value, *args[1:], **(kwargs or {}))))
+
+    def is_mean(self, args: tuple[Any, ...]) -> bool:
+        return are_scalars(args) and id(args[1]) in self._totals
+
+
+def total(given: Mapping[str, Any], rows: int) -> Total:
     """What the mean of a call of cross_entropy or nll_loss with these arguments divides by; `rows` where targets are
-    probabilities, which all count, or there are none."""
-    target = given.get("target")
-    if target is None or target.is_floating_point():
-        return float(rows)
-    return float(values(target, given.get("ignore_index", -100), given.get("weight")).sum())
+    probabilities, which all count."""
+    target = given["target"]
+    if target.is_floating_point():
+        return Total(float(rows))
+    return Total(float(values(target, given.get("ignore_index", -100), given.get("weight")).sum()))
 
 
 class Divisors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -8,9 +8,10 @@ one device, whatever it holds (counts, lists of scores, boxes), and nothing of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from runner.build import targets
-from runner.build.divisors import Divisors, divisor
+from runner.build.divisors import Divisors, EvaluatedMeans, Total, total
 from runner.config.schema import MetricForm
 from runner.errors import ConfigError
 from strategies.capture import Objective, loss_in
-from strategies.capture.mean_weights import MeanWeights, WeighedMean
+from strategies.capture.mean_weights import WeighedMean
 
 
 @dataclass(frozen=True)
@@ -64,64 +65,92 @@ class Average:
         return self._total / self._rows
 
 
+@dataclass(frozen=True)
+class Term:
+    """A mean in a loss: what it adds to the loss, times what it divides by, and the sum of which that is a function."""
+
+    added: float
+    total: Total
+
+    @property
+    def mean(self) -> float | None:
+        """What it adds; None where it divides by nothing."""
+        count = self.total.divisor(self.total.sum)
+        return self.added / count if count else None
+
+    def __add__(self, other: Term) -> Term:
+        """The mean over the rows of both."""
+        return Term(self.added + other.added, replace(self.total, sum=self.total.sum + other.total.sum))
+
+
 class MeanLoss(Average):
-    """The loss: its means over classes are those over all tokens, or whatever else they divide by in every batch; its
-    other terms those over all rows. All of it is over all rows where batches have different numbers of means."""
+    """The loss: its means over classes, and those that are written out, are over all that they divide by in all
+    batches; its other terms over all rows. All of it is over all rows where it is no sum of means, or batches have
+    different numbers of them."""
 
     def reset(self) -> None:
         super().reset()
         self._rest = 0.0
-        self._terms: list[tuple[float, float]] | None = None
-        """Of each mean over classes what it adds to the loss, times what it divides by, and that, over all batches."""
+        self._terms: list[Term] | None = None
         self._by_rows = False
 
     def update(self, rows: int, *given: Any, tokens: float | None = None) -> None:
         """Add a batch of `rows` rows; `tokens` is what a model that returns its loss has divided by."""
-        value, rest, terms = self._parts(given, rows) if tokens is None else self._returned(given, tokens)
+        if tokens is None:
+            value, rest, terms = self._parts(given, rows)
+        else:
+            value = _number(self._function(*given), self._what)
+            rest, terms = 0.0, [_term(value, Total(tokens))]
         self._total += value * rows
         self._rows += rows
         self._rest += rest * rows
-        added = [(term * count if count else 0.0, count) for term, count in terms]  # of nothing it is not a number
         if self._terms is None:
-            self._terms = added
-        elif len(self._terms) == len(added):
-            self._terms = [(a + c, b + d) for (a, b), (c, d) in zip(self._terms, added, strict=True)]
+            self._terms = terms
+        elif len(self._terms) == len(terms):
+            self._terms = [a + b for a, b in zip(self._terms, terms, strict=True)]
         else:
             self._by_rows = True
 
-    def _returned(self, given: Sequence[Any], tokens: float) -> tuple[float, float, list[tuple[float, float]]]:
-        value = _number(self._function(*given), self._what)
-        return value, 0.0, [(value, tokens)]
-
-    def _parts(self, given: Sequence[Any], rows: int) -> tuple[float, float, list[tuple[float, float]]]:
-        """The loss, its terms beside means over classes, and what each of those adds, with what it divides by."""
+    def _parts(self, given: Sequence[Any], rows: int) -> tuple[float, float, list[Term]]:
+        """The loss, its terms beside the means, and the means."""
         weighed = WeighedMean()
-        with Divisors() as divisors, MeanWeights(weighed) as seen:
-            value = _number(self._function(*given), self._what)
-        means, only = seen.means, divisors.only
+        with Divisors() as divisors, EvaluatedMeans(weighed) as seen:
+            result = self._function(*given)
+        means, only, value = seen.means, divisors.only, _number(result, self._what)
         if only is not None and (not means or (len(means) == 1 and value == float(means[0][0]))):
-            return value, 0.0, [(value, only)]
+            return value, 0.0, [_term(value, Total(only))]
 
         def with_means(kept: int | None) -> float:
             """The loss with one of its means, or none."""
             weights = [torch.full_like(mean, float(number == kept)) for number, (mean, _) in enumerate(means)]
-            with MeanWeights(weighed, weights):
+            with EvaluatedMeans(weighed, weights):
                 return _number(self._function(*given), self._what)
 
         if not means:
             return value, value, []
         rest, terms = with_means(None), []
         for number, (_, arguments) in enumerate(means):
-            count = divisor(arguments, rows)
-            terms.append((with_means(number) - rest if count else 0.0, count))
+            divides_by = seen.written.get(number) or total(arguments, rows)
+            known = divides_by.divisor(divides_by.sum) != 0  # of nothing a mean is not a number
+            terms.append(_term(with_means(number) - rest if known else 0.0, divides_by))
+        parts = [rest, *(term.mean or 0.0 for term in terms)]
+        rounding = torch.finfo(result.dtype).eps if isinstance(result, Tensor) else torch.finfo(torch.float64).eps
+        if math.isfinite(value) and abs(sum(parts) - value) > 64 * rounding * (abs(value) + sum(map(abs, parts))):
+            self._by_rows = True  # as in a product of means
         return value, rest, terms
 
     def compute(self) -> float:
         """The mean over all batches so far."""
-        terms = self._terms or []
-        if self._by_rows or not terms or not all(count for _, count in terms):
+        means = [term.mean for term in self._terms or []]
+        if self._by_rows or not means:
             return super().compute()
-        return self._rest / self._rows + sum(total / count for total, count in terms)
+        known = [mean for mean in means if mean is not None]
+        return super().compute() if len(known) < len(means) else self._rest / self._rows + sum(known)
+
+
+def _term(mean: float, divides_by: Total) -> Term:
+    """A mean of one batch."""
+    return Term(mean * divides_by.divisor(divides_by.sum), divides_by)
 
 
 class Updated:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ ELEMENTWISE = frozenset(
 )
 NOTHING = torch.empty(0, dtype=torch.float64)
 DIVISIONS = frozenset({"div", "divide", "true_divide"})
+OVER_DIMS = frozenset("all amax amin any argmax argmin count_nonzero cumsum mean prod sum".split())
+PRODUCTS = frozenset({"mul", "multiply"})
+ADDITIVE = MOVES | frozenset("add masked_fill nan_to_num neg negative positive rsub sub subtract where".split())
+"""Operators on scalars that a loss may compute from a mean and stay a sum of means."""
 SUMMED = frozenset({"sum", "count_nonzero"})
 FIRST = 1 << 40
 """Marks of elements are no less than this, and no class is as large."""
@@ -190,13 +195,15 @@ def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | No
 
 def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[Counted | Divisor | None, ...]:
     """What each mean of a training graph counts, in the order in which they are computed: None where that is unknown.
-    Nothing where no means are known, or all of the loss is a mean of what `counted` says."""
+    Nothing where no means are known, all of the loss is a mean of what `counted` says, or it is no sum of means."""
     means = _means(graph, tensors)
     written = {one.id: _divisor(graph, tensors, one.args[1]) for one in divisions(graph)}
     trained = {operator.id for operator, _ in means if operator.id in graph.returning}
     alone = counted(graph, tensors) is not None and not _mixed(graph, trained)
     found: dict[str, Counted | Divisor | None] = {one.id: count if one.id in trained else None for one, count in means}
     found |= written
+    if product_of_means(graph) is not None:
+        return ()
     each = tuple(found[operator.id] for operator in graph.operators if operator.id in found)
     return () if (alone and not any(written.values())) or not any(each) else each
 
@@ -224,6 +231,28 @@ def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Ope
             if _divisor(graph, tensors, by) is None:
                 return operator
     return None
+
+
+def product_of_means(graph: OperatorGraph) -> Operator | None:
+    """The first operator between scalars that makes the loss of a batch no mean of those of its rows: a function of a
+    mean, or a product or quotient of two. None if there is none."""
+    entries = {source.id for source in graph.of_kind("input")}
+    waiting, seen, found = [*graph.outputs], set[str](), list[Operator]()
+    while waiting:
+        node = graph.by_id[waiting.pop().id]
+        if node.id in seen or node.id not in graph.returning or graph.specs[Ref(node.id)].shape:
+            continue
+        seen.add(node.id)
+        assert isinstance(node, Operator)
+        scalars = [ref for ref in node.operands if not graph.specs[ref].shape]
+        waiting += scalars
+        means = [ref for ref in scalars if ref in graph.trained and not entries.isdisjoint(_behind(graph, ref))]
+        if not means or node.op not in ELEMENTWISE | DIVISIONS or node.op in ADDITIVE:
+            continue
+        if node.op in DIVISIONS | PRODUCTS and len(means) == 1 and (node.op in PRODUCTS or node.args[0] == means[0]):
+            continue
+        found.append(node)
+    return min(found, key=graph.operators.index, default=None)
 
 
 def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Divisor | None:
@@ -287,13 +316,16 @@ def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) 
             return None
         if by_row.isdisjoint(operator.operands):
             continue
-        if not (_elementwise(graph, operator, by_row, rows) or _keeps_rows(graph, operator, rows)):
+        if not any(
+            known(graph, operator, rows)
+            for known in (partial(_elementwise, by_row=by_row), _keeps_rows, _reduces_each_row)
+        ):
             return None
         by_row.add(Ref(operator.id))
     return RowwiseValues(rows, entries, constants, operators, target) if target in by_row else None
 
 
-def _elementwise(graph: OperatorGraph, operator: Operator, by_row: Collection[Ref], rows: int) -> bool:
+def _elementwise(graph: OperatorGraph, operator: Operator, rows: int, by_row: Collection[Ref]) -> bool:
     """Whether a row of the result follows from that row of the operands `by_row`; the others are the same for all."""
     shape = operator.results[0].shape
     shapes = {ref: graph.specs[ref].shape for ref in operator.operands}
@@ -308,6 +340,16 @@ def _elementwise(graph: OperatorGraph, operator: Operator, by_row: Collection[Re
             for ref, own in shapes.items()
         )
     )
+
+
+def _reduces_each_row(graph: OperatorGraph, operator: Operator, rows: int) -> bool:
+    """Whether an operator reduces, or runs along, dims of its operand that are no rows."""
+    shape = graph.specs[operator.operands[0]].shape
+    if operator.op not in OVER_DIMS or shape[:1] != (rows,) or len({*operator.operands}) != 1:
+        return False
+    dims = arguments(operator).get("dim")
+    each = [dims] if isinstance(dims, int) else [*(dims or ())]
+    return bool(each) and all(dim % len(shape) for dim in each)
 
 
 def _keeps_rows(graph: OperatorGraph, operator: Operator, rows: int) -> bool:

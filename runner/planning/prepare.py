@@ -35,7 +35,15 @@ from runner.errors import ConfigError, allowed
 from runner.planning import lowering
 from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
-from runner.planning.counted import Counted, Divisor, counted, each_counted, mean_weights, unknown_division
+from runner.planning.counted import (
+    Counted,
+    Divisor,
+    counted,
+    each_counted,
+    mean_weights,
+    product_of_means,
+    unknown_division,
+)
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -344,6 +352,11 @@ def _say_what_is_unknown(captured: Captured, say: Callable[[str], None]) -> None
         say(
             f"train: the loss divides by a number that the batch decides, at {division.where}; micro-batches count by "
             "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
+        )
+    if (operator := product_of_means(captured.graph)) is not None:
+        say(
+            f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, so that the loss of "
+            "several micro-batches is not that of one batch."
         )
 
 

@@ -8,6 +8,7 @@ Invariant: the n-th mean that a forward computes takes the n-th weight.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
+
+from strategies.capture.masked import LOSSES
 
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 """Of both functions."""
@@ -47,8 +50,11 @@ class MeanWeights(TorchFunctionMode):
     stay.
 
     Attributes:
-        means: the means, without weights, with the arguments by name of the calls; none of a division.
+        means: the means, without weights, with the arguments by name of the calls; none of those that are written out.
     """
+
+    trained = True
+    """Whether only means with a gradient are written out."""
 
     def __init__(self, weighed: WeighedMean, weights: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -59,34 +65,51 @@ class MeanWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number, name = len(self.means), getattr(func, "__name__", "")
-        if not kwargs and _divides(name, args) and number < len(self._weights):
+        divides = not kwargs and name in DIVISIONS and self.is_mean(args)
+        if divides and number < len(self._weights):
             args = args[0], self._weighed.divisor(args[1], self._weights[number])
         result = func(*args, **(kwargs or {}))
         if func in (functional.cross_entropy, functional.nll_loss):
             given = dict(zip(ARGUMENTS, args, strict=False)) | (kwargs or {})
             if _reduction_of(given) != "mean":
                 return result
-        elif not kwargs and (_divides(name, args) or self._is_of_selected(name, args, result)):
+        elif divides or self._is_of_selected(func, name, args, kwargs or {}, result):
             given = {}
         else:
             return result
         self.means.append((result, given))
         return self._weighed(result, self._weights[number]) if number < len(self._weights) else result
 
-    def _is_of_selected(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
-        """Whether a call is the mean of what a mask has selected."""
+    def _is_of_selected(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Whether a call is the mean of elements that a mask has selected, or of a function of each."""
+        if not isinstance(result, Tensor):
+            return False
         if name in SELECTIONS and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             self._selected.append(result)
-        return (
-            name == "mean" and len(args) == 1 and result.requires_grad and any(one is args[0] for one in self._selected)
-        )
+            return False
+        known = next((one for one in self._selected if any(one is arg for arg in args)), None)
+        if known is None or not known.dim():
+            return False
+        if result.dim():
+            if str(result.shape[0]) == str(known.shape[0]):  # which may be symbols that cannot be compared
+                self._selected.append(result)
+            return False
+        if func in LOSSES:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.apply_defaults()
+            means = _reduction_of(bound.arguments) == "mean"
+        else:
+            means = name == "mean" and len(args) == 1 and not kwargs
+        return means and (result.requires_grad or not self.trained)
+
+    def is_mean(self, args: tuple[Any, ...]) -> bool:
+        """Whether a division is a mean: of a scalar with a gradient by one without."""
+        return are_scalars(args) and args[0].requires_grad and not args[1].requires_grad
 
 
-def _divides(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call is the division of a scalar with a gradient by one without."""
-    if name not in DIVISIONS or len(args) != 2 or any(not isinstance(one, Tensor) or one.dim() for one in args):
-        return False
-    return bool(args[0].requires_grad and not args[1].requires_grad)
+def are_scalars(args: tuple[Any, ...]) -> bool:
+    """Whether these are two tensors without dims."""
+    return len(args) == 2 and all(isinstance(one, Tensor) and not one.dim() for one in args)
 
 
 def _reduction_of(given: dict[str, Any]) -> str:

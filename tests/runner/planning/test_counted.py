@@ -8,10 +8,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.losses import NextTokenLoss
-from runner.planning.counted import Counted, Divisor, counted, each_counted, shares, unknown_division
+from runner.planning.counted import (
+    Counted,
+    Divisor,
+    counted,
+    each_counted,
+    product_of_means,
+    shares,
+    unknown_division,
+)
 from strategies.capture.model import Captured, LossFunction, Objective, capture
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
+
+
+FUNCTIONS = {
+    "sum": lambda one, other: torch.where(one > 0, 0.5 * one - other / 3, 0.0),
+    "product": lambda one, other: one * other + one,
+    "quotient": lambda one, other: one / other,
+    "root": lambda one, other: one.sqrt() + other,
+}
+"""Of two means."""
 
 
 class Tokens(nn.Module):
@@ -28,6 +45,12 @@ class Tokens(nn.Module):
         if self.loss == "written out":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
             return (losses * mask).sum() / mask.float().sum().clamp(min=1)
+        if self.loss == "rows that have labels":
+            rows = (labels[:, 2:] >= 0).any(1)
+            return (logits.square().mean((1, 2)) * rows).sum() / rows.sum()
+        if self.loss in FUNCTIONS:
+            mean = functional.cross_entropy(logits.mT, labels)
+            return FUNCTIONS[self.loss](mean, functional.cross_entropy(logits.mT, labels, ignore_index=0))
         if self.loss == "by a maximum":
             return logits.square().mean() / labels.max()
         if self.loss == "selected":
@@ -114,6 +137,23 @@ def test_a_mean_that_is_written_out_counts():
     assert counts == [float((part[1] != -100).sum()) for part in rows]
     assert [divisor.value(count) for count in (0, *counts)] == [1, *counts]  # clamped
     assert shares([0.0, 3.0], divisor) == [1 / 3, 1]
+
+
+def test_rows_are_counted_by_what_is_reduced_in_each():
+    captured_model, batch = captured(Tokens("rows that have labels"), None)
+    (divisor,) = each_counted(captured_model.graph, captured_model.tensors)
+    assert isinstance(divisor, Divisor)
+    assert divisor.of(batch, everywhere(batch[1].shape)) == ROWS - 1
+
+
+@pytest.mark.parametrize("loss", FUNCTIONS)
+def test_a_loss_that_is_no_sum_of_means_is_seen(loss):
+    captured_model, _ = captured(Tokens(loss), None)
+    operator = product_of_means(captured_model.graph)
+    assert (None if operator is None else operator.op) == {"sum": None, "product": "mul", "quotient": "div"}.get(
+        loss, "sqrt"
+    )
+    assert len(each_counted(captured_model.graph, captured_model.tensors)) == (2 if loss == "sum" else 0)
 
 
 @pytest.mark.parametrize("loss", ["by a maximum", "own", "written out"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from runner.build.scores import accuracy, scores, try_evaluation
 from runner.config.schema import MetricForm
@@ -119,3 +120,34 @@ def test_what_is_no_metric_is_refused(form: dict[str, object], code: str, words:
     with pytest.raises(ConfigError, match=words) as found:
         measured({"target": "accuracy"}, form)
     assert found.value.code == code
+
+
+class SumOfMeans(nn.Module):
+    """A mean over classes, and means of what counts that are written out: of values, of functions of what a mask
+    selects."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        losses, kept = functional.cross_entropy(x, y, reduction="none"), y > 0
+        clamped = (losses * kept).sum() / kept.float().sum().clamp(min=1)
+        weights = x.sigmoid().amax(1) * kept
+        scaled = 0.5 * (losses * weights).sum() / weights.sum()
+        selected = x[kept].square().mean() + functional.mse_loss(x[kept][:, 0], y[kept].double())
+        return functional.cross_entropy(x, y, ignore_index=2) + clamped + scaled + selected + x.abs().mean()
+
+
+class ProductOfMeans(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(x, y) * functional.cross_entropy(x, y, ignore_index=1)
+
+
+@pytest.mark.parametrize("loss", [SumOfMeans(), ProductOfMeans()])
+def test_means_are_those_over_all_batches(loss: nn.Module) -> None:
+    made, given = scores([], loss), [(x.double(), y) for x, y in batches()]
+    given[0][1][:] = 0  # nothing of this batch counts
+    for x, y in given:
+        made.update(len(x), x, [y])
+    together = loss(torch.cat([x for x, _ in given]), torch.cat([y for _, y in given]))
+    by_rows = sum(loss(x, y) * len(x) for x, y in given) / 40
+    expected = together if isinstance(loss, SumOfMeans) else by_rows
+    assert made.results()["loss"] == pytest.approx(float(expected), rel=1e-12)
+    assert float(together) != pytest.approx(float(by_rows), rel=1e-3)
