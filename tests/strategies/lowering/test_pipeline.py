@@ -356,3 +356,24 @@ def test_an_operator_of_evaluation_alone_is_before_what_uses_it() -> None:
     evaluated = capture(Objective(net, None, ("0",), ()), (torch.randn(4, 4).double(),), training=False).graph
     found = as_trained(evaluated, stages)
     assert [found[operator.id] for operator in evaluated.operators] == [0, 0, 0, 1, 1]
+
+
+class Headed(nn.Module):
+    """Has a head for evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return x if self.training else self.head(x)
+
+
+def test_a_head_of_evaluation_alone_is_in_the_stage_before_it() -> None:
+    net = Headed()
+    pipeline = Pipeline(net, nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))])
+    stages = pipeline.stages(ALONE, 2, {"first": 0, "second": 1}, LoweringOptions())
+    evaluated = capture(Objective(net, None, ("0",), ()), (torch.randn(4, 4).double(),), training=False).graph
+    found = as_trained(evaluated, stages)
+    assert [found[operator.id] for operator in evaluated.operators] == [0, 1, 1]
