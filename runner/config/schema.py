@@ -556,9 +556,12 @@ class Config(Section):
         for key, shape in known[1:]:
             first, expected = known[0][0], prod(known[0][1])
             if prod(shape) != expected:
+                axes = [*(self.parallel.mesh or {})]
+                more = len(axes) > 1 and key == "parallel.mesh"
+                merged = f" The axes of a recipe stay; ~parallel.mesh.{axes[-1]} drops one." if more else ""
                 raise refusal(
                     f"{key} = {list(shape)} has {prod(shape)} devices, but {first} = {_shown(known[0][1])} has "
-                    f"{expected}; they must be equal.",
+                    f"{expected}; they must be equal.{merged}",
                     key,
                     first,
                 )
