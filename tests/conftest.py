@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-SHARE = 16
+SHARE = 24
 """The sample holds one of every `SHARE` tests of a file, rounded up."""
 
 
