@@ -272,8 +272,8 @@ class ShardedModule(nn.Module):
         program = self.execution.program
         for name, parameter in self.named_parameters() if self.pending else ():
             source = self._sources[self.name_of(name)]
-            partial = source.trainable and program.layouts[source.id].replica_axes(program.mesh)
-            if partial and self._weights[name] != mark(parameter):
+            replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
+            if source.trainable and replicas > 1 and self._weights[name] != mark(parameter):
                 raise ConfigError(
                     "MW464",
                     f"{name} was written after backward, but its gradient is one rank's part of a sum, so ranks would "

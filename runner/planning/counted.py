@@ -236,7 +236,11 @@ def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Ope
 def product_of_means(graph: OperatorGraph) -> Operator | None:
     """The first operator between scalars that makes the loss of a batch no mean of those of its rows: a function of a
     mean, or a product or quotient of two. None if there is none."""
-    entries = {source.id for source in graph.of_kind("input")}
+    decided = {Ref(source.id) for source in graph.of_kind("input")}
+    """What the batch decides."""
+    for operator in graph.operators:
+        if not decided.isdisjoint(operator.operands):
+            decided |= {Ref(operator.id, index) for index in range(len(operator.results))}
     waiting, seen, found = [*graph.outputs], set[str](), list[Operator]()
     while waiting:
         node = graph.by_id[waiting.pop().id]
@@ -246,7 +250,7 @@ def product_of_means(graph: OperatorGraph) -> Operator | None:
         assert isinstance(node, Operator)
         scalars = [ref for ref in node.operands if not graph.specs[ref].shape]
         waiting += scalars
-        means = [ref for ref in scalars if ref in graph.trained and not entries.isdisjoint(_behind(graph, ref))]
+        means = [ref for ref in scalars if ref in graph.trained and ref in decided]
         if not means or node.op not in ELEMENTWISE | DIVISIONS or node.op in ADDITIVE:
             continue
         if node.op in DIVISIONS | PRODUCTS and len(means) == 1 and (node.op in PRODUCTS or node.args[0] == means[0]):

@@ -9,6 +9,7 @@ Invariant: the n-th mean that a forward computes takes the n-th weight.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,8 +61,8 @@ class MeanWeights(TorchFunctionMode):
         super().__init__()
         self._weighed, self._weights = weighed, weights
         self.means: list[tuple[Tensor, dict[str, Any]]] = []
-        self._selected: list[Tensor] = []
-        """By masks, of which means divide by how many there are."""
+        self._selected: dict[int, weakref.ref[Tensor]] = {}
+        """By masks, of which means divide by how many there are; by id, which another tensor takes after its death."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number, name = len(self.means), getattr(func, "__name__", "")
@@ -85,14 +86,14 @@ class MeanWeights(TorchFunctionMode):
         if not isinstance(result, Tensor):
             return False
         if name in SELECTIONS and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            self._selected.append(result)
+            self._selected[id(result)] = weakref.ref(result)
             return False
-        known = next((one for one in self._selected if any(one is arg for arg in args)), None)
+        known = next((one for one in args if (at := self._selected.get(id(one))) is not None and at() is one), None)
         if known is None or not known.dim():
             return False
         if result.dim():
             if str(result.shape[0]) == str(known.shape[0]):  # which may be symbols that cannot be compared
-                self._selected.append(result)
+                self._selected[id(result)] = weakref.ref(result)
             return False
         if func in LOSSES:
             bound = inspect.signature(func).bind(*args, **kwargs)
