@@ -36,6 +36,7 @@ NOTHING = torch.empty(0, dtype=torch.float64)
 DIVISIONS = frozenset({"div", "divide", "true_divide"})
 OVER_DIMS = frozenset("all amax amin any argmax argmin count_nonzero cumsum mean prod sum".split())
 PRODUCTS = frozenset({"mul", "multiply"})
+INVERSES = frozenset({"pow", "reciprocal", "rsqrt"})
 ADDITIVE = MOVES | frozenset("add masked_fill nan_to_num neg negative positive rsub sub subtract where".split())
 """Operators on scalars that a loss may compute from a mean and stay a sum of means."""
 SUMMED = frozenset({"sum", "count_nonzero"})
@@ -223,14 +224,31 @@ def divisions(graph: OperatorGraph) -> list[Operator]:
 
 
 def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Operator | None:
-    """The first division on the way to the loss by a number that the batch decides in a way that is not known."""
+    """The first division on the way to the loss by a number that the batch decides in a way that is not known, or
+    product with the inverse of one."""
     entries = {source.id for source in graph.of_kind("input")}
-    for operator in divisions(graph):
-        by = operator.args[1]
-        if operator.id in graph.returning and not entries.isdisjoint(_behind(graph, by)):
-            if _divisor(graph, tensors, by) is None:
+    divided = {operator.id for operator in divisions(graph)}
+    for operator in graph.operators:
+        if operator.id not in graph.returning:
+            continue
+        if operator.id in divided:
+            by = operator.args[1]
+            if not entries.isdisjoint(_behind(graph, by)) and _divisor(graph, tensors, by) is None:
                 return operator
+        if operator.op in PRODUCTS and not graph.specs[Ref(operator.id)].shape:
+            for ref in operator.operands:
+                if ref not in graph.trained and _inverts(graph, ref) and not entries.isdisjoint(_behind(graph, ref)):
+                    return operator
     return None
+
+
+def _inverts(graph: OperatorGraph, ref: Ref) -> bool:
+    """Whether a scalar is computed by a division."""
+    while isinstance(node := graph.by_id[ref.id], Operator) and len(node.operands) == 1:
+        if node.op in INVERSES:
+            return True
+        (ref,) = node.operands
+    return isinstance(node, Operator) and node.op in DIVISIONS
 
 
 def product_of_means(graph: OperatorGraph) -> Operator | None:

@@ -53,6 +53,8 @@ class Tokens(nn.Module):
             return FUNCTIONS[self.loss](mean, functional.cross_entropy(logits.mT, labels, ignore_index=0))
         if self.loss == "by a maximum":
             return logits.square().mean() / labels.max()
+        if self.loss == "times an inverse":
+            return logits.square().sum() * (1.0 / (labels > 0).sum())
         if self.loss == "selected":
             return functional.cross_entropy(logits[labels != -100], labels[labels != -100])
         flat = logits.flatten(0, 1)
@@ -156,11 +158,11 @@ def test_a_loss_that_is_no_sum_of_means_is_seen(loss):
     assert len(each_counted(captured_model.graph, captured_model.tensors)) == (2 if loss == "sum" else 0)
 
 
-@pytest.mark.parametrize("loss", ["by a maximum", "own", "written out"])
+@pytest.mark.parametrize("loss", ["by a maximum", "times an inverse", "own", "written out"])
 def test_a_division_by_what_is_no_sum_is_seen(loss):
     captured_model, _ = captured(Tokens(loss), None)
     division = unknown_division(captured_model.graph, captured_model.tensors)
-    assert (division is not None) == (loss == "by a maximum")
+    assert (division is not None) == (loss in ("by a maximum", "times an inverse"))
 
 
 def test_computed_labels_need_the_same_complete_rows_of_every_entry():
