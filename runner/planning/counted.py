@@ -8,7 +8,7 @@ The invariant: what is counted is what the class loss of the graph divides by, f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -195,16 +195,16 @@ def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | No
 
 
 def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[Counted | Divisor | None, ...]:
-    """What each mean of a training graph counts, in the order in which they are computed: None where that is unknown.
-    Nothing where no means are known, all of the loss is a mean of what `counted` says, or it is no sum of means."""
+    """What each mean of a training graph counts, in the order in which they are computed: None where that is unknown
+    or the loss is not linear in it. Nothing where no means are known, or all of the loss is a mean of what `counted`
+    says."""
     means = _means(graph, tensors)
     written = {one.id: _divisor(graph, tensors, one.args[1]) for one in divisions(graph)}
     trained = {operator.id for operator, _ in means if operator.id in graph.returning}
     alone = counted(graph, tensors) is not None and not _mixed(graph, trained)
     found: dict[str, Counted | Divisor | None] = {one.id: count if one.id in trained else None for one, count in means}
     found |= written
-    if product_of_means(graph) is not None:
-        return ()
+    found |= dict.fromkeys(_scalars_behind(graph, _no_sums(graph)) & found.keys())
     each = tuple(found[operator.id] for operator in graph.operators if operator.id in found)
     return () if (alone and not any(written.values())) or not any(each) else each
 
@@ -254,27 +254,37 @@ def _inverts(graph: OperatorGraph, ref: Ref) -> bool:
 def product_of_means(graph: OperatorGraph) -> Operator | None:
     """The first operator between scalars that makes the loss of a batch no mean of those of its rows: a function of a
     mean, or a product or quotient of two. None if there is none."""
+    return min(_no_sums(graph), key=graph.operators.index, default=None)
+
+
+def _no_sums(graph: OperatorGraph) -> list[Operator]:
+    """All operators as `product_of_means` returns the first."""
     decided = {Ref(source.id) for source in graph.of_kind("input")}
     """What the batch decides."""
     for operator in graph.operators:
         if not decided.isdisjoint(operator.operands):
             decided |= {Ref(operator.id, index) for index in range(len(operator.results))}
-    waiting, seen, found = [*graph.outputs], set[str](), list[Operator]()
-    while waiting:
-        node = graph.by_id[waiting.pop().id]
-        if node.id in seen or node.id not in graph.returning or graph.specs[Ref(node.id)].shape:
+    found = []
+    for id in _scalars_behind(graph, graph.outputs):
+        node = graph.by_id[id]
+        if not isinstance(node, Operator) or node.op not in (ELEMENTWISE | DIVISIONS) - ADDITIVE:
             continue
-        seen.add(node.id)
-        assert isinstance(node, Operator)
-        scalars = [ref for ref in node.operands if not graph.specs[ref].shape]
-        waiting += scalars
-        means = [ref for ref in scalars if ref in graph.trained and ref in decided]
-        if not means or node.op not in ELEMENTWISE | DIVISIONS or node.op in ADDITIVE:
-            continue
-        if node.op in DIVISIONS | PRODUCTS and len(means) == 1 and (node.op in PRODUCTS or node.args[0] == means[0]):
-            continue
-        found.append(node)
-    return min(found, key=graph.operators.index, default=None)
+        means = [ref for ref in node.operands if ref in graph.trained and ref in decided]
+        scaled = node.op in PRODUCTS or (node.op in DIVISIONS and node.args[0] in means)
+        if means and not (scaled and len(means) == 1) and not any(graph.specs[ref].shape for ref in node.operands):
+            found.append(node)
+    return found
+
+
+def _scalars_behind(graph: OperatorGraph, waiting: Iterable[Ref | Operator]) -> set[str]:
+    """The ids of the scalars through which a gradient comes back from these to what is no scalar."""
+    left, seen = [one.id for one in waiting], set[str]()
+    while left:
+        id = left.pop()
+        if id not in seen and id in graph.returning and not graph.specs[Ref(id)].shape:
+            seen.add(id)
+            left += [ref.id for ref in graph.by_id[id].operands]  # type: ignore[union-attr]
+    return seen
 
 
 def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Divisor | None:
