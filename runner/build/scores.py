@@ -117,8 +117,11 @@ class MeanLoss(Average):
         with Divisors() as divisors, EvaluatedMeans(weighed) as seen:
             result = self._function(*given)
         means, only, value = seen.means, divisors.only, _number(result, self._what)
-        if only is not None and (not means or (len(means) == 1 and value == float(means[0][0]))):
-            return value, 0.0, [_term(value, Total(only))]
+        if not means:
+            return (value, value, []) if only is None else (value, 0.0, [_term(value, Total(only))])
+        each = [seen.written.get(number) or total(arguments, rows) for number, (_, arguments) in enumerate(means)]
+        if len(means) == 1 and value == float(means[0][0]):
+            return value, 0.0, [_term(value, each[0])]
 
         def with_means(kept: int | None) -> float:
             """The loss with one of its means, or none."""
@@ -126,13 +129,8 @@ class MeanLoss(Average):
             with EvaluatedMeans(weighed, weights):
                 return _number(self._function(*given), self._what)
 
-        if not means:
-            return value, value, []
-        rest, terms = with_means(None), []
-        for number, (_, arguments) in enumerate(means):
-            divides_by = seen.written.get(number) or total(arguments, rows)
-            known = divides_by.divisor(divides_by.sum) != 0  # of nothing a mean is not a number
-            terms.append(_term(with_means(number) - rest if known else 0.0, divides_by))
+        rest = with_means(None)
+        terms = [_term(with_means(number) - rest, divides_by) for number, divides_by in enumerate(each)]
         parts = [rest, *(term.mean or 0.0 for term in terms)]
         rounding = torch.finfo(result.dtype).eps if isinstance(result, Tensor) else torch.finfo(torch.float64).eps
         if math.isfinite(value) and abs(sum(parts) - value) > 64 * rounding * (abs(value) + sum(map(abs, parts))):
@@ -149,8 +147,9 @@ class MeanLoss(Average):
 
 
 def _term(mean: float, divides_by: Total) -> Term:
-    """A mean of one batch."""
-    return Term(mean * divides_by.divisor(divides_by.sum), divides_by)
+    """A mean of one batch; of nothing it is not a number."""
+    count = divides_by.divisor(divides_by.sum)
+    return Term(mean * count if count else 0.0, divides_by)
 
 
 class Updated:

@@ -151,3 +151,10 @@ def test_means_are_those_over_all_batches(loss: nn.Module) -> None:
     expected = together if isinstance(loss, SumOfMeans) else by_rows
     assert made.results()["loss"] == pytest.approx(float(expected), rel=1e-12)
     assert float(together) != pytest.approx(float(by_rows), rel=1e-3)
+
+
+def test_a_batch_without_tokens_adds_nothing_to_the_loss_of_a_model() -> None:
+    made = scores([], None)
+    made.update(2, torch.tensor(3.0), [], tokens=4)
+    made.update(2, torch.tensor(torch.nan), [], tokens=0)
+    assert made.results() == {"loss": 3.0}
