@@ -1,8 +1,8 @@
 """What one rank trains in a loop of the user's own: the module of its slices, and the optimizer.
 
 Both are those of `run train`: the module calls the rank's program, the optimizer is that of `strategies.optimizer`.
-Invariant: parameters and buffers have the names of the user's module; what is refused is refused before a process group
-is made.
+Invariant: parameters and buffers have the names of the user's module; `Plan.apply` refuses before it makes a process
+group.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def values(classes: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Total:
-    """A sum over the rows of a batch, and what is computed from it before a mean divides by it, as `clamp(min=1)`."""
+    """A sum over the rows of a batch, and the functions through which a mean divides by it, as `clamp(min=1)`."""
 
     sum: float
     functions: tuple[Callable[[Tensor], Tensor], ...] = ()
@@ -46,8 +46,8 @@ class Total:
 
 
 class EvaluatedMeans(MeanWeights):
-    """The means of a loss that is computed without gradients: what is written out is known by its divisor, a function
-    of a sum.
+    """The means of a loss that is computed without gradients: those that are written out are known by their divisors,
+    functions of a sum.
 
     Attributes:
         written: by the number of a mean that is written out, what it divides by.

@@ -204,7 +204,7 @@ def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[C
     alone = counted(graph, tensors) is not None and not _mixed(graph, trained)
     found: dict[str, Counted | Divisor | None] = {one.id: count if one.id in trained else None for one, count in means}
     found |= written
-    found |= dict.fromkeys(_scalars_behind(graph, _no_sums(graph)) & found.keys())
+    found |= dict.fromkeys(_scalars_behind(graph, nonlinear_in_means(graph)) & found.keys())
     each = tuple(found[operator.id] for operator in graph.operators if operator.id in found)
     return () if (alone and not any(written.values())) or not any(each) else each
 
@@ -251,16 +251,10 @@ def _inverts(graph: OperatorGraph, ref: Ref) -> bool:
     return isinstance(node, Operator) and node.op in DIVISIONS
 
 
-def product_of_means(graph: OperatorGraph) -> Operator | None:
-    """The first operator between scalars that makes the loss of a batch no mean of those of its rows: a function of a
-    mean, or a product or quotient of two. None if there is none."""
-    return min(_no_sums(graph), key=graph.operators.index, default=None)
-
-
-def _no_sums(graph: OperatorGraph) -> list[Operator]:
-    """All operators as `product_of_means` returns the first."""
-    decided = {Ref(source.id) for source in graph.of_kind("input")}
-    """What the batch decides."""
+def nonlinear_in_means(graph: OperatorGraph) -> list[Operator]:
+    """The operators between scalars that make the loss of a batch no mean of those of its rows, in order: functions of
+    a mean, products and quotients of two."""
+    decided = {Ref(source.id) for source in graph.of_kind("input")}  # values that follow from the batch
     for operator in graph.operators:
         if not decided.isdisjoint(operator.operands):
             decided |= {Ref(operator.id, index) for index in range(len(operator.results))}
@@ -273,11 +267,11 @@ def _no_sums(graph: OperatorGraph) -> list[Operator]:
         scaled = node.op in PRODUCTS or (node.op in DIVISIONS and node.args[0] in means)
         if means and not (scaled and len(means) == 1) and not any(graph.specs[ref].shape for ref in node.operands):
             found.append(node)
-    return found
+    return sorted(found, key=graph.operators.index)
 
 
 def _scalars_behind(graph: OperatorGraph, waiting: Iterable[Ref | Operator]) -> set[str]:
-    """The ids of the scalars through which a gradient comes back from these to what is no scalar."""
+    """The ids of the scalars through which a gradient comes back from these to tensors with dims."""
     left, seen = [one.id for one in waiting], set[str]()
     while left:
         id = left.pop()

@@ -41,7 +41,7 @@ from runner.planning.counted import (
     counted,
     each_counted,
     mean_weights,
-    product_of_means,
+    nonlinear_in_means,
     unknown_division,
 )
 from runner.planning.datasets import (
@@ -353,7 +353,7 @@ def _say_what_is_unknown(captured: Captured, say: Callable[[str], None]) -> None
             f"train: the loss divides by a number that the batch decides, at {division.where}; micro-batches count by "
             "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
         )
-    if (operator := product_of_means(captured.graph)) is not None:
+    for operator in nonlinear_in_means(captured.graph)[:1]:
         say(
             f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, so that the loss of "
             "several micro-batches is not that of one batch."

@@ -491,7 +491,7 @@ class Trainer:
     def _mean_weights(
         self, means: Sequence[Counted | Divisor | None], micro_batches: Mapping[int, Sequence[Tensor]], rows: int
     ) -> list[list[Tensor]]:
-        """The weight of each mean over classes in each micro-batch of a step of so many rows: the share of what the
+        """The weight of each mean over classes in each micro-batch of a step of `rows` rows: the share of what the
         mean counts, relative to that of the rows (collective)."""
         size = self.prepared.rows
         by_rows = [min(size, rows - first) / rows for first in range(0, rows, size)]

@@ -89,11 +89,11 @@ class _Cutting:
             self.used[ref].add(self._writes(ref))
         for ref in graph.outputs:
             self.used[ref].add(count - 1)
-        self.unused = dict[str, int]()
-        near = 0
+        self.nearest, near = dict[str, int](), 0
+        """By id of a source, the stage of the last source up to it that has users."""
         for source in graph.sources:
             near = min(self._users(source), default=near) if source.kind != "input" else near
-            self.unused[source.id] = near
+            self.nearest[source.id] = near
         crossing = [ref for ref in graph.specs if ref.id in placed and max(self.used[ref], default=0) > placed[ref.id]]
         self.layouts = {ref: self._layout(ref) for ref in crossing}
         behind = (operator.operands for operator in graph.operators if operator.id in graph.returning)
@@ -196,7 +196,7 @@ class _Cutting:
     def _stages_of(self, source: Source) -> tuple[int, ...]:
         """The stages that hold a parameter, buffer or constant; what nothing uses, as a head of evaluation alone, is
         where what comes before it is."""
-        return tuple(sorted(self._users(source))) or (self.unused[source.id],)
+        return tuple(sorted(self._users(source))) or (self.nearest[source.id],)
 
     def _users(self, source: Source) -> set[int]:
         return self.used[Ref(source.id)] | {self._writes(ref) for id, ref in self.graph.updates if id == source.id}
