@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.errors import ConfigError
+from strategies.core.graph import Source
 from strategies.core.layout import indices
 from strategies.core.program import Program
 from strategies.optimizer.state import OptimizerScalars, StoredState, is_scalar
 from strategies.optimizer.updates import Updates
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.dtensors import global_tensor
-from strategies.runtime.shards import OPTIMIZER, Blocks, Shard, overlaps
+from strategies.runtime.shards import MODEL, OPTIMIZER, Blocks, Shard, overlaps
 
 
 class Sharded(Protocol):
@@ -134,12 +135,12 @@ def load_state_dict(
     Raises:
         ConfigError: before anything is loaded, for a state dict of other parameters or groups.
     """
-    own, mesh = updates.plain(), program.mesh
+    own = updates.plain()
     names, groups = _named(own.groups)
     by_name = _checked(given, names, groups)
     scalars: dict[str, dict[str, Any]] = {name: {} for name in names}
     states: dict[str, dict[str, StoredState]] = {}
-    slices: dict[tuple[str, str], Tensor] = {}
+    slices: dict[str, tuple[Source, Tensor]] = {}
     of_elements = {
         state
         for name, number in by_name.items()
@@ -147,31 +148,43 @@ def load_state_dict(
         if not is_scalar(value, torch.empty(program.tensors[name].spec.shape, device="meta"))
     }
     for name, number in by_name.items():
-        shape = program.tensors[name].spec.shape
+        source = program.tensors[name]
+        shape = source.spec.shape
         for state, value in given["state"].get(number, {}).items():
             if state not in of_elements or not isinstance(value, Tensor):
                 scalars[name][state] = value
                 continue
             states.setdefault(state, {})[name] = StoredState(tuple(value.shape), value.dtype, False)
-            slices[state, name] = module.taken(name, value) if value.shape == shape else global_tensor(value)
+            slice_ = module.taken(name, value) if value.shape == shape else global_tensor(value)
+            slices[f"{OPTIMIZER}{state}/{name}"] = source, slice_
     options = [
         {"names": group["names"]} | {key: value for key, value in new.items() if key != "params"}
         for group, new in zip(own.groups, given["param_groups"], strict=True)
     ]
     updates.begin(states, OptimizerScalars(options, scalars, own.loss_scale))
+    _write(updates, program, communicator, slices)
+
+
+def load_weights(updates: Updates, program: Program, communicator: Communicator, slices: Mapping[str, Tensor]) -> None:
+    """Load this rank's slices of parameters, by name, into the weights on which the optimizer works, and into those that
+    follow from them. Collective."""
+    _write(updates, program, communicator, {MODEL + name: (program.tensors[name], one) for name, one in slices.items()})
+
+
+def _write(
+    updates: Updates, program: Program, communicator: Communicator, slices: Mapping[str, tuple[Source, Tensor]]
+) -> None:
+    """Write a rank's slices, which have the keys of `Shards`."""
     for batch in updates.pieces(write=True):
         for key, shards in batch.items():
-            if not key.startswith(OPTIMIZER):
+            if key not in slices:  # such as a number of a parameter of one element, which is among the scalars
                 continue
-            state, _, name = key.removeprefix(OPTIMIZER).partition("/")
-            if (state, name) not in slices:  # a number of a parameter of one element, which is among the scalars
-                continue
-            source, value = program.tensors[name], slices[state, name]
+            source, value = slices[key]
             shape, layout = source.spec.shape, program.layouts[source.id]
             if shards and shards[0].shape != shape:
                 shards[0].view.copy_(value)
                 continue
-            for shard, inside, place in _places(shards, layout.blocks(shape, mesh, communicator.rank)):
+            for shard, inside, place in _places(shards, layout.blocks(shape, program.mesh, communicator.rank)):
                 shard.view[inside].copy_(value[place])
     updates.loaded()
 

@@ -95,6 +95,7 @@ class ShardedModule(nn.Module):
         self._shown = self.reduced = False
         self._written: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, tuple[int, int]] = {}
+        self._loaded: dict[str, Tensor] = {}
         self._sources = execution.program.tensors
         self._names = _register(self, objective, execution.tensors)
         for part in self.modules():
@@ -446,20 +447,15 @@ class ShardedModule(nn.Module):
             raise ConfigError("MW464", f"load_state_dict: {what}; give the state dict of the planned module alone.")
         self.check_loading(state_dict, strict=strict)
         loaded = super().load_state_dict(state_dict, strict, assign)
-        if self._updates is None:
-            self.note_weights()
+        if self._updates is not None:
+            execution = self.execution
+            optimizer_state.load_weights(self._updates, execution.program, execution.communicator, self._loaded)
+        self._loaded = {}
+        self.note_weights()
         return loaded
 
     def check_loading(self, given: Mapping[str, Any], *, strict: bool) -> None:
-        """Raises ConfigError, before anything is loaded, where the optimizer has weights of its own, and for a state
-        dict of another module."""
-        low = any(source.spec.item_bytes < 4 for source in self._sources.values() if source.kind == "parameter")
-        if self._updates is not None and (self.zero or low):
-            raise ConfigError(
-                "MW464",
-                "The optimizer keeps fp32 copies of the weights; load a state dict between plan.apply and "
-                "plan.optimizer.",
-            )
+        """Raises ConfigError, before anything is loaded, for a state dict of another module."""
         own = self.state_dict()
         for key in dict.fromkeys([*own, *given]) if strict else own.keys() & given.keys():
             there, here = (_described(tensors.get(key)) for tensors in (own, given))
@@ -469,6 +465,15 @@ class ShardedModule(nn.Module):
                     f"load_state_dict: {key} is {there} in the module of this rank and {here} in the state dict; give "
                     "that of the planned module.",
                 )
+
+    def load(self, name: str, value: Tensor) -> Tensor:
+        """This rank's slice of what a state dict has for the tensor `name`, which torch copies. What an optimizer updates
+        may have fp32 copies, and no elements here: that is written by `load_state_dict`."""
+        slice_ = self.taken(name, value)
+        if self._updates is None or self._sources[name].kind != "parameter":
+            return slice_
+        self._loaded[name] = slice_.clone()  # which may be on the memory that is written
+        return self.execution.tensors[name].detach()
 
     def name_of(self, key: str) -> str:
         """The first name of the tensor that a state dict calls `key`."""
@@ -746,4 +751,4 @@ def _from_dtensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     module.check_loading(given, strict=False)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if (own := key.removeprefix(prefix)) in module._names:
-            state_dict[key] = module.taken(module.name_of(own), state_dict[key])
+            state_dict[key] = module.load(module.name_of(own), state_dict[key])

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshwright.models.gpt import GPT
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 import meshwright
 from runner.report.comparison import ROUNDING, TOLERANCE, of_step
@@ -301,8 +302,9 @@ def _regression() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 
 def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int]:
-    """A module that torch.compile was given: the largest relative difference of a loss from eager training. Then what
-    torch's get_state_dict calls the parameters with states, and how many of their steps share memory."""
+    """A module that torch.compile was given, and that torch's set_state_dict takes back by a step: the largest relative
+    difference of a loss from eager training. Then what get_state_dict calls the parameters with states, and how many of
+    their steps share memory."""
     module, batch = _regression()
     eager = copy.deepcopy(module)
     plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mode="data_parallel", mesh=2, zero=stage, plan_cache=None)
@@ -310,7 +312,14 @@ def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int]:
     optimizer = plan.optimizer(torch.optim.AdamW, lr=0.1)
     reference = torch.optim.AdamW(eager.parameters(), lr=0.1)
     compiled, worst = torch.compile(sharded, backend="aot_eager"), 0.0
-    for _ in range(3):
+    pairs, kept = ((sharded, optimizer), (eager, reference)), []
+    for step in range(6):
+        if step == 2:
+            kept = [tree_map_only(Tensor, torch.clone, get_state_dict(*one)) for one in pairs]
+        if step == 4:
+            for one, (weights, updates) in zip(pairs, kept, strict=True):
+                set_state_dict(*one, model_state_dict=weights, optim_state_dict=updates)
+            sharded.load_state_dict(sharded.state_dict())  # the memory that is written
         loss, expected = compiled(*batch), nn.MSELoss()(eager(batch[0]), batch[1])
         worst = max(worst, _relative(loss.detach(), expected.detach()))
         for value, one in ((loss, optimizer), (expected, reference)):
