@@ -166,8 +166,8 @@ def load_state_dict(
 
 
 def load_weights(updates: Updates, program: Program, communicator: Communicator, slices: Mapping[str, Tensor]) -> None:
-    """Load this rank's slices of parameters, by name, into the weights on which the optimizer works, and into those that
-    follow from them. Collective."""
+    """Load this rank's slices of parameters, by name, into the weights on which the optimizer works, and into those
+    that follow from them. Collective."""
     _write(updates, program, communicator, {MODEL + name: (program.tensors[name], one) for name, one in slices.items()})
 
 

@@ -335,7 +335,10 @@ def plan(
 
 def _check_modes(module: nn.Module) -> None:
     """Raises ConfigError for parts in evaluation mode, which steps would train, unless `train()` leaves them in it."""
-    parts = [name for name, part in module.named_modules() if not part.training] if module.training else []
+    if not module.training:
+        _log.warning("meshwright.plan: the module is in evaluation mode; it is planned and trained in training mode.")
+        return
+    parts = [name for name, part in module.named_modules() if not part.training]
     if not parts:
         return
     by_name = dict(duplicate(module).train().named_modules())

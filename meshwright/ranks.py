@@ -8,6 +8,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -96,7 +97,10 @@ class ShardedModule(nn.Module):
         self._written: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, tuple[int, int]] = {}
         self._loaded: dict[str, Tensor] = {}
+        self._came: set[str] = set()
         self._sources = execution.program.tensors
+        self._trained = frozenset(execution.program.reductions)
+        self._planned = frozenset(dir(module)) - frozenset(dir(self))
         self._names = _register(self, objective, execution.tensors)
         for part in self.modules():
             if part is not self:
@@ -106,9 +110,27 @@ class ShardedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_names" in self.__dict__:
-            if any(name in table for table in (self._parameters, self._buffers, self._modules)):
+            if name in self._planned or any(
+                name in table for table in (self._parameters, self._buffers, self._modules)
+            ):
                 _refuse_assignment(name)
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._admit(name)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._admit(name)
+        super().register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._admit(name)
+        super().add_module(name, module)
+
+    def _admit(self, name: str) -> None:
+        if "_names" in self.__dict__:
+            _refuse_assignment(name)
 
     @property
     def execution(self) -> Execution:
@@ -134,6 +156,8 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of the optimizer."""
+        if not self.zero:
+            self.check_weights()
         if isinstance(self._updates, OwnUpdates):
             self._updates.forget()
         super().zero_grad(set_to_none=True)
@@ -180,6 +204,8 @@ class ShardedModule(nn.Module):
                 "optimizer.step() after every backward, plan for a larger batch, or use zero=0 or the native engine, "
                 "which add up several.",
             )
+        if not self.zero and not self._backwards:
+            self.note_weights()
         self._backwards += 1
         self._set_taken(None)
         Variable._execution_engine.queue_callback(self._ends_backward)
@@ -198,8 +224,6 @@ class ShardedModule(nn.Module):
         self._set_taken(torch.nan)
         self._shown = True
         self.note_gradients()
-        if self._updates is None:
-            self.note_weights()
 
     def _set_taken(self, value: float | None) -> None:
         """The gradients of stage 3, and those of DeepSpeed, are taken during backward: what reads one between backward
@@ -249,29 +273,41 @@ class ShardedModule(nn.Module):
 
     def note_weights(self) -> None:
         """The weights are those of the optimizer, or of a backward that waits for one."""
-        noted = self.named_parameters() if self.zero or self._updates is None else ()
-        self._weights = {name: mark(parameter) for name, parameter in noted}
+        self._weights = {name: mark(parameter) for name, parameter in self.named_parameters()}
 
     def check_weights(self) -> None:
-        """Raises ConfigError for a weight that something else than the optimizer has written or frozen, of which the
-        optimizer's own copy knows nothing. At stage 3 weights are written where they are gathered. Without an
-        optimizer, raises for one that was written while its gradient is one rank's part of a sum."""
-        if self._updates is None:
-            self._check_untouched()
-            return
+        """Raises ConfigError for a weight that was written or frozen where the optimizer's own copy would not follow,
+        for one that is to learn after the plan, and for one that was written while its gradient is one rank's part of a
+        sum, as another optimizer does."""
         for name, parameter in self.named_parameters() if self._weights else ():
-            frozen = parameter.requires_grad != self._sources[self.name_of(name)].trainable
-            if frozen or (self.zero < 3 and self._weights[name] != mark(parameter)):
-                what = "its requires_grad was changed" if frozen else "it was written"
+            learns = self._sources[self.name_of(name)].trainable
+            if parameter.requires_grad != learns and (self.zero or not learns):
+                raise ConfigError(
+                    "MW464",
+                    f"requires_grad of {name} was changed to {parameter.requires_grad} after the plan, whose program "
+                    "and optimizer would not follow; do so before meshwright.plan.",
+                )
+            if self.zero and self._is_written(name, parameter):
                 raise ConfigError(
                     "MW464",
                     f"The weights of ZeRO stage {self.zero} belong to the optimizer, but {name} is not as it left it: "
-                    f"{what}. Do so before meshwright.plan, in the step of an optimizer of your own, or with zero=0.",
+                    "it was written. Do so before meshwright.plan, by load_state_dict, in the step of an optimizer of "
+                    "your own, or with zero=0.",
                 )
+        if not self.zero and self.pending:
+            self._check_untouched()
+
+    def _is_written(self, name: str, parameter: nn.Parameter) -> bool:
+        if self.zero < 3:
+            return self._weights[name] != mark(parameter)
+        if not isinstance(self._updates, ShardedUpdates):
+            return False  # DeepSpeed itself writes them
+        # Their memory is another one whenever they are gathered
+        return self._weights[name][0] != parameter._version or self._updates.replaced(self.name_of(name))
 
     def _check_untouched(self) -> None:
         program = self.execution.program
-        for name, parameter in self.named_parameters() if self.pending else ():
+        for name, parameter in self.named_parameters():
             source = self._sources[self.name_of(name)]
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
             if source.trainable and replicas > 1 and self._weights[name] != mark(parameter):
@@ -279,6 +315,21 @@ class ShardedModule(nn.Module):
                     "MW464",
                     f"{name} was written after backward, but its gradient is one rank's part of a sum, so ranks would "
                     "differ. Make the optimizer by plan.optimizer(torch.optim.AdamW, lr=...), whose step adds it up.",
+                )
+
+    def check_complete(self) -> None:
+        """Raises ConfigError at a stage of ZeRO for a parameter of which no backward of this step has left a gradient:
+        the optimizer would move it by its momentum, which torch does not."""
+        optional = self.execution.program.optional_names
+        for name, parameter in self.named_parameters() if self.zero else ():
+            source = self.name_of(name)
+            dropped = name in self._written and parameter.grad is None
+            if source in self._trained and (dropped or not (source in self._came or source in optional)):
+                raise ConfigError(
+                    "MW464",
+                    f"{name} has no gradient in this step, but ZeRO stage {self.zero} updates all parameters together; "
+                    "leave gradients and the inputs of backward as they are, set requires_grad=False before "
+                    "meshwright.plan for what is not trained, or use zero=0.",
                 )
 
     @property
@@ -299,6 +350,7 @@ class ShardedModule(nn.Module):
     def begin(self) -> None:
         """The gradients have been used or forgotten; a new step begins."""
         self._backwards, self.reduced, self._written, self._shown = 0, False, {}, False
+        self._came.clear()
         self._set_taken(None)
 
     def local_batch(self, *entries: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
@@ -401,8 +453,16 @@ class ShardedModule(nn.Module):
             engine=config.zero_engine,
             cut=lowering.bucket_cut(config),
         )
+        trained = [(key, one) for key, one in self.named_parameters() if self.name_of(key) in self._trained]
+        for name, parameter in trained if self.zero else ():
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._gradient_came, self.name_of(name))
+            )
         self.note_weights()
         return ShardedOptimizer(self, self._updates)
+
+    def _gradient_came(self, name: str, _: nn.Parameter) -> None:
+        self._came.add(name)
 
     def grid(self) -> DeviceMesh:
         """The plan's mesh as torch's, on the ranks of the default group (collective at the first call)."""
@@ -467,8 +527,8 @@ class ShardedModule(nn.Module):
                 )
 
     def load(self, name: str, value: Tensor) -> Tensor:
-        """This rank's slice of what a state dict has for the tensor `name`, which torch copies. What an optimizer updates
-        may have fp32 copies, and no elements here: that is written by `load_state_dict`."""
+        """This rank's slice of what a state dict has for the tensor `name`, which torch copies. What an optimizer
+        updates may have fp32 copies, and no elements here: that is written by `load_state_dict`."""
         slice_ = self.taken(name, value)
         if self._updates is None or self._sources[name].kind != "parameter":
             return slice_
@@ -530,6 +590,7 @@ class _Names(nn.Module):
             _refuse_assignment(name)
         super().__setattr__(name, value)
 
+    register_parameter = register_buffer = add_module = _refused
     forward = register_forward_hook = register_forward_pre_hook = _refused
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refused
 
@@ -572,6 +633,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        module = self._module
+        if module.zero and not module.pending:  # as torch, where no parameter has a gradient
+            return loss
+        if module.zero:
+            module.check_weights()
         self._pass_options()
         self._reduce()
         self._module.show_nothing()
@@ -602,6 +668,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _reduce(self) -> None:
         self._module.check_gradients()
+        if not self._module.reduced:
+            self._module.check_complete()
         if not self._module.by_deepspeed and not self._module.reduced:
             self._updates.collect()
             self._updates.reduce()

@@ -387,6 +387,10 @@ class ShardedUpdates(OwnUpdates):
         gathered.release()
         return value
 
+    def replaced(self, name: str) -> bool:
+        """Whether something else has given a parameter other memory."""
+        return self._gathered[self._at[name][0]].replaced(self._parameters[name])
+
     def pieces(self, write: bool = False) -> Iterator[Shards]:
         found: dict[str, list[Shard]] = {}
         for number, (bucket, index) in enumerate(zip(self._buckets, self._index, strict=True)):

@@ -99,6 +99,11 @@ class GatheredParameters:
         for parameter, first, shape, elements in self._parameters:
             parameter.data = flat[first : first + elements].view(shape)
 
+    def replaced(self, parameter: nn.Parameter) -> bool:
+        """Whether something else has given the parameter other memory."""
+        home = self._hollow[0] if self.flat is None else self.flat  # the hollow ones share one element
+        return parameter.untyped_storage().data_ptr() != home.untyped_storage().data_ptr()
+
     def release(self) -> None:
         """Let go of the complete parameters, also of those on their way; views that somebody holds stay valid."""
         if not self.gathers:

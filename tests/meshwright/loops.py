@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -330,18 +331,66 @@ def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int]:
     return worst, sorted(states), len(states) - len({state["step"].data_ptr() for state in states.values()})
 
 
-def without_its_optimizer(rank: Any, _: None) -> str:
-    """What is said of weights that an optimizer of torch has updated by gradients of one rank."""
-    module, batch = _regression()
-    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mode="data_parallel", mesh=2, plan_cache=None)
-    sharded = plan.apply(module)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    sharded(*batch).backward()
-    sharded.load_state_dict(_regression()[0].state_dict())  # writes weights, too
-    sharded(*batch).backward()
-    optimizer.step()
-    try:
-        sharded(*batch)
-    except meshwright.CodedError as error:
-        return error.code
-    return ""
+def written_by_others(rank: Any, _: None) -> dict[str, str]:
+    """The codes of what is said of weights and gradients that something else than the optimizer of the plan changes."""
+    codes = {}
+
+    def said(case: str, stage: int, act: Callable[[Any, Any, Tensor], None], *, own: bool = True) -> None:
+        module, batch = _regression()
+        module[2].bias.requires_grad_(False)
+        options = {"mode": "data_parallel", "mesh": 2, "zero": stage, "plan_cache": None}
+        plan = meshwright.plan(module, batch, loss=nn.MSELoss(), **options)
+        sharded = plan.apply(module)
+        optimizer = plan.optimizer(torch.optim.AdamW, lr=0.1) if own else torch.optim.SGD(sharded.parameters(), lr=0.1)
+        sharded(*batch).backward()
+        sharded.load_state_dict(_regression()[0].state_dict())  # writes weights, too
+        optimizer.zero_grad()
+        codes[case] = ""
+        try:
+            act(sharded, optimizer, sharded(*batch))
+            sharded(*batch)
+        except meshwright.CodedError as error:
+            codes[case] = error.code
+
+    def other(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        loss.backward()
+        torch.optim.SGD([one for one in sharded.parameters() if one.grad is not None], lr=0.1).step()
+
+    def forgotten(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        other(sharded, optimizer, loss)
+        sharded.zero_grad()
+
+    def in_backward(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        sharded.get_parameter("0.weight").register_post_accumulate_grad_hook(
+            lambda one: torch.optim.SGD([one], lr=0.1).step()
+        )
+        loss.backward()
+
+    def in_part(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        loss.backward(inputs=[sharded.get_parameter("0.weight")])
+        optimizer.step()
+
+    def dropped(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        loss.backward()
+        sharded.get_parameter("0.weight").grad = None
+        optimizer.step()
+
+    def replaced(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        parameter = sharded.get_parameter("0.weight")
+        parameter.data = torch.ones_like(parameter)
+
+    def learns(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        sharded.get_parameter("2.bias").requires_grad_(True)
+
+    def added(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        sharded.register_parameter("more", nn.Parameter(torch.ones(3)))
+
+    said("alone", 0, other, own=False)
+    for act in (other, forgotten, in_backward, learns, added):
+        said(act.__name__, 0, act)
+    said("in_part", 2, in_part)
+    said("dropped", 2, dropped)
+    said("replaced", 3, replaced)
+    return codes

@@ -103,7 +103,7 @@ FEATURES = {
 }
 
 
-SLOW = ("at once", "calls alone", "a mesh", "ZeRO 1", "decided")
+SLOW = ("at once", "calls alone", "a mesh", "ZeRO 1", "decided", "pipeline")
 
 
 @pytest.mark.few(2)

@@ -126,9 +126,6 @@ CASES = [
 
 
 @pytest.mark.few(1)
-def test_pointwise(cases, check, mesh):
+def test_pointwise(cases, check, known, mesh):
     check(cases, mesh, samples=2)
-
-
-def test_a_companion_of_another_shape_gives_its_dtype_alone(cases, known):
-    assert known(cases, "type_as") == [True, True, True]
+    assert known(cases, "type_as") == [True, True, True]  # a companion of another shape gives its dtype alone

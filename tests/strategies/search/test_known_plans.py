@@ -147,6 +147,7 @@ def test_optimality_gap_where_latency_dominates(name: str) -> None:
 LAYERS = {"gpt": ("*.q_proj", "*.up_proj"), "llama": ("*.q_proj", "*.gate_proj")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_optimality_gap(name: str) -> None:
     """Recursive programming within 5 % of exact; propagation, with two operators per layer configured, within 3 %."""

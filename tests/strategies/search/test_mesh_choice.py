@@ -140,6 +140,7 @@ def test_a_named_mesh_of_more_axes_has_a_plan_without_a_certificate() -> None:
     assert exact_search(made, machine, ()) is None
 
 
+@pytest.mark.slow
 def test_on_an_open_mesh_all_prime_axes_are_tried() -> None:
     """Of 16 devices and more there are more prime axes than three; the reported cost is that of the plan."""
     made, machine = problem(gpt(1), prime_mesh(32)), nodes(4)
