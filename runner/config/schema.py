@@ -122,7 +122,7 @@ class Evaluate(Section):
     )
     every: Count | None = setting(None, "Interval of evaluations; null: after every epoch, or the run", unit="steps")
     args: Arguments = setting({}, "Arguments of the dataset that differ from data.args; path: instead of data.path")
-    batch_size: Count | None = setting(None, "Samples of one batch over all ranks; null: as in training")
+    batch_size: Count | None = setting(None, "Samples of one batch over all ranks; null: of a micro-batch of training")
 
     @property
     def wanted(self) -> bool:

@@ -343,6 +343,12 @@ class Trainer:
             hooks.call("end")
             if metrics is not None and (moved := self._moved()):
                 metrics.say(traffic_summary(moved, self.offload))
+        if last < first and self.config.train.resume not in (None, "auto"):
+            raise ConfigError(
+                "MW608",
+                f"train.resume: a callback has ended this training after step {last}, so nothing is left to train; "
+                "give it other options, such as a larger patience of early_stopping, or drop it.",
+            )
         if self.job.record is not None:
             self._write(self._weights(), "weights.pt")
         return {

@@ -140,6 +140,19 @@ def test_hooks_of_a_run(start) -> None:
 
 
 @pytest.mark.slow
+def test_training_that_a_callback_has_ended_is_not_continued(start) -> None:
+    stopping = "train.callbacks=[{target: early_stopping, args: {patience: 1}}]"
+    words = (*HOOKED, "evaluate.every=2", "optimizer.args={lr: 1000.0}", stopping)
+    ended = start(*words, "checkpoint.every=2")
+    last = max(record["step"] for record in records(ended.folder))
+    assert last < 6
+    resume = f"train.resume={ended.folder}/checkpoints/step-{last:08}"
+    with pytest.raises(ConfigError) as refused:
+        start(*words, resume, folder="again")
+    assert refused.value.code == "MW608" and f"after step {last}" in str(refused.value)
+
+
+@pytest.mark.slow
 def test_a_callback_that_raises_ends_the_run(start) -> None:
     with pytest.raises(RunFailed, match=r"hooked.Fails fails in after_step at step 3: KeyError.*hooked\.py") as found:
         start(*HOOKED, "train.callbacks=[hooked.Calls, hooked.Fails]")
