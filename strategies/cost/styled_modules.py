@@ -129,6 +129,25 @@ def sliceable(operator: Operator, graph: OperatorGraph) -> bool:
     return operator.op == "linear" or (operator.op == "embedding" and not inside)
 
 
+def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
+    """The ids of operators that compute from parameters of their own module and buffers alone, such as 1 + weight of a
+    norm. Of what they make, as of the parameters, a trainer may have partial gradients, which it adds up."""
+    found: set[str] = set()
+
+    def own(maker: Operator | Source, module: str) -> bool:
+        if isinstance(maker, Operator):
+            return maker.id in found and maker.module == module
+        names = (maker.name, *maker.aliases)
+        return maker.kind == "buffer" or (
+            maker.kind == "parameter" and any(name.rpartition(".")[0] == module for name in names)
+        )
+
+    for operator in graph.operators:
+        if operator.operands and all(own(graph.by_id[ref.id], operator.module) for ref in operator.operands):
+            found.add(operator.id)
+    return frozenset(found)
+
+
 @dataclass(frozen=True)
 class StyledModules(ModuleLayouts):
     """What the styles of a trainer allow in one graph.
@@ -221,6 +240,10 @@ class StyledModules(ModuleLayouts):
         return first, second
 
     @cached_property
+    def _of_parameters(self) -> frozenset[str]:
+        return of_own_parameters(self.graph)
+
+    @cached_property
     def _within(self) -> dict[str, tuple[Source, ...]]:
         return matrices_of(self.graph) if "moe_tp_experts" in self.styles else {}
 
@@ -278,7 +301,10 @@ class StyledModules(ModuleLayouts):
         found = dim is not None
         for ref, dims in zip(operator.operands, sharding.operands, strict=True):
             source = self.graph.by_id[ref.id]
-            if isinstance(source, Source) and source.kind == "parameter":
+            parameter = isinstance(source, Source) and source.kind == "parameter"
+            if parameter or (
+                ref.id in self._of_parameters and isinstance(source, Operator) and source.module == operator.module
+            ):
                 if factor in dims and dim is None:
                     return False
             elif factor in dims:

@@ -30,7 +30,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, modules_
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.cost.styled_modules import halves, packable, sliceable
+from strategies.cost.styled_modules import halves, of_own_parameters, packable, sliceable
 from strategies.planner.declared_layouts import Declared, operand_layouts
 from strategies.rules import rule_of
 
@@ -214,6 +214,8 @@ def style_of(given: Any, key: str, table: bool = False) -> Style:
     if isinstance(given, PrepareModuleOutput):
         return Style(returned=_dim(given.desired_output_layouts, key))
     shown = repr(given) if isinstance(given, str) else type(given).__name__
+    if isinstance(given, type):
+        shown = f"{given.__name__}, which is a class and no object of it,"
     raise StrategyError(
         "MW880",
         f"tp_plan: {key!r} has the style {shown}, which has no layout here.{closest(str(given), STYLES)} Give "
@@ -238,8 +240,9 @@ def tp_plan_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: t
     parameters = {source.id for source in graph.of_kind("parameter")}
     found: dict[str, Counter[str]] = defaultdict(Counter)
     by_module: dict[str, list[Operator]] = defaultdict(list)
+    made = of_own_parameters(graph)
     for operator in graph.operators:
-        if any(ref.id in parameters for ref in operator.operands):
+        if any(ref.id in parameters or ref.id in made for ref in operator.operands):
             by_module[operator.module].append(operator)
     routed, matrices = (experts(graph), matrices_of(graph)) if axes else ({}, {})
     for path, operators in by_module.items():
@@ -249,7 +252,7 @@ def tp_plan_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: t
         elif "moe_tp_experts" in names and (within := _within_experts(matrices.get(path, ()), plan, axes)):
             entries = [(path, "moe_tp_experts"), *within]
         else:
-            entries = [*_styles_of(path, operators, graph, plan, axes)]
+            entries = [*_styles_of(path, operators, graph, plan, axes, made)]
         for key, style in entries:
             found[NUMBER.sub(r".*\1", key)][style] += 1
     styles = {key: counts.most_common(1)[0][0] for key, counts in found.items()}
@@ -288,15 +291,23 @@ def _within_experts(parameters: Sequence[Source], plan: Plan, axes: tuple[str, .
 
 
 def _styles_of(
-    path: str, operators: Sequence[Operator], graph: OperatorGraph, plan: Plan, axes: tuple[str, ...]
+    path: str,
+    operators: Sequence[Operator],
+    graph: OperatorGraph,
+    plan: Plan,
+    axes: tuple[str, ...],
+    made: Collection[str],
 ) -> Iterator[tuple[str, str]]:
-    """The entries of a module whose `operators` use parameters."""
+    """The entries of a module whose `operators` use parameters, or what operators `made` of them alone."""
     partial = False
     for operator in operators:
         gradients = rule_of(operator, graph).gradient_layouts(plan.operators[operator.name].assignment)
         for ref, gradient in zip(operator.operands, gradients, strict=True):
             source = graph.by_id[ref.id]
-            if not isinstance(source, Source) or source.kind != "parameter":
+            if isinstance(source, Operator):
+                partial = partial or (source.id in made and source.module == path and bool(gradient.partial & {*axes}))
+                continue
+            if source.kind != "parameter":
                 continue
             layout, shape = plan.tensors[source.name], source.spec.shape
             sliced = [dim for dim, used in enumerate(layout.dims) if axes and plan.mesh.sorted(used) == axes]

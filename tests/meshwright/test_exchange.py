@@ -727,3 +727,35 @@ def test_a_block_of_gpt2_sends_what_megatrons_does() -> None:
     assert {step["bytes"] for step in steps} == {2 * 3 * 256 * 1024 * 4 // 4}
     weight = plan.content["parameters"]["transformer.h.0.attn.c_attn.weight"]
     assert (weight["local_shape"], weight["packed"]) == ([1024, 768], {"dim": 1, "sizes": [1024] * 3})
+
+
+class ShiftedNorm(nn.Module):
+    """Norms of heads by 1 + weight, as Gemma's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+class NormedHeads(nn.Module):
+    """(rows, tokens, 8) -> (rows, tokens, 8), with two heads in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.norm, self.o = nn.Linear(8, 8), ShiftedNorm(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.q(x).view(*x.shape[:2], -1, 4).transpose(1, 2)
+        return self.o(self.norm(heads).transpose(1, 2).flatten(2))
+
+
+def test_gradients_of_what_slices_share_are_added_up_where_it_is_computed_first(tmp_path: Path) -> None:
+    styles = {"q": "colwise", "norm": "replicated_with_grad_allreduce", "o": "rowwise"}
+    batch = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    plan = meshwright.from_tp_plan(styles, NormedHeads(), batch, loss=nn.MSELoss(), mesh=2)
+    assert plan.expressible("transformers") == []
+    plan.export("transformers", tmp_path / "styles.json")
+    assert json.loads((tmp_path / "styles.json").read_text(encoding="utf-8"))["tp_plan"] == styles
