@@ -99,7 +99,7 @@ class ShardedModule(nn.Module):
         self._loaded: dict[str, Tensor] = {}
         self._came: set[str] = set()
         self._sources = execution.program.tensors
-        self._trained = frozenset(execution.program.reductions)
+        self._always = frozenset(execution.program.trainable_names) - execution.program.optional_names
         self._planned = frozenset(dir(module)) - frozenset(dir(self))
         self._names = _register(self, objective, execution.tensors)
         for part in self.modules():
@@ -318,13 +318,12 @@ class ShardedModule(nn.Module):
                 )
 
     def check_complete(self) -> None:
-        """Raises ConfigError at a stage of ZeRO for a parameter of which no backward of this step has left a gradient:
-        the optimizer would move it by its momentum, which torch does not."""
-        optional = self.execution.program.optional_names
+        """Raises ConfigError at a stage of ZeRO for a parameter on which the loss depends, but of which no backward of
+        this step has left a gradient: the optimizer would move it by its momentum, which torch does not."""
         for name, parameter in self.named_parameters() if self.zero else ():
             source = self.name_of(name)
             dropped = name in self._written and parameter.grad is None
-            if source in self._trained and (dropped or not (source in self._came or source in optional)):
+            if source in self._always and (dropped or source not in self._came):
                 raise ConfigError(
                     "MW464",
                     f"{name} has no gradient in this step, but ZeRO stage {self.zero} updates all parameters together; "
@@ -453,11 +452,12 @@ class ShardedModule(nn.Module):
             engine=config.zero_engine,
             cut=lowering.bucket_cut(config),
         )
-        trained = [(key, one) for key, one in self.named_parameters() if self.name_of(key) in self._trained]
-        for name, parameter in trained if self.zero else ():
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._gradient_came, self.name_of(name))
-            )
+        named = [(self.name_of(key), parameter) for key, parameter in self.named_parameters()]
+        for name, parameter in named if self.zero else ():
+            if name in self._always:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._gradient_came, name)
+                )
         self.note_weights()
         return ShardedOptimizer(self, self._updates)
 
@@ -526,7 +526,7 @@ class ShardedModule(nn.Module):
                     "that of the planned module.",
                 )
 
-    def load(self, name: str, value: Tensor) -> Tensor:
+    def _load(self, name: str, value: Tensor) -> Tensor:
         """This rank's slice of what a state dict has for the tensor `name`, which torch copies. What an optimizer
         updates may have fp32 copies, and no elements here: that is written by `load_state_dict`."""
         slice_ = self.taken(name, value)
@@ -819,4 +819,4 @@ def _from_dtensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     module.check_loading(given, strict=False)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if (own := key.removeprefix(prefix)) in module._names:
-            state_dict[key] = module.load(module.name_of(own), state_dict[key])
+            state_dict[key] = module._load(module.name_of(own), state_dict[key])

@@ -338,12 +338,13 @@ def written_by_others(rank: Any, _: None) -> dict[str, str]:
     def said(case: str, stage: int, act: Callable[[Any, Any, Tensor], None], *, own: bool = True) -> None:
         module, batch = _regression()
         module[2].bias.requires_grad_(False)
+        module[1].register_parameter("unused", nn.Parameter(torch.ones(3)))
         options = {"mode": "data_parallel", "mesh": 2, "zero": stage, "plan_cache": None}
         plan = meshwright.plan(module, batch, loss=nn.MSELoss(), **options)
         sharded = plan.apply(module)
         optimizer = plan.optimizer(torch.optim.AdamW, lr=0.1) if own else torch.optim.SGD(sharded.parameters(), lr=0.1)
         sharded(*batch).backward()
-        sharded.load_state_dict(_regression()[0].state_dict())  # writes weights, too
+        sharded.load_state_dict(module.state_dict())  # writes weights, too
         optimizer.zero_grad()
         codes[case] = ""
         try:
@@ -365,6 +366,10 @@ def written_by_others(rank: Any, _: None) -> dict[str, str]:
             lambda one: torch.optim.SGD([one], lr=0.1).step()
         )
         loss.backward()
+
+    def trained(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
 
     def in_part(sharded: Any, optimizer: Any, loss: Tensor) -> None:
         loss.backward(inputs=[sharded.get_parameter("0.weight")])
@@ -390,6 +395,8 @@ def written_by_others(rank: Any, _: None) -> dict[str, str]:
     said("alone", 0, other, own=False)
     for act in (other, forgotten, in_backward, learns, added):
         said(act.__name__, 0, act)
+    for stage in range(4):
+        said(f"trained at {stage}", stage, trained)
     said("in_part", 2, in_part)
     said("dropped", 2, dropped)
     said("replaced", 3, replaced)
