@@ -215,7 +215,7 @@ def style_of(given: Any, key: str, table: bool = False) -> Style:
         return Style(returned=_dim(given.desired_output_layouts, key))
     shown = repr(given) if isinstance(given, str) else type(given).__name__
     if isinstance(given, type):
-        shown = f"{given.__name__}, which is a class and no object of it,"
+        shown = f"{given.__name__} (the class, not an instance)"
     raise StrategyError(
         "MW880",
         f"tp_plan: {key!r} has the style {shown}, which has no layout here.{closest(str(given), STYLES)} Give "

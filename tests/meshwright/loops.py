@@ -332,7 +332,7 @@ def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int]:
 
 
 def written_by_others(rank: Any, _: None) -> dict[str, str]:
-    """The codes of what is said of weights and gradients that something else than the optimizer of the plan changes."""
+    """The codes of errors where something else than the optimizer of the plan changes weights or gradients, by case."""
     codes = {}
 
     def said(case: str, stage: int, act: Callable[[Any, Any, Tensor], None], *, own: bool = True) -> None:
