@@ -327,8 +327,8 @@ class ShardedModule(nn.Module):
                 raise ConfigError(
                     "MW464",
                     f"{name} has no gradient in this step, but ZeRO stage {self.zero} updates all parameters together; "
-                    "leave gradients and the inputs of backward as they are, set requires_grad=False before "
-                    "meshwright.plan for what is not trained, or use zero=0.",
+                    "do not drop gradients or choose inputs of backward, set requires_grad=False before "
+                    "meshwright.plan for parameters that are not trained, or use zero=0.",
                 )
 
     @property
@@ -506,11 +506,12 @@ class ShardedModule(nn.Module):
             )
             raise ConfigError("MW464", f"load_state_dict: {what}; give the state dict of the planned module alone.")
         self.check_loading(state_dict, strict=strict)
+        self._loaded.clear()
         loaded = super().load_state_dict(state_dict, strict, assign)
         if self._updates is not None:
             execution = self.execution
             optimizer_state.load_weights(self._updates, execution.program, execution.communicator, self._loaded)
-        self._loaded = {}
+        self._loaded.clear()
         self.note_weights()
         return loaded
 
@@ -633,11 +634,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        module = self._module
-        if module.zero and not module.pending:  # as torch, where no parameter has a gradient
-            return loss
-        if module.zero:
-            module.check_weights()
+        if self._module.zero:
+            if not self._module.pending:  # as torch, where no parameter has a gradient
+                return loss
+            self._module.check_weights()
         self._pass_options()
         self._reduce()
         self._module.show_nothing()

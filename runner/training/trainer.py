@@ -255,7 +255,8 @@ class Trainer:
             if metrics is not None:
                 seen.say = metrics.say
             hooks.call("start")
-            if hooks.stopping():
+            ended = hooks.stopping()
+            if ended:
                 last = first - 1
             if self.keeper.pending and self.evaluator is not None:
                 results = self._evaluated(self.evaluator, first - 1, metrics)
@@ -343,7 +344,7 @@ class Trainer:
             hooks.call("end")
             if metrics is not None and (moved := self._moved()):
                 metrics.say(traffic_summary(moved, self.offload))
-        if last < first and self.config.train.resume not in (None, "auto"):
+        if ended and self.config.train.resume not in (None, "auto"):
             raise ConfigError(
                 "MW608",
                 f"train.resume: a callback has ended this training after step {last}, so nothing is left to train; "

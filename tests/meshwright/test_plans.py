@@ -531,7 +531,7 @@ class Frozen(nn.Sequential):
         return self
 
 
-def test_parts_in_evaluation_mode_stay_so_or_are_refused() -> None:
+def test_parts_in_evaluation_mode_stay_so_or_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     parts = network()[0], nn.BatchNorm1d(16, dtype=torch.float64), *network()[1:]
     frozen = Frozen(*parts).train()
     plan = planned(frozen)
@@ -541,6 +541,10 @@ def test_parts_in_evaluation_mode_stay_so_or_are_refused() -> None:
     assert "batch_norm_training" in {one["op"] for one in planned(mixed).content["operators"]}
     mixed[1].eval()
     assert "meshwright.plan: 1 is in evaluation mode" in refused("MW464", lambda: planned(mixed))
+    said = [record for record in caplog.records if record.name == "meshwright"]
+    assert "batch_norm_training" in {one["op"] for one in planned(mixed.eval()).content["operators"]}
+    more = [record.levelname for record in caplog.records if record.name == "meshwright"][len(said) :]
+    assert not said and more == ["WARNING"]  # as from_pretrained returns modules
 
 
 @pytest.mark.parametrize("stage", [0, 3])
