@@ -20,6 +20,8 @@ from strategies.core.experts import RESHAPED, experts, last_products, matrices_o
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
+from strategies.rules.packed import sections_taken
+from strategies.rules.registry import arguments
 from strategies.rules.sharding import Assignment, Sharding
 
 FORBIDDEN = 1e4
@@ -146,6 +148,23 @@ def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
         if operator.operands and all(own(graph.by_id[ref.id], operator.module) for ref in operator.operands):
             found.add(operator.id)
     return frozenset(found)
+
+
+def parts_are_written(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
+    """Whether an operator takes the dim of a factor apart by numbers that the model writes, as view(b, t, heads, d) and
+    split(size): it would take a slice apart by the same numbers. Of a -1 or a chunk a slice has its share. AutoTP
+    changes the numbers of a module."""
+    if not operator.operands or factor not in sharding.operands[0]:
+        return False
+    spec, taken = graph.operand_specs(operator)[0], sharding.operands[0].index(factor)
+    if operator.op not in ("_unsafe_view", "reshape", "unflatten", "view"):
+        parts = sections_taken(operator, spec)
+        return parts is not None and parts[0] == taken and operator.op not in ("chunk", "glu", "unsafe_chunk")
+    given, made = arguments(operator), sharding.results[0].index(factor)
+    sizes = next(given[name] for name in ("size", "shape", "sizes") if name in given)
+    first = given["dim"] % len(spec.shape) if operator.op == "unflatten" else 0
+    written = first <= made < first + len(sizes) and sizes[made - first] != -1
+    return written and operator.results[0].shape[made] < spec.shape[taken]
 
 
 @dataclass(frozen=True)
@@ -297,6 +316,8 @@ class StyledModules(ModuleLayouts):
         if operator.op == "embedding" and dim is not None:
             return ("embedding_rowwise", "embedding_colwise")[dim] in self.styles
         if factor in sharding.sums and dim != 1:
+            return False
+        if "packed_colwise" in self.styles and parts_are_written(operator, sharding, factor, self.graph):
             return False
         found = dim is not None
         for ref, dims in zip(operator.operands, sharding.operands, strict=True):

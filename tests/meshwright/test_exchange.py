@@ -759,3 +759,38 @@ def test_gradients_of_what_slices_share_are_added_up_where_it_is_computed_first(
     assert plan.expressible("transformers") == []
     plan.export("transformers", tmp_path / "styles.json")
     assert json.loads((tmp_path / "styles.json").read_text(encoding="utf-8"))["tp_plan"] == styles
+
+
+class Split(nn.Module):
+    """Two linear layers, and what takes the columns of the first one apart."""
+
+    def __init__(self, split: Callable[[torch.Tensor], torch.Tensor], columns: int) -> None:
+        super().__init__()
+        self.q, self.o, self.split = nn.Linear(8, columns, bias=columns == 8), nn.Linear(8, 8), split
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(self.split(self.q(x)).tanh().flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("split", "columns", "refused"),
+    [
+        (lambda x: x.view(2, 3, -1, 4), 8, False),
+        (lambda x: x.unflatten(-1, (-1, 4)), 8, False),
+        (lambda x: math.prod(x.chunk(2, -1)), 16, False),
+        (lambda x: x.view(2, -1, 2, 4), 8, True),  # OPT: of a slice it makes heads of half of the tokens
+        (lambda x: x.reshape(2, 3, 2, 4), 8, True),  # GPT-J
+        (lambda x: x.unflatten(-1, (2, -1)), 8, True),
+        (lambda x: math.prod(x.split(8, -1)), 16, True),
+        (lambda x: x[..., :8] * x[..., 8:], 16, True),
+    ],
+)
+def test_a_trainer_of_local_tensors_takes_no_slice_apart_by_written_numbers(
+    split: Callable[[torch.Tensor], torch.Tensor], columns: int, refused: bool
+) -> None:
+    batch = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    styles = {"q": "colwise" if columns == 8 else "packed_colwise", "o": "rowwise"}
+    plan = meshwright.from_tp_plan(styles, Split(split, columns), batch, loss=nn.MSELoss(), mesh=2)
+    assert bool(plan.expressible("transformers")) is refused
+    if columns == 8:
+        assert plan.expressible("deepspeed") == []  # AutoTP changes the numbers
