@@ -45,7 +45,19 @@ def base_names(module: nn.Module) -> dict[str, str]:
 
 def adapter_names(module: nn.Module) -> frozenset[str]:
     """The tensors of the active adapter, which weights of a base model lack; none for other modules."""
-    return frozenset(_saved(module) if _is_one(module) else ())
+    saved = _saved(module) if _is_one(module) else {}
+    return frozenset(name for name, short in saved.items() if name != short)
+
+
+def made_of_base(module: nn.Module) -> str | None:
+    """The setting by which the active adapter begins with values that peft computes from the base's weights; None where
+    it begins at random or with constants. Source: peft.tuners.lora.layer.LoraLayer.update_layer."""
+    made: Any = module
+    config = made.peft_config[_active(module)] if _is_one(module) else None
+    if getattr(config, "use_dora", False):
+        return "use_dora"
+    first = getattr(config, "init_lora_weights", True)
+    return f"init_lora_weights={first}" if isinstance(first, str) and first not in ("gaussian", "orthogonal") else None
 
 
 def companions(module: nn.Module) -> Companions:
@@ -77,7 +89,9 @@ def _saved(module: nn.Module) -> Mapping[str, str]:
     names = {}
     for name in state:
         short = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}", "")
-        if short in saved and short != name:
+        if name.endswith(f".lora_magnitude_vector.{adapter}.weight"):
+            short = short.removesuffix(".weight")  # as peft had it first
+        if short in saved:
             names[name] = short
     if len(names) != len(saved):
         left = sorted(set(saved) - set(names.values()))

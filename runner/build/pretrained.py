@@ -65,6 +65,15 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
             if not missing and not unexpected:
                 return {}
         raise ConfigError("MW307", f"{where}: {_mismatch(missing, unexpected, wanted, stored_tensors, module)}")
+    derived = adapters.made_of_base(module)
+    if derived and (lacking := sorted(adapters.adapter_names(module) - stored_tensors.keys())):
+        raise ConfigError(
+            "MW307",
+            f"{where}: by {derived}, peft makes {lacking[0]} of the base's weights when it builds the model, which is "
+            "before these are read. Let the base load its own, with a target such as "
+            "transformers.AutoModelForCausalLM.from_pretrained in place of model.weights, or choose adapters that begin "
+            "at random: init_lora_weights=true or gaussian.",
+        )
     found = {}
     for one in wanted:
         stored = [stored_tensors[name] for name in one.names if name in stored_tensors]

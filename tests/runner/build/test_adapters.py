@@ -51,10 +51,22 @@ def test_weights_of_the_base_are_found_by_its_names_and_adapters_are_new(tmp_pat
     assert adapters.base_names(base()) == {} and adapters.adapter_names(base()) == frozenset()
 
 
-def test_the_files_are_those_of_the_library(tmp_path):
+@pytest.mark.parametrize("given", [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}])
+def test_adapters_that_are_made_of_the_base_want_its_weights_before(tmp_path, given):
+    model = adapted(**given)
+    torch.save(base().state_dict(), tmp_path / "base.pt")
+    with pytest.raises(ConfigError, match="from_pretrained") as error:
+        pretrained.locate(Model(target="a.B", weights=str(tmp_path / "base.pt")), model)
+    assert error.value.code == "MW307"
+    torch.save(model.state_dict(), tmp_path / "all.pt")
+    assert pretrained.locate(Model(target="a.B", weights=str(tmp_path / "all.pt")), model)
+
+
+@pytest.mark.parametrize("given", [{}, {"bias": "lora_only"}, {"use_dora": True}])
+def test_the_files_are_those_of_the_library(tmp_path, given):
     from safetensors.torch import load_file
 
-    model = adapted()
+    model = adapted(**given)
     model.save_pretrained(tmp_path)
     made = adapters.companions(model)
     saved, state = load_file(tmp_path / "adapter_model.safetensors"), model.state_dict()
