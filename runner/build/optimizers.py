@@ -188,8 +188,8 @@ def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: boo
     if isinstance(made, ReduceLROnPlateau) and not evaluates:
         raise ConfigError(
             "MW842",
-            f"optimizer.scheduler.target = {config.target!r} follows the evaluations, but nothing is evaluated; set "
-            "evaluate.every (steps) or a metric.",
+            f"optimizer.scheduler.target = {config.target!r} follows the evaluations, but nothing is evaluated before "
+            "the end; set evaluate.every (steps).",
         )
     where = "a step"
     try:

@@ -582,7 +582,7 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
         per, ends = config.optimizer.scheduler.per, 1
         if order is not None:
             ends = _steps(config, order) // (1 if per == "step" else order.steps_per_epoch)
-        optimizers.check_scheduler(config.optimizer.scheduler, made, config.evaluate.wanted, ends)
+        optimizers.check_scheduler(config.optimizer.scheduler, made, _decides(config), ends)
     if config.evaluate.every_metric and config.loss.target is None:
         raise ConfigError(
             "MW322",
@@ -591,13 +591,19 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
             "evaluate.metric null.",
         )
     scores(config.evaluate.every_metric, None)
-    if followed(config) and not config.evaluate.wanted:
+    if followed(config) and not _decides(config):
         raise ConfigError(
             "MW842",
-            f"{next(iter(followed(config)))} follows a result of the evaluations, but nothing is evaluated; set "
-            "evaluate.every (steps) or a metric.",
+            f"{next(iter(followed(config)))} follows a result of the evaluations, but nothing is evaluated before the "
+            "end; set evaluate.every (steps).",
         )
     check_modules(config, step.model)
+
+
+def _decides(config: Config) -> bool:
+    """Whether there are evaluations that training could follow: without an interval or epochs, there is one, at the
+    end."""
+    return config.evaluate.wanted and (config.evaluate.every is not None or config.train.epochs is not None)
 
 
 def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Collate | None) -> list[Trial]:

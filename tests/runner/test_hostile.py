@@ -110,6 +110,7 @@ REFUSED = [
     (hook("hostile.nothing"), "MW301", "hostile has no 'nothing'"),
     (hook("hostile.no_value"), "MW303", "needs 'output' and 'target'"),
     (hook("early_stopping"), "MW842", "train.callbacks[0] (early_stopping) follows a result"),
+    (hook("early_stopping", "evaluate.every=null", "train.steps=3"), "MW842", "nothing is evaluated before the end"),
     (hook("{target: early_stopping, args: {metric: los}}", EVALUATED), "MW614", "Did you mean 'loss'"),
     (hook("{target: ema, args: {decay: 2}}"), "MW304", "decay = 2 must be between 0 and 1"),
     (("report.loggers=[csvv]",), "MW204", "Did you mean 'csv'"),
@@ -166,7 +167,7 @@ FAILS = [
     (
         hook("{target: hostile.At, args: {hook: exception}}, {target: hostile.At, args: {hook: after_step, rank: 1}}"),
         "MW841",
-        "rank 1 of 2 failed: CallbackFailed: train.callbacks: hostile.At#2 fails in after_step",
+        "rank 1 of 2 failed: train.callbacks: hostile.At#2 fails in after_step",
     ),
     (hook("hostile.WritesConfig"), "MW841", "ValidationError"),
     (hook("hostile.WritesWeights"), "MW710", "Where: operator inner"),
