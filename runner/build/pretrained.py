@@ -71,8 +71,8 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
             "MW307",
             f"{where}: by {derived}, peft makes {lacking[0]} of the base's weights when it builds the model, which is "
             "before these are read. Let the base load its own, with a target such as "
-            "transformers.AutoModelForCausalLM.from_pretrained in place of model.weights, or choose adapters that begin "
-            "at random: init_lora_weights=true or gaussian.",
+            "transformers.AutoModelForCausalLM.from_pretrained in place of model.weights, or choose adapters that "
+            "begin at random: init_lora_weights=true or gaussian.",
         )
     found = {}
     for one in wanted:

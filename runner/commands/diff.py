@@ -12,6 +12,8 @@ from runner.report.layers import NUMBER
 from runner.report.units import shown_bytes, shown_seconds
 from runner.run_folder.plan_file import read_content
 
+Content = Mapping[str, Any]
+
 
 def run(words: Sequence[str]) -> int:
     """Print the differences. Returns 0.
@@ -25,17 +27,21 @@ def run(words: Sequence[str]) -> int:
             f"diff compares two plans, but got {len(words)}; write `run diff A B` with two plan.json files or run "
             "folders.",
         )
-    one, other = (read_content(Path(word)) for word in words)
-    try:
-        print(differences(one, other))
-    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ConfigError(
-            "MW420", f"{words[0]!r} and {words[1]!r} are not both a plan.json ({type(error).__name__}: {error})."
-        ) from None
+    one, other = (_plan(word) for word in words)
+    print(differences(one, other))
     return 0
 
 
-Content = Mapping[str, Any]
+def _plan(word: str) -> Content:
+    """The content of a plan. Raises ConfigError for a file that could not even be compared with itself."""
+    content = read_content(Path(word))
+    try:
+        differences(content, content)
+    except KeyError as error:
+        raise ConfigError("MW420", f"{word!r} is no plan.json: it has no {error.args[0]!r}.") from None
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError("MW420", f"{word!r} is no plan.json ({error}).") from None
+    return content
 
 
 def differences(one: Content, other: Content) -> str:

@@ -96,4 +96,4 @@ def test_other_json_cannot_be_compared(command, tmp_path):
     for content in ("{}", "[]", "3"):
         (tmp_path / "other.json").write_text(content, encoding="utf-8")
         done = command("diff", "other.json", "other.json")
-        assert done.code == 2 and "are not both a plan.json" in done.err
+        assert done.code == 2 and "'other.json' is no plan.json" in done.err
