@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
 
 def _plan(word: str) -> Content:
     """The content of a plan. Raises ConfigError for a file that could not even be compared with itself."""
-    content = read_content(Path(word))
+    content: Content = read_content(Path(word))
     try:
         differences(content, content)
     except KeyError as error:
