@@ -575,7 +575,8 @@ class Config(Section):
                 "cluster.nodes",
             )
         if known:
-            check_counts(self.parallel.operands(), prod(known[0][1]))
+            key = "world_size" if self.world_size is None else known[0][0]
+            check_counts(self.parallel.operands(), prod(known[0][1]), key)
         return self
 
 

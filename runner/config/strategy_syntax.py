@@ -124,13 +124,11 @@ def read_operands(value: Any, key: str, side: str) -> tuple[OperandForm, ...]:
     return tuple(_operand(form, Place(key, f"{side} {number}")) for number, form in enumerate(value))
 
 
-def check_counts(forms: list[tuple[Place, OperandForm]], world_size: int) -> None:
-    """Refuse counts that no mesh of `world_size` devices can give one operand."""
+def check_counts(forms: list[tuple[Place, OperandForm]], devices: int, key: str) -> None:
+    """Refuse counts that no mesh of `devices`, the value of `key`, can give one operand."""
     for place, form in forms:
-        if isinstance(form, tuple) and world_size % prod(form):
-            raise place.refuse(
-                f"{list(form)} makes {prod(form)} slices, which do not divide world_size = {world_size}."
-            )
+        if isinstance(form, tuple) and devices % prod(form):
+            raise place.refuse(f"{list(form)} makes {prod(form)} slices, which do not divide {key} = {devices}.")
 
 
 def check_layouts(forms: list[tuple[Place, OperandForm]], layouts: Mapping[str, Sequence[str]]) -> None:

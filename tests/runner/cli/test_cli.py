@@ -66,6 +66,10 @@ BAD = [
     ([QUICK, "data.args.rows=${nope}"], "nope"),
     ([QUICK, "world_size=0"], "world_size = 0: must be at least 1"),
     ([QUICK, "world_size=6"], "[2, 4] makes 8 slices, which do not divide world_size = 6. (from recipe/quickstart)"),
+    (
+        [QUICK, "world_size=8", "parallel.pipeline.stages=2"],
+        "makes 8 slices, which do not divide world_size / parallel.pipeline.stages = 4.",
+    ),
     ([QUICK, "device=gpu"], "Allowed: auto, cpu, cuda"),
     ([QUICK, "parallel=atuo"], "Did you mean 'auto'?"),
     ([QUICK, "parallel.mode=atuo"], "Did you mean 'auto'?"),
