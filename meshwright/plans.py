@@ -67,12 +67,13 @@ _log = logging.getLogger("meshwright")
 @dataclass(frozen=True)
 class Planned:
     """What a plan was made of: the preparation, names and targets of the batch (`objective`, whose tensors may have
-    shapes alone), what was captured, the loss, and the batch."""
+    shapes alone), what was captured, the tensors and plain attributes of the module, the loss, and the batch."""
 
     prepared: Prepared
     objective: Objective
     captured: Captured
     signature: Signature
+    settings: Mapping[str, Any]
     loss: nn.Module | None
     batch: tuple[Tensor, ...]
 
@@ -142,7 +143,9 @@ class Plan:
         `module`, of which slices are copied, so it can be dropped afterwards.
 
         Args:
-            module: on the CPU, with parameters and buffers of the same names and shapes as the planned one.
+            module: on the CPU, with parameters and buffers of the same names and shapes as the planned one. Numbers
+                that are attributes, such as a dropout rate, are those of the planned one; a warning says where they
+                differ.
             device_mesh: the ranks 0, 1, ... of the default group in any grid; None: all of them, on the device that the
                 plan is for.
 
@@ -155,6 +158,7 @@ class Plan:
         if isinstance(module, ShardedModule):
             raise ConfigError("MW464", "plan.apply: this module is a rank's already; give the unsharded one.")
         check_signature(planned.signature, module, "plan.apply")
+        _warn_of_settings(planned.settings, module)
         self._sharded = ShardedModule(planned, module, device_mesh)
         return self._sharded
 
@@ -504,7 +508,10 @@ def planned(
         "title": f"{config.model.target} on {prepared.world_size} ranks",
         "config": prepared.config.model_dump(mode="json"),
     }
-    return Plan(content, Planned(prepared, objective, captured, signature_of(module), original, tuple(given)))
+    return Plan(
+        content,
+        Planned(prepared, objective, captured, signature_of(module), _settings_of(module), original, tuple(given)),
+    )
 
 
 def signature_of(module: nn.Module) -> Signature:
@@ -526,6 +533,29 @@ def check_signature(planned: Signature, module: nn.Module, what: str) -> None:
             f"{what}: {name} is {there} in the planned module and {here} in this one; give a module that is built in "
             "the same way, or plan this one.",
         )
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """The numbers, texts and booleans that a module and its parts have as attributes, which a program holds."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, bool | int | float | str) and name != "training" and not name.startswith("_")
+    }
+
+
+def _warn_of_settings(planned: Mapping[str, Any], module: nn.Module) -> None:
+    """A line about the first attribute that differs. What a module merely counts or caches may differ, too."""
+    for name, here in _settings_of(module).items():
+        if name in planned and repr(planned[name]) != repr(here):
+            _log.warning(
+                "plan.apply: %s is %r in the planned module and %r in this one; ranks compute with what was planned.",
+                name,
+                planned[name],
+                here,
+            )
+            return
 
 
 def _described_tensor(entry: tuple[tuple[int, ...], torch.dtype, bool] | None) -> str:

@@ -547,6 +547,18 @@ def test_parts_in_evaluation_mode_stay_so_or_are_refused(caplog: pytest.LogCaptu
     assert not said and more == ["WARNING"]  # as from_pretrained returns modules
 
 
+def test_a_line_says_which_attribute_of_a_module_is_not_the_planned_one(caplog: pytest.LogCaptureFixture) -> None:
+    module = network()
+    module.append(nn.Dropout(0.1))
+    plan = planned(module, mesh=1)
+    said = []
+    for module[-1].p in (0.1, 0.2):
+        caplog.clear()
+        plan.apply(module)
+        said.append([one.getMessage().partition(";")[0] for one in caplog.records if one.name == "meshwright"])
+    assert said == [[], ["plan.apply: 3.p is 0.1 in the planned module and 0.2 in this one"]]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_a_rank_alone_cannot_do_is_refused(stage: int) -> None:
     """Gradients of a batch, hooks of parts, a scaler, weights under ZeRO that others write or freeze."""
