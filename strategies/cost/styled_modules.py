@@ -150,10 +150,10 @@ def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
     return frozenset(found)
 
 
-def parts_are_written(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
-    """Whether an operator takes the dim of a factor apart by numbers that the model writes, as view(b, t, heads, d) and
-    split(size): it would take a slice apart by the same numbers. Of a -1 or a chunk a slice has its share. AutoTP
-    changes the numbers of a module."""
+def splits_by_fixed_sizes(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
+    """Whether an operator splits the dim of a factor by sizes that the model fixes, as view(b, t, heads, d) and
+    split(size) do: a slice would be split by the same sizes. -1 and chunk follow the slice. AutoTP changes such sizes
+    of a module."""
     if not operator.operands or factor not in sharding.operands[0]:
         return False
     spec, taken = graph.operand_specs(operator)[0], sharding.operands[0].index(factor)
@@ -163,8 +163,8 @@ def parts_are_written(operator: Operator, sharding: Sharding, factor: str, graph
     given, made = arguments(operator), sharding.results[0].index(factor)
     sizes = next(given[name] for name in ("size", "shape", "sizes") if name in given)
     first = given["dim"] % len(spec.shape) if operator.op == "unflatten" else 0
-    written = first <= made < first + len(sizes) and sizes[made - first] != -1
-    return written and operator.results[0].shape[made] < spec.shape[taken]
+    fixed = first <= made < first + len(sizes) and sizes[made - first] != -1
+    return fixed and operator.results[0].shape[made] < spec.shape[taken]
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class StyledModules(ModuleLayouts):
             return ("embedding_rowwise", "embedding_colwise")[dim] in self.styles
         if factor in sharding.sums and dim != 1:
             return False
-        if "packed_colwise" in self.styles and parts_are_written(operator, sharding, factor, self.graph):
+        if "packed_colwise" in self.styles and splits_by_fixed_sizes(operator, sharding, factor, self.graph):
             return False
         found = dim is not None
         for ref, dims in zip(operator.operands, sharding.operands, strict=True):

@@ -762,7 +762,7 @@ def test_gradients_of_what_slices_share_are_added_up_where_it_is_computed_first(
 
 
 class Split(nn.Module):
-    """Two linear layers, and what takes the columns of the first one apart."""
+    """Two linear layers, and what splits the columns of the first one."""
 
     def __init__(self, split: Callable[[torch.Tensor], torch.Tensor], columns: int) -> None:
         super().__init__()
@@ -785,7 +785,7 @@ class Split(nn.Module):
         (lambda x: x[..., :8] * x[..., 8:], 16, True),
     ],
 )
-def test_a_trainer_of_local_tensors_takes_no_slice_apart_by_written_numbers(
+def test_dims_that_are_split_by_fixed_sizes_are_not_sliced_for_transformers(
     split: Callable[[torch.Tensor], torch.Tensor], columns: int, refused: bool
 ) -> None:
     batch = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -793,4 +793,4 @@ def test_a_trainer_of_local_tensors_takes_no_slice_apart_by_written_numbers(
     plan = meshwright.from_tp_plan(styles, Split(split, columns), batch, loss=nn.MSELoss(), mesh=2)
     assert bool(plan.expressible("transformers")) is refused
     if columns == 8:
-        assert plan.expressible("deepspeed") == []  # AutoTP changes the numbers
+        assert plan.expressible("deepspeed") == []  # AutoTP changes such sizes
