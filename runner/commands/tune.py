@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from runner import launch
 from runner.cli.run_folders import without_trace
 from runner.commands import train
+from runner.commands.few_steps import few_steps
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
 from runner.launch.startup import begin
@@ -130,11 +131,9 @@ def candidates(config: Config) -> Iterator[Candidate]:
 
 def _short(config: Config) -> dict[str, Any]:
     """The content of the config of a few steps, which leave nothing but their times."""
-    content = config.model_dump()
     steps = WARMUP + config.tune.steps
-    content["train"] |= {"steps": steps, "epochs": None, "resume": None, "log_every": steps}
+    content = few_steps(config, steps, steps)
     content["launch"] |= {"faults": (), "max_restarts": 0, "min_ranks": None, "max_ranks": None, "rescue": False}
-    content |= {"evaluate": {}, "checkpoint": {"at_end": False}, "report": {"progress": False}}
     content["job"] = {"name": "train"}
     return content
 

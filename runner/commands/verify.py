@@ -28,6 +28,7 @@ from typing import Any
 
 from runner import launch
 from runner.cli.run_folders import without_trace
+from runner.commands.few_steps import few_steps
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
 from runner.launch.failure import NOT_FINITE
@@ -215,9 +216,7 @@ def _about_rounding(comparison: Comparison, precision: str) -> str:
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:
     """`config` with the steps of verification and `sections` changed; without evaluation and checkpoints."""
-    content = config.model_dump()
-    content["train"] |= {"steps": config.verify.steps, "epochs": None, "resume": None, "log_every": 1}
-    content |= {"evaluate": {}, "checkpoint": {"at_end": False}, "report": {"progress": False}}
+    content = few_steps(config, config.verify.steps, 1)
     for name, values in sections.items():
         content[name] |= values
     return Config.model_validate(content)
