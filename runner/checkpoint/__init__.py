@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from runner.checkpoint.loading import Restored, check, check_model, load
     from runner.checkpoint.reading import Checkpoint, read
     from runner.checkpoint.saving import SaveFailed, SaveOptions, Saver
-    from runner.checkpoint.verification import to_continue, verify, weights
+    from runner.checkpoint.verification import to_continue, verify, weights, weights_in
     from runner.checkpoint.writing import ADAPTER_DESCRIPTION, DESCRIPTION, Companions
 
 _MODULES = {
@@ -60,6 +60,7 @@ _MODULES = {
     "to_continue": "verification",
     "verify": "verification",
     "weights": "verification",
+    "weights_in": "verification",
 }
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "to_continue",
     "verify",
     "weights",
+    "weights_in",
 ]
 
 

@@ -18,7 +18,7 @@ from runner.checkpoint import folder
 from runner.checkpoint.branch import candidates, is_one, locate
 from runner.checkpoint.folder import HEADER
 from runner.checkpoint.manifest import READING, faults, mark, others_beside, read_header, unmark
-from runner.checkpoint.reading import read
+from runner.checkpoint.reading import Checkpoint, read
 from runner.errors import ConfigError
 from runner.run_folder.lineage import RecordedRun
 from strategies.runtime.shards import MODEL
@@ -163,10 +163,15 @@ def weights(path: Path) -> dict[str, StoredTensor]:
         return stored
     place = locate(path.absolute(), "model.weights")
     verify(place)
+    return {name: one for name, one in weights_in(read(place)).items() if not name.startswith("loss.")}
+
+
+def weights_in(opened: Checkpoint) -> dict[str, StoredTensor]:
+    """The tensors of model and loss in a checkpoint, by name, with absolute paths of their files."""
     tensors = {}
-    for key, entry in read(place).tensors.items():
-        if key.startswith(MODEL) and not key.startswith(f"{MODEL}loss."):
-            parts = tuple(replace(part, file=str(place / part.file)) for part in entry.parts)
+    for key, entry in opened.tensors.items():
+        if key.startswith(MODEL):
+            parts = tuple(replace(part, file=str(opened.path.absolute() / part.file)) for part in entry.parts)
             tensors[key.removeprefix(MODEL)] = replace(entry, parts=parts, key=key.removeprefix(MODEL))
     return tensors
 

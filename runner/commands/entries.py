@@ -48,7 +48,8 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
         if trained is not None:
             predictor.check(trained, graph.sources)
 
-    prepared = prepare_decided(config, Path(payload["folder"]), accept=accept)
+    resumed = {} if opened is None else checkpoints.weights_in(opened)
+    prepared = prepare_decided(config, Path(payload["folder"]), accept=accept, resumed=resumed)
     if config.job.name == "train":
         faults.check(config, prepared.world_size, prepared.steps)
     ancestry: lineage.Ancestry = ()

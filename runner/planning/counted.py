@@ -8,7 +8,7 @@ The invariant: what is counted is what the class loss of the graph divides by, f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.rules.random import draws
 from strategies.rules.registry import arguments, resolve
 from strategies.rules.table import EVEN, PADDED
+from strategies.runtime.tensor_files import StoredTensor, TensorReader
 
 CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"})
 MOVES = frozenset(
@@ -166,6 +167,23 @@ class Counted:
             return float(values(self.computed.of(entries), self.ignored, self.weight).sum())
         found = values(entries[self.entry].cpu(), self.ignored, self.weight)
         return float((found * self.times[tuple(slice(*span) for span in block[1:])]).sum())
+
+
+class InitialTensors(Mapping[str, Tensor]):
+    """The values with which training begins: those in files before those with which the model is `made`."""
+
+    def __init__(self, made: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+        self._made, self._stored, self._reader = made, stored, TensorReader()
+
+    def __getitem__(self, name: str) -> Tensor:
+        made = self._made[name]
+        return self._reader.block(self._stored[name]).to(made.dtype) if name in self._stored else made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def _complete(entries: Collection[int], layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -54,6 +55,7 @@ from strategies.planner.planner import Planning, SlicedModules, planning_of
 from strategies.planner.step_certificate import StepEvaluation
 from strategies.rules import rule_of
 from strategies.runtime import compiled
+from strategies.runtime.tensor_files import StoredTensor
 from strategies.search.algorithms import with_cost
 from strategies.search.joint import AGAIN, KEEPING, Bound, Choice, Decision, Priced, decide
 
@@ -69,7 +71,11 @@ EVERY = 5.0
 
 
 def prepare_decided(
-    config: Config, folder: Path | None, say: Callable[[str], None] = print, accept: Accept = accept_any
+    config: Config,
+    folder: Path | None,
+    say: Callable[[str], None] = print,
+    accept: Accept = accept_any,
+    resumed: Mapping[str, StoredTensor] = MappingProxyType({}),
 ) -> Prepared:
     """`prepare`, after the joint optimisation of open keys and of the plan within `parallel.memory_limit`. Without one
     DeepSpeed's stage 3 may fill the memory of a device, as it does by its own defaults.
@@ -90,7 +96,7 @@ def prepare_decided(
         if parallel.open:
             config = with_choice(config, choice_of(plan.search["decided"]), plan.recompute)
     search = plan.search if plan is not None else {} if parallel.plan is None else _search_in(parallel.plan)
-    prepared = prepare(with_complete(config, search.get("complete", 0)), folder, say, plan, accept)
+    prepared = prepare(with_complete(config, search.get("complete", 0)), folder, say, plan, accept, resumed)
     zero = prepared.config.parallel.zero
     fills = zero.known == 3 and prepared.config.zero_engine == "deepspeed" and not keeps(zero.options)
     return _filling(prepared) if fills and plan is None and parallel.plan is None else prepared

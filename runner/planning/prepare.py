@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from runner.planning.clusters import DESCRIBING, cluster_of, device_of
 from runner.planning.counted import (
     Counted,
     Divisor,
+    InitialTensors,
     counted,
     each_counted,
     mean_weights,
@@ -58,7 +60,7 @@ from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
 from runner.planning.sources import for_target, planned, request_of
 from runner.planning.vocabulary import check_vocabulary
-from strategies.capture import Captured, Objective, capture, run_once
+from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
@@ -74,6 +76,7 @@ from strategies.planner.planner import follow
 from strategies.rules.registry import RULES
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
+from strategies.runtime.tensor_files import StoredTensor
 from strategies.search.algorithms import with_cost
 
 WEIGHTS = "initial.pt"
@@ -195,6 +198,7 @@ def prepare(
     say: Callable[[str], None] = print,
     plan: Plan | None = None,
     accept: Accept = accept_any,
+    resumed: Mapping[str, StoredTensor] = MappingProxyType({}),
 ) -> Prepared:
     """Build, capture and plan. Everything that can be rejected without a plan is rejected before the search.
 
@@ -204,6 +208,7 @@ def prepare(
         say: prints notices for the user.
         plan: the plan of a joint decision, which is not searched again.
         accept: may reject the model.
+        resumed: the tensors of model and loss in the checkpoint from which training goes on.
 
     Raises:
         ConfigError, StrategyError: something is wrong with model, loss, data, strategies or devices.
@@ -279,7 +284,7 @@ def prepare(
         _check_mesh(config, world_size)
         values = {}
     elif config.parallel.mode == "stand_alone":
-        prepared = _tried_alone(prepared, step, tensors, training, several, say)
+        prepared = _tried_alone(prepared, step, tensors, training, several, {**stored, **resumed}, say)
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
         named = (*step.named_parameters(), *step.named_buffers())
@@ -288,8 +293,9 @@ def prepare(
         captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
         check_vocabulary(graph, training)
+        begins = InitialTensors(captured.tensors, {**stored, **resumed})
         if several or (evaluating is not None and not config.parallel.elastic):
-            prepared = replace(prepared, counted=counted(graph, captured.tensors))
+            prepared = replace(prepared, counted=counted(graph, begins))
         on_host(graph, config.parallel.place)
         check_described(config, graph)
         lowering.check_ranks(config, world_size)
@@ -297,8 +303,8 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
         if several:
-            _say_what_is_unknown(captured, say)
-            prepared = replace(prepared, means=each_counted(graph, captured.tensors))
+            _say_what_is_unknown(graph, begins, say)
+            prepared = replace(prepared, means=each_counted(graph, begins))
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
         assert prepared.graph is not None and plan is not None
@@ -324,6 +330,7 @@ def _tried_alone(
     tensors: Sequence[Tensor],
     training: MapDataset,
     several: bool,
+    stored: Mapping[str, StoredTensor],
     say: Callable[[str], None],
 ) -> Prepared:
     """Run a module that is not planned once; with what its loss divides by, where there are `several` micro-batches."""
@@ -336,24 +343,25 @@ def _tried_alone(
     run_once(step, tensors)
     if captured is None or not several:
         return prepared
-    _say_what_is_unknown(captured, say)
-    means, precision = each_counted(captured.graph, captured.tensors), prepared.config.train.precision
+    graph, begins = captured.graph, InitialTensors(captured.tensors, stored)
+    _say_what_is_unknown(graph, begins, say)
+    means, precision = each_counted(graph, begins), prepared.config.train.precision
     try:
         if means:
             run_once(step.weighed(len(means)), [*tensors, *mean_weights([1.0] * len(means), precision)])
     except StrategyError as error:
         say(UNWEIGHED.format(error))
         means = ()
-    return replace(prepared, counted=counted(captured.graph, captured.tensors), means=means)
+    return replace(prepared, counted=counted(graph, begins), means=means)
 
 
-def _say_what_is_unknown(captured: Captured, say: Callable[[str], None]) -> None:
-    if (division := unknown_division(captured.graph, captured.tensors)) is not None:
+def _say_what_is_unknown(graph: OperatorGraph, begins: InitialTensors, say: Callable[[str], None]) -> None:
+    if (division := unknown_division(graph, begins)) is not None:
         say(
             f"train: the loss divides by a number that the batch decides, at {division.where}; micro-batches count by "
             "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
         )
-    for operator in nonlinear_in_means(captured.graph)[:1]:
+    for operator in nonlinear_in_means(graph)[:1]:
         say(
             f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, so that the loss of "
             "several micro-batches is not that of one batch."

@@ -28,6 +28,13 @@ def _scaled(gradients: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor
     return [gradient if scale == 1 else gradient * scale for gradient, scale in pairs]
 
 
+def _mark(ctx: Any, results: Sequence[Tensor], trained: Sequence[bool]) -> None:
+    """Of values that are joined, those that need no gradient come back as such: some operators refuse a target that
+    has one."""
+    if any(trained) and not all(trained):
+        ctx.mark_non_differentiable(*[one for one, learns in zip(results, trained, strict=True) if not learns])
+
+
 class Redistribution(torch.autograd.Function):
     """Carries tensors forward, and their gradients, times `scales`, backward."""
 
@@ -36,8 +43,10 @@ class Redistribution(torch.autograd.Function):
         ctx: Any, forward: Carrier, backward: Carrier, scales: tuple[float, ...], placed: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.carrier, ctx.scales, ctx.place = backward, scales, recorder.cells[PLACE] if placed else 0
-        results = zip(forward(tensors), tensors, strict=True)
-        return tuple([result.view_as(result) if result is tensor else result for result, tensor in results])
+        carried = zip(forward(tensors), tensors, strict=True)
+        results = tuple([result.view_as(result) if result is tensor else result for result, tensor in carried])
+        _mark(ctx, results, ctx.needs_input_grad[-len(tensors) :])
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -84,9 +93,11 @@ def _named(function: Callable[..., Any], steps: ReshardingPath, prefix: str = ""
 
 @dataclass
 class Flight:
-    """The results in flight between a start and its wait: values in forward, then gradients in backward."""
+    """The results in flight between a start and its wait: values in forward, then gradients in backward. `trained`:
+    which of the values need a gradient."""
 
     landing: Landing | None
+    trained: tuple[bool, ...] = ()
 
     def land(self) -> list[Tensor]:
         """Wait, once per launch."""
@@ -116,6 +127,7 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, backward: Launcher, scales: tuple[float, ...], token: Tensor) -> Any:
         ctx.flight, ctx.launcher, ctx.scales, ctx.place = flight, backward, scales, recorder.cells[PLACE]
         results = tuple(result.detach() for result in flight.land())
+        _mark(ctx, results, flight.trained)
         return results[0] if len(scales) == 1 else results
 
     @staticmethod
@@ -131,7 +143,9 @@ def starting(of: Redistribute | Fused, communicator: Communicator) -> Callable[.
     differentiable = of.differentiable
 
     def start(*tensors: Tensor) -> Token:
-        flight = Flight(launch([tensor.detach() for tensor in tensors]))
+        flight = Flight(
+            launch([tensor.detach() for tensor in tensors]), tuple([tensor.requires_grad for tensor in tensors])
+        )
         return (_Start.apply(flight, *tensors) if differentiable else None), flight  # type: ignore[no-untyped-call]
 
     return _named(start, of.parts[0].forward, "start ")

@@ -11,6 +11,7 @@ from models.losses import NextTokenLoss
 from runner.planning.counted import (
     Counted,
     Divisor,
+    InitialTensors,
     counted,
     each_counted,
     nonlinear_in_means,
@@ -18,6 +19,7 @@ from runner.planning.counted import (
     unknown_division,
 )
 from strategies.capture.model import Captured, LossFunction, Objective, capture
+from strategies.runtime.tensor_files import index
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
 
@@ -177,17 +179,26 @@ def test_nothing_where_means_differ_or_rows_mix(loss):
     assert found(Tokens(loss), None)[0] is None
 
 
+class Weighted(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input.transpose(1, 2), target)
+
+
 def test_class_weights_count():
     weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
-
-    class Weighted(nn.CrossEntropyLoss):
-        def forward(self, input: Tensor, target: Tensor) -> Tensor:
-            return super().forward(input.transpose(1, 2), target)
-
     count, batch = found(Tokens(), Weighted(weights))
     assert count is not None
     expected = weights[batch[1][batch[1] != -100]].double().sum()
     assert count.of(batch, everywhere(batch[1].shape)) == pytest.approx(float(expected))
+
+
+def test_class_weights_are_those_with_which_training_begins(tmp_path):
+    """Not those with which the model was made, where a file has others."""
+    model, _ = captured(Tokens(), Weighted(torch.ones(CLASSES)))
+    (name,) = {source.name for source in model.graph.of_kind("buffer")}
+    torch.save({name: torch.arange(1.0, 6)}, tmp_path / "weights.pt")
+    count = counted(model.graph, InitialTensors(model.tensors, index(tmp_path / "weights.pt")))
+    assert count is not None and count.weight is not None and count.weight.tolist() == [1, 2, 3, 4, 5]
 
 
 def made(output: Tensor, target: Tensor) -> Tensor:

@@ -163,6 +163,22 @@ def test_the_mean_is_over_what_counts_in_all_micro_batches(train, mode, options)
         assert [record[name] for record in found if name in record] == pytest.approx(wanted, rel=tolerance)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel"])
+def test_class_weights_of_a_checkpoint_count(train, mode):
+    """Not those that the loss was made with."""
+
+    def weighted(first):
+        return DOUBLE, f"loss.args={{weight: {{target: torch.tensor, args: {{data: [{first}, 3.0, 0.5, 2.0]}}}}}}"
+
+    first = train(mode, *weighted(9.0), "train.steps=1", folder="first").folder
+    later = weighted(1.0), "train.steps=3", f"train.resume={first}"
+    whole, parts = (
+        train(mode, *later[0], *later[1:], f"train.accumulate={count}", folder=str(count)).records for count in (1, 4)
+    )
+    assert [one["loss"] for one in parts] == pytest.approx([one["loss"] for one in whole], rel=1e-12)
+
+
 def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):
     ended = train(
         "data_parallel",

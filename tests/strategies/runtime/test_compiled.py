@@ -22,7 +22,7 @@ from strategies.runtime import compiled
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.compiled import as_key
 from strategies.runtime.module_tree import build
-from strategies.runtime.redistributions import redistributing
+from strategies.runtime.redistributions import redistributing, starting, waiting
 from strategies.runtime.slices import slices_of
 from tests.ranks import start_ranks
 from tests.strategies.compiled_entries import Case, Ran
@@ -183,6 +183,20 @@ def test_local_steps_keep_their_gradients(dim: int, rank: int) -> None:
         plain, other = function(x).sum(), compiler(function)(x).sum()
         (mine,), (wanted,) = torch.autograd.grad(other, x), torch.autograd.grad(plain, x)
         assert torch.equal(plain, other) and torch.equal(mine, wanted) and wanted.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_joined_values_that_need_no_gradient_come_back_without_one(compiled: bool) -> None:
+    """soft_margin_loss, among others, refuses a target that has one."""
+    mesh, shape = Mesh((("a", 2),)), (4, 6)
+    path = resharding_path(Layout(((), ())), Layout((("a",), ())), shape, mesh)
+    cut = Redistribute("x", Ref("x"), path, path[::-1], 1.0, True, TensorSpec(shape, "float32"), "x", 0, ())
+    both, communicator = Fused("both", (cut, cut), ()), Communicator(mesh, 0)
+    start, wait = starting(both, communicator), waiting(both, communicator)
+    carried = redistributing(both, communicator, compiled)
+    for function in (carried, lambda *values: wait(start(*values))):
+        learned, given = function(torch.ones(shape, requires_grad=True), torch.ones(shape))
+        assert learned.requires_grad and not given.requires_grad
 
 
 def test_parts_are_as_large_as_they_may_be(model: Model, draw: Any) -> None:
