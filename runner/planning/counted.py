@@ -362,7 +362,12 @@ def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) 
             continue
         if not any(
             known(graph, operator, rows)
-            for known in (partial(_elementwise, by_row=by_row), _keeps_rows, _reduces_each_row)
+            for known in (
+                partial(_elementwise, by_row=by_row),
+                partial(_looks_up, by_row=by_row),
+                _keeps_rows,
+                _reduces_each_row,
+            )
         ):
             return None
         by_row.add(Ref(operator.id))
@@ -384,6 +389,16 @@ def _elementwise(graph: OperatorGraph, operator: Operator, rows: int, by_row: Co
             for ref, own in shapes.items()
         )
     )
+
+
+def _looks_up(graph: OperatorGraph, operator: Operator, rows: int, by_row: Collection[Ref]) -> bool:
+    """Whether an operator takes rows of a table, the same for all, by indices `by_row`."""
+    if operator.op not in ("embedding", "index"):
+        return False
+    given = arguments(operator)
+    table, indices = (given["weight"], given["indices"]) if operator.op == "embedding" else operator.args[:2]
+    places = [indices] if isinstance(indices, Ref) else [*indices]
+    return table not in by_row and len(places) == 1 and graph.specs[places[0]].dtype in ("int64", "int32")
 
 
 def _reduces_each_row(graph: OperatorGraph, operator: Operator, rows: int) -> bool:

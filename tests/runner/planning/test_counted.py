@@ -64,6 +64,8 @@ class Tokens(nn.Module):
             labels = functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
         elif self.loss == "masked":
             labels = labels.where(input_ids > 1, -100)
+        elif self.loss == "looked up":
+            labels = labels.where(torch.tensor([False, True, True, False, True])[input_ids], -100)
         elif self.loss == "mixed rows":
             labels = labels.where(labels[:1] > 1, -100)
         elif self.loss == "reversed rows":
@@ -116,12 +118,13 @@ def test_each_mean_counts_where_they_are_not_all_of_the_loss(loss, ignored):
     assert [one.ignored for one in means if one is not None] == ignored
 
 
-@pytest.mark.parametrize("loss", ["masked", "selected", "padded with a class"])
+@pytest.mark.parametrize("loss", ["masked", "selected", "looked up", "padded with a class"])
 def test_labels_that_a_forward_computes_row_by_row_count(loss):
     count, (ids, labels) = found(Tokens(loss), None)
     wanted = {
         "masked": lambda: int(((labels != -100) & (ids > 1)).sum()),
         "selected": lambda: int((labels != -100).sum()),
+        "looked up": lambda: int(((labels != -100) & (ids != 0) & (ids != 3)).sum()),
         "padded with a class": lambda: int((labels[:, 1:] != -100).sum()) + ROWS,
     }[loss]()
     assert count is not None
