@@ -20,8 +20,6 @@ from strategies.core.experts import RESHAPED, experts, last_products, matrices_o
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
-from strategies.rules.packed import sections_taken
-from strategies.rules.registry import arguments
 from strategies.rules.sharding import Assignment, Sharding
 
 FORBIDDEN = 1e4
@@ -150,21 +148,16 @@ def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
     return frozenset(found)
 
 
-def splits_by_fixed_sizes(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
-    """Whether an operator splits the dim of a factor by sizes that the model fixes, as view(b, t, heads, d) and
-    split(size) do: a slice would be split by the same sizes. -1 and chunk follow the slice. AutoTP changes such sizes
-    of a module."""
-    if not operator.operands or factor not in sharding.operands[0]:
+def hides_slices(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
+    """Whether a view splits the dim of a factor by a size that the model fixes while another size is -1, as
+    view(b, -1, heads, d) does: of a slice it would make as many heads, of half of the tokens. Without a -1 torch
+    refuses a slice, unless the size follows from its shape. AutoTP changes the sizes of a module."""
+    if operator.op not in ("_unsafe_view", "reshape", "view") or factor not in sharding.operands[0]:
         return False
-    spec, taken = graph.operand_specs(operator)[0], sharding.operands[0].index(factor)
-    if operator.op not in ("_unsafe_view", "reshape", "unflatten", "view"):
-        parts = sections_taken(operator, spec)
-        return parts is not None and parts[0] == taken and operator.op not in ("chunk", "glu", "unsafe_chunk")
-    given, made = arguments(operator), sharding.results[0].index(factor)
-    sizes = next(given[name] for name in ("size", "shape", "sizes") if name in given)
-    first = given["dim"] % len(spec.shape) if operator.op == "unflatten" else 0
-    fixed = first <= made < first + len(sizes) and sizes[made - first] != -1
-    return fixed and operator.results[0].shape[made] < spec.shape[taken]
+    sizes = operator.args[1]
+    taken, made = sharding.operands[0].index(factor), sharding.results[0].index(factor)
+    splits = operator.results[0].shape[made] < graph.operand_specs(operator)[0].shape[taken]
+    return splits and sizes[made] != -1 and -1 in sizes
 
 
 @dataclass(frozen=True)
@@ -317,7 +310,7 @@ class StyledModules(ModuleLayouts):
             return ("embedding_rowwise", "embedding_colwise")[dim] in self.styles
         if factor in sharding.sums and dim != 1:
             return False
-        if "packed_colwise" in self.styles and splits_by_fixed_sizes(operator, sharding, factor, self.graph):
+        if "packed_colwise" in self.styles and hides_slices(operator, sharding, factor, self.graph):
             return False
         found = dim is not None
         for ref, dims in zip(operator.operands, sharding.operands, strict=True):
