@@ -293,9 +293,9 @@ def prepare(
         captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
         check_vocabulary(graph, training)
-        begins = InitialTensors(captured.tensors, {**stored, **resumed})
+        initial = InitialTensors(captured.tensors, {**stored, **resumed})
         if several or (evaluating is not None and not config.parallel.elastic):
-            prepared = replace(prepared, counted=counted(graph, begins))
+            prepared = replace(prepared, counted=counted(graph, initial))
         on_host(graph, config.parallel.place)
         check_described(config, graph)
         lowering.check_ranks(config, world_size)
@@ -303,8 +303,8 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
         if several:
-            _say_what_is_unknown(graph, begins, say)
-            prepared = replace(prepared, means=each_counted(graph, begins))
+            _say_what_is_unknown(graph, initial, say)
+            prepared = replace(prepared, means=each_counted(graph, initial))
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
         assert prepared.graph is not None and plan is not None
@@ -343,20 +343,20 @@ def _tried_alone(
     run_once(step, tensors)
     if captured is None or not several:
         return prepared
-    graph, begins = captured.graph, InitialTensors(captured.tensors, stored)
-    _say_what_is_unknown(graph, begins, say)
-    means, precision = each_counted(graph, begins), prepared.config.train.precision
+    graph, initial = captured.graph, InitialTensors(captured.tensors, stored)
+    _say_what_is_unknown(graph, initial, say)
+    means, precision = each_counted(graph, initial), prepared.config.train.precision
     try:
         if means:
             run_once(step.weighed(len(means)), [*tensors, *mean_weights([1.0] * len(means), precision)])
     except StrategyError as error:
         say(UNWEIGHED.format(error))
         means = ()
-    return replace(prepared, counted=counted(graph, begins), means=means)
+    return replace(prepared, counted=counted(graph, initial), means=means)
 
 
-def _say_what_is_unknown(graph: OperatorGraph, begins: InitialTensors, say: Callable[[str], None]) -> None:
-    if (division := unknown_division(graph, begins)) is not None:
+def _say_what_is_unknown(graph: OperatorGraph, initial: InitialTensors, say: Callable[[str], None]) -> None:
+    if (division := unknown_division(graph, initial)) is not None:
         say(
             f"train: the loss divides by a number that the batch decides, at {division.where}; micro-batches count by "
             "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
@@ -590,7 +590,7 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
         per, ends = config.optimizer.scheduler.per, 1
         if order is not None:
             ends = _steps(config, order) // (1 if per == "step" else order.steps_per_epoch)
-        optimizers.check_scheduler(config.optimizer.scheduler, made, _decides(config), ends)
+        optimizers.check_scheduler(config.optimizer.scheduler, made, _evaluates_before_the_end(config), ends)
     if config.evaluate.every_metric and config.loss.target is None:
         raise ConfigError(
             "MW322",
@@ -599,7 +599,7 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
             "evaluate.metric null.",
         )
     scores(config.evaluate.every_metric, None)
-    if followed(config) and not _decides(config):
+    if followed(config) and not _evaluates_before_the_end(config):
         raise ConfigError(
             "MW842",
             f"{next(iter(followed(config)))} follows a result of the evaluations, but nothing is evaluated before the "
@@ -608,9 +608,9 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
     check_modules(config, step.model)
 
 
-def _decides(config: Config) -> bool:
-    """Whether there are evaluations that training could follow: without an interval or epochs, there is one, at the
-    end."""
+def _evaluates_before_the_end(config: Config) -> bool:
+    """Whether there are evaluations that training could follow; without an interval or epochs there is one, at the end
+    of the run."""
     return config.evaluate.wanted and (config.evaluate.every is not None or config.train.epochs is not None)
 
 

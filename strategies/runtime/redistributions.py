@@ -28,7 +28,7 @@ def _scaled(gradients: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor
     return [gradient if scale == 1 else gradient * scale for gradient, scale in pairs]
 
 
-def _mark(ctx: Any, results: Sequence[Tensor], trained: Sequence[bool]) -> None:
+def _mark_untrained(ctx: Any, results: Sequence[Tensor], trained: Sequence[bool]) -> None:
     """Of values that are joined, those that need no gradient come back as such: some operators refuse a target that
     has one."""
     if any(trained) and not all(trained):
@@ -45,7 +45,7 @@ class Redistribution(torch.autograd.Function):
         ctx.carrier, ctx.scales, ctx.place = backward, scales, recorder.cells[PLACE] if placed else 0
         carried = zip(forward(tensors), tensors, strict=True)
         results = tuple([result.view_as(result) if result is tensor else result for result, tensor in carried])
-        _mark(ctx, results, ctx.needs_input_grad[-len(tensors) :])
+        _mark_untrained(ctx, results, ctx.needs_input_grad[-len(tensors) :])
         return results
 
     @staticmethod
@@ -127,7 +127,7 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, backward: Launcher, scales: tuple[float, ...], token: Tensor) -> Any:
         ctx.flight, ctx.launcher, ctx.scales, ctx.place = flight, backward, scales, recorder.cells[PLACE]
         results = tuple(result.detach() for result in flight.land())
-        _mark(ctx, results, flight.trained)
+        _mark_untrained(ctx, results, flight.trained)
         return results[0] if len(scales) == 1 else results
 
     @staticmethod

@@ -173,10 +173,10 @@ def test_class_weights_of_a_checkpoint_count(train, mode):
 
     first = train(mode, *weighted(9.0), "train.steps=1", folder="first").folder
     later = weighted(1.0), "train.steps=3", f"train.resume={first}"
-    whole, parts = (
+    at_once, parts = (
         train(mode, *later[0], *later[1:], f"train.accumulate={count}", folder=str(count)).records for count in (1, 4)
     )
-    assert [one["loss"] for one in parts] == pytest.approx([one["loss"] for one in whole], rel=1e-12)
+    assert [one["loss"] for one in parts] == pytest.approx([one["loss"] for one in at_once], rel=1e-12)
 
 
 def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):
