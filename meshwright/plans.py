@@ -10,7 +10,8 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from meshwright.paths import path_of
-from runner.build.modules import DTYPES, check_complete, sections_of, target_names
+from runner.build.modules import DTYPES, RUNS_ON_SLICES, check_complete, runs_on_slices, sections_of, target_names
 from runner.config.load import load as load_config
 from runner.config.load import validated
 from runner.config.origins import Origins
@@ -39,6 +40,7 @@ from runner.report.plan_files import plan_content
 from runner.report.plan_form import check_shown
 from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, LossFunction, Objective, duplicate
+from strategies.capture.fixed_sizes import with_fixed_sizes
 from strategies.capture.shapes import pretend
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
@@ -76,6 +78,14 @@ class Planned:
     settings: Mapping[str, Any]
     loss: nn.Module | None
     batch: tuple[Tensor, ...]
+
+    def prepared_for(self, target: str) -> Prepared:
+        """The preparation, whose graph says all that an export asks it for."""
+        graph = self.prepared.graph
+        if graph is None or target != RUNS_ON_SLICES or self.objective.runs_on_slices:
+            return self.prepared
+        make = partial(with_fixed_sizes, graph, self.objective, self.batch)
+        return replace(self.prepared, graph=graph.once("fixed sizes", make))
 
     def step_of(self, module: nn.Module) -> Objective:
         """Another module with the loss of the plan."""
@@ -206,7 +216,7 @@ class Plan:
             RunFailed: the exported program does not run.
         """
         planned = self.planned("expressible")
-        found = target_of(target).changes(planned.prepared)
+        found = target_of(target).changes(planned.prepared_for(target))
         return [*found, *self._collectives(target, planned)] if collectives else found
 
     def _collectives(self, target: str, planned: Planned) -> list[Change]:
@@ -239,7 +249,7 @@ class Plan:
         Raises:
             ConfigError: the target cannot say the plan; nothing is written.
         """
-        prepared = self.planned("export").prepared
+        prepared = self.planned("export").prepared_for(target)
         content = exported(target, prepared, self.content["title"], allow_changes=allow_changes)
         return _written(file, content, "plan.export")
 
@@ -493,7 +503,9 @@ def planned(
     if shapes_alone:
         planned_module, function = duplicate(module), copy.deepcopy(function)
     targets = target_names(config, planned_module, names)
-    objective = Objective(planned_module, function, names, targets, sections=sections_of(config))
+    objective = Objective(
+        planned_module, function, names, targets, sections=sections_of(config), runs_on_slices=runs_on_slices(config)
+    )
     if shapes_alone:
         given = pretend(objective, given)
     prepared, captured = prepare_given(config, objective, given, _log.info, plan_of)

@@ -71,6 +71,8 @@ def check_half(config: Config, step: Objective, tensors: Sequence[Tensor], devic
         ) from error
 
 
+RUNS_ON_SLICES = "transformers"
+"""The target of an export that runs the code of modules on slices, as it is."""
 LARGEST_REBUILT = 1 << 30
 """Bytes of parameters up to which a model that cannot be captured from shapes alone is built after all."""
 
@@ -184,7 +186,9 @@ def objective(config: Config, names: Sequence[str]) -> Objective:
     model, loss = build(config)
     targeted = target_names(config, model, names)
     autocast = AUTOCAST.get(config.train.precision)
-    return Objective(model, loss, names, targeted, autocast, sections=sections_of(config))
+    return Objective(
+        *(model, loss, names, targeted, autocast), sections=sections_of(config), runs_on_slices=runs_on_slices(config)
+    )
 
 
 def sections_of(config: Config) -> dict[str, FusedSections] | None:
@@ -196,6 +200,12 @@ def sections_of(config: Config) -> dict[str, FusedSections] | None:
     target, stage = config.parallel.for_target, config.parallel.zero.stage
     unsaid = target in ("deepspeed", "torchtitan") or (target in ("autoparallel", "torch") and stage in (3, "auto"))
     return {} if unsaid else None
+
+
+def runs_on_slices(config: Config) -> bool:
+    """Whether a trainer that runs the code of modules on slices is to carry out the plan."""
+    exports = config.job.name == "export" and config.export.target == RUNS_ON_SLICES
+    return exports or config.parallel.for_target == RUNS_ON_SLICES
 
 
 def captured_from_shapes(

@@ -6,14 +6,13 @@ the loss does not need is dropped. The module and the batch are left as they wer
 
 from __future__ import annotations
 
-import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,7 +28,9 @@ from strategies.capture.constant_buffers import ConstantBuffers
 from strategies.capture.conversions import Conversions
 from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
+from strategies.capture.duplicate import duplicate
 from strategies.capture.exported import dtype_of, read
+from strategies.capture.fixed_sizes import with_fixed_sizes
 from strategies.capture.indexed import by_places
 from strategies.capture.logged_arrays import leaves_torch
 from strategies.capture.mean_weights import MeanWeights, WeighedMean
@@ -47,7 +48,6 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import FusedSections, OperatorGraph
 from strategies.rules.random import draws
 
-M = TypeVar("M", bound=nn.Module)
 UNKNOWN = (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException)
 """What export raises where a forward asks for values."""
 TRANSFORMS = ("_functorch/eager_transforms.py", "_functorch/vmap.py")
@@ -71,8 +71,8 @@ class Objective(nn.Module):
 
     With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by
     name. With `autocast` both run under torch.autocast of that dtype, on the device of the batch. `sections` says
-    which fused weights are sliced section by section, None: all. The weights of `weighed_means` means of the loss,
-    scalars, follow the entries.
+    which fused weights are sliced section by section, None: all. With `runs_on_slices` a graph says which views split
+    by sizes that the model fixes. The weights of `weighed_means` means of the loss, scalars, follow the entries.
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class Objective(nn.Module):
         autocast: torch.dtype | None = None,
         *,
         sections: Mapping[str, FusedSections] | None = None,
+        runs_on_slices: bool = False,
         weighed_means: int = 0,
     ) -> None:
         super().__init__()
-        self.sections, self.weighed_means = sections, weighed_means
+        self.sections, self.runs_on_slices, self.weighed_means = sections, runs_on_slices, weighed_means
         if weighed_means:
             self.mean_weights = WeighedMean()
         self.model, self.loss, self.autocast = model, loss, autocast
@@ -212,7 +213,10 @@ def capture(
                 captured := _captured(objective, batch, training, opaque, drawing, constant, branches, conversions)
             ) is not None:
                 given = objective.sections if like is None else sections_of(like)
-                return replace(captured, graph=packed(captured.graph, given))
+                graph = packed(captured.graph, given)
+                if objective.runs_on_slices:
+                    graph = with_fixed_sizes(graph, objective, batch)
+                return replace(captured, graph=graph)
         except DrawsIn as error:
             drawing.chosen.add(error.name)
         except NotOpaque as error:
@@ -336,43 +340,6 @@ def _shaped_by_values(objective: Objective, graph: fx.Graph) -> list[nn.Module]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def duplicate(module: M) -> M:
-    """A deep copy. Tensors that a module has computed from its parameters, as torch.nn.utils.weight_norm does in its
-    constructor, are copied without their history: torch refuses to copy it, and every forward computes them anew.
-    Attributes that Python cannot copy, such as a lock, are shared."""
-    attributes = _pytree.tree_leaves([vars(part) for part in module.modules()])
-    computed = (leaf for leaf in attributes if isinstance(leaf, Tensor) and not leaf.is_leaf)
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
-    try:
-        return copy.deepcopy(module, {**memo})
-    except TypeError:
-        for part in module.modules():
-            memo |= {id(value): value for name in vars(part) for value in _not_copied(vars(part)[name])}
-        return copy.deepcopy(module, memo)
-
-
-def _not_copied(value: Any) -> Iterator[Any]:
-    """What Python cannot copy in an attribute, but for modules and what holds some."""
-    if isinstance(value, nn.Module | Tensor) or _is_copied(value):
-        return
-    if isinstance(value, Mapping):
-        inner = [*value.values()]
-    else:
-        inner = [*value] if isinstance(value, list | tuple | set) else [*getattr(value, "__dict__", {}).values()]
-    deeper = [found for one in inner for found in _not_copied(one)]
-    yield from deeper
-    if not deeper and not any(isinstance(one, nn.Module) for one in inner):
-        yield value
-
-
-def _is_copied(value: Any) -> bool:
-    try:
-        copy.deepcopy(value)
-    except TypeError:
-        return False
-    return True
 
 
 def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = False) -> None:

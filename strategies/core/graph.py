@@ -162,6 +162,8 @@ class OperatorGraph(Memo):
     """Names of all parameters and buffers of the model, in the model's own order."""
     updates: tuple[tuple[str, Ref], ...] = ()
     """The id of every buffer that is written, and its new value."""
+    fixed_sizes: frozenset[str] = frozenset()
+    """The ids of views that split a dim by a size that the model fixes, as far as that is known."""
 
     @cached_property
     def specs(self) -> dict[Ref, TensorSpec]:
@@ -265,7 +267,8 @@ class OperatorGraph(Memo):
         operators = tuple(
             (o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path, o.lines) for o in self.operators
         )
-        return self.sources, operators, self.outputs, self.parameter_order, self.updates
+        fixed = [sorted(self.fixed_sizes)] if self.fixed_sizes else []
+        return self.sources, operators, self.outputs, self.parameter_order, self.updates, *fixed
 
     def of_kind(self, *kinds: Kind) -> tuple[Source, ...]:
         return tuple(source for source in self.sources if source.kind in kinds)

@@ -148,16 +148,16 @@ def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
     return frozenset(found)
 
 
-def hides_slices(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
-    """Whether a view splits the dim of a factor by a size that the model fixes while another size is -1, as
-    view(b, -1, heads, d) does: of a slice it would make as many heads, of half of the tokens. Without a -1 torch
-    refuses a slice, unless the size follows from its shape. AutoTP changes the sizes of a module."""
+def refuses_slices(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
+    """Whether a view splits the dim of a factor by a size that the model fixes, which torch refuses for a slice; or
+    while another size is -1, as view(b, -1, heads, d) does: of a slice it would make as many heads, of half of the
+    tokens. AutoTP changes the sizes of a module."""
     if operator.op not in ("_unsafe_view", "reshape", "view") or factor not in sharding.operands[0]:
         return False
     sizes = operator.args[1]
     taken, made = sharding.operands[0].index(factor), sharding.results[0].index(factor)
     splits = operator.results[0].shape[made] < graph.operand_specs(operator)[0].shape[taken]
-    return splits and sizes[made] != -1 and -1 in sizes
+    return splits and sizes[made] != -1 and (-1 in sizes or operator.id in graph.fixed_sizes)
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class StyledModules(ModuleLayouts):
             return ("embedding_rowwise", "embedding_colwise")[dim] in self.styles
         if factor in sharding.sums and dim != 1:
             return False
-        if "packed_colwise" in self.styles and hides_slices(operator, sharding, factor, self.graph):
+        if "packed_colwise" in self.styles and refuses_slices(operator, sharding, factor, self.graph):
             return False
         found = dim is not None
         for ref, dims in zip(operator.operands, sharding.operands, strict=True):

@@ -778,6 +778,7 @@ class Split(nn.Module):
         (lambda x: x.view(2, 3, -1, 4), False),
         (lambda x: x.unflatten(-1, (-1, 4)), False),
         (lambda x: x.view(2, 3, x.shape[-1] // 4, 4), False),
+        (lambda x: x.view(2, 3, 2, 4), True),  # GPT-J: torch refuses a slice
         (lambda x: x.view(2, -1, 2, 4), True),  # OPT: of a slice it makes heads of half of the tokens
         (lambda x: x.reshape(-1, 3, 2, 4), True),
     ],

@@ -1,0 +1,140 @@
+"""Which views split a dim by a size that the model fixes, such as `view(b, t, self.heads, d)`, and which by one that
+follows from the tensor, such as `view(b, t, x.shape[-1] // d, d)`.
+
+A trainer that slices modules runs their own code on slices, which only the latter take; a graph has the same numbers
+for both. So a copy of the model runs on tensors without numbers, in which linear layers return a part of their columns
+to such views. A module in which that raises fixes its sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from strategies.capture.duplicate import duplicate
+from strategies.core.graph import Operator, OperatorGraph
+
+VIEWS = ("_unsafe_view", "reshape", "view")
+
+
+def split_by(operator: Operator, graph: OperatorGraph) -> int | None:
+    """The size by which a view splits the last dim of its operand; None for what is no such view, or has the size -1
+    there."""
+    if operator.op not in VIEWS:
+        return None
+    taken, made = graph.operand_specs(operator)[0].shape, operator.results[0].shape
+    place = len(taken) - 1
+    splits = 0 < len(taken) < len(made) and made[:place] == taken[:place] and made[place] < taken[place]
+    size: int = operator.args[1][place] if splits else -1
+    return None if size == -1 else size
+
+
+def with_fixed_sizes(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tensor]) -> OperatorGraph:
+    """The graph with its `fixed_sizes`.
+
+    Args:
+        graph: of `step`, whose model is `step.model`.
+        step: takes the batch.
+        batch: of the shapes that the graph was captured with.
+    """
+    views = {operator.id: operator for operator in graph.operators if split_by(operator, graph) is not None}
+    layers = {name: layer for name, view in views.items() if (layer := _layer_before(view, graph)) is not None}
+    fixed: set[str] = set()
+    while left := [name for name in layers if name not in fixed]:
+        failed = _fails_in(step, batch, _shares({name: layers[name] for name in left}, views, graph))
+        if failed is None or (not fixed and _fails_in(step, batch, {}) is not None):
+            break  # or it does not run without numbers at all, so nothing is known
+        owners = ({name for name in left if views[name].module in paths} for paths in failed)
+        fixed |= next(filter(None, owners), {*left})
+    return replace(graph, fixed_sizes=frozenset(fixed)) if fixed else graph
+
+
+def _shares(layers: Mapping[str, str], views: Mapping[str, Operator], graph: OperatorGraph) -> dict[str, int]:
+    """Into how many parts the columns of each layer are sliced: for all views of a module, of queries as of keys, into
+    as many, if one number divides the sizes by which they split."""
+    sizes: dict[str, int] = defaultdict(int)
+    for name in layers:
+        sizes[views[name].module] = math.gcd(sizes[views[name].module], split_by(views[name], graph) or 0)
+    shares = {layer: _smallest_factor(sizes[views[name].module]) for name, layer in layers.items()}
+    return {layer: share for layer, share in shares.items() if share > 1}
+
+
+def _layer_before(view: Operator, graph: OperatorGraph) -> str | None:
+    """The linear layer whose columns a view splits, at once or once sections are taken; None where there is none."""
+    maker = graph.by_id[view.operands[0].id]
+    while isinstance(maker, Operator) and maker.op in ("chunk", "split", "split_with_sizes"):
+        maker = graph.by_id[maker.operands[0].id]
+    return maker.module if isinstance(maker, Operator) and maker.op == "linear" else None
+
+
+def _smallest_factor(size: int) -> int:
+    return next((factor for factor in range(2, size + 1) if size % factor == 0), 1)
+
+
+def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int]) -> list[frozenset[str]] | None:
+    """Run a copy of `step` in which each of these layers returns one share of its columns; None where that works, else
+    the modules in which it raised, innermost first: for each the paths of all modules of its class."""
+    copy = duplicate(step).train()
+    paths = {module: path.removeprefix("model.") for path, module in copy.named_modules()}
+    entered: list[nn.Module] = []
+    for module, path in paths.items():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(_as_wide_as_before)
+            if path in shares:
+                module.register_forward_hook(partial(_first_columns, share=shares[path]))
+    with _without_numbers(copy, batch) as given, _recorded(entered):
+        try:
+            copy(*given)
+        except Exception:  # of the user's forward: it is what is asked
+            return [
+                frozenset(path for module, path in paths.items() if type(module) is type(around))
+                for around in reversed(entered)
+            ]
+    return None
+
+
+@contextmanager
+def _recorded(entered: list[nn.Module]) -> Iterator[None]:
+    """Keep in a list the modules whose forward runs, innermost last."""
+    before = register_module_forward_pre_hook(lambda module, _: entered.append(module))
+    after = register_module_forward_hook(lambda *_: (entered.pop(), None)[1])
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextmanager
+def _without_numbers(copy: nn.Module, batch: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The batch as tensors without numbers, among which real ones have none either."""
+    held = (*copy.parameters(), *copy.buffers(), *batch)
+    mode = next((one.fake_mode for one in held if isinstance(one, FakeTensor)), None) or FakeTensorMode()
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    with mode, torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        try:
+            yield [one if isinstance(one, FakeTensor) else mode.from_tensor(one.detach()) for one in batch]
+        finally:
+            mode.allow_non_fake_inputs = before
+
+
+def _first_columns(_: nn.Module, __: Any, result: Tensor, share: int) -> Tensor:
+    return result.narrow(-1, 0, result.shape[-1] // share)
+
+
+def _as_wide_as_before(layer: nn.Linear, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a layer of rows takes, which is sliced as they are."""
+    first, *others = given
+    missing = layer.in_features - first.shape[-1]
+    return (nn.functional.pad(first, (0, missing)), *others) if missing > 0 else given

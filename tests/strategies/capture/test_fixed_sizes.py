@@ -1,0 +1,58 @@
+"""Views by sizes of the model, in models that follow their tensors elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.capture import Objective, capture
+from strategies.capture.shapes import pretend
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(12, 12), nn.Linear(12, 4), nn.Linear(12, 12)
+        self.heads = 6
+
+    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.view(*x.shape[:2], heads, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.split(self.q(x), self.heads), self.split(self.k(x), 2)
+        return x + self.o((q * k.repeat_interleave(q.shape[2] // k.shape[2], 2)).flatten(2))
+
+
+class Following(Fixed):
+    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.view(*x.shape[:2], x.shape[-1] // 2, 2)
+
+
+class Reading(Following):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check(bool(x.isfinite().all()))
+        return super().forward(x)
+
+
+def fixed(*parts: nn.Module, on: str = "cpu") -> list[str]:
+    """The names of the views that a model of these parts splits by sizes of its own."""
+    step = Objective(nn.Sequential(*parts), nn.MSELoss(), ("0", "1"), ("1",), runs_on_slices=True)
+    batch: Any = [torch.randn(2, 3, 12), torch.randn(2, 3, 12)]
+    if on == "meta":
+        batch = pretend(step.to(on), batch)
+    graph = capture(step, batch, training=True).graph
+    return sorted(graph.by_id[one].name for one in graph.fixed_sizes)
+
+
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_views_by_sizes_of_the_model_are_found(on: str) -> None:
+    found = fixed(Following(), Fixed(), Following(), Fixed(), on=on)
+    assert found == ["1.view@0", "1.view@1", "3.view@0", "3.view@1"]
+    assert fixed(Following(), on=on) == []
+
+
+def test_a_model_that_reads_numbers_is_not_judged() -> None:
+    assert fixed(Reading()) == []
