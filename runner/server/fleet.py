@@ -77,7 +77,6 @@ class Fleet:
         self._processes: dict[ServerLink, tuple[str, int]] = {}
         """Hosts and process ids."""
         self._ranks: dict[ServerLink, int] = {}
-        """Of workers."""
         self._places: dict[int, tuple[str, ServerLink]] = {}
         """Of every server its host, and the connection that it has opened."""
         self._clock = RunningTime()
@@ -114,10 +113,9 @@ class Fleet:
             link.close()
             return
         member = hello["server"] if hello["op"] == "server" else None
-        self._processes[link] = hello["host"], hello["process"]
+        self._processes[link], self._ranks[link] = (hello["host"], hello["process"]), hello["rank"]
         address = tuple(hello["address"])
         if member is None:
-            self._ranks[link] = hello["rank"]
             self._events.put(lambda: self._worker_joined(link, address))
         else:
             self._events.put(lambda: self._server_joined(member, address, link))
@@ -204,8 +202,11 @@ class Fleet:
                 self._kill(link)
 
     def _kill(self, link: ServerLink) -> None:
-        """Kill the process at the other end, once; hang up where it is on another host."""
+        """Kill the process at the other end, which hangs, once; hang up where it is on another host."""
         host, process = self._processes.pop(link, ("", 0))
+        if process:
+            rank = self._ranks[link]
+            print(f"rank {rank} gives no answer (launch.timeout: {self._timeout:g} s); it is ended", flush=True)
         if process and host == self._host:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -220,6 +221,7 @@ class Fleet:
         except BROKEN:
             return
         self._processes[self._servers[server]] = self._processes[caller]
+        self._ranks[self._servers[server]] = self._ranks[caller]
         self._addresses[server], self._places[server] = address, (self._processes[caller][0], caller)
         self.counts["servers_joined"] += 1
         if any(self._holders):

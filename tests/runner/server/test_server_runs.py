@@ -92,12 +92,14 @@ def hang(rank, step, phase):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), ("parallel.server.parameters=[inner.*]",)], ids=["served", "kept"])
-def test_workers_and_servers_that_hang_are_replaced(start, kept):
+def test_workers_and_servers_that_hang_are_replaced(start, capfd, kept):
     calm = start(*SERVED, DOUBLE, *ADAM, *kept, folder="calm")
     phases = [hang(3, 2, "forward"), hang(1, 4, "collective"), hang(4, 5, "optimizer" if kept else "data")]
     faults = f"launch.faults=[{', '.join(phases)}]"
     hit = start(*SERVED, DOUBLE, *ADAM, *kept, REPLICAS, "launch.timeout=3", faults, folder="hit")
     assert len([*(hit.folder / "faults").iterdir()]) == 3
+    printed = capfd.readouterr().out
+    assert all(f"rank {rank} gives no answer" in printed for rank in (1, 3, 4))
     assert hit.losses == pytest.approx(calm.losses, rel=1e-12)
     counts = [record["server"] for record in hit.records if "server" in record]
     assert sum(one.get("workers_lost", 0) for one in counts) == 2
