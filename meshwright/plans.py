@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -42,6 +43,7 @@ from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, LossFunction, Objective, duplicate
 from strategies.capture.fixed_sizes import with_fixed_sizes
 from strategies.capture.shapes import pretend
+from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan as OperatorPlans
@@ -103,6 +105,10 @@ class Plan:
         self.content = content
         self._planned = planned
         self._sharded: ShardedModule | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no module of a rank, which has process groups."""
+        return self.__dict__ | {"_sharded": None}
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -478,7 +484,12 @@ def load(
     }
     sections["parallel"] |= {"plan": str(place.absolute()), "memory_limit": None}
     sections["data"] |= {"batch_size": len(tensors[0])}
-    return planned(validated(sections, Origins()), module, names, tensors, loss)
+    found = planned(validated(sections, Origins()), module, names, tensors, loss)
+    with suppress(StrategyError):  # a file may hold no more than the layouts
+        check_shown(content, name)
+        if math.isclose(found.cost, content["cost"]["total"], rel_tol=1e-9):
+            found.content["search"] = content["search"]  # its certificate is for these costs
+    return found
 
 
 def planned(

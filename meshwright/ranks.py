@@ -64,7 +64,8 @@ class ShardedModule(nn.Module):
     """A module and its loss as one rank of a plan runs them.
 
     `forward` takes the entries of a batch, by position or name, and returns the loss of the global batch: every entry
-    is either global, and sliced here, or this rank's slice already (`local_batch`). All ranks call it together. After
+    is either global, and sliced here, or this rank's slice already (`local_batch`), but no slice once it was global: a
+    short last batch may have the shape of one. All ranks call it together. After
     `backward` the gradient of a parameter that several ranks hold is still a sum over them: `ShardedOptimizer.step`
     adds it up, and `ShardedOptimizer.gradients` returns complete ones. Backward alone writes gradients: a norm, or a
     change of their values, would be that of one rank's slices.
@@ -98,6 +99,7 @@ class ShardedModule(nn.Module):
         self._weights: dict[str, tuple[int, int]] = {}
         self._loaded: dict[str, Tensor] = {}
         self._came: set[str] = set()
+        self._complete: set[str] = set()
         self._sources = execution.program.tensors
         self._always = frozenset(execution.program.trainable_names) - execution.program.optional_names
         self._planned = frozenset(dir(module)) - frozenset(dir(self))
@@ -180,6 +182,7 @@ class ShardedModule(nn.Module):
         self.check_gradients()
         self.check_weights()
         local = self.local_batch(*entries, **named)
+        self._check_rows(dict(zip(self.prepared.names, entries, strict=False)) | named)
         key = mix(self.prepared.config.train.seed, self._step + 1, 0)
         called = self.execution.module if self._updates is None else self._updates.module
         loss: Tensor = self.execution.forward(called, local, key)
@@ -394,6 +397,20 @@ class ShardedModule(nn.Module):
                 )
             found.append(filled(value, layout.local_shape(shape, program.mesh)).to(self.device))
         return tuple(found)
+
+    def _check_rows(self, entries: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError for slices after global batches: a short one may have as many rows as a slice."""
+        for source in self.execution.program.inputs:
+            given, shape = tuple(entries[source.name].shape), source.spec.shape
+            if given == shape:
+                self._complete.add(source.name)
+            elif source.name in self._complete:
+                raise ConfigError(
+                    "MW463",
+                    f"Entry {source.name} of the batch has the shape {given}, that of a rank's slice, after batches of "
+                    f"the global shape {shape}. A short last batch would be taken for every rank's own slice: leave it "
+                    "out (DataLoader(drop_last=True)). Or give slices from the first batch on.",
+                )
 
     def _over_ranks(self, loss: Tensor) -> Tensor:
         """The loss of the global batch; its gradient goes to every rank's part."""
@@ -636,6 +653,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._module.zero:
             if not self._module.pending:  # as torch, where no parameter has a gradient
+                if self._asks_for_states():
+                    self.init_state()
                 return loss
             self._module.check_weights()
         self._pass_options()
@@ -645,6 +664,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._module.begin()
         self._module.note_weights()
         return loss
+
+    def _asks_for_states(self) -> bool:
+        """Whether a step without a backward is that of `get_state_dict` of torch.distributed.checkpoint, which sets
+        gradients and learning rates to zero so that an optimizer without states makes them."""
+        still = all(group.get("lr", 0.0) == 0.0 for group in self.param_groups)
+        given = any(one.grad is not None for group in self.param_groups for one in group["params"])
+        return still and given and not self.state
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -740,6 +766,13 @@ def _rank_of(mesh: Mesh, device_mesh: DeviceMesh | None, planned: str) -> tuple[
     """This rank's number and device. Raises ConfigError where the ranks at hand are not those of the plan."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.axes)
     wanted = f"plan.apply: the plan is for {mesh.size} ranks ({axes})"
+    if not (device_mesh is None or isinstance(device_mesh, DeviceMesh)):
+        raise ConfigError(
+            "MW204",
+            f"plan.apply: device_mesh = {device_mesh!r:.60} is no DeviceMesh; give one of "
+            f"torch.distributed.device_mesh.init_device_mesh, or leave it out: all {mesh.size} ranks are used, on the "
+            f"device that the plan is for ({planned}).",
+        )
     if not (dist.is_available() and dist.is_initialized()):
         if mesh.size == 1 and device_mesh is None:
             return 0, planned

@@ -42,7 +42,14 @@ from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
-from strategies.capture.unsupported import check_hooks, check_nodes, check_operands, check_scripted, refusing_unseen
+from strategies.capture.unsupported import (
+    check_dense,
+    check_hooks,
+    check_nodes,
+    check_operands,
+    check_scripted,
+    refusing_unseen,
+)
 from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
 from strategies.core.graph import FusedSections, OperatorGraph
@@ -346,8 +353,10 @@ def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = 
     """Run a copy of `objective` eagerly on `batch`, for what `capture` would find wrong where nothing need be captured;
     with `backward` its gradients too.
 
-    Raises StrategyError if the module does not run or does not return a scalar loss that depends on a parameter.
+    Raises StrategyError if the module does not run, has sparse gradients, or does not return a scalar loss that depends
+    on a parameter.
     """
+    check_dense(objective)
     try:
         output = duplicate(objective).train()(*(tensor.detach().clone() for tensor in batch))
         loss = _checked_loss(objective, None, output)

@@ -24,6 +24,7 @@ HOOK = (
     "which would never be called: the ranks run operators of their own, not this module. Remove it, or write what it "
     "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
 )
+SPARSE = "has sparse=True, but gradients are dense here; leave it out (and take a dense optimizer)."
 
 PRODUCTS = frozenset({"addmm", "addmv", "baddbmm", "bmm", "linear", "matmul", "mm", "mv"})
 NORMS = frozenset({"batch_norm", "batch_norm_training", "group_norm", "instance_norm", "layer_norm"})
@@ -54,6 +55,13 @@ def check_scripted(objective: nn.Module) -> None:
                 "torch.jit.script or torch.jit.trace (or loaded by torch.jit.load), which cannot be captured; use the "
                 "module itself. train.compile=true compiles what the ranks run.",
             )
+
+
+def check_dense(objective: nn.Module) -> None:
+    """Raises StrategyError for a table whose gradient is sparse."""
+    for name, part in objective.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise StrategyError("MW906", f"Module {name.removeprefix('model.')} {SPARSE}")
 
 
 @contextmanager
@@ -101,8 +109,7 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
         if training and named(str(node.target), node.args, dict(node.kwargs)).get("sparse") is True:
             raise StrategyError(
                 "MW906",
-                f"{op_of(node)}{at(node)} has sparse=True, but gradients are dense here; leave it out (and take a "
-                "dense optimizer).",
+                f"{op_of(node)}{at(node)} {SPARSE}",
             )
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 import meshwright
+from runner.errors import ConfigError
 from runner.report.comparison import ROUNDING, TOLERANCE, of_step
 
 ROWS, LENGTH, TOKENS = 8, 8, 32
@@ -302,10 +303,10 @@ def _regression() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return module, (torch.randn(8, 8).double(), torch.randn(8, 4).double())
 
 
-def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int]:
+def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int, bool]:
     """A module that torch.compile was given, and that torch's set_state_dict takes back by a step: the largest relative
-    difference of a loss from eager training. Then what get_state_dict calls the parameters with states, and how many of
-    their steps share memory."""
+    difference of a loss from eager training. Then what get_state_dict calls the parameters with states, how many of
+    their steps share memory, and whether it finds the same states, zero, in an optimizer that has made no step."""
     module, batch = _regression()
     eager = copy.deepcopy(module)
     plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mode="data_parallel", mesh=2, zero=stage, plan_cache=None)
@@ -328,7 +329,25 @@ def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int]:
             one.step()
             one.zero_grad()
     states = get_state_dict(sharded, optimizer)[1]["state"]
-    return worst, sorted(states), len(states) - len({state["step"].data_ptr() for state in states.values()})
+    shared = len(states) - len({state["step"].data_ptr() for state in states.values()})
+    fresh = get_state_dict(plan.apply(module), plan.optimizer(torch.optim.AdamW, lr=0.1))[1]
+    moments = [state.pop(name) for state in fresh["state"].values() for name in ("exp_avg", "exp_avg_sq")]
+    same = fresh["state"].keys() == states.keys() and all(not _all(one).any() for one in moments)
+    return worst, sorted(states), shared, same and {group["lr"] for group in fresh["param_groups"]} == {0.1}
+
+
+def short_batches(rank: Any, _: None) -> str:
+    """The code of the error for a batch with the rows of a slice after a global one; slices first are taken."""
+    module, batch = _regression()
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mode="data_parallel", mesh=2, plan_cache=None)
+    sharded = plan.apply(module)
+    sharded(*sharded.local_batch(*batch))
+    sharded(*batch)
+    try:
+        sharded(*(one[:4] for one in batch))
+    except ConfigError as error:
+        return error.code
+    return ""
 
 
 def written_by_others(rank: Any, _: None) -> dict[str, str]:

@@ -91,9 +91,13 @@ def test_a_plan_from_a_file_is_applied(on_ranks: Callable[..., Any], tmp_path: P
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tools_of_torch_take_module_and_optimizer(on_ranks: Callable[..., Any], stage: int) -> None:
-    worst, names, shared = on_ranks("with_tools_of_torch", stage, 2)
+    worst, names, shared, found = on_ranks("with_tools_of_torch", stage, 2)
     assert worst < (1e-10 if stage == 0 else 1e-5) and names == ["0.bias", "0.weight", "2.bias", "2.weight"]
-    assert shared == 0
+    assert shared == 0 and found
+
+
+def test_a_short_batch_is_not_taken_for_a_slice(on_ranks: Callable[..., Any]) -> None:
+    assert on_ranks("short_batches", None, 2) == "MW463"
 
 
 def test_weights_that_something_else_changes_are_refused(on_ranks: Callable[..., Any]) -> None:

@@ -133,7 +133,7 @@ def test_a_plan_shows_its_numbers_and_survives_a_file(tmp_path: Path) -> None:
     looked_at = meshwright.load(file)
     again = meshwright.load(file, module, points(), loss=nn.MSELoss())
     for other in (looked_at, again):
-        assert (other.mesh, other.cost, other.memory) == (plan.mesh, plan.cost, plan.memory)
+        assert (other.mesh, other.cost, other.memory, other.gap) == (plan.mesh, plan.cost, plan.memory, plan.gap)
     assert meshwright.verify(module, points(), again).worst < 1e-10
 
 
@@ -393,6 +393,7 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
         (lambda plan: plan.save("a\0b"), "MW204", "plan.save: 'a\\x00b'"),
         (lambda plan: plan.report(3), "MW204", "plan.report: 3"),
         (lambda plan: plan.export("torch", None, allow_changes=True), "MW204", "plan.export: None"),
+        (lambda plan: plan.apply(network(), "cuda"), "MW204", "device_mesh = 'cuda'"),
         (lambda plan: plan.export(None, "file"), "MW466", "None"),
         (lambda plan: plan.expressible([]), "MW466", "[]"),
         (lambda plan: meshwright.load(None), "MW204", "meshwright.load: None"),
@@ -637,6 +638,8 @@ def test_what_would_leave_the_plan_is_refused() -> None:
     sharded = (plan := planned(mesh=1)).apply(network())
     for change in (copy.deepcopy, pickle.dumps, nn.Module.float, lambda one: one.to("meta")):
         refused("MW464", partial(change, sharded))
+    for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):  # though it has a module of this rank
+        refused("MW464", partial(copied.optimizer, torch.optim.SGD, lr=0.1))
     assert sharded.double().to("cpu") is sharded
     for groups in ("x", {"params": ["0.bias"]}, [{"params": [*sharded.parameters()]}], [{"lr": 0.1}]):
         refused("MW204", lambda groups=groups: plan.optimizer(torch.optim.SGD, lr=0.1, groups=groups))

@@ -511,6 +511,8 @@ def test_without_a_capture_any_backward_will_do() -> None:
         capture(step, batch, training=True)
     with pytest.raises(StrategyError, match="scalar"):
         run_once(step, [torch.randn(0, 4)])
+    with pytest.raises(StrategyError, match="Module 0 has sparse=True"):
+        run_once(Objective(nn.Sequential(nn.Embedding(4, 1, sparse=True)), None, ("0",), ()), [torch.arange(4)])
 
 
 def test_a_duplicate_shares_what_python_cannot_copy() -> None:
