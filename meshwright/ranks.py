@@ -139,6 +139,15 @@ class ShardedModule(nn.Module):
         """The rank's program with its tensors and process groups."""
         return self._execution[0]
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What DistributedDataParallel asks first, before it sends the weights of rank 0 to all ranks."""
+        raise ConfigError(
+            "MW464",
+            "DistributedDataParallel gives all ranks the same weights, but this module has one rank's slices; train "
+            "the module itself: optimizer.step() adds up gradients.",
+        )
+
     def __reduce_ex__(self, _: Any) -> Any:
         raise ConfigError(
             "MW464",

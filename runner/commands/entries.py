@@ -69,12 +69,14 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     if config.train.resume is not None:
         text = f"continuing from {resume}" if resume else "no checkpoint yet, so this run starts from the beginning"
         print(f"resume: {text}", flush=True)
+    pipeline = prepared.config.parallel.pipeline
     return {
         "world_size": prepared.world_size,
         "device": prepared.device,
         "prepared": pickle.dumps(prepared),
         "resume": None if resume is None else str(resume.absolute()),
         "ancestry": ancestry,
+        "pipeline": (pipeline.known or 1, pipeline.parts),
     }
 
 

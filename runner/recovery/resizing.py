@@ -28,6 +28,7 @@ def resized(
     lost: Collection[str],
     run_dir: Path,
     folder: Path,
+    pipeline: tuple[int, int],
     failed: int | None = None,
 ) -> Resized:
     """The run of the first number of ranks in `counts` that can be prepared without the hosts `lost`, and without the
@@ -35,6 +36,7 @@ def resized(
 
     Args:
         config: of the complete run.
+        pipeline: the stages and micro-batches of the run until now, as `Ready` has them.
         run_dir: the folder to which plan.json goes.
         folder: the temporary folder to which the preparation goes.
 
@@ -48,7 +50,7 @@ def resized(
     refused = []
     for count in counts:
         why = ""
-        for values in candidates(config, count, lost, failed):
+        for values in candidates(config, count, lost, pipeline, failed):
             try:
                 smaller_config = Config.model_validate(values)
                 return smaller_config, make_ready(smaller_config, run_dir, folder)
@@ -63,11 +65,16 @@ def resized(
 
 
 def candidates(
-    config: Config, count: int, lost: Collection[str] = (), failed: int | None = None
+    config: Config,
+    count: int,
+    lost: Collection[str] = (),
+    pipeline: tuple[int, int] = (1, 1),
+    failed: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Values of a `Config` for `count` ranks, none on a host of `lost` or the device of the rank `failed`, the closest
-    to `config` first: with its own strategies or with those that a search finds, each with its pipeline and then
-    without."""
+    to `config` first: with its own strategies or with those that a search finds, each with its `pipeline` (stages,
+    micro-batches) and then without. A step has as many micro-batches as before: sums, batch norms and random numbers
+    are those of each."""
     own = config.model_dump()
     own["train"]["resume"] = "auto"
     if count == config.world_size and not lost:
@@ -92,14 +99,17 @@ def candidates(
     plans = [own["parallel"]]
     if config.parallel.mode != "hybrid":  # a hybrid module has its own collectives: there is no plan to search
         plans.append(own["parallel"] | searched)
-    pipelines: list[dict[str, Any]] = [{}]
-    if config.parallel.pipeline.stages is not None:
-        pipelines.append({"pipeline": {}})
-        if config.parallel.recompute.operators == "auto" and config.parallel.memory_limit is None:
-            pipelines[-1]["recompute"] = {}  # auto was a decision about the stages
-    for pipeline in pipelines:
+    stages, parts = pipeline
+    if stages > 1:
+        kept = own["parallel"]["pipeline"] | {"stages": stages, "micro_batches": parts}
         for plan in plans:
-            yield own | {"parallel": plan | pipeline}
+            yield own | {"parallel": plan | {"pipeline": kept}}
+    without: dict[str, Any] = {"pipeline": {}}
+    if config.parallel.recompute.operators == "auto" and config.parallel.memory_limit is None and stages > 1:
+        without["recompute"] = {}  # auto was a decision about the stages
+    train = own["train"] | {"accumulate": config.train.accumulate * parts}
+    for plan in plans:
+        yield own | {"parallel": plan | without, "train": train}
 
 
 def with_standby(config: Config, lost: Collection[str]) -> Config | None:

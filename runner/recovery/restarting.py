@@ -63,7 +63,7 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
         try:
             if ready is None:
                 ready = make_ready(config, run_dir, folder)
-                given, lost.ranks = ready.resume, ready.world_size
+                given, lost.ranks, lost.pipeline = ready.resume, ready.world_size, ready.pipeline
                 lineage.begin(config, run_dir, ready.resume, ready.ancestry)
                 payload = payload | {"marks": () if count else marked(marks, "imports, capture and plan")}
             elif failed is not None:
@@ -80,7 +80,7 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
                     left = range(_left(ready, config, failed), config.launch.min_ranks - 1, -1)
                     try:
                         rank = None if failed.hosts else failed.rank
-                        config, ready = resized(config, left, failed.hosts, run_dir, folder, rank)
+                        config, ready = resized(config, left, failed.hosts, run_dir, folder, ready.pipeline, rank)
                         lost.add(failed.hosts)
                         who = _searched(ready, lost.ranks)
                     except ConfigError as refused:
@@ -99,7 +99,7 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
             began, newest = time.monotonic(), _newest(config, run_dir) or given
             more = range(lost.without(returned), ready.world_size, -1)
             try:
-                config, ready = resized(lost.complete, more, lost.hosts, run_dir, folder)
+                config, ready = resized(lost.complete, more, lost.hosts, run_dir, folder, lost.pipeline)
                 who = _searched(ready, lost.ranks)
             except ConfigError as refused:
                 print(f"no larger run can be prepared. {refused}", flush=True)
@@ -131,13 +131,13 @@ class Lost:
 
     Attributes:
         complete: the config with all ranks; spare hosts have taken the places of others.
-        ranks: of the complete run.
+        ranks, pipeline: of the complete run.
         hosts: those that are down.
         tries: how often a rank on a host that is up was tried again.
     """
 
     def __init__(self, config: Config) -> None:
-        self.complete, self.ranks = config, 0
+        self.complete, self.ranks, self.pipeline = config, 0, (1, 1)
         self.hosts: tuple[str, ...] = ()
         self.tries = 0
 

@@ -411,8 +411,11 @@ def written_by_others(rank: Any, _: None) -> dict[str, str]:
     def added(sharded: Any, optimizer: Any, loss: Tensor) -> None:
         sharded.register_parameter("more", nn.Parameter(torch.ones(3)))
 
+    def averaged(sharded: Any, optimizer: Any, loss: Tensor) -> None:
+        nn.parallel.DistributedDataParallel(sharded)
+
     said("alone", 0, other, own=False)
-    for act in (other, forgotten, in_backward, learns, added):
+    for act in (other, forgotten, in_backward, learns, added, averaged):
         said(act.__name__, 0, act)
     for stage in range(4):
         said(f"trained at {stage}", stage, trained)

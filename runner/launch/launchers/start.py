@@ -33,13 +33,15 @@ from runner.launch.temporary_folder import own_folder
 @dataclass(frozen=True)
 class Ready:
     """The result of `entries.prepare_alone`: the ranks to start, the pickled `Prepared` for them, the checkpoint to
-    continue, and the run and step of it and of those that it continued."""
+    continue, the run and step of it and of those that it continued, and the stages and micro-batches of the pipeline,
+    one each without."""
 
     world_size: int
     device: str
     prepared: bytes
     resume: str | None
     ancestry: tuple[tuple[str, int], ...]
+    pipeline: tuple[int, int] = (1, 1)
 
 
 def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:

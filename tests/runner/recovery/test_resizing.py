@@ -48,8 +48,11 @@ PIPELINES = {
 
 def fitting(made, count):
     """The valid candidates for `count` ranks. Asserts that all others break a rule of the config."""
-    found = []
-    for values in candidates(made, count):
+    found, section = [], made.parallel.pipeline
+    decided = (
+        (2, 4) if section.stages == "auto" or section.micro_batches == "auto" else (section.known or 1, section.parts)
+    )
+    for values in candidates(made, count, (), decided):
         try:
             found.append(Config.model_validate(values))
         except ValidationError as error:
@@ -72,15 +75,16 @@ def test_every_recipe_has_a_valid_smaller_one(name):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_form_of_pipeline_has_a_valid_smaller_one(form, count):
     made = compose_config(*SMALL, *MODES["data_parallel"], *PIPELINES[form], "data.batch_size=24")
-    first = fitting(made, count)[0].parallel.pipeline
-    assert first.stages == (made.parallel.pipeline.stages if form == "auto" or count == 2 else None)
+    found = fitting(made, count)
+    assert found[0].parallel.pipeline.stages == (2 if form != "as it is" and count == 2 else None)
+    assert len({one.parts for one in found}) == 1  # a sum is that of each micro-batch
 
 
 def test_why_no_smaller_run_fits_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(resizing, "candidates", lambda config, count, lost, failed: [{"world_size": "many"}])
+    monkeypatch.setattr(resizing, "candidates", lambda *given: [{"world_size": "many"}])
     made = compose_config(*SMALL, *MODES["data_parallel"], "launch.max_restarts=1", "launch.min_ranks=2")
     with pytest.raises(ConfigError, match=r"With 3 ranks: .*world_size.*With 2 ranks: "):
-        resizing.resized(made, range(3, 1, -1), (), tmp_path, tmp_path)
+        resizing.resized(made, range(3, 1, -1), (), tmp_path, tmp_path, (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_why_no_smaller_run_fits_is_reported(monkeypatch, tmp_path):
 )
 def test_the_device_of_the_rank_that_failed_is_left_out(words, count, devices):
     made = compose_config(*SMALL, *MODES["data_parallel"], *words)
-    values = next(candidates(made, count, (), 1))
+    values = next(candidates(made, count, failed=1))
     assert Config.model_validate(values | {"data": values["data"] | {"batch_size": 12}}).launch.devices == devices
 
 
@@ -121,7 +125,7 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", "train.log_ev
     ("words", "ranks"),
     [
         (("world_size=2", "parallel.pipeline={stages: 2, cuts: {outer: 1}}"), 1),
-        pytest.param(("parallel.pipeline=2", "parallel.zero=1"), 3, marks=pytest.mark.slow),
+        (("parallel.pipeline=2", "parallel.zero=1", "+loss.args.reduction=sum"), 3),
     ],
 )
 def test_a_pipeline_that_loses_a_rank_for_good_goes_on(start, capfd, words, ranks):
