@@ -43,10 +43,11 @@ Difference = tuple[str, Any, Any]
 @dataclass(frozen=True)
 class Continuation:
     """`moved` are the differences between the programs, none if the run continues bitwise identically; `data` those
-    between the rows that steps read."""
+    between the rows that steps read; `micro_batches` of a step, before and now."""
 
     moved: tuple[Difference, ...]
     data: tuple[Difference, ...]
+    micro_batches: tuple[int, int]
 
     def lines(self, config: Mapping[str, Any], draws: bool) -> Iterator[str]:
         """Lines for the user: the differences and their consequences. `draws`: the model draws random numbers."""
@@ -54,6 +55,12 @@ class Continuation:
             yield f"moved to another plan: {'; '.join(_change(one) for one in self.moved[:3])}"
             if draws and _at(config, "train.random") == "fast":
                 yield "random numbers (dropout) will be others than without the move; train.random=exact keeps them"
+        before, now = self.micro_batches
+        if before != now:
+            yield (
+                f"a step had {before} micro-batches and now has {now} (train.accumulate, parallel.pipeline): the mean of "
+                "their losses is another one where the loss is no mean over rows, or the model normalizes over rows"
+            )
         if self.data:
             yield (
                 f"the data changes: {'; '.join(_change(one) for one in self.data)}. It goes on at the same place of "
@@ -102,7 +109,7 @@ def compare(
                 "change data.target, data.args or data.path, or start anew from its weights with model.weights.",
             )
         data.append(("the number of training rows", had, samples))
-    return Continuation(tuple(programs), tuple(data))
+    return Continuation(tuple(programs), tuple(data), (_micro_batches(before), _micro_batches(after)))
 
 
 def differences(before: Any, after: Any, where: str) -> Iterator[Difference]:
@@ -128,6 +135,13 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     for word in key.split("."):
         value = value.get(word) if isinstance(value, Mapping) else None
     return LATER.get(key) if value is None else value
+
+
+def _micro_batches(config: Mapping[str, Any]) -> int:
+    """The number in a step, of accumulation and of the pipeline."""
+    stages = _at(config, "parallel.pipeline.stages")
+    parts: int = (_at(config, "parallel.pipeline.micro_batches") or 2 * stages) if stages else 1
+    return parts * (_at(config, "train.accumulate") or 1)
 
 
 def _as_json(value: Any) -> Any:

@@ -338,6 +338,17 @@ def test_another_number_of_rows_is_refused_or_named():
     assert compare(Path("p"), of(1, 64), **of(2, 60)).data[-1] == ("the number of training rows", 64, 60)
 
 
+def test_another_number_of_micro_batches_is_said():
+    def of(accumulate, **pipeline):
+        config = {"train": {"accumulate": accumulate}, "parallel": {"pipeline": pipeline}}
+        return {"plan": {}, "config": config, "fingerprint": ""}
+
+    pipelined = of(2, stages=2, micro_batches=None)
+    assert not [*compare(Path("p"), pipelined, **of(8)).lines({}, False)]
+    (line,) = compare(Path("p"), pipelined, **of(2)).lines({}, False)
+    assert "had 8 micro-batches and now has 2" in line
+
+
 def kill_and_continue(ranks, entries, alone, task, folder, seconds, world_size):
     with pytest.raises(RunFailed, match="SIGKILL"):
         ranks("killed", (task, entries.Case(accumulate=1), folder, seconds), world_size=world_size)
