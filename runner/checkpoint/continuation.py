@@ -58,8 +58,8 @@ class Continuation:
         before, now = self.micro_batches
         if before != now:
             yield (
-                f"a step had {before} micro-batches and now has {now} (train.accumulate, parallel.pipeline): the mean of "
-                "their losses is another one where the loss is no mean over rows, or the model normalizes over rows"
+                f"a step had {before} micro-batches and now has {now} (train.accumulate, parallel.pipeline): the mean "
+                "of their losses is another one where the loss is no mean over rows, or the model normalizes over rows"
             )
         if self.data:
             yield (
