@@ -14,6 +14,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from strategies.core.experts import experts
 from strategies.core.graph import OperatorGraph
+from strategies.core.heads import splitting
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.steps import LOCAL
@@ -21,7 +22,7 @@ from strategies.cost.collectives import step_seconds
 from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
-from strategies.planner.module_styles import EXPERTS, FOR_TRANSFORMERS, axes_of, declared, glob_of, tp_plan_of
+from strategies.planner.module_styles import EXPERTS, FOR_TRANSFORMERS, axes_of, declared, numberless, tp_plan_of
 
 
 def changes(prepared: Prepared) -> list[Change]:
@@ -48,13 +49,14 @@ def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
 
 
 def styles_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: tuple[str, ...]) -> dict[str, str]:
-    """`tp_plan_of`, in which modules of rows slice their input where what is exported of others gathers it. A trainer
-    without packed styles replicates fused weights: AutoTP has half of the heads in an attention that has half of any
-    weight."""
-    fused = {glob_of(one.name.rpartition(".")[0]) for one in graph.of_kind("parameter") if one.spec.packed is not None}
-    gathered = set() if "packed_colwise" in names else {(key, "colwise_gather_output") for key in fused}
+    """`tp_plan_of`, in which modules of rows slice their input where what is exported of others gathers it. AutoTP,
+    which has no packed styles, has half of the heads in an attention that has half of any weight: it is replicated as a
+    whole where the layers whose columns it splits are not all sliced."""
     found = tp_plan_of(graph, plan, names, axes)
-    found = {key: "replicate" if (key, style) in gathered else style for key, style in found.items()}
+    for layers in () if "packed_colwise" in names else splitting(graph).values():
+        split, others = ([numberless(one.module) for one in own] for own in (layers.split, layers.others))
+        if any(found.get(key) != "colwise" for key in split):
+            found |= {key: "replicate" for key in (*split, *others) if key in found}
     again = declared_plan(graph, declared(found, graph, plan.mesh, axes))
     after = tp_plan_of(graph, again, names, axes)
     return {key: after.get(key, style) if style == "rowwise" else style for key, style in found.items()}

@@ -24,20 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from strategies.capture.duplicate import duplicate
 from strategies.core.graph import Operator, OperatorGraph
-
-VIEWS = ("_unsafe_view", "reshape", "view")
-
-
-def split_by(operator: Operator, graph: OperatorGraph) -> int | None:
-    """The size by which a view splits the last dim of its operand; None for what is no such view, or has the size -1
-    there."""
-    if operator.op not in VIEWS:
-        return None
-    taken, made = graph.operand_specs(operator)[0].shape, operator.results[0].shape
-    place = len(taken) - 1
-    splits = 0 < len(taken) < len(made) and made[:place] == taken[:place] and made[place] < taken[place]
-    size: int = operator.args[1][place] if splits else -1
-    return None if size == -1 else size
+from strategies.core.heads import layer_before, split_dim
 
 
 def with_fixed_sizes(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tensor]) -> OperatorGraph:
@@ -48,8 +35,9 @@ def with_fixed_sizes(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tens
         step: takes the batch.
         batch: of the shapes that the graph was captured with.
     """
-    views = {operator.id: operator for operator in graph.operators if split_by(operator, graph) is not None}
-    layers = {name: layer for name, view in views.items() if (layer := _layer_before(view, graph)) is not None}
+    views = {operator.id: operator for operator in graph.operators if _size(operator, graph) is not None}
+    before = {name: layer_before(view, graph) for name, view in views.items()}
+    layers = {name: layer.module for name, layer in before.items() if layer is not None}
     fixed: set[str] = set()
     while left := [name for name in layers if name not in fixed]:
         failed = _fails_in(step, batch, _shares({name: layers[name] for name in left}, views, graph))
@@ -65,17 +53,18 @@ def _shares(layers: Mapping[str, str], views: Mapping[str, Operator], graph: Ope
     as many, if one number divides the sizes by which they split."""
     sizes: dict[str, int] = defaultdict(int)
     for name in layers:
-        sizes[views[name].module] = math.gcd(sizes[views[name].module], split_by(views[name], graph) or 0)
+        sizes[views[name].module] = math.gcd(sizes[views[name].module], _size(views[name], graph) or 0)
     shares = {layer: _smallest_factor(sizes[views[name].module]) for name, layer in layers.items()}
     return {layer: share for layer, share in shares.items() if share > 1}
 
 
-def _layer_before(view: Operator, graph: OperatorGraph) -> str | None:
-    """The linear layer whose columns a view splits, at once or once sections are taken; None where there is none."""
-    maker = graph.by_id[view.operands[0].id]
-    while isinstance(maker, Operator) and maker.op in ("chunk", "split", "split_with_sizes"):
-        maker = graph.by_id[maker.operands[0].id]
-    return maker.module if isinstance(maker, Operator) and maker.op == "linear" else None
+def _size(operator: Operator, graph: OperatorGraph) -> int | None:
+    """The number by which a view splits a last dim; None for what is no such view, or has -1 there."""
+    dim = split_dim(operator, graph)
+    if dim is None or operator.op == "unflatten":
+        return None
+    size: int = operator.args[1][dim]
+    return None if size == -1 else size
 
 
 def _smallest_factor(size: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from strategies.core.experts import RESHAPED, experts, last_products, matrices_of, parameter_of
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.core.heads import Split, splitting
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
 from strategies.rules.sharding import Assignment, Sharding
@@ -71,11 +72,12 @@ class ModuleLayouts:
         raise NotImplementedError
 
     @property
-    def together(self) -> Sequence[tuple[Operator, Operator]]:
-        """Pairs of operators whose candidates must be compatible."""
+    def together(self) -> Sequence[tuple[Operator, Operator, bool]]:
+        """Pairs of operators whose candidates must be compatible; True: both are sliced or none, False: the second one
+        with the first alone."""
         return ()
 
-    def compatible(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
+    def compatible(self, pair: tuple[Operator, Operator, bool], chosen: tuple[Assignment, Assignment]) -> bool:
         """Whether both operators of a pair are sliced as one module must be."""
         raise NotImplementedError
 
@@ -179,6 +181,8 @@ class StyledModules(ModuleLayouts):
         if factor is None or not (own := [place for place, axis in enumerate(axes) if axis in self.axes]):
             return ~none, none
         columns = sliced[:, own[0]] == self.shardings[operator.id].factors.index(factor)
+        if any(operator.id == layer.id for one in self._resized for layer in one.split):
+            return ~columns if self._gathers(operator) else ~none, none
         if operator.op == "embedding":
             return ~columns, columns
         return ~columns if self._gathers(operator) else ~none, (
@@ -282,17 +286,34 @@ class StyledModules(ModuleLayouts):
         return False
 
     @cached_property
-    def together(self) -> Sequence[tuple[Operator, Operator]]:
-        """The operators that take the parameters of one module of experts: all of them some experts, or none."""
-        pairs: list[tuple[Operator, Operator]] = []
+    def _resized(self) -> tuple[Split, ...]:
+        """The layers of the modules that AutoTP gives the sizes of slices, once it slices anything in them."""
+        return () if "packed_colwise" in self.styles else tuple(splitting(self.graph).values())
+
+    @cached_property
+    def together(self) -> Sequence[tuple[Operator, Operator, bool]]:
+        """The operators that take the parameters of one module of experts: all of them some experts, or none. Of a
+        module with sizes, the layers whose columns it splits: all are sliced, or nothing in it is."""
+        pairs: list[tuple[Operator, Operator, bool]] = []
         for own in experts(self.graph).values() if self._routed[0] else ():
             ids = {source.id for source in own}
-            pairs += pairwise(one for one in self.graph.operators if ids & {ref.id for ref in one.operands})
+            taking = (one for one in self.graph.operators if ids & {ref.id for ref in one.operands})
+            pairs += [(*pair, True) for pair in pairwise(taking)]
+        for one in self._resized:
+            pairs += [(*pair, True) for pair in pairwise(one.split)]
+            pairs += [(one.split[0], other, False) for other in one.others]
         return tuple(pairs)
 
-    def compatible(self, pair: tuple[Operator, Operator], chosen: tuple[Assignment, Assignment]) -> bool:
-        first, second = (self._by_expert(operator, one) for operator, one in zip(pair, chosen, strict=True))
-        return first == second
+    def compatible(self, pair: tuple[Operator, Operator, bool], chosen: tuple[Assignment, Assignment]) -> bool:
+        *operators, both = pair
+        experts_of = [self._by_expert(operator, one) for operator, one in zip(operators, chosen, strict=True)]
+        first, second = (self._slices_weight(operator, one) for operator, one in zip(operators, chosen, strict=True))
+        return experts_of[0] == experts_of[1] and (first == second if both else first or not second)
+
+    def _slices_weight(self, operator: Operator, chosen: Assignment) -> bool:
+        weight = self._weight(operator)
+        layout = None if weight is None else self.shardings[operator.id].operand_layouts(chosen)[weight]
+        return layout is not None and bool(self.axes & {*layout.axes})
 
     def _by_expert(self, operator: Operator, chosen: Assignment) -> bool:
         """Whether an operator takes the parameter of some experts alone."""

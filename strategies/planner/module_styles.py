@@ -163,6 +163,11 @@ def merged(tp_plan: Mapping[str, Any], ep_plan: Mapping[str, Any]) -> dict[str, 
     return others | dict(ep_plan)
 
 
+def numberless(name: str) -> str:
+    """A name as transformers writes it in plans, with stars for the numbers of layers."""
+    return NUMBER.sub(r".*\1", name)
+
+
 def glob_of(name: str) -> str:
     """A name with a star for every number between dots."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
@@ -254,7 +259,7 @@ def tp_plan_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: t
         else:
             entries = [*_styles_of(path, operators, graph, plan, axes, made)]
         for key, style in entries:
-            found[NUMBER.sub(r".*\1", key)][style] += 1
+            found[numberless(key)][style] += 1
     styles = {key: counts.most_common(1)[0][0] for key, counts in found.items()}
     return {key: style if style in names else "replicate" for key, style in styles.items()}
 

@@ -450,9 +450,9 @@ class CostGraph:
         for pair in () if self.problem.styled is None else self.problem.styled.together:
             self._add_compatibility(pair)
 
-    def _add_compatibility(self, pair: tuple[Operator, Operator]) -> None:
+    def _add_compatibility(self, pair: tuple[Operator, Operator, bool]) -> None:
         """Two operators that a trainer slices as one module."""
-        styled, (first, second) = self.problem.styled, pair
+        styled, (first, second, both) = self.problem.styled, pair
         assert styled is not None
         one, other = self.candidates[first.id], self.candidates[second.id]
 
@@ -460,7 +460,7 @@ class CostGraph:
             every = [[styled.compatible(pair, (a, b)) for b in other.assignments] for a in one.assignments]
             return np.where(every, 0.0, FORBIDDEN)
 
-        table = self._once(("together", id(one), id(other)), lambda: FactorTable(seconds))
+        table = self._once(("together", id(one), id(other), both), lambda: FactorTable(seconds))
         self.factors.factors.append(Factor((self.variables[first.id], self.variables[second.id]), table))
 
     def _own(self, candidates: Candidates) -> Callable[[], FactorTable]:

@@ -791,3 +791,34 @@ def test_dims_whose_slices_a_view_would_hide_are_not_sliced_for_transformers(
     plan = meshwright.from_tp_plan(styles, Split(split), batch, loss=nn.MSELoss(), mesh=2)
     assert bool(plan.expressible("transformers")) is refused
     assert plan.expressible("deepspeed") == []  # AutoTP changes such sizes
+
+
+class Attention(nn.Module):
+    """Queries and keys are one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.o = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = (one.unflatten(-1, (-1, 4)) for one in self.qk(x).split(8, -1))
+        return x + self.o((q * k).flatten(2))
+
+
+def test_an_attention_that_autotp_would_halve_in_part_is_replicated(tmp_path: Path) -> None:
+    """AutoTP gives the module half of the heads, and gathers the queries and keys of all."""
+    batch = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    styles = {"0.qk": "colwise_gather_output", "0.o": "rowwise_split_input", "1.q": "colwise", "1.o": "rowwise"}
+    module = nn.Sequential(Attention(), Split(lambda x: x.view(2, 3, -1, 4)))
+    plan = meshwright.from_tp_plan(styles, module, batch, loss=nn.MSELoss(), mesh=2)
+    file = plan.export("deepspeed", tmp_path / "config.json", allow_changes=True)
+    specs = json.loads(file.read_text(encoding="utf-8"))["tensor_parallel"]["partition_config"]["layer_specs"]
+    rules = {pattern: one["partition_type"] for one in specs for pattern in one["patterns"]}
+    assert rules == {
+        r"0\.qk\.weight$": "skip",
+        r"0\.o\.weight$": "skip",
+        r"1\.q\.weight$": "column",
+        r"1\.o\.weight$": "row",
+    }
+    named = {change.name for change in plan.expressible("deepspeed")}
+    assert {"0.qk.weight", "0.o.weight"} <= named and "1.q.weight" not in named
