@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import pickle
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from composing import compose_config
 
 from runner import refusals
+from runner.cli.arguments import VERBS
 from runner.config.schema import Config
 from runner.config.section import Section
 from runner.errors import ConfigError, RunFailed
@@ -53,6 +56,20 @@ def test_the_catalogue_names_keys_that_exist() -> None:
         text = f"{refusal.cause} {refusal.remedy} {refusal.example}"
         for section, key in re.findall(rf"(?<![\w./])({'|'.join(sections)})\.(\w+)(?!\.\w*Net)", text):
             assert key in sections[section] or (section == "model" and key == "state_dict"), (code, section, key)
+
+
+def test_examples_are_commands() -> None:
+    lines = [line for one in refusals.catalogue().values() for line in (one.example or "").splitlines()]
+    tried = 0
+    for line in lines:
+        command, *words = shlex.split(line)
+        verb = words.pop(0) if command == "run" and words[0] in VERBS else "train"
+        assert command != "run" or verb != "train" or any(word.startswith("+recipe=") for word in words), line
+        if any(word.startswith("+recipe=") for word in words) and not {"-m", "cluster.file=machine.yaml"} & {*words}:
+            keys = [word for word in words if "=" in word and not word.startswith("--")]
+            assert compose_config(*keys, f"job={verb}")
+            tried += 1
+    assert tried > 20
 
 
 def test_the_page_is_the_catalogue() -> None:
