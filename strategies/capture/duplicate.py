@@ -13,14 +13,16 @@ from torch.utils import _pytree
 M = TypeVar("M", bound=nn.Module)
 
 
-def duplicate(module: M) -> M:
+def duplicate(module: M, *, parameters: bool = True) -> M:
     """A deep copy. Tensors that a module has computed from its parameters, as torch.nn.utils.weight_norm does in its
     constructor, are copied without their history: torch refuses to copy it, and every forward computes them anew.
-    Attributes that Python cannot copy, such as a lock, are shared, as are tensors without numbers."""
+    Attributes that Python cannot copy, such as a lock, are shared, as are tensors without numbers, and parameters
+    unless `parameters`."""
     attributes = _pytree.tree_leaves([vars(part) for part in module.modules()])
-    tensors = [leaf for leaf in attributes if isinstance(leaf, Tensor)]
-    memo: dict[int, Any] = {id(one): one for one in tensors if isinstance(one, FakeTensor)}
-    memo |= {id(one): one.detach().clone() for one in tensors if not one.is_leaf and id(one) not in memo}
+    leaves = [leaf for leaf in attributes if isinstance(leaf, Tensor)]
+    kept = FakeTensor if parameters else (FakeTensor, nn.Parameter)
+    memo: dict[int, Any] = {id(one): one for one in leaves if isinstance(one, kept)}
+    memo |= {id(one): one.detach().clone() for one in leaves if not one.is_leaf and id(one) not in memo}
     try:
         return copy.deepcopy(module, {**memo})
     except TypeError:

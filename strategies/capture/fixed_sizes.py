@@ -74,7 +74,7 @@ def _smallest_factor(size: int) -> int:
 def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int]) -> list[frozenset[str]] | None:
     """Run a copy of `step` in which each of these layers returns one share of its columns; None where that works, else
     the modules in which it raised, innermost first: for each the paths of all modules of its class."""
-    copy = duplicate(step).train()
+    copy = duplicate(step, parameters=False).train()
     paths = {module: path.removeprefix("model.") for path, module in copy.named_modules()}
     entered: list[nn.Module] = []
     for module, path in paths.items():

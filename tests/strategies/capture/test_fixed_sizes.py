@@ -56,3 +56,12 @@ def test_views_by_sizes_of_the_model_are_found(on: str) -> None:
 
 def test_a_model_that_reads_numbers_is_not_judged() -> None:
     assert fixed(Reading()) == []
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    norm, part = nn.BatchNorm1d(3), Fixed().eval()
+    before = [*part.parameters()]
+    assert fixed(norm, part) == ["1.view@0", "1.view@1"]
+    assert norm.num_batches_tracked == 0 and not norm.running_mean.any() and not part.training
+    assert all(one is other for one, other in zip(part.parameters(), before, strict=True))
+    assert not part.q._forward_hooks and not part.q._forward_pre_hooks
