@@ -47,7 +47,8 @@ class Content:
     dict (None: all), `companions` what a library needs beside merged weights, `samples` is how many rows the training
     data has; `lineage` is that of this run; `callbacks` are those with a state, which is the same on all ranks, and
     `callback_tensors` what they keep of parameters, as CALLBACK/NAME; `random` are RNG states, None: those of now;
-    `pending` is whether the evaluation of this step is still to be made."""
+    `pending` is whether the evaluation of this step is still to be made; `elsewhere` are the names of model and loss,
+    of which other stages may have some."""
 
     program: Program
     communicator: Communicator
@@ -65,6 +66,7 @@ class Content:
     callback_tensors: Shards = field(default_factory=dict)
     random: Mapping[str, Any] | None = None
     pending: bool = False
+    elsewhere: frozenset[str] = frozenset()
 
     @property
     def rank(self) -> int:

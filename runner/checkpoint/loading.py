@@ -66,7 +66,7 @@ def load(path: Path, content: Content) -> Restored:
     )
     checkpoint = read(path)
     parts = list(checkpoint.plain())
-    check_model(checkpoint, content.sources, content.published)
+    check_model(checkpoint, content.sources, content.published, content.elsewhere)
     scalars = {name: scalars for part in parts for name, scalars in part["scalars"].items()}
     numbers = _numbers(checkpoint, scalars)
     state = OptimizerScalars(
@@ -174,7 +174,12 @@ def _states(checkpoint: Checkpoint, numbers: Mapping[str, Tensor]) -> States:
     return states
 
 
-def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: frozenset[str] | None) -> None:
+def check_model(
+    checkpoint: Checkpoint,
+    sources: Iterable[Source],
+    published: frozenset[str] | None,
+    elsewhere: frozenset[str] = frozenset(),
+) -> None:
     """Require that a checkpoint holds every tensor of a model in its shape, and that the model has every trained
     tensor.
 
@@ -182,12 +187,13 @@ def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: fr
         checkpoint: the open checkpoint.
         sources: the model's parameters and buffers.
         published: the names in the model's state dict; a buffer that is in none may be missing.
+        elsewhere: further names, of tensors that other ranks have.
 
     Raises:
         StrategyError: something is missing or has another shape.
     """
     refused = f"The checkpoint {checkpoint.path} cannot be continued by this run: "
-    known = set(published or ())
+    known = {*(published or ()), *elsewhere}
     for source in sources:
         if source.kind not in ("parameter", "buffer"):
             continue

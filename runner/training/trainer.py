@@ -624,6 +624,7 @@ class Trainer:
             callbacks=self.hooks.stateful,
             callback_tensors=self.hooks.tensors(),
             pending=self.keeper.pending,
+            elsewhere=frozenset(() if self.prepared.graph is None else self.prepared.graph.parameter_order),
             **self._identity,
         )
 

@@ -10,6 +10,7 @@ import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -19,6 +20,7 @@ import torch
 from runner import checkpoint as checkpoints
 from runner.checkpoint import content, folder, index, saving, writing
 from runner.checkpoint.continuation import compare, differences
+from runner.checkpoint.loading import check_model
 from runner.errors import ConfigError, RunFailed
 from strategies.core.errors import StrategyError
 from strategies.optimizer.state import OptimizerScalars, placed
@@ -336,6 +338,13 @@ def test_another_number_of_rows_is_refused_or_named():
     with pytest.raises(StrategyError, match="had 64 rows and has 60 now"):
         compare(Path("p"), of(1, 64), **of(1, 60))
     assert compare(Path("p"), of(1, 64), **of(2, 60)).data[-1] == ("the number of training rows", 64, 60)
+
+
+def test_a_stage_knows_what_other_stages_train():
+    opened = SimpleNamespace(path="p", tensors={"optimizer/exp_avg/loss.scale": None})
+    with pytest.raises(StrategyError, match=r"has trained loss\.scale"):
+        check_model(opened, (), frozenset({"weight"}))
+    check_model(opened, (), frozenset({"weight"}), frozenset({"loss.scale"}))
 
 
 def test_another_number_of_micro_batches_is_said():

@@ -207,15 +207,24 @@ def stored(folder):
     return tensors
 
 
+LEARNED = (
+    *(*SMALL, "parallel=data_parallel", "model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss"),
+    "parallel.pipeline.stages=2",
+)
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit(start):
-    words = (*TWO, *RANDOM, "optimizer.target=torch.optim.AdamW", "checkpoint.every=2")
+@pytest.mark.parametrize(
+    ("words", "trained"), [((*TWO, *RANDOM), "outer.weight"), (LEARNED, "loss.balance")], ids=["model", "and loss"]
+)
+def test_a_run_goes_on_bit_for_bit(start, words, trained):
+    words = (*words, "optimizer.target=torch.optim.AdamW", "checkpoint.every=2")
     uninterrupted = start(*words, "train.steps=4", folder="uninterrupted")
     start(*words, "train.steps=2", folder="parts")
     parts = start(*words, "train.steps=4", "train.resume=auto", folder="parts")
     assert parts.value == uninterrupted.value
     ours, truth = stored(parts.folder), stored(uninterrupted.folder)
-    assert ours.keys() == truth.keys() and any(key.startswith("model/outer.weight") for key in truth)
+    assert ours.keys() == truth.keys() and any(key.startswith(f"model/{trained}") for key in truth)
     assert [key for key in truth if not torch.equal(ours[key], truth[key])] == []
 
 
