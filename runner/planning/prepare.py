@@ -265,6 +265,11 @@ def prepare(
     last = order.rows(order.steps_per_epoch - 1)[-(order.short % rows) :] if order.short % rows else []
     several = config.job.name in TRAINING and config.parts > 1
     values: Mapping[str, Tensor]
+
+    def last_rows() -> list[Tensor]:
+        batch = global_batch(training, collate, last, config.train.seed, 0)
+        return cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
+
     prepared = Prepared(
         *(config, world_size, device, names, shapes, targeted, rows),
         graph=None,
@@ -285,6 +290,11 @@ def prepare(
         values = {}
     elif config.parallel.mode == "stand_alone":
         prepared = _tried_alone(prepared, step, tensors, training, several, {**stored, **resumed}, say)
+        if prepared.short is not None:
+            try:
+                run_once(step, last_rows())
+            except StrategyError as error:
+                raise _too_short(order, len(last), error) from error
         if evaluating is not None:
             _trials(config, step, evaluating, evaluation_collate)
         named = (*step.named_parameters(), *step.named_buffers())
@@ -310,8 +320,7 @@ def prepare(
         assert prepared.graph is not None and plan is not None
         graph = prepared.graph
         if prepared.short is not None:
-            batch = global_batch(training, collate, last, config.train.seed, 0)
-            batch_tensors = cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
+            batch_tensors = last_rows()
             if count := len(prepared.means):
                 batch_tensors += mean_weights([1.0] * count, config.train.precision)
             own = step.weighed(count) if count else step
@@ -517,6 +526,15 @@ def _described(
     return twice
 
 
+def _too_short(order: Order, rows: int, error: ConfigError | StrategyError) -> ConfigError:
+    return ConfigError(
+        "MW325",
+        f"data.drop_last = false: an epoch ends with a batch of {order.short} samples, of which a micro-batch has "
+        f"{rows}, and the model cannot train on it: {error} Choose a data.batch_size that divides the {order.length} "
+        "samples, or data.drop_last=true.",
+    )
+
+
 def _short(
     config: Config,
     step: Objective,
@@ -538,12 +556,7 @@ def _short(
         own = replace(follow(plan, graph), recompute=plan.recompute)
         own_stages = lowering.stages_as(config, stages, graph, own)
     except (ConfigError, StrategyError) as error:
-        raise ConfigError(
-            "MW325",
-            f"data.drop_last = false: an epoch ends with a batch of {order.short} samples, of which a micro-batch has "
-            f"{rows}, and the model cannot train on it: {error} Choose a data.batch_size that divides the "
-            f"{order.length} samples, or data.drop_last=true.",
-        ) from error
+        raise _too_short(order, rows, error) from error
     slices = max((plan.mesh.product(axes) for layout in own.inputs.values() for axes in layout.dims[:1]), default=1)
     say(
         f"data: the last batch of an epoch has {order.short} samples; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -82,7 +82,7 @@ def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int
             module.register_forward_pre_hook(_as_wide_as_before)
             if path in shares:
                 module.register_forward_hook(partial(_first_columns, share=shares[path]))
-    with _without_numbers(copy, batch) as given, _recorded(entered):
+    with _without_numbers(copy, batch) as given, _recorded(entered, paths):
         try:
             copy(*given)
         except Exception:  # of the user's forward: it is what is asked
@@ -94,10 +94,15 @@ def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int
 
 
 @contextmanager
-def _recorded(entered: list[nn.Module]) -> Iterator[None]:
-    """Keep in a list the modules whose forward runs, innermost last."""
-    before = register_module_forward_pre_hook(lambda module, _: entered.append(module))
-    after = register_module_forward_hook(lambda *_: (entered.pop(), None)[1])
+def _recorded(entered: list[nn.Module], own: Collection[nn.Module]) -> Iterator[None]:
+    """Keep in a list which of its `own` modules run their forward, innermost last."""
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if module in own:
+            entered.pop()
+
+    before = register_module_forward_pre_hook(lambda module, _: entered.append(module) if module in own else None)
+    after = register_module_forward_hook(leave)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ the loss does not need is dropped. The module and the batch are left as they wer
 from __future__ import annotations
 
 import inspect
+import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,8 @@ from strategies.rules.random import draws
 
 UNKNOWN = (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException)
 """What export raises where a forward asks for values."""
+ONE_AT_A_TIME = threading.RLock()
+"""Exports replace functions of torch, for all threads."""
 TRANSFORMS = ("_functorch/eager_transforms.py", "_functorch/vmap.py")
 """Where torch.func transforms functions."""
 
@@ -210,6 +213,11 @@ def capture(
     Raises:
         StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
+    with ONE_AT_A_TIME:
+        return _capture(objective, batch, training, like)
+
+
+def _capture(objective: Objective, batch: Sequence[Tensor], training: bool, like: OperatorGraph | None) -> Captured:
     _check_calls(objective)
     check_scripted(objective)
     opaque, drawing, constant = OpaqueModules(objective), DrawingFunctions(objective), ConstantBuffers(objective)

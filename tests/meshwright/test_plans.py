@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -661,3 +662,10 @@ def test_a_rank_is_like_the_module() -> None:
     )
     sharded.load_state_dict(module.state_dict())
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in sharded.state_dict().items())
+
+
+def test_threads_plan_at_the_same_time() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(planned, (network(16), network(32)))]
+    assert [plan.content["parameters"]["0.weight"]["shape"] for plan in found] == [[16, 8], [32, 8]]
+    assert planned().cost == found[0].cost  # what captures replace in torch is as it was

@@ -142,8 +142,9 @@ def test_epochs_end_with_the_rows_that_are_left(start, shuffle):
 
 
 def test_a_model_that_cannot_train_on_the_last_rows_is_refused(start):
-    more = ("parallel=data_parallel", "model.args.norm=true", "data.args.rows=49", "data.drop_last=false")
-    with pytest.raises(ConfigError, match=r"data.drop_last = false: .* batch of 1 samples"):
-        start(*SMALL, *more)
+    more = ("model.args.norm=true", "data.args.rows=49", "data.drop_last=false")
+    for mode in (("parallel=data_parallel",), ("parallel=stand_alone", "world_size=1")):
+        with pytest.raises(ConfigError, match=r"data.drop_last = false: .* batch of 1 samples"):
+            start(*SMALL, *mode, *more)
     with pytest.raises(ConfigError, match=r"data.drop_last = false: .*cannot slice batch entry '0' of shape \(7, 12\)"):
         start(*SMALL, *HYBRID, *SHORT)
