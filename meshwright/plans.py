@@ -22,7 +22,8 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from meshwright.paths import path_of
-from runner.build.modules import DTYPES, RUNS_ON_SLICES, check_complete, runs_on_slices, sections_of, target_names
+from runner.build import modules
+from runner.build.modules import DTYPES, check_complete, sections_of, target_names
 from runner.config.load import load as load_config
 from runner.config.load import validated
 from runner.config.origins import Origins
@@ -40,8 +41,7 @@ from runner.report.page import plan_page
 from runner.report.plan_files import plan_content
 from runner.report.plan_form import check_shown
 from runner.run_folder.plan_file import read_content
-from strategies.capture import Captured, LossFunction, Objective, duplicate
-from strategies.capture.fixed_sizes import with_fixed_sizes
+from strategies.capture import ON_SLICES, Captured, LossFunction, Objective, duplicate
 from strategies.capture.shapes import pretend
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -84,10 +84,10 @@ class Planned:
     def prepared_for(self, target: str) -> Prepared:
         """The preparation, whose graph says all that an export asks it for."""
         graph = self.prepared.graph
-        if graph is None or target != RUNS_ON_SLICES or self.objective.runs_on_slices:
+        if graph is None or target not in ON_SLICES or self.objective.target == target:
             return self.prepared
-        make = partial(with_fixed_sizes, graph, self.objective, self.batch)
-        return replace(self.prepared, graph=graph.once("fixed sizes", make))
+        make = partial(ON_SLICES[target], graph, self.objective, self.batch)
+        return replace(self.prepared, graph=graph.once(("for", target), make))
 
     def step_of(self, module: nn.Module) -> Objective:
         """Another module with the loss of the plan."""
@@ -515,7 +515,7 @@ def planned(
         planned_module, function = duplicate(module), copy.deepcopy(function)
     targets = target_names(config, planned_module, names)
     objective = Objective(
-        planned_module, function, names, targets, sections=sections_of(config), runs_on_slices=runs_on_slices(config)
+        planned_module, function, names, targets, sections=sections_of(config), target=modules.target_of(config)
     )
     if shapes_alone:
         given = pretend(objective, given)

@@ -71,8 +71,6 @@ def check_half(config: Config, step: Objective, tensors: Sequence[Tensor], devic
         ) from error
 
 
-RUNS_ON_SLICES = "transformers"
-"""The target of an export that runs the code of modules on slices, as it is."""
 LARGEST_REBUILT = 1 << 30
 """Bytes of parameters up to which a model that cannot be captured from shapes alone is built after all."""
 
@@ -186,9 +184,7 @@ def objective(config: Config, names: Sequence[str]) -> Objective:
     model, loss = build(config)
     targeted = target_names(config, model, names)
     autocast = AUTOCAST.get(config.train.precision)
-    return Objective(
-        *(model, loss, names, targeted, autocast), sections=sections_of(config), runs_on_slices=runs_on_slices(config)
-    )
+    return Objective(*(model, loss, names, targeted, autocast), sections=sections_of(config), target=target_of(config))
 
 
 def sections_of(config: Config) -> dict[str, FusedSections] | None:
@@ -202,10 +198,9 @@ def sections_of(config: Config) -> dict[str, FusedSections] | None:
     return {} if unsaid else None
 
 
-def runs_on_slices(config: Config) -> bool:
-    """Whether a trainer that runs the code of modules on slices is to carry out the plan."""
-    exports = config.job.name == "export" and config.export.target == RUNS_ON_SLICES
-    return exports or config.parallel.for_target == RUNS_ON_SLICES
+def target_of(config: Config) -> str | None:
+    """The target of an export for which a plan is made."""
+    return config.export.target if config.job.name == "export" else config.parallel.for_target
 
 
 def captured_from_shapes(

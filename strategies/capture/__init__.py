@@ -3,12 +3,12 @@
 `model` is the entry point; `tracing` runs the export and keeps what it would lose; `vmapped` and `strided` replace
 torch.vmap and as_strided by operators on dims; `exported` reads the result after `regions` (no_grad, autocast),
 `numbers` (Python scalars from tensors), `functional` (writes become values) and `causal` (masks) have rewritten it;
-`packed_weights` marks the dims of fused weights, and `fixed_sizes` the views that do not take slices;
+`packed_weights` marks the dims of fused weights, `fixed_sizes` and `sizes_as_numbers` what does not run on slices;
 `autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph cannot hold; `nodes` has
 helpers for fx nodes that they share; `shapes` builds models without storage.
 """
 
 from strategies.capture.duplicate import duplicate
-from strategies.capture.model import Captured, LossFunction, Objective, capture, loss_in, run_once
+from strategies.capture.model import ON_SLICES, Captured, LossFunction, Objective, capture, loss_in, run_once
 
-__all__ = ["Captured", "LossFunction", "Objective", "capture", "duplicate", "loss_in", "run_once"]
+__all__ = ["ON_SLICES", "Captured", "LossFunction", "Objective", "capture", "duplicate", "loss_in", "run_once"]

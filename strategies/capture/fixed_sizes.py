@@ -82,7 +82,7 @@ def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int
             module.register_forward_pre_hook(_as_wide_as_before)
             if path in shares:
                 module.register_forward_hook(partial(_first_columns, share=shares[path]))
-    with _without_numbers(copy, batch) as given, _recorded(entered, paths):
+    with without_numbers(copy, batch) as given, _recorded(entered, paths):
         try:
             copy(*given)
         except Exception:  # of the user's forward: it is what is asked
@@ -111,7 +111,7 @@ def _recorded(entered: list[nn.Module], own: Collection[nn.Module]) -> Iterator[
 
 
 @contextmanager
-def _without_numbers(copy: nn.Module, batch: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def without_numbers(copy: nn.Module, batch: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The batch as tensors without numbers, among which real ones have none either."""
     held = (*copy.parameters(), *copy.buffers(), *batch)
     mode = next((one.fake_mode for one in held if isinstance(one, FakeTensor)), None) or FakeTensorMode()

@@ -41,6 +41,7 @@ from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.packed_sequences import packed_as_padded
 from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
+from strategies.capture.sizes_as_numbers import with_whole_modules
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import (
@@ -58,6 +59,8 @@ from strategies.rules.random import draws
 
 UNKNOWN = (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException)
 """What export raises where a forward asks for values."""
+ON_SLICES = {"transformers": with_fixed_sizes, "deepspeed": with_whole_modules}
+"""By the trainers that run the code of modules on slices: what marks in a graph that which does not."""
 ONE_AT_A_TIME = threading.RLock()
 """Exports replace functions of torch, for all threads."""
 TRANSFORMS = ("_functorch/eager_transforms.py", "_functorch/vmap.py")
@@ -81,8 +84,8 @@ class Objective(nn.Module):
 
     With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by
     name. With `autocast` both run under torch.autocast of that dtype, on the device of the batch. `sections` says
-    which fused weights are sliced section by section, None: all. With `runs_on_slices` a graph says which views split
-    by sizes that the model fixes. The weights of `weighed_means` means of the loss, scalars, follow the entries.
+    which fused weights are sliced section by section, None: all. A graph for a target of `ON_SLICES` says what of the
+    model does not run on slices. The weights of `weighed_means` means of the loss, scalars, follow the entries.
     """
 
     def __init__(
@@ -94,11 +97,11 @@ class Objective(nn.Module):
         autocast: torch.dtype | None = None,
         *,
         sections: Mapping[str, FusedSections] | None = None,
-        runs_on_slices: bool = False,
+        target: str | None = None,
         weighed_means: int = 0,
     ) -> None:
         super().__init__()
-        self.sections, self.runs_on_slices, self.weighed_means = sections, runs_on_slices, weighed_means
+        self.sections, self.target, self.weighed_means = sections, target, weighed_means
         if weighed_means:
             self.mean_weights = WeighedMean()
         self.model, self.loss, self.autocast = model, loss, autocast
@@ -229,8 +232,8 @@ def _capture(objective: Objective, batch: Sequence[Tensor], training: bool, like
             ) is not None:
                 given = objective.sections if like is None else sections_of(like)
                 graph = packed(captured.graph, given)
-                if objective.runs_on_slices:
-                    graph = with_fixed_sizes(graph, objective, batch)
+                if objective.target in ON_SLICES:
+                    graph = ON_SLICES[objective.target](graph, objective, batch)
                 return replace(captured, graph=graph)
         except DrawsIn as error:
             drawing.chosen.add(error.name)

@@ -131,6 +131,11 @@ def sliceable(operator: Operator, graph: OperatorGraph) -> bool:
     return operator.op == "linear" or (operator.op == "embedding" and not inside)
 
 
+def is_whole(module: str, paths: Collection[str]) -> bool:
+    """Whether a module is in one of these."""
+    return any(f"{module}.".startswith(f"{path}.") for path in paths)
+
+
 def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
     """The ids of operators that compute from parameters of their own module and buffers alone, such as 1 + weight of a
     norm. Of what they make, as of the parameters, a trainer may have partial gradients, which it adds up."""
@@ -223,7 +228,7 @@ class StyledModules(ModuleLayouts):
 
     def _weight(self, operator: Operator) -> int | None:
         """The position of the weight of a linear layer or table that a style may slice."""
-        if not sliceable(operator, self.graph):
+        if not sliceable(operator, self.graph) or is_whole(operator.module, self.graph.whole_modules):
             return None
         for position, ref in enumerate(operator.operands):
             source = self.graph.by_id[ref.id]

@@ -1,7 +1,9 @@
-"""Views by sizes of the model, in models that follow their tensors elsewhere."""
+"""What does not run on slices: views by sizes of the model, and numbers that are sizes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,7 +41,7 @@ class Reading(Following):
 
 def fixed(*parts: nn.Module, on: str = "cpu") -> list[str]:
     """The names of the views that a model of these parts splits by sizes of its own."""
-    step = Objective(nn.Sequential(*parts), nn.MSELoss(), ("0", "1"), ("1",), runs_on_slices=True)
+    step = Objective(nn.Sequential(*parts), nn.MSELoss(), ("0", "1"), ("1",), target="transformers")
     batch: Any = [torch.randn(2, 3, 12), torch.randn(2, 3, 12)]
     if on == "meta":
         batch = pretend(step.to(on), batch)
@@ -65,3 +67,36 @@ def test_the_model_is_left_as_it_is() -> None:
     assert norm.num_batches_tracked == 0 and not norm.running_mean.any() and not part.training
     assert all(one is other for one, other in zip(part.parameters(), before, strict=True))
     assert not part.q._forward_hooks and not part.q._forward_pre_hooks
+
+
+class Scaled(Fixed):
+    """Computes with sizes of its own, in one of several forms."""
+
+    def __init__(self, scale: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.hidden_size, self.num_heads, self.scale = 12, 6, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(self, super().forward(x.view(-1, 3, self.num_heads * 2)))
+
+
+@pytest.mark.parametrize(
+    ("scale", "whole"),
+    [
+        (lambda own, x: x * own.hidden_size**-0.5, True),
+        (lambda own, x: x * (own.hidden_size / 40), True),
+        (lambda own, x: x / own.num_heads, True),
+        (lambda own, x: own.num_heads * x, True),
+        (lambda own, x: x * math.sqrt(2 * own.hidden_size), True),
+        (lambda own, x: x * 2 ** math.floor(math.log2(own.num_heads)), True),
+        (lambda own, x: x * (own.hidden_size * 1.5), True),
+        (lambda own, x: x.view(-1, 3, own.hidden_size // own.num_heads * 6), False),
+        (lambda own, x: x + torch.zeros(own.hidden_size, dtype=x.dtype), False),
+        (lambda own, x: x.split(own.hidden_size // 2, -1)[0].repeat(1, 1, 2), False),
+    ],
+)
+def test_modules_that_compute_with_their_sizes_are_whole(scale: Any, whole: bool) -> None:
+    """DeepSpeed gives them the sizes of a slice."""
+    step = Objective(nn.Sequential(Following(), Scaled(scale)), nn.MSELoss(), ("0", "1"), ("1",), target="deepspeed")
+    batch = [torch.randn(2, 3, 12), torch.randn(2, 3, 12)]
+    assert capture(step, batch, training=True).graph.whole_modules == ({"1"} if whole else set())
