@@ -64,8 +64,8 @@ class ShardedModule(nn.Module):
     """A module and its loss as one rank of a plan runs them.
 
     `forward` takes the entries of a batch, by position or name, and returns the loss of the global batch: every entry
-    is either global, and sliced here, or this rank's slice already (`local_batch`), but no slice once it was global: a
-    short last batch may have the shape of one. All ranks call it together. After
+    is either global, and sliced here, or this rank's slice already (`local_batch`), but in training no slice once it
+    was global: a short last batch may have the shape of one. All ranks call it together. After
     `backward` the gradient of a parameter that several ranks hold is still a sum over them: `ShardedOptimizer.step`
     adds it up, and `ShardedOptimizer.gradients` returns complete ones. Backward alone writes gradients: a norm, or a
     change of their values, would be that of one rank's slices.
@@ -408,8 +408,8 @@ class ShardedModule(nn.Module):
         return tuple(found)
 
     def _check_rows(self, entries: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError for slices after global batches: a short one may have as many rows as a slice."""
-        for source in self.execution.program.inputs:
+        """Raises ConfigError for slices after global batches, in training: a short one may have as many rows."""
+        for source in self.execution.program.inputs if torch.is_grad_enabled() else ():
             given, shape = tuple(entries[source.name].shape), source.spec.shape
             if given == shape:
                 self._complete.add(source.name)

@@ -116,7 +116,8 @@ def without_numbers(copy: nn.Module, batch: Sequence[Tensor]) -> Iterator[list[T
     held = (*copy.parameters(), *copy.buffers(), *batch)
     mode = next((one.fake_mode for one in held if isinstance(one, FakeTensor)), None) or FakeTensorMode()
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-    with mode, torch.no_grad(), warnings.catch_warnings(action="ignore"):
+    with mode, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             yield [one if isinstance(one, FakeTensor) else mode.from_tensor(one.detach()) for one in batch]
         finally:
