@@ -254,7 +254,7 @@ def readable(value: str) -> str:
 
 def quoted(text: str) -> str:
     """`text` as a quoted string of Hydra's grammar, where backslashes count only before a quote."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (found[2] and "\\'"), text) + "'"
 
 
 def _pieces(value: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ import os
 import pytest
 from composing import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from runner.cli.arguments import for_hydra, quoted, readable
@@ -139,6 +139,7 @@ def test_values_arrive_as_they_are_typed(value, wanted):
 
 
 @given(st.text(st.characters(exclude_categories=("Cs",)), min_size=1))
+@example("\\\n")
 def test_whatever_is_quoted_is_read_back(text):
     parse = OverridesParser.create().parse_override
     assert parse(f"a={quoted(text)}").value() == text
