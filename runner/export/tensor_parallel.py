@@ -19,7 +19,7 @@ from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.steps import LOCAL
 from strategies.cost.collectives import step_seconds
-from strategies.cost.styled_modules import is_whole
+from strategies.cost.styled_modules import is_within
 from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
@@ -54,8 +54,8 @@ def styles_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: tu
     which has no packed styles, has half of the heads in an attention that has half of any weight: it is replicated as a
     whole where the layers whose columns it splits are not all sliced, as is what computes with its sizes."""
     found = tp_plan_of(graph, plan, names, axes)
-    whole = [numberless(path) for path in graph.whole_modules]
-    found |= {key: "replicate" for key in found if is_whole(key, whole)}
+    unsliced = [numberless(path) for path in graph.unsliced_modules]
+    found |= {key: "replicate" for key in found if is_within(key, unsliced)}
     for layers in () if "packed_colwise" in names else splitting(graph).values():
         split, others = ([numberless(one.module) for one in own] for own in (layers.split, layers.others))
         if any(found.get(key) != "colwise" for key in split):

@@ -113,8 +113,8 @@ def _recorded(entered: list[nn.Module], own: Collection[nn.Module]) -> Iterator[
 @contextmanager
 def without_numbers(copy: nn.Module, batch: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The batch as tensors without numbers, among which real ones have none either."""
-    held = (*copy.parameters(), *copy.buffers(), *batch)
-    mode = next((one.fake_mode for one in held if isinstance(one, FakeTensor)), None) or FakeTensorMode()
+    tensors = (*copy.parameters(), *copy.buffers(), *batch)
+    mode = next((one.fake_mode for one in tensors if isinstance(one, FakeTensor)), None) or FakeTensorMode()
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     with mode, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -41,7 +41,7 @@ from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.packed_sequences import packed_as_padded
 from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
-from strategies.capture.sizes_as_numbers import with_whole_modules
+from strategies.capture.sizes_as_numbers import with_unsliced_modules
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
 from strategies.capture.unsupported import (
@@ -59,7 +59,7 @@ from strategies.rules.random import draws
 
 UNKNOWN = (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException)
 """What export raises where a forward asks for values."""
-ON_SLICES = {"transformers": with_fixed_sizes, "deepspeed": with_whole_modules}
+ON_SLICES = {"transformers": with_fixed_sizes, "deepspeed": with_unsliced_modules}
 """By the trainers that run the code of modules on slices: what marks in a graph that which does not."""
 ONE_AT_A_TIME = threading.RLock()
 """Exports replace functions of torch, for all threads."""

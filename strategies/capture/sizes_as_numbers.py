@@ -99,8 +99,8 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def with_whole_modules(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tensor]) -> OperatorGraph:
-    """The graph with its `whole_modules`.
+def with_unsliced_modules(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tensor]) -> OperatorGraph:
+    """The graph with its `unsliced_modules`.
 
     Args:
         graph: of `step`, whose model is `step.model`.
@@ -120,4 +120,4 @@ def with_whole_modules(graph: OperatorGraph, step: nn.Module, batch: Sequence[Te
             copy(*given)
         except Exception:  # of the user's forward without numbers: nothing is known
             return graph
-    return replace(graph, whole_modules=frozenset(numbers)) if numbers else graph
+    return replace(graph, unsliced_modules=frozenset(numbers)) if numbers else graph

@@ -164,7 +164,7 @@ class OperatorGraph(Memo):
     """The id of every buffer that is written, and its new value."""
     fixed_sizes: frozenset[str] = frozenset()
     """The ids of views that split a dim by a size that the model fixes, as far as that is known."""
-    whole_modules: frozenset[str] = frozenset()
+    unsliced_modules: frozenset[str] = frozenset()
     """The paths of modules in which a trainer that changes their sizes may slice nothing."""
 
     @cached_property
@@ -269,7 +269,7 @@ class OperatorGraph(Memo):
         operators = tuple(
             (o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path, o.lines) for o in self.operators
         )
-        fixed = [sorted(one) for one in (self.fixed_sizes, self.whole_modules) if one]
+        fixed = [sorted(one) for one in (self.fixed_sizes, self.unsliced_modules) if one]
         return self.sources, operators, self.outputs, self.parameter_order, self.updates, *fixed
 
     def of_kind(self, *kinds: Kind) -> tuple[Source, ...]:

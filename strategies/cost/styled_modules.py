@@ -131,7 +131,7 @@ def sliceable(operator: Operator, graph: OperatorGraph) -> bool:
     return operator.op == "linear" or (operator.op == "embedding" and not inside)
 
 
-def is_whole(module: str, paths: Collection[str]) -> bool:
+def is_within(module: str, paths: Collection[str]) -> bool:
     """Whether a module is in one of these."""
     return any(f"{module}.".startswith(f"{path}.") for path in paths)
 
@@ -228,7 +228,7 @@ class StyledModules(ModuleLayouts):
 
     def _weight(self, operator: Operator) -> int | None:
         """The position of the weight of a linear layer or table that a style may slice."""
-        if not sliceable(operator, self.graph) or is_whole(operator.module, self.graph.whole_modules):
+        if not sliceable(operator, self.graph) or is_within(operator.module, self.graph.unsliced_modules):
             return None
         for position, ref in enumerate(operator.operands):
             source = self.graph.by_id[ref.id]

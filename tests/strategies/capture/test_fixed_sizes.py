@@ -81,7 +81,7 @@ class Scaled(Fixed):
 
 
 @pytest.mark.parametrize(
-    ("scale", "whole"),
+    ("scale", "unsliced"),
     [
         (lambda own, x: x * own.hidden_size**-0.5, True),
         (lambda own, x: x * (own.hidden_size / 40), True),
@@ -95,8 +95,8 @@ class Scaled(Fixed):
         (lambda own, x: x.split(own.hidden_size // 2, -1)[0].repeat(1, 1, 2), False),
     ],
 )
-def test_modules_that_compute_with_their_sizes_are_whole(scale: Any, whole: bool) -> None:
+def test_modules_that_compute_with_their_sizes_are_unsliced(scale: Any, unsliced: bool) -> None:
     """DeepSpeed gives them the sizes of a slice."""
     step = Objective(nn.Sequential(Following(), Scaled(scale)), nn.MSELoss(), ("0", "1"), ("1",), target="deepspeed")
     batch = [torch.randn(2, 3, 12), torch.randn(2, 3, 12)]
-    assert capture(step, batch, training=True).graph.whole_modules == ({"1"} if whole else set())
+    assert capture(step, batch, training=True).graph.unsliced_modules == ({"1"} if unsliced else set())
