@@ -22,8 +22,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from meshwright.paths import path_of
-from runner.build import modules
-from runner.build.modules import DTYPES, check_complete, sections_of, target_names
+from runner.build.modules import DTYPES, check_complete, export_target, sections_of, target_names
 from runner.config.load import load as load_config
 from runner.config.load import validated
 from runner.config.origins import Origins
@@ -515,7 +514,7 @@ def planned(
         planned_module, function = duplicate(module), copy.deepcopy(function)
     targets = target_names(config, planned_module, names)
     objective = Objective(
-        planned_module, function, names, targets, sections=sections_of(config), target=modules.target_of(config)
+        planned_module, function, names, targets, sections=sections_of(config), target=export_target(config)
     )
     if shapes_alone:
         given = pretend(objective, given)

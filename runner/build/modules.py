@@ -184,7 +184,9 @@ def objective(config: Config, names: Sequence[str]) -> Objective:
     model, loss = build(config)
     targeted = target_names(config, model, names)
     autocast = AUTOCAST.get(config.train.precision)
-    return Objective(*(model, loss, names, targeted, autocast), sections=sections_of(config), target=target_of(config))
+    return Objective(
+        *(model, loss, names, targeted, autocast), sections=sections_of(config), target=export_target(config)
+    )
 
 
 def sections_of(config: Config) -> dict[str, FusedSections] | None:
@@ -198,7 +200,7 @@ def sections_of(config: Config) -> dict[str, FusedSections] | None:
     return {} if unsaid else None
 
 
-def target_of(config: Config) -> str | None:
+def export_target(config: Config) -> str | None:
     """The target of an export for which a plan is made."""
     return config.export.target if config.job.name == "export" else config.parallel.for_target
 

@@ -127,7 +127,7 @@ def declared(
     for key, given in tp_plan.items():
         matched = [name for name in (*sorted(modules), *parameters) if segments_match(key, name)]
         if not matched:
-            known = sorted({glob_of(name) for name in (*modules, *parameters) if name})
+            known = sorted({numberless(name) for name in (*modules, *parameters) if name})
             raise StrategyError("MW881", f"tp_plan: {key!r} matches no module or parameter.{closest(key, known)}")
         for name in matched:
             style = style_of(given, key, name in tables)
@@ -166,11 +166,6 @@ def merged(tp_plan: Mapping[str, Any], ep_plan: Mapping[str, Any]) -> dict[str, 
 def numberless(name: str) -> str:
     """A name as transformers writes it in plans, with stars for the numbers of layers."""
     return NUMBER.sub(r".*\1", name)
-
-
-def glob_of(name: str) -> str:
-    """A name with a star for every number between dots."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _sliced(rank: int, dim: Dim, axes: Sequence[str]) -> Layout:
