@@ -52,11 +52,10 @@ from strategies.optimizer.settings import COMPLETE, PERSISTING, OptimizerSetting
 from strategies.optimizer.updates import OptimizerFactory
 from strategies.planner.plan_file import check_form
 from strategies.planner.planner import Planning, SlicedModules, planning_of
-from strategies.planner.step_certificate import StepEvaluation
+from strategies.planner.step_certificate import StepEvaluation, with_cost
 from strategies.rules import rule_of
 from strategies.runtime import compiled
 from strategies.runtime.tensor_files import StoredTensor
-from strategies.search.algorithms import with_cost
 from strategies.search.joint import AGAIN, KEEPING, Bound, Choice, Decision, Priced, decide
 
 ZERO = (0, 1, 2, 3)

@@ -73,11 +73,11 @@ from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.elementwise import check_elementwise, flattened
 from strategies.optimizer.updates import check_kind
 from strategies.planner.planner import follow
+from strategies.planner.step_certificate import with_cost
 from strategies.rules.registry import RULES
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.tensor_files import StoredTensor
-from strategies.search.algorithms import with_cost
 
 WEIGHTS = "initial.pt"
 TRAINING = ("train", "verify")

@@ -31,10 +31,9 @@ from strategies.planner import plan_cache
 from strategies.planner.module_styles import AUTOTP, FOR_TRANSFORMERS
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
-from strategies.planner.step_certificate import StepEvaluation
+from strategies.planner.step_certificate import StepEvaluation, with_cost
 from strategies.rules import rule_of
 from strategies.runtime.dtensors import GATHERED, unknown
-from strategies.search.algorithms import with_cost
 
 STYLES_OF = {"deepspeed": AUTOTP, "transformers": FOR_TRANSFORMERS}
 """Targets of an export that slice modules, by the styles that they have."""

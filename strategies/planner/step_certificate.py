@@ -34,6 +34,7 @@ from strategies.cost.node_cost import NodeCost
 from strategies.cost.plan_cost import PlanCost, few_axes
 from strategies.cost.problem import Problem, Relaxation
 from strategies.cost.roofline import operator_work
+from strategies.search.algorithms import certificate
 from strategies.search.dynamic_programming import exact_search
 from strategies.search.mesh_choice import mesh_of, mesh_to_json
 from strategies.search.solution import Solution
@@ -323,3 +324,22 @@ def waits_for(node_cost: NodeCost, operator: Operator, ref: Ref) -> bool:
         if main is not None and main.id not in needing:
             return False
     return True
+
+
+COMPARED = ("mesh", "runner_up", "meshes", "left_out", "propagation")
+"""Keys of `search` about other plans."""
+
+
+def with_cost(search: Mapping[str, Any], cost: float | None, bound: float | None = None) -> dict[str, Any]:
+    """The `search` of a plan that costs another number of seconds than those that it was compared by.
+
+    Args:
+        search: as it was.
+        cost: seconds (None: unknown).
+        bound: seconds below those of any plan (None: as in `search`).
+    """
+    kept = {key: value for key, value in search.items() if key not in COMPARED}
+    certified = kept.pop("gap", None) is not None
+    if cost is None or not certified:
+        return kept | {"cost": cost, "lower_bound": None}
+    return kept | certificate(cost, kept["lower_bound"] if bound is None else bound)

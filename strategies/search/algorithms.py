@@ -114,22 +114,3 @@ def certificate(cost: float, bound: float) -> dict[str, Any]:
         return {"cost": cost, "lower_bound": None, "gap": None}
     bound = min(bound, cost)
     return {"cost": cost, "lower_bound": bound, "gap": (cost - bound) / bound if bound > 0 else 0.0}
-
-
-COMPARED = ("mesh", "runner_up", "meshes", "left_out", "propagation")
-"""Keys of `search` about other plans."""
-
-
-def with_cost(search: Mapping[str, Any], cost: float | None, bound: float | None = None) -> dict[str, Any]:
-    """The `search` of a plan that costs another number of seconds than those that it was compared by.
-
-    Args:
-        search: as it was.
-        cost: seconds (None: unknown).
-        bound: seconds below those of any plan (None: as in `search`).
-    """
-    kept = {key: value for key, value in search.items() if key not in COMPARED}
-    certified = kept.pop("gap", None) is not None
-    if cost is None or not certified:
-        return kept | {"cost": cost, "lower_bound": None}
-    return kept | certificate(cost, kept["lower_bound"] if bound is None else bound)

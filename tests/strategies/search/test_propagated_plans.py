@@ -11,13 +11,14 @@ from torch import nn
 from models.quickstart import Net
 from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.link_seconds import LinkSeconds
 from strategies.cost.plan_cost import PlanCost
 from strategies.cost.problem import Problem
 from strategies.memory.estimate import plan_bytes
 from strategies.planner.planner import make_plan
 from strategies.rules.sharding import Assignment
 from strategies.search.dynamic_programming import search
-from strategies.search.sharding_propagation import DEARER, LinkSeconds, Propagated, Propagation
+from strategies.search.sharding_propagation import DEARER, Propagated, Propagation
 from tests.strategies.search.problems import gpt, node, prime_mesh, problem, propagated, shaped
 
 SLOW = Cluster("slow", (Level("rank", 8, Link(1e8, 1e-4)),), {"float32": 1e9}, 2**30, 1e9, 1e-6)
