@@ -24,6 +24,13 @@ ITEM_BYTES = {
     "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+CONSTANT_TO_AUTOGRAD = frozenset(
+    """
+    detach empty_like full_like histc new_empty new_full new_ones new_zeros ones_like rand_like randn_like zeros_like
+    """.split()
+)
+"""Operators whose results have no gradient though they are floating-point: it does not reach their operands."""
+
 
 @cache
 def modules_around(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -197,18 +204,18 @@ class OperatorGraph(Memo):
         """The values that have a gradient."""
         trained = {Ref(source.id) for source in self.sources if source.trainable}
         for operator in self.operators:
-            if operator.op != "detach" and any(ref in trained for ref in operator.operands):
+            if operator.op not in CONSTANT_TO_AUTOGRAD and any(ref in trained for ref in operator.operands):
                 trained |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
         return frozenset(trained)
 
     @cached_property
     def returning(self) -> frozenset[str]:
-        """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or
-        detach."""
+        """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices,
+        detach or zeros_like."""
         wanted, returning = set(self.outputs), set()
         for operator in reversed(self.operators):
             results = [Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating]
-            if operator.op != "detach" and not wanted.isdisjoint(results):
+            if operator.op not in CONSTANT_TO_AUTOGRAD and not wanted.isdisjoint(results):
                 returning.add(operator.id)
                 wanted.update(operator.operands)
         return frozenset(returning)

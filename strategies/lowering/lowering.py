@@ -19,7 +19,18 @@ from typing import Any
 import torch
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import FusedSections, Operator, OperatorGraph, Ref, Source, TensorSpec, refs, rewrite, wide
+from strategies.core.graph import (
+    CONSTANT_TO_AUTOGRAD,
+    FusedSections,
+    Operator,
+    OperatorGraph,
+    Ref,
+    Source,
+    TensorSpec,
+    refs,
+    rewrite,
+    wide,
+)
 from strategies.core.layout import Layout, Stripes, WindowLayout, stored
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -507,7 +518,7 @@ class _Lowering(Emission):
         result = self.emit(operator, sharding, planned.assignment, args, kwargs)
         if isinstance(result, Ref):
             result = tuple(Ref(result.id, index) for index in range(len(operator.results)))
-        trains = any(self.gradient[ref] for ref in operator.operands) and operator.op != "detach"
+        trains = any(self.gradient[ref] for ref in operator.operands) and operator.op not in CONSTANT_TO_AUTOGRAD
         for index, spec in enumerate(operator.results):
             ref = Ref(operator.id, index)
             self.gradient[ref] = trains and spec.floating

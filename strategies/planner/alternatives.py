@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, with_refs
+from strategies.core.graph import CONSTANT_TO_AUTOGRAD, Operator, OperatorGraph, Ref, Source, with_refs
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -161,7 +161,9 @@ class Neighbourhood:
         """The values on which the graph's outputs depend."""
         wanted = set(self.graph.outputs)
         for operator in reversed(self.graph.operators):
-            if operator.op != "detach" and any(Ref(operator.id, i) in wanted for i in range(len(operator.results))):
+            if operator.op not in CONSTANT_TO_AUTOGRAD and any(
+                Ref(operator.id, i) in wanted for i in range(len(operator.results))
+            ):
                 wanted.update(operator.operands)
         return frozenset(wanted)
 

@@ -1,9 +1,10 @@
-"""What is computed from parameters alone, as its users take it, where a rule and no search decides.
+"""What is computed from parameters alone, or is replicated, as its users take it, where a rule and no search decides.
 
-The gradient of such a value is partial where its users are sliced. Added there, it takes a collective of its own; with
-the parameter's, it takes a part of a bucket. From the last operator to the first, each is sliced along dims that all
-users slice, and defers what all users return as partial sums, together with the operators that it is computed from or
-else alone, if that takes no longer. Searches that compare candidates find this by themselves.
+The gradient of what is computed from parameters is partial where its users are sliced. Added there, it takes a
+collective of its own; with the parameter's, it takes a part of a bucket. From the last operator to the first, each is
+sliced along dims that all users slice, and defers what all users return as partial sums, together with the operators
+that it is computed from or else alone, if that takes no longer. Searches that compare candidates find this by
+themselves.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from strategies.rules.sharding import DEFERRED, Assignment
 
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
+MOST_TOGETHER = 100
+"""Operators that are decided together at most."""
 
 
 def deferred(problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment]) -> dict[str, Assignment]:
     """The assignments `chosen`, by operator id, with deferred reductions where no strategy is configured."""
     cost, made = approximate_cost(problem, cluster), dict(chosen)
-    origins: dict[str, dict[str, Operator]] = {}
-    """Of operators that may defer, by id: themselves and those that they are computed from."""
-    for operator in problem.graph.operators:
-        if problem.shardings[operator.id].defers and operator.id not in problem.fixed:
-            before = {id: one for ref in operator.operands for id, one in origins.get(ref.id, {}).items()}
-            origins[operator.id] = {operator.id: operator} | before
-    order = {operator.id: place for place, operator in enumerate(problem.graph.operators)}
-    for id in reversed(origins):
-        for group in (sorted(origins[id].values(), key=lambda one: -order[one.id]), [origins[id][id]]):
+    may = {
+        operator.id: operator
+        for operator in problem.graph.operators
+        if operator.id not in problem.fixed and (problem.shardings[operator.id].defers or not chosen[operator.id])
+    }
+    order = {id: place for place, id in enumerate(may)}
+    for id, operator in reversed(may.items()):
+        if _as_used(problem, operator, made) == made[id]:
+            continue
+        for group in (sorted(_origins(operator, may), key=lambda one: -order[one.id]), [operator]):
             other = dict(made)
             for one in group:
                 other[one.id] = _as_used(problem, one, other)
@@ -39,6 +43,18 @@ def deferred(problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment
                 made = other
                 break
     return made
+
+
+def _origins(operator: Operator, may: Mapping[str, Operator]) -> list[Operator]:
+    """An operator and those of `may` that it is computed from by these alone, the nearest `MOST_TOGETHER`."""
+    found = {operator.id: operator}
+    for one in (queue := [operator]):
+        near = [may[ref.id] for ref in one.operands if ref.id in may and ref.id not in found]
+        if len(found) + len(near) > MOST_TOGETHER:
+            break
+        found |= {one.id: one for one in near}
+        queue += near
+    return [*found.values()]
 
 
 def _as_used(problem: Problem, operator: Operator, chosen: Mapping[str, Assignment]) -> Assignment:
@@ -64,7 +80,7 @@ def _as_used(problem: Problem, operator: Operator, chosen: Mapping[str, Assignme
                 if user.id in graph.returning
             ]
             partial = partial.intersection(*returning) if returning else frozenset()
-    left = mesh.sorted(partial & free)
+    left = mesh.sorted(partial & free) if sharding.defers else ()
     return {**assignment, DEFERRED: left} if left else assignment
 
 

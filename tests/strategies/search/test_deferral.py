@@ -75,6 +75,20 @@ class Shifts(nn.Module):
         return x + row + row.square().sum()
 
 
+class Slopes(nn.Module):
+    """Scores with the squares of their slopes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        scores = self.net(x)
+        (slopes,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores + slopes.square()
+
+
 @pytest.fixture(scope="module")
 def biased() -> Model:
     torch.manual_seed(0)
@@ -117,6 +131,16 @@ def test_tables_of_biases_and_expanded_tokens(biased: Model, request_: Request, 
     assert {*plan.operators["expand"].assignment} == {"d0"}  # every rank has the token of its rows
     assert sent_back(program) == []
     assert biased.difference(plan, LoweringOptions(sharded_optimizer=sharded)) <= TOLERANCE
+
+
+def test_a_derivative_is_sliced_as_the_rows_that_it_belongs_to() -> None:
+    """The gradient of a sum begins with ones for all rows, which depend on no batch entry: each rank makes its own."""
+    torch.manual_seed(0)
+    model = Model(Slopes(), nn.MSELoss(), (torch.randn(8, 8), torch.randn(8, 8)))
+    plan = make_plan(model.graph, DATA)
+    assert {len(plan.operators[name].assignment) for name in plan.operators if name.startswith(("expand", "mm"))} == {1}
+    assert sent_back(lower(model.graph, plan, LoweringOptions(partial_loss=True))) == []
+    assert model.difference(plan) <= TOLERANCE
 
 
 def test_what_sends_more_is_not_deferred() -> None:
