@@ -227,7 +227,7 @@ def evaluation_stages(config: Config, stages: Sequence[Stage], graph: OperatorGr
     if not stages:
         return ()
     ordinals = random_ordinals(graph, evaluation_options(config))
-    return cut_evaluation(graph, plan, as_trained(graph, stages), ordinals, len(stages))
+    return cut_evaluation(graph, plan, stages, ordinals)
 
 
 def pipeline_programs(

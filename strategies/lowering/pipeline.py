@@ -19,7 +19,7 @@ from typing import Literal
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, fresh, modules_around, with_refs
 from strategies.core.layout import Layout
-from strategies.core.plan import Plan, Recompute
+from strategies.core.plan import OperatorPlan, Plan, Recompute
 from strategies.core.program import LoweringOptions, Program
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline_schedule import stages_of
@@ -61,10 +61,49 @@ def cut(graph: OperatorGraph, plan: Plan, placed: Mapping[str, int], ordinals: M
 
 
 def cut_evaluation(
-    graph: OperatorGraph, plan: Plan, placed: Mapping[str, int], ordinals: Mapping[str, int], count: int
+    graph: OperatorGraph, plan: Plan, stages: Sequence[Stage], ordinals: Mapping[str, int]
 ) -> tuple[Stage, ...]:
-    """The `count` stages of an evaluation graph. The last one returns all results, wherever they are made."""
-    return _Cutting(graph, plan, placed, ordinals, count).stages()
+    """An evaluation graph in the `stages` of training. The last one returns all results, wherever they are made.
+    Raises StrategyError where an operator has no stage with the parameters and buffers that it uses."""
+    try:
+        placed = as_trained(graph, stages)
+    except StrategyError:
+        graph, plan = _sending_buffers(graph, plan, stages)
+        placed = as_trained(graph, stages)
+    return _Cutting(graph, plan, placed, ordinals, len(stages)).stages()
+
+
+def _sending_buffers(graph: OperatorGraph, plan: Plan, stages: Sequence[Stage]) -> tuple[OperatorGraph, Plan]:
+    """An evaluation graph in which a copy of a buffer is sent to the stages that have none: in training they use what
+    an earlier stage writes into it."""
+    named = {operator.name: stage.number for stage in stages for operator in stage.graph.operators}
+    taken, names, operators = set(graph.by_id), set(plan.operators), dict(plan.operators)
+    renamed: dict[str, dict[Ref, Ref]] = {}
+    """By id of an operator."""
+    copies: dict[str, list[Operator]] = {}
+    """By id of the operator before which they are made."""
+    for source in graph.of_kind("buffer"):
+        holders = [stage.number for stage in stages if source.name in stage.plan.tensors]
+        users = [user for user, _ in graph.users[Ref(source.id)] if named.get(user.name, -1) > min(holders, default=0)]
+        if users := [user for user in users if named[user.name] not in holders]:
+            id, module = fresh(f"{source.id}_sent", taken), source.name.rpartition(".")[0]
+            name = fresh(f"{module}.clone".lstrip("."), names)
+            target, operand = "aten.clone.default", Ref(source.id)
+            copy = Operator(id, name, module, "clone", target, (operand,), (), (source.spec,), False, "", (module,))
+            operators[name] = OperatorPlan({}, "default")
+            copies.setdefault(users[0].id, []).append(copy)
+            for user in users:
+                renamed.setdefault(user.id, {})[operand] = Ref(id)
+    made = [
+        one
+        for operator in graph.operators
+        for one in (*copies.get(operator.id, ()), _renamed(operator, renamed.get(operator.id, {})))
+    ]
+    return replace(graph, operators=tuple(made)), replace(plan, operators=operators)
+
+
+def _renamed(operator: Operator, names: Mapping[Ref, Ref]) -> Operator:
+    return with_refs(operator, lambda ref: names.get(ref, ref)) if names else operator
 
 
 def recompute_in(operators: Sequence[Operator], chosen: Recompute | None) -> Recompute | None:
@@ -154,7 +193,7 @@ class _Cutting:
             return renamed.get(ref, ref)
 
         operators = tuple(
-            with_refs(operator, there) if not renamed.keys().isdisjoint(operator.operands) else operator
+            _renamed(operator, {} if renamed.keys().isdisjoint(operator.operands) else renamed)
             for operator in self.graph.operators
             if self.placed[operator.id] == number
         )

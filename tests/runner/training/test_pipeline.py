@@ -274,6 +274,10 @@ MODELS = {
             "evaluate.metric=networks.disagreement",
         ),
     ),
+    "a buffer that training reads where it was written": (
+        *(*SMALL, "parallel=data_parallel", "model.target=networks.Centred", "parallel.pipeline.stages=2"),
+        *("parallel.pipeline.cuts={second: 1}", "world_size=2", "evaluate.metric=accuracy"),
+    ),
 }
 
 
