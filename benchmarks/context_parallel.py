@@ -4,7 +4,7 @@ without balance, what overlaps, and the memory of a rank by length.
     python -m benchmarks.context_parallel [--length 4096] [--repetitions 9] [--out docs/context_parallel.md]
 
 Forward and backward of one causal attention on gloo, one thread per rank. Variants alternate in the same processes, and
-each is judged by its median. Where there are fewer cores than ranks the wall clock hides what is unbalanced, so the CPU
+each is judged by its median. Where there are fewer cores than ranks the wall clock hides imbalance, so the CPU
 seconds of the busiest rank stand beside it. Goals: memory proportional to length / ranks, as predicted; causal work
 balanced; blocks sent while others are computed.
 """

@@ -6,7 +6,7 @@ A GPT trains data parallel, saves in the background, and has its surviving ranks
 Again and again a random rank is killed (SIGKILL) at a random moment. Per failure: the seconds until the next step that
 is new has ended, and what of them is lost, that is without the time of one step. ETTR is the useful share of wall time
 with a failure every 60 s: 1 - lost / 60. The steps between give the time of a step, and by how much a step beside a
-save is longer. On a machine that others use too, what is lost in steps can be compared, and seconds cannot. Goals: ETTR
+save is longer. On a machine that others use too, lost steps can be compared, and seconds cannot. Goals: ETTR
 at least 0.97, a step beside a save at most 1 % longer.
 
 With `--smaller` a rank is killed again as soon as it is back, so it is lost for good (`launch.min_ranks`): the seconds

@@ -4,7 +4,7 @@
         [--rounds 12]
 
 Windows of `WINDOW` steps alternate in the same processes, one without a save and one that begins with a save, so that
-other load on the machine affects both. What is measured is the training thread alone: the call of `save`, the steps,
+other load on the machine affects both. Measured is the training thread alone: the call of `save`, the steps,
 and waiting for copies. A thread's time is CPU time, time in which it could run and other programs had the cores, and
 time in which it is blocked: by the interpreter's lock, by copies, by other ranks. With one rank nothing but a save
 blocks it, so CPU and blocked seconds are what a save costs whatever else runs on the machine. Medians over the rounds,

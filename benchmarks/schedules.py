@@ -113,7 +113,7 @@ def stage_times() -> list[StageTimes]:
 
 
 def schedules() -> dict[str, Schedule]:
-    """1F1B, ZB-H1, and what is made in the memory of each."""
+    """1F1B, ZB-H1, and synthesised schedules in the memory of each."""
     found: dict[str, Schedule] = {}
     for kind in ("1f1b", "zero_bubble"):
         named = make_schedule(kind, RANKS, MICRO_BATCHES)

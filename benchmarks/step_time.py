@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--ranks 8] [--steps 4] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
                                    [--predict]
 
-Without `--cluster` the machine is calibrated first; `--predict` prints what is predicted for the machine that is
+Without `--cluster` the machine is calibrated first; `--predict` prints the predictions for the machine that is
 described, by default without calibration, and measures nothing. Plans are data parallel (ZeRO 0-3), tensor parallel and
 both. Each runs in separate processes, as in training, in two passes, the second in reverse order, so that other load on
 the machine affects all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a

@@ -59,7 +59,7 @@ def from_tp_plan(
         **options: `cluster`, `optimizer`, `seed`, `device`, `zero`, and further keys of the section `parallel`.
 
     Returns:
-        The plan. What the entries leave open follows from what is computed: operators take values as they come, and
+        The plan. What the entries leave open follows from the graph: operators take values as they come, and
         modules without an entry are replicated.
 
     Raises:
@@ -131,7 +131,7 @@ def from_dtensor(
         **options: as for `from_tp_plan`.
 
     Returns:
-        The plan. What modules receive and return follows from what is computed; where a `parallelize_plan` says more,
+        The plan. What modules receive and return follows from the graph; where a `parallelize_plan` says more,
         give that to `from_tp_plan`.
 
     Raises:
@@ -198,7 +198,7 @@ def from_autoparallel(
 
     Args:
         file: JSON with the mesh and the placements of every node. Those of parameters, buffers and the batch are read
-            (`primals_1` and so on, in the order of the module's tensors); operators follow from what is computed, as
+            (`primals_1` and so on, in the order of the module's tensors); operators follow from the graph, as
             the file names them by a graph that only AutoParallel has.
         module: as for `meshwright.plan`.
         batch: as for `meshwright.plan`.

@@ -9,7 +9,7 @@ from runner.errors import ConfigError
 
 
 def path_of(file: object, what: str) -> Path:
-    """Raises ConfigError, for the call `what`, for what is no path."""
+    """Raises ConfigError, for the call `what`, unless it is a path."""
     if not isinstance(file, str | os.PathLike) or "\0" in os.fspath(file):
         raise ConfigError("MW204", f"{what}: {file!r} is no path; give a string or pathlib.Path without null bytes.")
     return Path(file)

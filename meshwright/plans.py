@@ -270,14 +270,14 @@ class Plan:
 
 
 def require_module(given: object, what: str) -> None:
-    """Raises ConfigError for what is no module."""
+    """Raises ConfigError unless it is a module."""
     if not isinstance(given, nn.Module):
         made = " (make one: it is a class)" if isinstance(given, type) else ""
         raise ConfigError("MW204", f"{what}: module = {given!r} is no torch.nn.Module{made}.")
 
 
 def require_plan(given: object, what: str) -> None:
-    """Raises ConfigError for what is no plan."""
+    """Raises ConfigError unless it is a plan."""
     if not isinstance(given, Plan):
         raise ConfigError(
             "MW204", f"{what}: {given!r} is no plan; give one of meshwright.plan, or of meshwright.load with a module."
@@ -588,7 +588,7 @@ def _described_tensor(entry: tuple[tuple[int, ...], torch.dtype, bool] | None) -
 
 
 def _check_device(module: nn.Module, what: str, *, holds_numbers: bool = False) -> None:
-    """Raises ConfigError for what is no module, and for tensors that are neither on the CPU nor, unless it
+    """Raises ConfigError unless it is a module, and for tensors that are neither on the CPU nor, unless it
     `holds_numbers`, on `meta`."""
     require_module(module, what)
     check_complete(module, f"{what}: the module")

@@ -758,7 +758,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _divided(groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """Parameter groups as a config has them. Raises ConfigError for what is none."""
+    """Parameter groups as a config has them. Raises ConfigError for anything else."""
     for group in groups if isinstance(groups, list | tuple) else (None,):
         globs = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(globs, list | tuple) or not globs or not all(isinstance(glob, str) for glob in globs):

@@ -97,6 +97,6 @@ def train(config: Config | Sequence[str], folder: str | Path | None = None) -> R
 
 
 def _check_words(given: object, what: str, example: str) -> None:
-    """Raises ConfigError, for the call `what`, for what is no list of strings."""
+    """Raises ConfigError, for the call `what`, unless it is a list of strings."""
     if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(word, str) for word in given):
         raise ConfigError("MW103", f"{what}: {given!r} is no list of words; give one, such as [{example!r}].")

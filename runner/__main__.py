@@ -47,7 +47,7 @@ def _main() -> None:
     try:
         if sys.argv[1:] == ["--complete"] and not _hydra_knows():
             return
-        gc.disable()  # nothing of what is imported here is ever freed
+        gc.disable()  # imported modules are never freed
         from runner.cli.main import main as command
 
         gc.freeze()

@@ -33,7 +33,7 @@ AREAS = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """One kind of refusal, with an example of what is right unless the remedy says it all."""
+    """One kind of refusal, with a right example unless the remedy says it all."""
 
     code: str
     title: str

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-gc.disable()  # what is imported and collected stays, and the collector would go through it again and again
+gc.disable()  # imported modules and collected tests stay, and the collector would go through it again and again
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

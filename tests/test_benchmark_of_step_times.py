@@ -1,4 +1,4 @@
-"""What is predicted for a machine that was not calibrated stays near the measured steps that docs/ shows."""
+"""Predictions for a machine that was not calibrated stay near the measured steps that docs/ shows."""
 
 from __future__ import annotations
 

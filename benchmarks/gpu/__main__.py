@@ -55,7 +55,7 @@ def main() -> int:
             print(f"benchmarks.gpu: {error}", file=sys.stderr)
             return 2
         earlier = stored if options.out is None and stored is not None else {"parts": {}}
-        for stored in run(options.only, options.device, earlier["parts"]):  # what is measured stays if it ends early
+        for stored in run(options.only, options.device, earlier["parts"]):  # measurements stay if it ends early
             if len(options.only) < len(PARTS):
                 stored["seconds"] = earlier.get("seconds", stored["seconds"])
             file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")

@@ -106,7 +106,7 @@ def _memory(rows: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"Goals: {GOALS['allocated']:.0%} of what is allocated, {GOALS['reserved']:.0%} of what is reserved.",
+        f"Goals: {GOALS['allocated']:.0%} of the allocated bytes, {GOALS['reserved']:.0%} of the reserved ones.",
     ]
 
 

@@ -40,7 +40,7 @@ BESIDE = (
     "* Single prime axes of the best plan are decided again for 0.1 to 0.4 CPU-s: the 8B on 64, 128, 256 and 512",
     "  devices costs 0.06, 0.28, 0.69 and 0.35 % less by that, the 70B on 512 0.52 %.",
     "* The joint decision of the 7B llama within 20 GiB took 35.0 CPU-s before our own stage 3 was traced in one",
-    "  pass and for all numbers of complete parameters at once. Two fifths of what is left are memory traces,",
+    "  pass and for all numbers of complete parameters at once. Two fifths of the rest are memory traces,",
     "  about as much lowers and estimates plans, the rest searches.",
     "* Open meshes take less since the table was measured, with plans that cost the same. CPU-s before and after,",
     "  one after the other on a busy machine: factorisations that divide the innermost units come first (load 10:",

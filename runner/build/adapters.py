@@ -1,7 +1,7 @@
 """Adapters of the library peft: weights of the base model by its own names, and files that peft loads.
 
 peft wraps the base model, so its `layers.0.q_proj.weight` is `base_model.model.layers.0.q_proj.base_layer.weight` here.
-The invariant: what is saved has the names and the config that `save_pretrained` of the library writes for the active
+The invariant: saved adapters have the names and the config that `save_pretrained` of the library writes for the active
 adapter, so `PeftModel.from_pretrained` loads it.
 """
 

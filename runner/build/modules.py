@@ -91,7 +91,7 @@ def build_model(config: Config) -> nn.Module:
 
 @contextmanager
 def _seeded(config: Config) -> Iterator[None]:
-    """What is made inside draws the same numbers with numpy and Python's `random` in every process."""
+    """Objects made inside draw the same numbers with numpy and Python's `random` in every process."""
     with restored():
         random.seed(config.train.seed)
         numpy.random.seed(config.train.seed % 2**32)

@@ -127,7 +127,7 @@ def _release(file: int | None, pinned: Tensor | None) -> None:
 
 
 class _Writer:
-    """The process that writes what is in the shared memory `file`."""
+    """The process that writes the content of the shared memory `file`."""
 
     def __init__(self, file: int, size: int) -> None:
         self.connection, far = Pipe()
@@ -153,7 +153,7 @@ def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class _Delegated:
-    """A file that the writer's process writes when it is complete. What is in `memory` it takes from there."""
+    """A file that the writer's process writes when it is complete. The content of `memory` it takes from there."""
 
     path: Path
     writer: _Writer

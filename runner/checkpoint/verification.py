@@ -1,6 +1,6 @@
 """Which checkpoint a run continues: every file is read and its checksum compared before anything is loaded.
 
-Invariant: what is loaded is what was written; damage that files with the same content make good costs a warning.
+Invariant: loaded values are the written ones; damage that files with the same content make good costs a warning.
 """
 
 from __future__ import annotations

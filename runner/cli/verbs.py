@@ -103,8 +103,8 @@ VERBS = {
         keys=("verify", *SETUP, "train.seed", "train.precision", "train.random", "parallel"),
     ),
     "explain": Verb(
-        "print the plan as a table: every operator, its slices, what is sent; why one is sliced so; or every rank's "
-        "slice of a tensor (--slices NAME); or what the code of an error means",
+        "print the plan as a table: every operator, its slices, its communication; why one is sliced so; or every "
+        "rank's slice of a tensor (--slices NAME); or what the code of an error means",
         "run explain matmul2 +recipe=semi_auto_redistribution",
         "runner.commands.explain:run",
         argument="explain.operator",

@@ -1,7 +1,7 @@
 """`run tune`: the best plans of the search, measured.
 
 The search decides by predicted seconds. Its best plan and those that differ from it in one decision (the mesh, the
-stage of ZeRO, the stages of a pipeline, what is recomputed), each the search's best with that decision given, are
+stage of ZeRO, the stages of a pipeline, recompute), each the search's best with that decision given, are
 sorted by prediction; the first few that fit are trained for a few real steps, one after the other. The fastest is kept.
 """
 

@@ -364,7 +364,7 @@ RULES: tuple[Rule, ...] = (
     Rule(COMPILE, ON, "parallel.context_parallel", any_of("ring"), "the compiler cannot look into blocks of a ring",
          "choose train.compile=false or parallel.context_parallel=gather"),
     Rule(COMPILE, ON, "parallel.place", GIVEN, "a compiled program is for one device", "drop one of them"),
-    Rule(COMPILE, ON, ACTIVATIONS, none_of("none"), "the compiler decides itself what is saved for backward",
+    Rule(COMPILE, ON, ACTIVATIONS, none_of("none"), "the compiler decides itself which tensors are saved for backward",
          "drop one of them"),
 )  # fmt: skip
 

@@ -98,7 +98,7 @@ class Train(Section):
     log_every: Count = setting(10, "Interval of lines in the log", unit="steps")
     callbacks: tuple[
         Annotated[CallbackForm, BeforeValidator(_from_name, json_schema_input_type=str | CallbackForm)], ...
-    ] = setting((), "What is called during training: [early_stopping, {target: package.module.Name, args: {}}, ...]")
+    ] = setting((), "Called during training: [early_stopping, {target: package.module.Name, args: {}}, ...]")
 
 
 class MetricForm(Section):
@@ -199,7 +199,7 @@ class Calibrate(Section):
         "cluster.yaml", "File for the description of this machine; cluster.file=FILE reads it", min_length=1
     )
     seconds: float = setting(
-        60.0, "Time limit of the command; what is not measured stays as in cluster", unit="seconds", ge=8,
+        60.0, "Time limit of the command; unmeasured values stay as in cluster", unit="seconds", ge=8,
         allow_inf_nan=False,
     )  # fmt: skip
     force: StrictBool = setting(False, "Overwrite a file that calibrate has not written; also --force")
@@ -245,7 +245,7 @@ class Reference(Section):
 
 
 class Model(Section):
-    """What is trained: `target` called with `args`, or made from a `config` as models of transformers are; with the
+    """The trained model: `target` called with `args`, or made from a `config` as models of transformers are; with the
     weights of a file whose names are changed by the pairs (pattern, replacement) of `rename`, one after the other; what
     `new` names is not read."""
 
@@ -381,8 +381,8 @@ class Config(Section):
 
     world_size: Ranks | None = setting(None, "Ranks; null: one per available device, 8 processes on CPU")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a GPU for every rank, else cpu")
-    model: Model = setting(REQUIRED, "What is trained")
-    loss: Loss = setting(Loss(), "What is minimised")
+    model: Model = setting(REQUIRED, "The trained model")
+    loss: Loss = setting(Loss(), "The minimised loss")
     data: Data = setting(REQUIRED, "What it is trained on")
     optimizer: Optimizer = setting(Optimizer(), "Optimizer, parameter groups and learning rate schedule")
     train: Train = setting(Train(), "Length, precision and numerics of training")

@@ -76,7 +76,7 @@ class Documents:
         self._field, self._separator, self._train, self._limit = field, separator, train, limit
 
     def facts(self) -> list[str]:
-        """What changes when the documents do: names, sizes and times of change, and what is chosen of them."""
+        """What changes when the documents do: names, sizes and times of change, and which are chosen."""
         return [
             repr((self._field, self._separator, self._train, self._limit)),
             *(f"{name} {self._system.ukey(file)}" for name, file in self._files),

@@ -36,7 +36,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """What is made inside draws the same numbers in every process; the generators are put back afterwards."""
+    """Objects made inside draw the same numbers in every process; the generators are put back afterwards."""
     python, numbers, state = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
     seed_generators(seed)
     try:

@@ -377,7 +377,7 @@ def running(mesh: DeviceMesh) -> Iterator[None]:
     """Run forward and backward within this context: tensors that the model makes itself are the same on all ranks,
     attention is made of products where torch has no sharded kernel (on CPUs), convolutions and experts run on slices,
     fused weights are taken apart where every rank has a slice of each section, signs and angles have gradients, running
-    sums and quantiles are those of complete dims, what is assigned arrives, and losses are means over all slices."""
+    sums and quantiles are those of complete dims, assignments arrive, and losses are means over all slices."""
     attention = sdpa_kernel(SDPBackend.MATH) if mesh.device_type == "cpu" else nullcontext()
     modes = _Means(), _Sections(), _Convolutions(), _Experts(), _Instead(), _Recurrent(), _Complete(), _InPlace()
     with ExitStack() as entered:
@@ -423,7 +423,7 @@ class _Means(TorchFunctionMode):
 class _Complete(TorchFunctionMode):
     """Runs on a rank's slices what needs some dims, or all of a tensor, complete. Of dims that are counted from the
     last, DTensor (torch 2.13) adds up every slice for itself, products end in an error in backward, as do quantiles,
-    shifts return what is shifted, gradients of adaptive pools have the sizes of slices, fewer places than a tensor
+    shifts return shifted values, gradients of adaptive pools have the sizes of slices, fewer places than a tensor
     has rows are sliced as these, and the places of extremes in stripes end in an error."""
 
     SCANS = torch.cumprod, torch.cumsum, torch.logcumsumexp, Tensor.cumprod, Tensor.cumsum, Tensor.logcumsumexp
@@ -554,7 +554,7 @@ class _InPlace(TorchFunctionMode):
         except RuntimeError:
             lost = "the shape of what a view, or a gradient, needs; reshape out of place."
             raise NotImplementedError(f"DTensor cannot change {lost}") from None
-        if is_view:  # what is written to it would not reach its base
+        if is_view:  # writes to it would not reach its base
             for one in (value, value._base):
                 one.of_reshaped_view = True
         return value
@@ -896,7 +896,7 @@ class _Instead(TorchFunctionMode):
     """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
     those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
     from the last, parts of a sliced dim and RMS norms along it are refused, a vector times slices of a matrix has the
-    strides of a matrix, what is looked up in slices over several axes is masked once for all of them, bags of rows of a
+    strides of a matrix, lookups in slices over several axes are masked once for all of them, bags of rows of a
     table have no rule, slices and partial sums cannot be joined, batch norms lose what they write to statistics of
     slices, and norms written to a given tensor (spectral norm) are bounded in place."""
 

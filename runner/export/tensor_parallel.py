@@ -50,7 +50,7 @@ def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:
 
 
 def styles_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: tuple[str, ...]) -> dict[str, str]:
-    """`tp_plan_of`, in which modules of rows slice their input where what is exported of others gathers it. AutoTP,
+    """`tp_plan_of`, in which modules of rows slice their input where exports of others gather it. AutoTP,
     which has no packed styles, has half of the heads in an attention that has half of any weight: all of it is
     replicated where not all layers whose columns it splits are sliced, as are modules that compute with their sizes."""
     found = tp_plan_of(graph, plan, names, axes)

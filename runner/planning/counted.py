@@ -3,7 +3,7 @@
 Micro-batches of one step hold different numbers of them. The step's loss is the mean over the tokens of all its
 micro-batches, as one device would compute it, so each of them counts by its share of the tokens and not as one of so
 many: all of its loss where that is the mean alone (`counted`), or each of its means by its own share (`each_counted`).
-The invariant: what is counted is what the class loss of the graph divides by, found in the graph itself.
+The invariant: the counted elements are those by which the loss of the graph divides, found in the graph itself.
 """
 
 from __future__ import annotations

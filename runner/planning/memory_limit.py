@@ -137,11 +137,11 @@ class _GroupSelection:
 
     @property
     def least(self) -> int:
-        """About what is recomputed in any case."""
+        """About the bytes that are recomputed in any case."""
         return max(self.at(SURE) - 1, 0)
 
     def at(self, share: float) -> int:
-        """The position that saves a `share` of what is wanted by interpolation."""
+        """The position that saves a `share` of the wanted bytes by interpolation."""
         if self.high - self.low <= 1:
             return self.high
         first, last = self.front[max(self.low, 0)].saves, self.front[self.high].saves

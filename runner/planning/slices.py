@@ -372,7 +372,7 @@ def _dependent(what: str) -> StrategyError:
 
 
 def _behind(value: Ref, made: dict[str, Instruction]) -> list[str]:
-    """The ids of everything on which a value depends, except for what is taken for its dtype alone."""
+    """The ids of everything on which a value depends, except for values taken for their dtype alone."""
     found: list[str] = []
     waiting = [value.id]
     while waiting:

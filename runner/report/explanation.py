@@ -172,7 +172,7 @@ def slices(prepared: Prepared, pattern: str) -> str:
     mesh, zero = prepared.plan.mesh, prepared.config.parallel.zero.known
     lines = [f"mesh {' '.join(f'{axis} {size}' for axis, size in mesh.axes)}; slices are start:stop"]
     if zero == 3 and any(tensor.kind == "parameter" for tensor in chosen):
-        lines.append("ZeRO stage 3 divides what is shown of a parameter among its replicas")
+        lines.append("ZeRO stage 3 divides the shown slices of a parameter among its replicas")
     return "\n\n".join(["\n".join(lines), *(_table(prepared, tensor) for tensor in chosen)])
 
 

@@ -1,4 +1,4 @@
-"""The form of what is shown of a plan.json: its costs, bytes and predictions.
+"""The shown part of a plan.json: its costs, bytes and predictions.
 
 Plans are followed without these (`strategies.planner.plan_file`), so that files of earlier versions still train.
 """

@@ -140,7 +140,7 @@ def _refusal(folder: Path, other: Occupant | None, key: str) -> str:
         what = "the sweep" if other.verb == "sweep" else f"`run {other.verb}`, run"
         who = f"{what} {other}, pid {other.pid} on {other.host}, still running"
     after = (
-        "the same command then runs what is missing."
+        "the same command then runs the missing jobs."
         if key == SWEEP
         else "train.resume=auto then goes on with it, and run.overwrite=true begins anew."
     )

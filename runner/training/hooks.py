@@ -92,7 +92,7 @@ class TrainingState:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and gradient of this rank's slice of every trainable parameter; in `before_update` alone. The
-        optimizer uses what is written into them in place, on all ranks in the same way. Collective: all ranks must go
+        optimizer uses values written into them in place, on all ranks in the same way. Collective: all ranks must go
         through all of it.
 
         Raises:
@@ -118,7 +118,7 @@ class TrainingState:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and values of this rank's part of every trained parameter, as the optimizer holds them: slices, blocks
-        of these under ZeRO, in fp32 where weights have fewer bits. Training goes on from what is written into them in
+        of these under ZeRO, in fp32 where weights have fewer bits. Training goes on from values written into them in
         place, on all ranks in the same way. Collective: all ranks must go through all of it."""
         for name, shards in self.parts():
             yield from ((name, one.view.detach()) for one in shards)

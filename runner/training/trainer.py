@@ -726,7 +726,7 @@ def _placed(tensor: Tensor, device: str) -> Tensor:
 
 
 def _on_host(value: Tensor) -> Callable[[], float]:
-    """What waits for a number of the device, and not for what is computed there after it."""
+    """Waits for a number of the device, and not for the kernels after it."""
     if value.device.type == "cpu":
         return partial(float, value)
     copy = torch.empty((), dtype=value.dtype, pin_memory=True)

@@ -382,7 +382,7 @@ class _Merger:
     def _joined(
         self, truth: fx.Node, gradients: bool, yes: tuple[list[fx.Node], list[Any]], no: tuple[list[fx.Node], list[Any]]
     ) -> tuple[list[fx.Node], list[Any]]:
-        """Two sides as one: each up to where they are equal, choices, what is equal of the second, and what they
+        """Two sides as one: each up to where they are equal, choices, the equal part of the second, and what they
         return. `gradients` says whether these were on at the branch."""
         (left, first), (right, second) = yes, no
         count = self._equal_at_end(left, right)
@@ -407,7 +407,7 @@ class _Merger:
         return nodes, leaves
 
     def _equal_at_end(self, left: Sequence[fx.Node], right: Sequence[fx.Node]) -> int:
-        """How many nodes at the ends of two sides compute the same of what is chosen."""
+        """How many nodes at the ends of two sides compute the same of the choice."""
         count = 0
         while count < min(len(left), len(right)) and self._equivalent(left[-1 - count], right[-1 - count]):
             count += 1
@@ -465,7 +465,7 @@ class _Merger:
                 side.insert(side.index(node), undone[-1][1])
             learned = any(map(floating, tree_flatten(node.meta.get("val"))[0]))
             views = [given for given in _operands(node) if given not in own and self._shows(node, given)]
-            if views:  # of what is outside, as which it is read and written
+            if views:  # of values outside, as which they are read and written
                 own.discard(node)
             for given in _operands(node):
                 passes = learned and floating(given.meta.get("val")) and given.target is not aten.detach.default
@@ -513,7 +513,7 @@ class _Merger:
             return call(self.graph, serves, target, *args)
 
     def _leaf(self, truth: fx.Node, yes: Any, no: Any, nodes: list[fx.Node]) -> Any:
-        """What is returned for a leaf of two sides; a choice is added to their `nodes`."""
+        """The result for a leaf of two sides; a choice is added to their `nodes`."""
         if yes is no or (type(yes) in PLAIN and type(yes) is type(no) and yes == no):
             return yes
         one, other = (_node(self.tracer, leaf) if isinstance(leaf, Tensor) else None for leaf in (yes, no))
@@ -616,7 +616,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _shows_writes(choice: fx.Node, later: Sequence[fx.Node]) -> bool:
-    """Whether what is chosen is written and one of what it was chosen from is read afterwards, or the other way
+    """Whether a choice is written and one of what it was chosen from is read afterwards, or the other way
     round."""
     own, others = {_memory(choice)}, {_memory(given) for given in _operands(choice)[1:]}
     for position, node in enumerate(later):
@@ -631,7 +631,7 @@ def _shows_writes(choice: fx.Node, later: Sequence[fx.Node]) -> bool:
 
 def _gradient_paths(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[Sides]]:
     """For each node of a graph, the sides that must be taken along each path of gradients from an output to the node.
-    What is written to memory reaches all that reads it afterwards."""
+    Writes to memory reach all that reads it afterwards."""
     found: dict[fx.Node, set[Sides]] = {}
     read: dict[int | None, set[Sides]] = {}
 

@@ -3,7 +3,7 @@ NaN, whether tensors are equal, whether a check raises; exponentials, roots and 
 
 torch's symbols for such numbers follow algebra, in which x is x; NaN is not. `math` and numpy take no symbols. So these
 questions are asked of tensors: constants answer them, checks that only raise are passed (`constants`), branches have
-both sides; and what is computed is computed with tensors.
+both sides; computing is done with tensors.
 """
 
 from __future__ import annotations

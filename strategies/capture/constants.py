@@ -232,7 +232,7 @@ def _constants(nodes: Sequence[fx.Node], literals: nn.Module) -> dict[fx.Node, A
 
 
 def _run(node: fx.Node, target: OpOverload, known: dict[fx.Node, Any]) -> None:
-    """Add the result of a node to what is known if all that it reads is; else forget what it writes."""
+    """Add the result of a node to the known ones if all that it reads is known; else forget what it writes."""
     unread = node.args[0] if target._schema.name.partition("::")[2] in OF_SHAPES else None
     made = [fake for fake in fakes(node.meta.get("val")) if isinstance(fake, Tensor)]
     large = any(_shapeless(fake) or fake.numel() > LARGEST for fake in made)

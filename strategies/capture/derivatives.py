@@ -1,11 +1,11 @@
 """Derivatives within a forward (`torch.autograd.grad`) as operators: gradient penalties, forces of an energy, residuals
 of a differential equation, gradients of an inner loop.
 
-The exporter does not see what torch's engine computes. So the operators between what is differentiated and by what, as
-they stand in the graph so far, are run once more under a tracer below autograd, with their backward; what that records
-is called again, as operators of the forward, and has derivatives of its own. Formulas of backward are decomposed into
-operators of which all derivatives exist. Invariant: the values are those of eager torch, so nothing may be drawn again
-and no statistics may be written twice.
+The exporter does not see what torch's engine computes. So the operators between a differentiated value and its inputs,
+as they stand in the graph so far, are run once more under a tracer below autograd, with their backward; what that
+records is called again, as operators of the forward, and has derivatives of its own. Formulas of backward are
+decomposed into operators of which all derivatives exist. Invariant: the values are those of eager torch, so nothing may
+be drawn again and no statistics may be written twice.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _derivatives(
     """The products of `upstream` with the derivatives of `outputs` by `inputs`, as tensors that are traced."""
     proxies = [traced(one)[0] for one in (*outputs, *inputs)]
     if any(proxy is None for proxy in proxies):
-        raise _refusal("it is of, or by, what is no tensor of the graph")
+        raise _refusal("it is of, or by, a value that is no tensor of the graph")
     nodes: list[fx.Node] = [proxy.node for proxy in proxies if proxy is not None]
     wanted, by = nodes[: len(outputs)], nodes[len(outputs) :]
     between = _between(wanted, by)

@@ -59,7 +59,7 @@ def _shares(layers: Mapping[str, str], views: Mapping[str, Operator], graph: Ope
 
 
 def _size(operator: Operator, graph: OperatorGraph) -> int | None:
-    """The number by which a view splits a last dim; None for what is no such view, or has -1 there."""
+    """The number by which a view splits a last dim; None for other operators, or has -1 there."""
     dim = split_dim(operator, graph)
     if dim is None or operator.op == "unflatten":
         return None
@@ -85,7 +85,7 @@ def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int
     with without_numbers(copy, batch) as given, _recorded(entered, paths):
         try:
             copy(*given)
-        except Exception:  # of the user's forward: it is what is asked
+        except Exception:  # of the user's forward: that is the question
             return [
                 frozenset(path for module, path in paths.items() if type(module) is type(around))
                 for around in reversed(entered)

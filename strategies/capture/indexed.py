@@ -89,7 +89,7 @@ class _Indexing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _taken(self, selected: Tensor, rest: Sequence[Any]) -> Tensor:
-        """What is selected, indexed behind its first dim."""
+        """The selected rows, indexed behind their first dim."""
         if all(part is Ellipsis or part == slice(None) for part in rest):
             return selected
         index = (slice(None), *rest)
@@ -132,7 +132,7 @@ def _is_open(part: Any) -> bool:
 
 def indexed(tensor: Tensor, parts: list[Any], *value: Any) -> Tensor | None:
     """`tensor[parts]`, or `tensor[parts] = value`, where tensors hold which element of a dim it is, or where a slice of
-    a known length begins. What is not all within the dim raises IndexError."""
+    a known length begins. A range beyond the dim raises IndexError."""
     place = next((place for place, part in enumerate(parts) if _is_symbolic(part)), None)
     if place is None:
         if not value:

@@ -3,7 +3,7 @@
 How many elements a mask selects is known in a step alone, so no graph has them. A function of elements or of rows
 computes the same of the complete tensor. A sum or a mean over what was selected is one over the complete tensor with
 zeros in place of the rest, and a mean divides by what the mask counts, in the global batch. So values and gradients are
-eager's, the NaN of an empty mean included. What is not selected takes part in nothing: a constant is in its place
+eager's, the NaN of an empty mean included. Unselected elements take part in nothing: a constant is in its place
 before each function, so that no infinity of it reaches the gradient of an operand that rows share. An extreme is one
 with infinities in place of the rest, which torch refuses of no elements. What Python computes from how many are
 selected (`len(x[mask]) > 0`, `loss / max(len(x[mask]), 1)`) is computed from what the mask counts.
@@ -120,7 +120,7 @@ class Selected:
         return self.versions == _versions(self.result, self.mask, self.dense)
 
     def filled(self, value: float) -> Tensor:
-        """`dense` with a number in place of what is not selected."""
+        """`dense` with a number in place of unselected elements."""
         if self.dense.dtype is torch.bool:
             return self.dense & self.spread
         return torch.where(self.spread, self.dense, value)
@@ -322,7 +322,7 @@ class Selections:
         return result
 
     def _dense(self, nested: Any, *, rows: bool = False, raw: bool = False) -> Any:
-        """Arguments with complete tensors in place of what is selected of them."""
+        """Arguments with complete tensors in place of selections of them."""
 
         def dense(tensor: Tensor) -> Tensor:
             if (one := self.of(tensor)) is None:
@@ -333,7 +333,7 @@ class Selections:
         return tree_map_only(Tensor, dense, nested)
 
     def _write(self, result: Tensor, index: Any, value: Any) -> None:
-        """`result[index] = value`, for all rows of what is selected."""
+        """`result[index] = value`, for all selected rows."""
         one, other, dense = self.known[id(result)], self.of(value), self._dense(value, rows=True, raw=True)
         result[index] = value
         self._note_written(one, index, dense, other is not None and other.layered)
@@ -366,7 +366,7 @@ class Selections:
 
     def _extreme(self, name: str, function: Any, args: Any, kwargs: dict[str, Any], one: Selected) -> Any:
         """The largest or smallest of all that is selected, along its first dim or over all; with their places, if any,
-        among what is selected."""
+        among the selected elements."""
         names = ("k", "dim", "largest", "sorted") if name == "topk" else ("dim", "keepdim")
         given = dict(zip(names, args[1:], strict=False)) | kwargs
         dim, rank = given.get("dim"), one.result.dim()
@@ -494,7 +494,7 @@ def _larger(one: Any, other: Any) -> Any:
 
 
 def _combined(expression: Any, counts: dict[Any, Any]) -> Any:
-    """A number that is computed from counts, which are tensors; None where it is computed by what is not known here."""
+    """A number that is computed from counts, which are tensors; None where it is computed by an unknown function."""
     if expression in counts:
         return counts[expression]
     if expression.is_number:

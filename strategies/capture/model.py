@@ -478,7 +478,7 @@ def _capture_failure(error: BaseException) -> str:
     if "found a fake tensor in the exported program constant" in str(error):
         return (
             "The model's forward reads `.data` of a tensor, or keeps a tensor from an earlier forward, which a graph "
-            "cannot do; use `.detach()`, and register what is kept as a buffer."
+            "cannot do; use `.detach()`, and register the tensor as a buffer."
         )
     if isinstance(error, (DynamicOutputShapeException, DataDependentOutputException)):
         return (

@@ -110,7 +110,7 @@ def forwards_wrapped(
 
 @contextmanager
 def beneath_tracing() -> Iterator[None]:
-    """What is computed meanwhile does not enter the graph that is traced."""
+    """Operators called meanwhile do not enter the graph that is traced."""
     beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
     include = torch._C._dispatch_tls_local_include_set().remove(torch._C.DispatchKey.PreDispatch)
     exclude = torch._C._dispatch_tls_local_exclude_set() | beneath

@@ -88,7 +88,7 @@ def resolve_numbers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def _unused(node: fx.Node) -> bool:
     """Whether nothing takes a node that returns a number, or a tensor whose shape depends on values. A size of such a
-    tensor counts as taken where the tensor is, as it says what is wrong."""
+    tensor counts as taken where the tensor is, as it names the error."""
     if node.users or draws(node) or not (_is_number(node) or shaped_by_values(node)):
         return False
     shaped = filter(shaped_by_values, node.all_input_nodes) if _is_number(node) else ()
@@ -118,9 +118,9 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "MW902",
             f"The model{at(node)} goes on with a tensor whose shape depends on values (indexed with a mask, nonzero, "
             "unique, bincount, ...), so it is not one graph; use torch.where, multiply with the mask, ignore_index in "
-            "a loss, bincount with minlength=N (torch.zeros(N).scatter_add of ones), or, for what is the same in every "
-            "step, a buffer that is not saved (persistent=False). A child module that takes and returns tensors of "
-            "fixed shapes, such as a loop over experts, is one operator.",
+            "a loss, bincount with minlength=N (torch.zeros(N).scatter_add of ones), or, for a value that is the same "
+            "in every step, a buffer that is not saved (persistent=False). A child module that takes and returns "
+            "tensors of fixed shapes, such as a loop over experts, is one operator.",
         )
     else:
         raise StrategyError(

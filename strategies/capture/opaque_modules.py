@@ -44,7 +44,7 @@ MOST_CONSTANT = 2**20
 OTHER_INTEGERS = (1, -1)
 """What else is tried, to see whether the shapes of results follow values: -1 and 0 often stand for nothing."""
 ELIGIBLE = ("loss", "model.")
-"""How paths in an objective begin of what may be one node: the loss, and what is within the model."""
+"""How paths in an objective begin of modules that may be one node: the loss, and those within the model."""
 
 
 class NotOpaque(Exception):

@@ -2,9 +2,10 @@
 depends on the lengths.
 
 `pack_padded_sequence` notes both, torch's recurrent networks take and return them as one operator, and
-`pad_packed_sequence` fills what is behind each row's end. The `data` of a packed sequence is what a mask selects of the
-padded tensor (`masked`): those of two sequences with the same lengths are in the same order, and in no other mask's.
-Invariant: a padded tensor has the shape that torch gives it, whatever the lengths are, so `total_length` must say it.
+`pad_packed_sequence` fills the places behind each row's end. The `data` of a packed sequence is a mask's selection of
+the padded tensor (`masked`): those of two sequences with the same lengths are in the same order, and in no other
+mask's. Invariant: a padded tensor has the shape that torch gives it, whatever the lengths are, so `total_length` must
+say it.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _pad(sequence: PackedAsPadded, batch_first: bool, value: float, total_length
         raise refusal(
             "pads packed sequences to the longest of them, or to less than the padded input",
             f"say a length that holds for all: pad_packed_sequence(..., total_length={size}), the padded input's, and "
-            "mask what is behind the ends",
+            "mask the places behind the ends",
         )
     if total_length > size:
         padded = functional.pad(padded, (*(0, 0) * (padded.dim() - 1 - dim), 0, total_length - size))

@@ -29,7 +29,7 @@ ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")), t
 CONTAINERS = frozenset({dict, list, set, deque, Counter, OrderedDict, defaultdict})
 """Classes derived from these may make any attribute."""
 PACKAGES = "-packages"
-"""In the paths of what is installed, by which the user's own files are distinguished."""
+"""In the paths of installed packages, by which the user's own files are distinguished."""
 LARGEST = 256
 """Of containers with more entries only the number of these is looked at; arrays with more elements are left out."""
 DEEPEST = 5
@@ -39,7 +39,7 @@ ENTRIES = " entries"
 """Ends the place of how many entries a container has."""
 
 Place = tuple[str, str, str]
-"""The path of a module, or "" of what is outside of modules; the name of an attribute or global; where in it."""
+"""The path of a module, or "" outside of modules; the name of an attribute or global; where in it."""
 State = dict[Place, Any]
 """A plain value, or a tensor that is no parameter, by place."""
 
@@ -59,7 +59,7 @@ class PythonState:
         self._seen: dict[int, Any] = {
             id(vars(one)): one for one in list(sys.modules.values()) if type(one) is ModuleType
         }
-        """What is not looked at again, nor the namespaces of modules, such as that of `builtins`, by id."""
+        """Objects not looked at again, nor the namespaces of modules, such as that of `builtins`, by id."""
         modules = {} if root is None else {module: path for path, module in root.named_modules()}
         for module, path in modules.items():
             for name, value in vars(module).items():
@@ -99,7 +99,7 @@ class PythonState:
 
 
 def changed(before: State, now: State) -> State:
-    """What is another tensor or value than it was before, as it is now."""
+    """Attributes with another tensor or value than before, and the new one."""
     return {place: value for place, value in now.items() if not _same(before.get(place), value)}
 
 

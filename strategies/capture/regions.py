@@ -1,6 +1,6 @@
 """Regions of a captured graph (no_grad, enable_grad, autocast) become plain operators.
 
-What is computed without gradients passes `detach` where it leaves the region. What autocast does is written out as
+A value computed without gradients passes `detach` where it leaves the region. What autocast does is written out as
 casts: which operands it casts is read off a run of the operator on fake tensors under the same autocast, so there is no
 table of operators to keep. As in autocast, a parameter is cast once and every other operand at each use.
 """

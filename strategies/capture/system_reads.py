@@ -109,13 +109,13 @@ class SystemReads:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what is read, by `time.time()` and by a name that one of the user's files has imported."""
+        """Note reads by `time.time()` and by a name that one of the user's files has imported."""
         with _replaced(self._noted, self._noted, self._noted, self._noted):
             yield
 
     @property
     def what(self) -> str:
-        """What is read."""
+        """The noted reads."""
         clock = "the time of day or a duration (time.{})"
         return " or ".join(dict.fromkeys(SOURCES.get(name, clock.format(name)) for name in self.read))
 

@@ -75,7 +75,7 @@ def refusing_unseen(training: bool) -> Iterator[None]:
 
 
 def check_nodes(graph: fx.Graph, training: bool) -> None:
-    """Raises StrategyError for what is left of torch.func, for sparse tensors, and in training for lookups whose
+    """Raises StrategyError for remaining calls of torch.func, for sparse tensors, and in training for lookups whose
     gradients are sparse."""
     for node in graph.nodes:
         if is_functional(node):

@@ -34,7 +34,7 @@ def experts(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
 
 def matrices_of(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
     """The parameters, by path, of every module whose parameters are all matrices by expert, without biases, and which
-    returns what is linear in its last products."""
+    returns a linear function of its last products."""
     found: dict[str, list[Source]] = {}
     for source in graph.of_kind("parameter"):
         found.setdefault(source.name.rpartition(".")[0], []).append(source)
@@ -47,7 +47,7 @@ def matrices_of(graph: OperatorGraph) -> dict[str, tuple[Source, ...]]:
 
 
 def last_products(path: str, own: Sequence[Source], graph: OperatorGraph) -> frozenset[str]:
-    """The ids of the last products of a module with its parameters, where it returns what is linear in them, so that
+    """The ids of the last products of a module with its parameters, where it returns a linear function of them, so that
     their partial sums may be added up there; else none."""
     inside = [one for one in graph.operators if f"{one.module}.".startswith(f"{path}.")]
     products = {one.id for one in inside if one.op not in RESHAPED and _takes(one, own, graph)}

@@ -26,7 +26,7 @@ class Split:
 
 
 def split_dim(operator: Operator, graph: OperatorGraph) -> int | None:
-    """The last dim of the operand of a view that splits it; None for what is none."""
+    """The last dim of the operand of a view that splits it; None for other operators."""
     if operator.op not in VIEWS:
         return None
     taken, made = graph.operand_specs(operator)[0].shape, operator.results[0].shape

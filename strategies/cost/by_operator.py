@@ -84,7 +84,7 @@ def operator_costs(
     served: Set[str] = frozenset(),
 ) -> dict[str, OperatorCost]:
     """The cost of every operator by its plan name, of a step with these `settings` that costs `step`; `program` is
-    `plan` lowered. What is sent to and by the parameter servers that hold those named `served` is not divided among
+    `plan` lowered. Bytes sent to and by the parameter servers of those named `served` are not divided among
     operators."""
     zero_stage, accumulate = settings.stage, settings.accumulate
     communication, owned = _Communication(plan, program, cluster, accumulate), _first_users(graph)

@@ -157,7 +157,7 @@ def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh
 
 def _returned(returned: Layout, have: Layout, mesh: Mesh) -> tuple[Pair, float]:
     """The layouts between which the gradient of a value with the layout `have` is carried back from a use, and its
-    factor: what is deferred is added later, so over axes where the gradient is complete already it is counted once."""
+    factor: deferred axes are added later, so over axes where the gradient is complete already it is counted once."""
     left = have.deferred & returned.partial
     return (returned, Layout(have.dims, left)), 1 / mesh.product(have.deferred - left)
 

@@ -380,7 +380,7 @@ def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str)
     even = 1 / sum(1 / sum(own) for own in work)  # of every stage, if operators could be divided
     spans = _spans_of_one_stage(graph)
     deepest = max(len(operator.path) for operator in graph.operators)
-    for kept in (spans, ()):  # where none is left to cut, `check` says what is in the way
+    for kept in (spans, ()):  # where none is left to cut, `check` names the obstacle
         for depth in range(1, deepest + 2) if found is None else ():
             units = _units(graph, depth, kept)
             if len(units) < stages:

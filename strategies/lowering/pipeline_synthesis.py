@@ -38,7 +38,7 @@ Orders = list[list[int]]
 
 @dataclass(frozen=True)
 class ScheduleProblem:
-    """What is to be scheduled.
+    """The problem to schedule.
 
     Attributes:
         times: By stage.
@@ -150,7 +150,7 @@ def synthesise(
     """The fastest schedule that is found; None where the memory is too little for a single micro-batch.
 
     Args:
-        problem: What is to be scheduled.
+        problem: The problem to schedule.
         starts: Other schedules of the same stages, none of which is faster if it keeps the memory.
         evaluations: Of local search.
     """

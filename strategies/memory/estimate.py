@@ -96,7 +96,7 @@ def stored_lower_bound(graph: OperatorGraph, plan: Plan) -> int:
 
 
 def stored_by_module(graph: OperatorGraph, plan: Plan, modules: Recompute) -> dict[str | None, float]:
-    """`stored_lower_bound` of each of the `modules` that makes the tensors; None for what is made outside of them."""
+    """`stored_lower_bound` of each of the `modules` that makes the tensors; None for tensors made outside of them."""
     by_module: dict[str | None, float] = defaultdict(float)
     regions = {operator.id: modules.region(operator.path) for operator in graph.operators}
     for ref, size in _stored(graph, plan).items():

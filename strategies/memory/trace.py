@@ -235,7 +235,7 @@ class TracedStep:
     Attributes:
         traced: what was counted.
         phases: the name of each, the number of its first event, and the bytes beside those between steps after every
-            event, without what is gathered ahead.
+            event, without parameters gathered ahead.
         gathers: in their order.
         events: their number.
         behind: the number of the first event behind forward.
@@ -359,7 +359,7 @@ class Trace:
         return [] if self.gathering is None else added(self.gathering.gathers, self.live.position)
 
     def with_ahead(self, events: Events) -> Events:
-        """Recorded events with the bytes beside those between steps, and with what is gathered ahead."""
+        """Recorded events with the bytes beside those between steps, and with parameters gathered ahead."""
         ahead = self._ahead[self.first(events) :] if self._ahead else [0] * len(events)
         return [(call, now - self.base + more) for (call, now), more in zip(events, ahead, strict=False)]
 

@@ -80,7 +80,7 @@ def persisting(options: Mapping[str, Any]) -> int:
 
 def own_sizes(options: Mapping[str, Any]) -> tuple[int | None, int]:
     """The elements of a bucket of our own engine (None: the usual number), and how many stay complete at stage 3.
-    Raises StrategyError for what is no such number."""
+    Raises StrategyError for any other value."""
     for name, least in ((BUCKET, 1), (COMPLETE, 0)):
         value = options.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -33,7 +33,7 @@ ALIGNED = 16
 FROZEN = -1
 """The group of parameters that are not updated."""
 Unit = tuple[int, str]
-"""What is updated as one tensor of a bucket: all of a group but optional parameters, or one of these, by its name."""
+"""Parameters updated as one tensor of a bucket: all of a group but optional ones, or one of these, by its name."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Member:
 
     @property
     def unit(self) -> Unit:
-        """What is updated together with it."""
+        """The parameters updated together with it."""
         return self.group, self.name if self.optional else ""
 
 

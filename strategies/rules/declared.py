@@ -43,7 +43,7 @@ def sharding_rule(*lines: str) -> Callable[[T], T]:
 
     Raises:
         ValueError: a line that is not in this notation, or an operator of torch's own.
-        TypeError: what is decorated is no operator.
+        TypeError: the decorated object is no operator.
 
     Examples:
         >>> @sharding_rule("b s d -> b s d")

@@ -27,7 +27,7 @@ from strategies.rules.registry import PLAIN, function_class
 
 Interval = tuple[float, float]
 Notice = Callable[[FrameType, str, Interval | None], Any]
-"""What is called before a generator advances, with the frame that draws, the name of the generator's module, and the
+"""A function called before a generator advances, with the frame that draws, the name of the generator's module, and the
 interval of a single number. What it returns takes the number's place, but None."""
 INSTANCES: dict[Any, Any] = {random: random._inst, np.random: np.random.mtrand._rand}
 """Modules and the global generators whose methods they have as functions."""

@@ -28,7 +28,7 @@ Interval = tuple[int, int]
 def framed(
     x: Tensor, dim: int, position: int, begins: Sequence[int], stops: Sequence[int], length: int, fill: float
 ) -> Tensor:
-    """`length` rows of `x` from row `begins[position]` on, with `fill` for what is before row 0 or from row
+    """`length` rows of `x` from row `begins[position]` on, with `fill` for rows before row 0 or from row
     `stops[position]` on."""
     begin, stop = begins[position], min(stops[position], begins[position] + length)
     start = min(max(begin, 0), x.shape[dim])

@@ -113,7 +113,7 @@ class Sharding:
     `gathered` are the factors along which the local program gathers operands: a configured strategy may replicate
     these, which means the same.
 
-    `defers`: whether a search may assign axes to `DEFERRED`, as it may for what is computed from parameters alone.
+    `defers`: whether a search may assign axes to `DEFERRED`, as it may for values computed from parameters alone.
 
     `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators
     without a rule.

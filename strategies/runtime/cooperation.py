@@ -28,7 +28,7 @@ def steps_of(channel: Fused) -> list[tuple[Step, ...]]:
 
 
 def cooperating(instruction: Cooperate, communicator: Communicator, kept: bool) -> Callable[..., Tensor]:
-    """The function of one rank. What is `kept` by a recomputed module is computed and sent only once."""
+    """The function of one rank. Values `kept` by a recomputed module are computed and sent only once."""
     function: Callable[..., list[Tensor]] = resolve(instruction.target)
     links = [_link(communicator, steps_of(channel)) for channel in instruction.channels]
 

@@ -27,7 +27,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "re
 SUM, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE, BROADCAST, BARRIER = range(len(KINDS))
 
 ALL = "all ranks"
-"""The group of what is not called over axes of a mesh."""
+"""The group of calls that are not over axes of a mesh."""
 
 
 class FlightRecorder:

@@ -29,7 +29,7 @@ class GatheredParameters:
 
     Args:
         parameters: their values are in `part` of the ranks, one after the other.
-        part: this rank's; what is gathered is what it holds at the time.
+        part: this rank's; its value at the time is gathered.
         ranks: of `group`; with one rank the parameters are views of `part` for good.
         complete: the parts of all ranks, where the parameters stay complete; `part` is a view of it.
     """
@@ -142,7 +142,7 @@ class Gathering:
         self._recent: list[GatheredParameters] = []  # those that may be complete
 
     def attach(self, root: nn.Module) -> None:
-        """Let every module of a program gather what it uses; `root` is what is called."""
+        """Let every module of a program gather what it uses; `root` is the called module."""
         for unit in root.modules():
             own = [parameter for parameter in unit._parameters.values() if parameter is not None]
             buckets = list(dict.fromkeys(self._of[id(parameter)] for parameter in own))

@@ -26,7 +26,7 @@ from strategies.runtime.recompute import tensors_in
 DEVICE = torch.ops.prim.device.default
 BACKWARD = torch.ops.aten.convolution_backward.default
 CONVOLUTIONS = (torch.ops.aten.convolution.default, BACKWARD)
-"""What cuDNN computes with channels last: it copies what is not (156 MB where operands of 103 and 51 MB meet)."""
+"""What cuDNN computes with channels last: it copies others (156 MB where operands of 103 and 51 MB meet)."""
 
 
 @dataclass(frozen=True)

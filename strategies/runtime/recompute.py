@@ -90,7 +90,7 @@ class _Stored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise AssertionError("nothing depends on what is stored")
+        raise AssertionError("nothing depends on the stored values")
 
 
 def _store(tensors: Sequence[Tensor]) -> Any:

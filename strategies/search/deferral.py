@@ -1,6 +1,6 @@
-"""What is computed from parameters alone, or is replicated, as its users take it, where a rule and no search decides.
+"""Values computed from parameters alone, or replicated, as their users take them, where a rule and no search decides.
 
-The gradient of what is computed from parameters is partial where its users are sliced. Added there, it takes a
+The gradient of a value computed from parameters is partial where its users are sliced. Added there, it takes a
 collective of its own; with the parameter's, it takes a part of a bucket. From the last operator to the first, each is
 sliced along dims that all users slice, and defers what all users return as partial sums, together with the operators
 that it is computed from or else alone, if that takes no longer. Searches that compare candidates find this by

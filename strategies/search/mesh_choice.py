@@ -45,7 +45,7 @@ def factorisations(mesh: Mesh, cluster: Cluster) -> list[Factorisation]:
     """All groupings of neighbouring axes of `mesh` into at most `MOST_AXES` that end where levels of the cluster end.
 
     The finest comes first where it has so few axes, then those that divide the innermost units, where links are fast:
-    what is found there prunes most others. Of more levels than axes, some levels are joined.
+    their plans prune most others. Of more levels than axes, some levels are joined.
     """
     names = tuple(name for name, size in mesh.axes if size > 1)
     ends = list(accumulate((mesh.sizes[name] for name in names), lambda left, right: left * right))

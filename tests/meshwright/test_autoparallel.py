@@ -22,7 +22,7 @@ SPEC = r"(R|_?S\(\d(, \d)?\)|P\(sum\))"
 
 
 def check_form(content: dict[str, Any], mesh: dict[str, int], module: nn.Module) -> None:
-    """Raises AssertionError for what is not a placements file of the module and its tokens."""
+    """Raises AssertionError unless it is a placements file of the module and its tokens."""
     assert content.keys() == {"version", "mesh_shape", "mesh_dim_names", "placements"} and content["version"] == 1
     assert dict(zip(content["mesh_dim_names"], content["mesh_shape"], strict=True)) == mesh
     one = SPEC + f"{{{len(mesh)}}}"

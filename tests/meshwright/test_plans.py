@@ -1,4 +1,4 @@
-"""Plans of modules in memory: what they say, that they survive a file, that they are proven, and what is refused."""
+"""Plans of modules in memory: what they say, that they survive a file, that they are proven, and refusals."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def survey(architectures: Sequence[Architecture], world: int, limit: float, jobs
         importlib.import_module(module)
     outcome(Architecture("warm", "", _smallest), 2)  # imports what the forks would import each by itself
     gc.collect()
-    gc.freeze()  # no collection of theirs goes through what is imported
+    gc.freeze()  # no collection of theirs goes through imported modules
     context, waiting = multiprocessing.get_context("fork"), list(reversed(architectures))
     running: dict[Connection, tuple[Architecture, float, multiprocessing.process.BaseProcess]] = {}
     while waiting or running:

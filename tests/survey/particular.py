@@ -26,7 +26,7 @@ class Particular:
 
 
 def particular(name: str) -> Particular:
-    """What is said of the class `name`, by all patterns that fit."""
+    """The entries for the class `name`, by all patterns that fit."""
     fitting = [one for pattern, one in PARTICULARS if any(fnmatchcase(name, glob) for glob in pattern.split())]
     return Particular(
         {key: value for one in fitting for key, value in one.config.items()},

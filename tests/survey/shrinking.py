@@ -73,7 +73,7 @@ PICTURE = re.compile(r"(.*_)?(image|img|input_image|crop)_size$|train_size$")
 
 @dataclass(frozen=True)
 class Scale:
-    """What is tried: most `layers`; whether heads become fewer rather than smaller, and keep an even size (rotary
+    """One try: most `layers`; whether heads become fewer rather than smaller, and keep an even size (rotary
     embeddings); whether pictures are small, and whether lists with an entry for each layer are truncated or left to the
     config to derive; whether widths are divided at all."""
 

@@ -194,7 +194,7 @@ class WarmHosts:
 
 
 def _kill(one: HostProcess) -> None:
-    """End what is left of a host process here, and let one that lives elsewhere notice it."""
+    """End the rest of a host process here, and let one that lives elsewhere notice it."""
     one.hang_up()
     for number in (signal.SIGTERM, signal.SIGKILL):
         if one.process.poll() is None:

@@ -28,7 +28,7 @@ SMALLEST, GROWTH, EDGES = 1e-12, 1.1, 600
 
 class Histograms(Callback):
     """Writes a line per parameter into `histograms.jsonl`: step, kind (`weights` or `gradients`), name, elements, min,
-    max, mean, std, and the bins [from, to, elements] that are not empty; `not_finite` counts what is in none.
+    max, mean, std, and the bins [from, to, elements] that are not empty; `not_finite` counts elements in none.
 
     Weights are those after the step, gradients those before clipping. With the logger tensorboard they are shown there.
 

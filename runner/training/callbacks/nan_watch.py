@@ -165,7 +165,7 @@ class _BackwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _here() -> str:
-    """What is being computed: the operator of the line of generated code, or else the innermost line of the user's;
+    """The running operator: that of the line of generated code, or else the innermost line of the user's;
     empty where there is none."""
     place = ""
     for frame in _frames():

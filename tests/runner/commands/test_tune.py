@@ -1,4 +1,4 @@
-"""`run tune`: which plans are tried, what is kept, and how far predictions were."""
+"""`run tune`: which plans are tried and kept, and how far predictions were."""
 
 import json
 import shlex

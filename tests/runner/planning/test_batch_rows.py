@@ -1,4 +1,4 @@
-"""Uneven machines: how many rows each rank gets, what is refused, and that ranks with different rows train as one
+"""Uneven machines: how many rows each rank gets, refusals, and that ranks with different rows train as one
 device does."""
 
 from __future__ import annotations

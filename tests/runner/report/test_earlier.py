@@ -22,7 +22,7 @@ class Net(nn.Sequential):
 
 @pytest.fixture
 def planned(tmp_path, monkeypatch, capsys):
-    """Plans a model of the user's: the content of plan.json, what is printed, and whether it was planned anew."""
+    """Plans a model of the user's: the content of plan.json, the printed text, and whether it was planned anew."""
     (tmp_path / "own_net.py").write_text(NET, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     prepare, made = joint.prepare_decided, []

@@ -356,7 +356,7 @@ NAMESPACE = vars(builtins)
 
 
 def test_the_namespace_of_a_module_is_left_alone() -> None:
-    """What is put back after a forward that must be one operator would be all that Python has."""
+    """The state put back after a forward that must be one operator would be all that Python has."""
     before = dict(NAMESPACE)
 
     def branches(net: Any, x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def means(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Ten
 
 
 def infinite(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
-    """Of what is not selected, logarithms and their gradients, of parameters too."""
+    """Of unselected elements, logarithms and their gradients, of parameters too."""
     h = h.relu()
     part = h[h > 0]
     return (part.log() * net.heat).mean() + (net.heat / part).mean() + part.rsqrt().sum()
@@ -101,7 +101,7 @@ def asked(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Ten
 
 
 def extremes(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
-    """The largest of what is selected, and where they are among it; deviations, of equal ones too."""
+    """The largest of a selection, and where they are in it; deviations, of equal ones too."""
     part = h[chosen]
     values, index = part.max(0)
     hard = h[..., 0][chosen].topk(3)[0]
@@ -122,7 +122,7 @@ def counted(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> T
 
 
 def rows(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
-    """Each sample's own length, negative ones from the end, and what is behind it."""
+    """Each sample's own length, negative ones from the end, and the places behind it."""
     counts = chosen.sum(1).clamp(min=1)
     pooled = torch.stack([one[:count].mean(0) for one, count in zip(h, counts, strict=True)])
     other = [

@@ -90,7 +90,7 @@ def test_fused_weights_are_packed_and_exact(kind: str, layer: str, draw: Any) ->
 
 
 class Plain(nn.Module):
-    """What is no packed weight: heads, parts of a table, halves of a head, a residual beside the sections."""
+    """No packed weights: heads, parts of a table, halves of a head, a residual beside the sections."""
 
     def __init__(self) -> None:
         super().__init__()

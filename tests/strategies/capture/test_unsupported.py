@@ -62,7 +62,7 @@ def matched(net: Net, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "hook": (hooked, r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called"),
-    "derivative of what is drawn": (
+    "derivative of a random value": (
         drawn,
         r"computes a derivative at capture/test_unsupported.py:\d+, which is not captured: it goes through dropout",
     ),

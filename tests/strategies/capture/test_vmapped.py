@@ -1,4 +1,4 @@
-"""Models that call torch.vmap train as eager torch does, on random plans; what is not replaced is refused."""
+"""Models that call torch.vmap train as eager torch does, on random plans; other calls are refused."""
 
 from __future__ import annotations
 

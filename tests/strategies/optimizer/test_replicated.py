@@ -134,7 +134,7 @@ def test_only_parameters_that_the_loss_depends_on_are_trained(alone):
 
 
 class Threshold(nn.Module):
-    """No gradient comes back to a threshold and to what is detached: an optimizer must not decay them."""
+    """No gradient comes back to a threshold and to detached values: an optimizer must not decay them."""
 
     def __init__(self):
         super().__init__()

@@ -53,7 +53,7 @@ def tagged(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def twice(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    """What is packed, padded and packed again; with the length of the input."""
+    """A sequence packed, padded and packed again; with the length of the input."""
     x, _ = pad_packed_sequence(pack_padded_sequence(x, lengths, True, False), total_length=x.size(1))
     output, _ = net.layer(pack_padded_sequence(x, lengths, enforce_sorted=False))
     output, _ = net.layer(output)
