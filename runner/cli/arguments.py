@@ -50,6 +50,11 @@ BY_PATH = ("parallel.strategies", "parallel.place", "parallel.pipeline.cuts")
 """Mappings whose keys are dotted paths: `~parallel.strategies.dense1.matmul` takes one of them away."""
 REPLACED = ("parallel.mesh",)
 """Mappings that are one value: another one takes their place, whatever its keys are."""
+NO_FILE = (
+    "`run explain` explains the plan of a config, and {word!r} is a file or folder. `run explain +recipe=NAME "
+    "parallel.plan=FILE` explains a saved plan of that recipe, `run diff FILE FILE` compares two, and report.html in a "
+    "run folder shows its plan."
+)
 
 
 def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -69,6 +74,8 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
         if not bare or (verb is not None and not VERBS[verb].composed):
             rest.append(word)
         elif verb is not None and VERBS[verb].argument and not any(VERBS[verb].argument in given for given in rest):
+            if verb == "explain" and (os.sep in word or word.endswith(".json")):
+                raise ConfigError("MW101", NO_FILE.format(word=word))
             rest.append(f"{VERBS[verb].argument}={quoted(word)}")
         elif word not in VERBS:
             raise ConfigError("MW101", _stranger(verb, word))

@@ -30,6 +30,7 @@ BAD = [
     ([QUICK, "+recipe=zero"], "chosen twice"),
     (["trian", QUICK], "Did you mean 'train'?"),
     (["train", "plan", QUICK], "two verbs"),
+    (["explain", "runs/plan.json"], "parallel.plan=FILE"),
     ([QUICK, "job=trian"], "Did you mean 'train'?"),
     ([QUICK, "=3"], "names no key"),
     ([QUICK, "--bad"], "--bad"),
