@@ -35,9 +35,13 @@ UNITS = {
 
 
 def _bytes(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():  # 16e9
+        return int(value)
     if not isinstance(value, str):
         return value
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", value)
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*|\s*\d+\s*", value)
+    if matched is not None and matched[2] is None:  # from a variable of the environment
+        return int(value)
     if matched is None or matched[2] not in UNITS:
         raise refusal(
             f"parallel.memory_limit = {value!r} is no number of bytes; write one such as 80GB, 512MiB or 1000000 "

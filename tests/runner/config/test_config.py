@@ -153,6 +153,11 @@ def test_a_section_in_short_is_its_key_and_the_defaults_of_the_others(short, lon
     assert both[0] == both[1] != compose("+recipe=ffn_auto", "parallel.memory_limit=1GB")
 
 
+@pytest.mark.parametrize("size", ["2e9", "2000000000", "'2000000000'", "2GB", "'2 GB'"])
+def test_numbers_of_bytes(size):
+    assert compose("+recipe=ffn_auto", f"parallel.memory_limit={size}").parallel.memory_limit == 2 * 10**9
+
+
 def test_config_is_frozen():
     checked = compose(*MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
