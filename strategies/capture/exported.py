@@ -120,7 +120,15 @@ class _Reader:
         for placeholder, name in (self.signature.inputs_to_parameters | self.signature.inputs_to_buffers).items():
             tensor = tensors[name]
             owners[placeholder] = (_strip(canonical[id(tensor)]), tensor)
+        memory = {one.untyped_storage()._cdata: name for name, one in tensors.items() if one.requires_grad}
         for placeholder, name in self.signature.inputs_to_lifted_tensor_constants.items():
+            if (owner := memory.get(exported.constants[name].untyped_storage()._cdata)) is not None:
+                raise StrategyError(
+                    "MW901",
+                    f"The model's forward uses a tensor that shares its memory with the trained parameter "
+                    f"{_strip(owner)} (made of it outside of forward, by .data, .detach() or a view), which changes "
+                    f"with every step. Make it in forward, of the parameter: self.{_strip(owner)}.detach().",
+                )
             owners[placeholder] = (f"{self.mode}.{name}", exported.constants[name])  # numbered anew in every graph
         return owners
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,13 +78,15 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(inference_mode, "__enter__", _begin))
         stack.enter_context(replaced(inference_mode, "__exit__", _end))
         stack.enter_context(replaced(Distribution, "_validate_args", False))
-        stack.enter_context(replaced(NamedMemberAccessor, "swap_tensor", _swapped(NamedMemberAccessor.swap_tensor)))
+        stand_ins = _StandIns(objective)
+        swap = _swapped(NamedMemberAccessor.swap_tensor, stand_ins)
+        stack.enter_context(replaced(NamedMemberAccessor, "swap_tensor", swap))
         stack.enter_context(replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
         stack.enter_context(replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
         stack.enter_context(replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
         stack.enter_context(replaced(nn.Module, "_apply", _converted(nn.Module._apply)))
         stack.enter_context(asked_of_tensors())
-        stack.enter_context(_Unasked())
+        stack.enter_context(_Unasked(stand_ins))
         yield
 
 
@@ -97,7 +100,32 @@ def _end(region: Any, *_: Any) -> None:
     torch.set_grad_enabled(region.gradients_before)
 
 
-def _swapped(swap: Callable[..., Any]) -> Callable[..., Any]:
+class _StandIns:
+    """What stands in the place of every parameter and buffer while it is traced, for forwards that take them from
+    elsewhere than their modules, such as a dict of their own."""
+
+    def __init__(self, objective: nn.Module) -> None:
+        tables = (table for module in objective.modules() for table in (module._parameters, module._buffers))
+        self.owned = {(id(table), key): tensor for table in tables for key, tensor in table.items()}
+        self.by_id: dict[int, Tensor] = {}
+
+    def note(self, table: Mapping[str, Tensor | None], key: str, value: Tensor) -> None:
+        """Note the tensor that a module has now."""
+        owned = self.owned.get((id(table), key))
+        if owned is value:
+            self.by_id.pop(id(owned), None)
+        elif owned is not None:
+            self.by_id[id(owned)] = value
+
+    def __call__(self, leaf: Any) -> Any:
+        return self.by_id.get(id(leaf), leaf)
+
+    def among(self, leaves: Iterable[Any]) -> bool:
+        """Whether one of these has a stand-in."""
+        return any(id(leaf) in self.by_id for leaf in leaves)
+
+
+def _swapped(swap: Callable[..., Any], stand_ins: _StandIns) -> Callable[..., Any]:
     """`swap`, by which the exporter puts traced tensors into a module, by the name of any parameter or buffer: it looks
     them up as attributes, which names with a dot and those of methods (a child `forward`) are not."""
 
@@ -115,6 +143,7 @@ def _swapped(swap: Callable[..., Any]) -> Callable[..., Any]:
             return swap(accessor, name, value, allow_missing)
         table, key = known[name]
         before, table[key] = table[key], value
+        stand_ins.note(table, key, value)
         return before
 
     return call
@@ -168,14 +197,19 @@ def _in_shape(layer: Callable[..., Any]) -> Callable[..., Any]:
 class _Unasked(TorchFunctionMode):
     """Makes an exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1. Quantiles
     are in range. Questions about constants have answers, and `.data` is a detached tensor. So is a parameter whose
-    `requires_grad` a forward switches off (the discriminator in the loss of a generator), until it is on again."""
+    `requires_grad` a forward switches off (the discriminator in the loss of a generator), until it is on again. A
+    parameter that a forward takes from elsewhere than its module (a dict of its own) is the traced one."""
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: _StandIns) -> None:
         super().__init__()
         self.frozen: dict[int, Tensor] = {}
+        self.stand_ins = stand_ins
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
+        lists = (leaf for arg in args if type(arg) in (list, tuple) for leaf in arg)
+        if self.stand_ins.among(chain(args, lists, (kwargs or {}).values())):
+            args, kwargs = tree_map(self.stand_ins, (tuple(args), kwargs or {}))
         if name == "__get__" and not self.frozen and function != READS_DATA:  # half of all calls
             return function(*args)
         if name in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):

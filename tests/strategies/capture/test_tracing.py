@@ -17,6 +17,7 @@ from torch.nn.modules import transformer
 
 from strategies.capture import Objective, capture
 from strategies.capture.tracing import traceable
+from strategies.core.errors import StrategyError
 from tests.strategies.simulated_model import TOLERANCE, Model
 
 
@@ -112,3 +113,47 @@ class Table(nn.Module):
 def test_a_constant_may_be_a_view(draw: Any) -> None:
     torch.manual_seed(0)
     assert Model(Table(), None, {"x": torch.randn(8, 4, 8)}).worst(draw, seeds=1) < TOLERANCE
+
+
+class Gate(nn.Module):
+    """Takes its parameter and its buffer from a dict and a list of its own, as cells of liquid networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.weights, self.statistics = {"scale": self.scale, "inner": self.inner.weight}, [self.mean]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.linear(x, self.weights["inner"]) * torch.stack([self.weights["scale"], self.scale]).sum(0)
+        self.statistics[0].mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)
+        return x + h - self.mean
+
+
+@pytest.mark.parametrize("layers", [1, 7])
+def test_parameters_may_be_taken_from_elsewhere(layers: int, draw: Any) -> None:
+    torch.manual_seed(0)
+    gates = [Gate().double() for _ in range(layers)]
+    for gate in gates:
+        gate.statistics = [gate.mean]  # a conversion gives modules other buffers
+    model = Model(nn.Sequential(*gates), nn.MSELoss(), (torch.randn(8, 4, 8), torch.randn(8, 4, 8)))
+    assert not model.graph.of_kind("constant")
+    assert model.worst(draw, seeds=2) < TOLERANCE
+
+
+class Copied(nn.Module):
+    """Keeps the memory of a parameter, which learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.first = [self.inner.weight.data[:1]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) + self.first[0]).square().mean()
+
+
+def test_the_memory_of_a_parameter_is_no_constant() -> None:
+    with pytest.raises(StrategyError, match=r"inner\.weight") as refused:
+        capture(Objective(Copied(), None, ("x",), ()), (torch.randn(4, 8),), training=True)
+    assert refused.value.code == "MW901"
