@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.paths import path_of
-from meshwright.plans import Batch, Loss, Plan, config_of, planned, require_module, require_plan
+from meshwright.plans import Batch, Loss, Plan, config_of, loss_module, planned, require_module, require_plan
 from runner.build.modules import target_names
 from runner.commands.diff import differences
 from runner.config.load import validated
@@ -216,7 +216,7 @@ def from_autoparallel(
     axes, nodes, striped = autoparallel_placements.read(path_of(file, "meshwright.from_autoparallel"))
     names, tensors = flatten_batch(batch)
     config = config_of(module, tensors, loss, axes, None, torch.optim.AdamW, 0, "cpu", {})
-    targets, grid = target_names(config, module, names), Mesh(tuple(axes.items()))
+    targets, grid = target_names(config, module, loss_module(loss), names), Mesh(tuple(axes.items()))
     given = [tensor for name, tensor in zip(names, tensors, strict=True) if name not in targets]
     own = [*module.parameters(), *module.buffers(), *given]
     taken = {int(name.rpartition("_")[2]): one for name, one in nodes.items() if name.startswith("primals_")}

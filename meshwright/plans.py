@@ -269,6 +269,11 @@ class Plan:
         return self._planned
 
 
+def loss_module(loss: Loss | None) -> nn.Module | None:
+    """The loss as a module."""
+    return loss if loss is None or isinstance(loss, nn.Module) else LossFunction(loss, {})
+
+
 def require_module(given: object, what: str) -> None:
     """Raises ConfigError unless it is a module."""
     if not isinstance(given, nn.Module):
@@ -508,11 +513,11 @@ def planned(
             f"rank that a loop can call; use `run train`, or one of the modes {', '.join(MODES)} without a pipeline.",
         )
     planned_module, given = module, list(tensors)
-    function = original = None if loss is None else loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
+    function = original = loss_module(loss)
     shapes_alone = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     if shapes_alone:
         planned_module, function = duplicate(module), copy.deepcopy(function)
-    targets = target_names(config, planned_module, names)
+    targets = target_names(config, planned_module, function, names)
     objective = Objective(
         planned_module, function, names, targets, sections=sections_of(config), target=export_target(config)
     )

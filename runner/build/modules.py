@@ -147,17 +147,21 @@ def build(config: Config) -> tuple[nn.Module, nn.Module | None]:
     return model, loss
 
 
-def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The batch entries that only the loss takes: the last of a tuple, or the names that `forward` does not take."""
+def target_names(config: Config, model: nn.Module, loss: nn.Module | None, names: Sequence[str]) -> tuple[str, ...]:
+    """The batch entries that only the loss takes: the last of a tuple, or the names that `forward` does not take; none
+    where the model takes all and the loss its output alone."""
     if config.loss.target is None:
         return ()
+    alone = loss is not None and _takes_output_alone(loss)
     if all(name.isdigit() for name in names):
         if len(names) < 2:
+            if alone:
+                return ()
             raise ConfigError(
                 "MW313",
                 f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs "
-                "a target beside the model's input; return (input, target), or set loss.target=null if the model "
-                "returns its loss.",
+                "a target beside the model's input; return (input, target), set loss.target=null if the model "
+                "returns its loss, or give a loss that takes the output alone.",
             )
         return (names[-1],)
     left = tuple(name for name in names if not targets.accepts(model.forward, name))
@@ -170,19 +174,31 @@ def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tupl
             f"data: {config.model.target}.forward takes none of the entries of a sample ({', '.join(names)}) by name, "
             f"but {taken}; give the entries the names of its arguments, in the dataset or by data.collate.",
         )
-    if not left:
+    if not left and not alone:
         raise ConfigError(
             "MW313",
             f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "
-            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss.",
+            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss, or give a "
+            "loss that takes the output alone.",
         )
     return left
+
+
+def _takes_output_alone(loss: nn.Module) -> bool:
+    """Whether a loss has one argument beside those that are given by name."""
+    called, given = (loss.function, loss.keywords) if isinstance(loss, LossFunction) else (loss.forward, {})
+    try:
+        parameters = inspect.signature(called).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    left = [one for name, one in parameters.items() if name not in given and one.kind is not one.KEYWORD_ONLY]
+    return len(left) == 1 and left[0].kind in (left[0].POSITIONAL_ONLY, left[0].POSITIONAL_OR_KEYWORD)
 
 
 def objective(config: Config, names: Sequence[str]) -> Objective:
     """The user's model and loss as one module, eager and untouched."""
     model, loss = build(config)
-    targeted = target_names(config, model, names)
+    targeted = target_names(config, model, loss, names)
     autocast = AUTOCAST.get(config.train.precision)
     return Objective(
         *(model, loss, names, targeted, autocast), sections=sections_of(config), target=export_target(config)

@@ -240,7 +240,7 @@ class Evaluator:
                     "model that returns its loss cannot be given a short batch; choose a divisor.",
                 )
             return self._mean(loss_of(outputs).double())
-        target = self._inputs()[self.prepared.targets[0]]
+        target = self._inputs()[(self.prepared.targets or self.prepared.names)[0]]
 
         def joined(piece: Any) -> Any:
             if not isinstance(piece, Tensor):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from composing import compose_config
 
-from runner.build.modules import DTYPES, captured_from_shapes, cast, objective, target_names
+from runner.build.modules import DTYPES, build_loss, captured_from_shapes, cast, objective, target_names
 from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError
 from runner.planning.datasets import datasets
-from strategies.capture import capture
+from strategies.capture import LossFunction, capture
 from strategies.core.errors import StrategyError
 
 RECIPES = ["quickstart", "gpt", "llama", "moe", "resnet", "vit", "gpt_padded", "vocab_ffn", "hf_gpt2"]
@@ -44,12 +44,27 @@ class Passes(torch.nn.Module):
 
 def test_what_forward_only_takes_among_its_kwargs_goes_to_the_loss():
     config = compose_config("+recipe=quickstart")
-    assert target_names(config, Passes(), ("x", "label", "mask")) == ("label",)
+    loss = build_loss(config)
+    assert target_names(config, Passes(), loss, ("x", "label", "mask")) == ("label",)
     with pytest.raises(ConfigError, match=r"takes every entry of a sample"):
-        target_names(config, Passes(), ("x", "mask"))
+        target_names(config, Passes(), loss, ("x", "mask"))
     for none in (Passes(), torch.nn.Linear(2, 2)):
         with pytest.raises(ConfigError, match=r"takes none of the entries of a sample \(a, b\) by name, but (x|input)"):
-            target_names(config, none, ("a", "b"))
+            target_names(config, none, loss, ("a", "b"))
+
+
+def spread(output, scale):
+    return output.std() * scale
+
+
+def test_a_loss_may_take_the_output_alone():
+    config = compose_config("+recipe=quickstart")
+    assert target_names(config, Passes(), LossFunction(spread, {"scale": 2.0}), ("x", "mask")) == ()
+    assert target_names(config, Passes(), LossFunction(torch.std, {}), ("0", "1")) == ("1",)
+    for loss in (LossFunction(spread, {}), torch.nn.MSELoss()):
+        with pytest.raises(ConfigError) as refused:
+            target_names(config, Passes(), loss, ("x", "mask"))
+        assert refused.value.code == "MW313"
 
 
 def test_parameters_of_model_and_loss_freeze():
