@@ -61,8 +61,10 @@ from strategies.search.joint import AGAIN, KEEPING, Bound, Choice, Decision, Pri
 ZERO = (0, 1, 2, 3)
 SMALLER_PLANS = 4
 """How often a plan that is too large is searched again for less memory, at most."""
-BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5)
-"""Of the limit: budgets of a search where no plan that was measured before keeps it."""
+BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5, 0.0)
+"""Of the limit: budgets of a search where no plan that was measured before keeps it; at last the smallest plan."""
+CLOSE_SHARES = (*(1 - step / 20 for step in range(13)), 0.0)
+"""The same, where nothing but the plan is open: a traced peak need not fall with the search's estimate."""
 WORTH = 0.005
 """Of the seconds: what another plan must gain."""
 EVERY = 5.0
@@ -292,6 +294,7 @@ class JointDecision:
         self.estimates: dict[Choice, Estimate] = {}  # of the fastest plan of each choice
         self.settings: dict[Choice, OptimizerSettings] = {}  # of choices without recompute, which changes nothing
         self.budgets: dict[tuple[int, int], SearchBudget] = {}  # by stages and ZeRO stage
+        self.smallest: tuple[int, Estimate] | None = None  # traced peak, and the plan that has it
 
     def check(self, accept: Accept) -> None:
         """Reject early what `prepare` would reject after the search. Raises ConfigError."""
@@ -375,7 +378,7 @@ class JointDecision:
         except StrategyError as error:
             if error.code != "MW502" or not self.only:
                 raise
-            smallest = self.fastest(max(self.bounds))
+            smallest = self.fastest(max(self.bounds)) if self.smallest is None else self.smallest[1]
             pairs = zip(smallest.memories, self.limits(max(self.bounds)), strict=True)
             needed, limit = max(pairs, key=lambda pair: pair[0].peak - pair[1])
             every = self.config.parallel.recompute.operators == "auto"
@@ -614,7 +617,10 @@ class JointDecision:
 
     def _peak(self, choice: Choice, estimated: Estimate) -> int:
         """`_most` of the traced peaks, or of those up to the first that exceeds its limit."""
-        return self._most(choice, estimated.peaks_within(self.limits(choice)))
+        size = self._most(choice, estimated.peaks_within(self.limits(choice)))
+        if self.smallest is None or size < self.smallest[0]:
+            self.smallest = size, estimated
+        return size
 
     def memory_bounds(self, choice: Choice) -> MemoryBounds:
         """Memory bounds of a choice's fastest plan without tracing it. ZeRO stages share that plan, and
@@ -666,12 +672,12 @@ class JointDecision:
 
     def _within_shares(self, choice: Choice, tried: list[Any]) -> Priced | None:
         """The first plan that keeps the limit of those found within shares of it; `tried` ones do not."""
-        for share in BUDGET_SHARES:
+        for share in CLOSE_SHARES if len(self.bounds) == 1 else BUDGET_SHARES:
             try:
-                plan = self.best_plan(choice, int(share * min(self.limits(choice))))
+                plan = self.smaller_plan(choice, max(int(share * min(self.limits(choice))), 1), ())
             except StrategyError:
                 return None
-            if plan.operators not in tried:
+            if plan is not None and plan.operators not in tried:
                 tried.append(plan.operators)
                 price = self.estimate(choice, plan)
                 if (

@@ -6,6 +6,7 @@ import copy
 import doctest
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +51,21 @@ def of_eight(output: Tensor, target: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def two() -> meshwright.Plan:
     return planned(mesh=2, mode="data_parallel")
+
+
+class Block(nn.Module):
+    """An encoder block between tied tables: traced peaks of its plans do not fall with the search's estimates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.attention, self.norm = nn.Embedding(32, 16), nn.MultiheadAttention(16, 4), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
+        h = h + self.down(nn.functional.glu(torch.cat((self.up(h), self.up(h)), -1)))
+        return h @ self.table.weight.T
 
 
 class Normal(nn.Module):
@@ -182,6 +198,14 @@ def test_limits_and_open_keys_are_decided() -> None:
         gpt(), tokens(), loss=next_token, mesh=4, zero="auto", memory_limit=free.memory - 1000, plan_cache=None
     )
     assert bound.memory < free.memory and bound.content["search"]["decided"]["zero"] in (0, 1, 2, 3)
+
+
+def test_a_plan_near_the_smallest_is_found() -> None:
+    torch.manual_seed(0)
+    batch = torch.randint(32, (4, 8)), torch.randint(32, (4, 8))
+    plan = partial(meshwright.plan, Block().double(), batch, loss=next_token, mesh={"dp": 2, "tp": 2}, plan_cache=None)
+    assert plan(memory_limit=98_000).memory <= 98_000
+    assert re.search(r"needs 9\d\.\d+ KiB", refused("MW501", partial(plan, memory_limit=60_000)))
 
 
 def test_a_machine_that_is_only_described() -> None:
