@@ -28,8 +28,15 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def changes(prepared: Prepared) -> list[Change]:
-    """What DeepSpeed lays out otherwise."""
-    return [*of_styles(prepared, AUTOTP), *of_rows(prepared), *of_optimizer(prepared, {0, 1, 2, 3})]
+    """What DeepSpeed lays out otherwise. It broadcasts parameters as bytes, which torch refuses where there are no
+    dims."""
+    assert prepared.graph is not None
+    scalars = [
+        Change("parameter", source.name, "a number without dims", "an error of DeepSpeed; give it one dim", 0, 0.0)
+        for source in prepared.graph.of_kind("parameter")
+        if not source.spec.shape
+    ]
+    return [*scalars, *of_styles(prepared, AUTOTP), *of_rows(prepared), *of_optimizer(prepared, {0, 1, 2, 3})]
 
 
 def config(prepared: Prepared, title: str) -> str:

@@ -527,6 +527,23 @@ FUSED = {
 
 
 @pytest.mark.slow
+class Scaled(nn.Linear):
+    """Has a parameter without dims, as the scale of CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_parameter_without_dims_is_listed_for_deepspeed() -> None:
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    plan = meshwright.plan(Scaled(), batch, loss=nn.MSELoss(), mesh=2, mode="data_parallel", plan_cache=None)
+    assert [(one.kind, one.name) for one in plan.expressible("deepspeed")] == [("parameter", "scale")]
+
+
 @pytest.mark.parametrize(("target", "entry"), [("transformers", "transformed"), ("deepspeed", "sped")])
 def test_fused_weights_of_several_sizes_train_as_one_device(
     on_ranks: Callable[..., Any], tmp_path: Path, target: str, entry: str
