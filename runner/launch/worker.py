@@ -109,7 +109,7 @@ def work(orders: Orders) -> Any:
 
 def _record_calls() -> None:
     """Show the flight recorder the calls of `torch.distributed` over all ranks, whoever makes them: this project, a
-    callback or a module of the user's. Operators recorded elsewhere pass."""
+    callback or a module of the user's. Calls recorded elsewhere pass."""
 
     def recorded(name: str, kind: int, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)

@@ -270,8 +270,8 @@ def _only_counted(module: nn.Module, path: str, name: str, batch: Sequence[Tenso
 
 
 def _unusable(module: nn.Module, places: Set[Place], before: State) -> list[tuple[str, str]]:
-    """Fill the tensors at these places with NaN, but for those that parameters and buffers share, or
-    `before`. Returns the attributes and globals that hold them."""
+    """Fill the tensors at these places with NaN, or other integers than they hold, but for those that parameters and
+    buffers share, or `before`. Returns the attributes and globals that hold them."""
     known = (*module.parameters(), *module.buffers(), *before.values())
     own, filled = {_memory(one) for one in known if isinstance(one, Tensor)}, []
     for place, value in PythonState(module).values.items():

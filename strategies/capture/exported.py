@@ -127,7 +127,7 @@ class _Reader:
                     "MW901",
                     f"The model's forward uses a tensor that shares its memory with the trained parameter "
                     f"{_strip(owner)} (made of it outside of forward, by .data, .detach() or a view), which changes "
-                    f"with every step. Make it in forward, of the parameter: self.{_strip(owner)}.detach().",
+                    f"with every step. Make it in forward, of the parameter itself: {_strip(owner)}.detach().",
                 )
             owners[placeholder] = (f"{self.mode}.{name}", exported.constants[name])  # numbered anew in every graph
         return owners
