@@ -294,7 +294,7 @@ class JointDecision:
         self.estimates: dict[Choice, Estimate] = {}  # of the fastest plan of each choice
         self.settings: dict[Choice, OptimizerSettings] = {}  # of choices without recompute, which changes nothing
         self.budgets: dict[tuple[int, int], SearchBudget] = {}  # by stages and ZeRO stage
-        self.smallest: tuple[int, Estimate] | None = None  # traced peak, and the plan that has it
+        self.smallest: tuple[int, Estimate] | None = None  # what a plan needs at least, and its estimate
 
     def check(self, accept: Accept) -> None:
         """Reject early what `prepare` would reject after the search. Raises ConfigError."""
@@ -617,7 +617,9 @@ class JointDecision:
 
     def _peak(self, choice: Choice, estimated: Estimate) -> int:
         """`_most` of the traced peaks, or of those up to the first that exceeds its limit."""
-        size = self._most(choice, estimated.peaks_within(self.limits(choice)))
+        return self._noted(self._most(choice, estimated.peaks_within(self.limits(choice))), estimated)
+
+    def _noted(self, size: int, estimated: Estimate) -> int:
         if self.smallest is None or size < self.smallest[0]:
             self.smallest = size, estimated
         return size
@@ -657,7 +659,7 @@ class JointDecision:
             elif price.seconds >= best.seconds:
                 break
             lower = self._most(choice, price.bounds(None).least)
-            size = self._peak(choice, price) if lower <= self.limit else lower
+            size = self._peak(choice, price) if lower <= self.limit else self._noted(lower, price)
             seen.append((estimated, size if lower <= self.limit else self._most(choice, price.likely)))
             if size <= self.limit:
                 best = Priced(smaller, price.seconds, size)
@@ -680,10 +682,9 @@ class JointDecision:
             if plan is not None and plan.operators not in tried:
                 tried.append(plan.operators)
                 price = self.estimate(choice, plan)
-                if (
-                    self._most(choice, price.bounds(None).least) <= self.limit
-                    and (size := self._peak(choice, price)) <= self.limit
-                ):
+                lower = self._most(choice, price.bounds(None).least)
+                size = self._peak(choice, price) if lower <= self.limit else self._noted(lower, price)
+                if size <= self.limit:
                     return Priced(plan, price.seconds, size)
         return None
 

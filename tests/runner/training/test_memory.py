@@ -26,7 +26,7 @@ def test_units(given, meant):
     assert Limited(limit=given).limit == meant
 
 
-@pytest.mark.parametrize("given", ["80", "80gb", "GB", "-1GB", 0, -5, 1.5])
+@pytest.mark.parametrize("given", ["80gb", "GB", "-1GB", "-1", "1.5", 0, -5, 1.5])
 def test_what_is_no_number_of_bytes(given):
     with pytest.raises(ValueError):
         Limited(limit=given)
