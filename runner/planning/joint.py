@@ -620,6 +620,7 @@ class JointDecision:
         return self._noted(self._most(choice, estimated.peaks_within(self.limits(choice))), estimated)
 
     def _noted(self, size: int, estimated: Estimate) -> int:
+        """`size`, noted as the smallest so far if it is, for a refusal."""
         if self.smallest is None or size < self.smallest[0]:
             self.smallest = size, estimated
         return size

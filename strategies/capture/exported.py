@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator as python_operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,38 @@ def read(
     batch entries; `mode` marks constants, which are numbered anew in every graph."""
     reader = _Reader(exported, objective, names, mode)
     return reader.graph, reader.tensors
+
+
+def check_constants(graph: OperatorGraph, tensors: Mapping[str, Tensor], taken: Set[str], assigned: Set[str]) -> None:
+    """Raises StrategyError where a forward reads memory of a trained parameter, or of a buffer that it writes, by
+    another tensor than that.
+
+    Args:
+        graph: as read.
+        tensors: those of its sources, by name.
+        taken: the paths of buffers that forward takes from elsewhere than their modules.
+        assigned: the paths of those that it replaces, which leaves their old memory as it is.
+    """
+    if both := taken & assigned:
+        raise StrategyError(
+            "MW901",
+            f"The model's forward replaces buffer {_strip(min(both))} and also takes it from elsewhere than its module "
+            "(a dict or list of its own), where the first one stays. Write it in place, with copy_.",
+        )
+    written = {graph.by_id[buffer].name for buffer, _ in graph.updates} - set(map(_strip, assigned))
+    changing = {
+        tensors[source.name].untyped_storage()._cdata: source
+        for source in graph.of_kind("parameter", "buffer")
+        if source.trainable or source.name in written
+    }
+    for constant in graph.of_kind("constant"):
+        if (owner := changing.get(tensors[constant.name].untyped_storage()._cdata)) is not None:
+            raise StrategyError(
+                "MW901",
+                f"The model's forward uses a tensor that shares its memory with {owner.kind} {owner.name} (made of it "
+                "outside of forward, by .data, .detach() or a view), which changes with every step. Make it in "
+                f"forward, of the {owner.kind} itself, such as {owner.name}.detach().",
+            )
 
 
 class _Reader:
@@ -120,15 +152,7 @@ class _Reader:
         for placeholder, name in (self.signature.inputs_to_parameters | self.signature.inputs_to_buffers).items():
             tensor = tensors[name]
             owners[placeholder] = (_strip(canonical[id(tensor)]), tensor)
-        memory = {one.untyped_storage()._cdata: name for name, one in tensors.items() if one.requires_grad}
         for placeholder, name in self.signature.inputs_to_lifted_tensor_constants.items():
-            if (owner := memory.get(exported.constants[name].untyped_storage()._cdata)) is not None:
-                raise StrategyError(
-                    "MW901",
-                    f"The model's forward uses a tensor that shares its memory with the trained parameter "
-                    f"{_strip(owner)} (made of it outside of forward, by .data, .detach() or a view), which changes "
-                    f"with every step. Make it in forward, of the parameter itself: {_strip(owner)}.detach().",
-                )
             owners[placeholder] = (f"{self.mode}.{name}", exported.constants[name])  # numbered anew in every graph
         return owners
 

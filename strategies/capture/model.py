@@ -30,7 +30,7 @@ from strategies.capture.conversions import Conversions
 from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.duplicate import duplicate
-from strategies.capture.exported import dtype_of, read
+from strategies.capture.exported import check_constants, dtype_of, read
 from strategies.capture.fixed_sizes import with_fixed_sizes
 from strategies.capture.indexed import by_places
 from strategies.capture.logged_arrays import leaves_torch
@@ -272,7 +272,7 @@ def _captured(
     changing = ChangingAttributes(objective)
     try:
         with (
-            traceable(objective),
+            traceable(objective) as stand_ins,
             assigned.written(),
             constant.known(),
             changing.watched(),
@@ -329,6 +329,9 @@ def _captured(
         raise
     if constant.are_written(graph, tensors, assigned.names):
         return None
+    buffers = objective.named_buffers(remove_duplicate=False)
+    taken = {name for name, buffer in buffers if id(buffer) in stand_ins.taken}
+    check_constants(graph, tensors, taken, assigned.names)
     check_operands(graph)
     graph = unmerged(_needed(graph))
     try:

@@ -52,7 +52,7 @@ TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_sh
 
 
 @contextmanager
-def traceable(objective: nn.Module) -> Iterator[None]:
+def traceable(objective: nn.Module) -> Iterator[StandIns]:
     """Export `objective` within this context."""
     with ExitStack() as stack:
         stack.enter_context(in_few_words())
@@ -78,7 +78,7 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(inference_mode, "__enter__", _begin))
         stack.enter_context(replaced(inference_mode, "__exit__", _end))
         stack.enter_context(replaced(Distribution, "_validate_args", False))
-        stand_ins = _StandIns(objective)
+        stand_ins = StandIns(objective)
         swap = _swapped(NamedMemberAccessor.swap_tensor, stand_ins)
         stack.enter_context(replaced(NamedMemberAccessor, "swap_tensor", swap))
         stack.enter_context(replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
@@ -87,7 +87,7 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(nn.Module, "_apply", _converted(nn.Module._apply)))
         stack.enter_context(asked_of_tensors())
         stack.enter_context(_Unasked(stand_ins))
-        yield
+        yield stand_ins
 
 
 def _begin(region: Any) -> None:
@@ -100,14 +100,19 @@ def _end(region: Any, *_: Any) -> None:
     torch.set_grad_enabled(region.gradients_before)
 
 
-class _StandIns:
-    """What stands in the place of every parameter and buffer while it is traced, for forwards that take them from
-    elsewhere than their modules, such as a dict of their own."""
+class StandIns:
+    """The traced tensors in the places of parameters and buffers, for forwards that take these from elsewhere than
+    their modules, such as a dict of their own.
+
+    Attributes:
+        taken: the ids of the parameters and buffers that were taken so.
+    """
 
     def __init__(self, objective: nn.Module) -> None:
         tables = (table for module in objective.modules() for table in (module._parameters, module._buffers))
         self.owned = {(id(table), key): tensor for table in tables for key, tensor in table.items()}
         self.by_id: dict[int, Tensor] = {}
+        self.taken: set[int] = set()
 
     def note(self, table: Mapping[str, Tensor | None], key: str, value: Tensor) -> None:
         """Note the tensor that a module has now."""
@@ -118,14 +123,17 @@ class _StandIns:
             self.by_id[id(owned)] = value
 
     def __call__(self, leaf: Any) -> Any:
-        return self.by_id.get(id(leaf), leaf)
+        if id(leaf) in self.by_id:
+            self.taken.add(id(leaf))
+            return self.by_id[id(leaf)]
+        return leaf
 
     def among(self, leaves: Iterable[Any]) -> bool:
         """Whether one of these has a stand-in."""
         return any(id(leaf) in self.by_id for leaf in leaves)
 
 
-def _swapped(swap: Callable[..., Any], stand_ins: _StandIns) -> Callable[..., Any]:
+def _swapped(swap: Callable[..., Any], stand_ins: StandIns) -> Callable[..., Any]:
     """`swap`, by which the exporter puts traced tensors into a module, by the name of any parameter or buffer: it looks
     them up as attributes, which names with a dot and those of methods (a child `forward`) are not."""
 
@@ -200,7 +208,7 @@ class _Unasked(TorchFunctionMode):
     `requires_grad` a forward switches off (the discriminator in the loss of a generator), until it is on again. A
     parameter that a forward takes from elsewhere than its module (a dict of its own) is the traced one."""
 
-    def __init__(self, stand_ins: _StandIns) -> None:
+    def __init__(self, stand_ins: StandIns) -> None:
         super().__init__()
         self.frozen: dict[int, Tensor] = {}
         self.stand_ins = stand_ins

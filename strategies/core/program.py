@@ -21,7 +21,7 @@ from strategies.core.steps import LOCAL, ReshardingPath, Step
 
 KEY = Ref("random_key")
 """The program's random key: a python integer that flows in beside the batch."""
-CUTS = tuple(f"aten.{op}." for op in CONSTANT_TO_AUTOGRAD)
+WITHOUT_GRADIENT = tuple(f"aten.{op}." for op in CONSTANT_TO_AUTOGRAD)
 """How targets begin through which no gradient passes."""
 DECIDING = "local.called_module"
 """The target of modules that decide by values, and so may use an operand in one step and not in another."""
@@ -285,7 +285,7 @@ class Program(Memo):
     def trainable_names(self) -> tuple[str, ...]:
         """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so
         no optimizer touches them, whatever its weight decay (as in eager torch)."""
-        trainable = self._reached(*CUTS) - self.without_gradient
+        trainable = self._reached(*WITHOUT_GRADIENT) - self.without_gradient
         return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in trainable)
 
     @cached_property
@@ -293,7 +293,7 @@ class Program(Memo):
         """The trainable parameters that a step may leave without a gradient: all that uses them goes through modules
         that decide by values, such as experts that no token chooses. Then no optimizer touches them, as in eager
         torch."""
-        return self._reached(*CUTS) - self._reached(*CUTS, DECIDING) - self.without_gradient
+        return self._reached(*WITHOUT_GRADIENT) - self._reached(*WITHOUT_GRADIENT, DECIDING) - self.without_gradient
 
     def _reached(self, *without: str) -> frozenset[str]:
         """The trainable parameters from which the outputs are made, but for what targets that begin so take."""

@@ -26,16 +26,16 @@ MOST_TOGETHER = 100
 def deferred(problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment]) -> dict[str, Assignment]:
     """The assignments `chosen`, by operator id, with deferred reductions where no strategy is configured."""
     cost, made = approximate_cost(problem, cluster), dict(chosen)
-    may = {
+    movable = {
         operator.id: operator
         for operator in problem.graph.operators
         if operator.id not in problem.fixed and (problem.shardings[operator.id].defers or not chosen[operator.id])
     }
-    order = {id: place for place, id in enumerate(may)}
-    for id, operator in reversed(may.items()):
+    order = {id: place for place, id in enumerate(movable)}
+    for id, operator in reversed(movable.items()):
         if _as_used(problem, operator, made) == made[id]:
             continue
-        for group in (sorted(_origins(operator, may), key=lambda one: -order[one.id]), [operator]):
+        for group in (sorted(_origins(operator, movable), key=lambda one: -order[one.id]), [operator]):
             other = dict(made)
             for one in group:
                 other[one.id] = _as_used(problem, one, other)
@@ -45,16 +45,16 @@ def deferred(problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment
     return made
 
 
-def _origins(operator: Operator, may: Mapping[str, Operator]) -> list[Operator]:
-    """An operator and those of `may` that it is computed from by these alone, the nearest `MOST_TOGETHER`."""
-    found = {operator.id: operator}
+def _origins(operator: Operator, movable: Mapping[str, Operator]) -> list[Operator]:
+    """An operator and the `movable` ones that it is computed from by these alone, the nearest `MOST_TOGETHER`."""
+    origins = {operator.id: operator}
     for one in (queue := [operator]):
-        near = [may[ref.id] for ref in one.operands if ref.id in may and ref.id not in found]
-        if len(found) + len(near) > MOST_TOGETHER:
+        near = {ref.id: movable[ref.id] for ref in one.operands if ref.id in movable and ref.id not in origins}
+        if len(origins) + len(near) > MOST_TOGETHER:
             break
-        found |= {one.id: one for one in near}
-        queue += near
-    return [*found.values()]
+        origins |= near
+        queue += near.values()
+    return queue
 
 
 def _as_used(problem: Problem, operator: Operator, chosen: Mapping[str, Assignment]) -> Assignment:

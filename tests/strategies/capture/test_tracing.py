@@ -142,18 +142,25 @@ def test_parameters_may_be_taken_from_elsewhere(layers: int, draw: Any) -> None:
 
 
 class Copied(nn.Module):
-    """Keeps the memory of a parameter, which learns."""
+    """Keeps the memory of a trained parameter, or that of a buffer that it writes or replaces."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.first = [self.inner.weight.data[:1]]
+        self.kind, self.inner = kind, nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.kept = [{"trained": self.inner.weight.data[:1], "written": self.mean[None]}.get(kind, self.mean)]
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.inner(x) + self.first[0]).square().mean()
+        h = self.inner(x)
+        if self.kind == "written":
+            self.mean.copy_(h.detach().mean(0))
+        elif self.kind != "trained":
+            self.mean = h.detach().mean(0)
+        return (h + self.kept[0]).square().mean()
 
 
-def test_the_memory_of_a_parameter_is_no_constant() -> None:
-    with pytest.raises(StrategyError, match=r"inner\.weight") as refused:
-        capture(Objective(Copied(), None, ("x",), ()), (torch.randn(4, 8),), training=True)
+@pytest.mark.parametrize(("kind", "name"), [("trained", "inner.weight"), ("written", "mean"), ("replaced", "mean")])
+def test_memory_that_changes_is_no_constant(kind: str, name: str) -> None:
+    with pytest.raises(StrategyError, match=name) as refused:
+        capture(Objective(Copied(kind), None, ("x",), ()), (torch.randn(4, 8),), training=True)
     assert refused.value.code == "MW901"
