@@ -220,11 +220,15 @@ def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | Non
 
     def with_optimizer(function: Callable[..., Any]) -> Callable[..., Any]:
         """Schedulers in the args of a scheduler, such as those of SequentialLR, are on the same optimizer."""
-        schedules = isinstance(function, type) and issubclass(function, LRScheduler)
-        return partial(function, optimizer) if schedules else function
+        return on_optimizer(function) if isinstance(function, type) and issubclass(function, LRScheduler) else function
+
+    def on_optimizer(function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of its other arguments: ChainedScheduler has the optimizer behind its schedulers."""
+        behind = "optimizer" in [*inspect.signature(function).parameters][1:]
+        return partial(function, optimizer=optimizer) if behind else partial(function, optimizer)
 
     args = (config.args, config.target, "optimizer.scheduler", with_optimizer)
-    made = call(partial(function, optimizer), *args)
+    made = call(on_optimizer(function), *args)
     if config.metric is not None and not isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
             "MW323",

@@ -16,6 +16,9 @@ from runner.errors import ConfigError
 from runner.run_folder import lineage
 from runner.run_folder.lineage import Lineage
 
+Better = Callable[[float, float | None], bool]
+"""Whether a value of a metric is better than the best so far, if there is one."""
+
 
 def on_branch(path: Path, branch: Lineage | None) -> bool:
     """Whether the checkpoint `path` is on the branch of a run. True if either is unknown: the reader then reports the
@@ -67,9 +70,7 @@ def locate(path: Path, key: str = "train.resume") -> Path:
     )
 
 
-def drop(
-    place: Path, step: int, keep: int | None, better: Callable[[float, float], bool] | None, branch: Lineage
-) -> None:
+def drop(place: Path, step: int, keep: int | None, better: Better | None, branch: Lineage) -> None:
     """Remove all but the last `keep` checkpoints of a run up to `step` from `place`, and those of other runs up to
     there; the best one is kept too if `better` is given."""
     if keep is None:
@@ -81,14 +82,14 @@ def drop(
         remove(path)
 
 
-def best_metric(place: Path, better: Callable[[float, float], bool]) -> float | None:
+def best_metric(place: Path, better: Better) -> float | None:
     """The best metric of the run whose checkpoints are in `place`; None where none has one."""
     branch = lineage.of_checkpoints(place)
     best = _best((path for path in complete(place) if on_branch(path, branch)), better)
     return best and best[0]
 
 
-def _best(paths: Iterable[Path], better: Callable[[float, float], bool]) -> tuple[float, Path] | None:
+def _best(paths: Iterable[Path], better: Better) -> tuple[float, Path] | None:
     """The best metric and the first checkpoint that has it. Checkpoints with a damaged header are ignored."""
     best: tuple[float, Path] | None = None
     for path in paths:
@@ -96,6 +97,6 @@ def _best(paths: Iterable[Path], better: Callable[[float, float], bool]) -> tupl
             metric = read_header(path).metric
         except ConfigError:
             continue
-        if metric is not None and (best is None or better(metric, best[0])):
+        if metric is not None and better(metric, best and best[0]):
             best = (metric, path)
     return best

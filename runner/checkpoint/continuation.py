@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.data.streams import ENDLESS
 from strategies.core.errors import StrategyError
 
 SAME = ("optimizer",)
@@ -101,6 +102,13 @@ def compare(
         )
     had = saved.get("samples")
     if None not in (had, samples) and had != samples:
+        if ENDLESS in (had, samples):
+            counted = ("train.steps", "train.epochs") if had == ENDLESS else ("train.epochs", "train.steps")
+            raise StrategyError(
+                "MW607",
+                f"The checkpoint {path} cannot be continued by this run: its stream was counted by {counted[0]}, and "
+                f"by {counted[1]} now, which ends other batches where a pass ends. Go on with {counted[0]}.",
+            )
         if not any(key.startswith(SOURCE) for key, _, _ in data):
             raise StrategyError(
                 "MW607",

@@ -11,6 +11,7 @@ before.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -437,9 +438,12 @@ def commit(
     return target
 
 
-def better_of(best: str | None) -> Callable[[float, float], bool] | None:
-    """Whether one value of a metric is better than another, for "min" or "max"."""
-    return {None: None, "min": lt, "max": gt}[best]
+def better_of(best: str | None) -> branch.Better | None:
+    """Whether a value of a metric is better than the best so far, for "min" or "max"; NaN is better than none."""
+    if best is None:
+        return None
+    better = {"min": lt, "max": gt}[best]
+    return lambda value, so_far: not math.isnan(value) and (so_far is None or better(value, so_far))
 
 
 def _mark(partial: Path, rank: int) -> Path:

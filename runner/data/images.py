@@ -103,8 +103,10 @@ class ImageFolder:
         file, number = self._files[index]
         try:
             with file.open("rb") as stored, self._decode(stored) as opened:
-                image = opened.convert("RGB")
-        except OSError as error:  # as Pillow raises for everything that it cannot decode
+                image = self._in_8_bits(opened, file).convert("RGB")
+        except ConfigError:
+            raise
+        except Exception as error:  # Pillow has no exception that all of its decoders raise
             raise ConfigError("MW870", f"{file} is no image that Pillow can read: {error}.") from error
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
@@ -118,6 +120,17 @@ class ImageFolder:
             pixels = pixels[:, ::-1] if random.random() < 0.5 else pixels
         scaled = self._scaling(np.ascontiguousarray(pixels.transpose(2, 0, 1)), slice(0, 3))
         return torch.from_numpy(scaled), torch.tensor(number)
+
+    def _in_8_bits(self, opened: Any, file: Path) -> Any:
+        """An image of 16 bits per pixel in 8 bits, to which Pillow would clip its values; all others as they are."""
+        if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format == "PNG"):
+            return self._pillow.fromarray((np.asarray(opened, np.int32) // 257).astype(np.uint8))
+        if opened.mode in ("I", "F"):
+            raise ConfigError(
+                "MW870",
+                f"{file} has pixels of 32 bits, whose range the file does not give; save it with 8 or 16.",
+            )
+        return opened
 
 
 def shapes(cache: str | None = None) -> Path:

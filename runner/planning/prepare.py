@@ -586,9 +586,10 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
     the scheduler of a run in `order` up to its end. Raises ConfigError."""
     parameters = {name.removeprefix("model."): parameter for name, parameter in step.named_parameters()}
     names, trainable = [*parameters], [name for name, parameter in parameters.items() if parameter.requires_grad]
+    named = optimizers.parameter_groups(names, trainable, config.optimizer)
     groups = [
         {key: value for key, value in group.items() if key != "names"} | {"params": [nn.Parameter(torch.zeros(1, 1))]}
-        for group in optimizers.parameter_groups(names, trainable, config.optimizer)
+        for group in named
     ]
     factory = optimizers.optimizer_factory(config.optimizer)
     if groups:
@@ -597,9 +598,9 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
             check_kind(made)
         stage = config.parallel.zero.known
         if config.parallel.elastic or stage:
-            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             what = flattened(stage) if stage else "servers hold slices of flattened parameters"
-            check_elementwise(factory, options, torch.device("cpu"), what)
+            shapes = {name: parameter.shape for name, parameter in parameters.items()}
+            check_elementwise(factory, named, shapes, torch.device("cpu"), what)
         per, ends = config.optimizer.scheduler.per, 1
         if order is not None:
             ends = _steps(config, order) // (1 if per == "step" else order.steps_per_epoch)

@@ -65,7 +65,7 @@ class Calendar:
                     + allowed(section.best, evaluation),
                 )
             metric = evaluation[section.best]
-            improves = self._best is None or self._better(metric, self._best)
+            improves = self._better(metric, self._best)
             self._best = metric if improves else self._best
         due = (section.every is not None and step % section.every == 0) or (section.at_end and step == last)
         if section.minutes is not None or evaluated:

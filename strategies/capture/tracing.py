@@ -130,7 +130,7 @@ class StandIns:
 
     def among(self, leaves: Iterable[Any]) -> bool:
         """Whether one of these has a stand-in."""
-        return any(id(leaf) in self.by_id for leaf in leaves)
+        return not self.by_id.keys().isdisjoint(map(id, leaves))
 
 
 def _swapped(swap: Callable[..., Any], stand_ins: StandIns) -> Callable[..., Any]:

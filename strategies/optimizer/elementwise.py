@@ -1,13 +1,15 @@
 """Whether an optimizer updates every element by itself, so that slices of parameters train as complete ones do, or at
 least every parameter, as the stages of a pipeline need.
 
-Tried out on a small parameter and on its halves, each with an optimizer of its own: norms of parameters (LARS, LAMB) or
-of all gradients are others there.
+Tried out on parameters and on two parts of each, with an optimizer for every part: norms of parameters (LARS, LAMB) or
+of all gradients are others there. One parameter is small, the others have the shapes of the model's, as optimizers may
+treat those from a size on otherwise (Adafactor factors matrices of at least 128 rows and columns).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, kind_of
 
-VALUES = torch.linspace(1.0, 2.0, 16).view(2, 8) * torch.tensor([[0.01], [10.0]])
+SMALL, LARGEST, LONGEST = (2, 8), 2**16, 256
+"""The shape of a parameter that is always tried, and the most elements and the longest dim of others."""
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -25,7 +28,6 @@ ELEMENTWISE = frozenset(
 """Those of torch need no trial."""
 STEPS = 100
 """Optimizers change after some: LARS behind a warm-up, preconditioners that are computed every tenth step."""
-GRADIENTS = (torch.linspace(2.0, 1.0, 16).view(2, 8), torch.linspace(-1.0, 3.0, 16).view(2, 8)) * (STEPS // 2)
 TOLERANCE, ROUNDING = 1e-3, 2 * STEPS * torch.finfo(torch.float32).eps
 """Of the update, which may be small, and of the values."""
 
@@ -39,7 +41,8 @@ def check_slices(
     sliced = [source.name for source in program.parameters if program.layouts[source.id].axes]
     if stage or sliced:
         what = flattened(stage) if stage else f"this plan slices {sliced[0]}"
-        check_elementwise(factory, groups, device, what, flat=stage > 0)
+        shapes = {source.name: source.spec.shape for source in program.parameters}
+        check_elementwise(factory, groups, shapes, device, what, flat=stage > 0)
     elif staged:
         _check_separate(factory, groups, device)
 
@@ -50,20 +53,29 @@ def flattened(stage: int) -> str:
 
 
 def check_elementwise(
-    factory: OptimizerFactory, groups: Groups, device: torch.device, what: str, *, flat: bool = True
+    factory: OptimizerFactory,
+    groups: Groups,
+    shapes: Mapping[str, Sequence[int]],
+    device: torch.device,
+    what: str,
+    *,
+    flat: bool = True,
 ) -> None:
     """Raises StrategyError if the optimizer updates slices of parameters, `flat` ones or those along a dim, otherwise
-    than complete ones; `what` slices them."""
+    than complete ones; `what` slices them. `shapes` are those of the parameters, by name."""
     for group in groups:
         options = {key: value for key, value in group.items() if key != "names"}
         optimizer = _made(factory, options, device)
         kind = kind_of(optimizer, BY_SHAPE)
-        if type(optimizer) in ELEMENTWISE or (not kind and is_elementwise(factory, options, device, flat=flat)):
+        tried = _tried(shapes[name] for name in group["names"] if name in shapes)
+        if type(optimizer) in ELEMENTWISE or (
+            not kind and all(is_elementwise(factory, options, device, shape, flat=flat) for shape in tried)
+        ):
             continue
         reason = (
             "treats every parameter as one matrix"
             if kind
-            else "does not update every element by itself (tried out: halves of a parameter come out otherwise than "
+            else "does not update every element by itself (tried out: parts of a parameter come out otherwise than "
             "the complete one, as with LARS and LAMB, which take its norm)"
         )
         raise StrategyError(
@@ -92,7 +104,8 @@ def _check_separate(factory: OptimizerFactory, groups: Groups, device: torch.dev
 
 def is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> bool:
     """Whether a parameter is updated beside another one of its group as it is alone."""
-    values, gradients = _rows(VALUES.to(device)), [_rows(gradient.to(device)) for gradient in GRADIENTS]
+    complete, by_step = _numbers(SMALL, device)
+    values, gradients = _rows(complete), [_rows(gradient) for gradient in by_step]
     together = _updated(factory, options, values, gradients)
     alone = [
         _updated(factory, options, [value], [[step[number]] for step in gradients])[0]
@@ -105,24 +118,49 @@ def _rows(tensor: Tensor) -> list[Tensor]:
     return [row.contiguous() for row in tensor.chunk(len(tensor))]
 
 
-def is_elementwise(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, *, flat: bool) -> bool:
-    """Whether halves of a parameter, `flat` ones or those along each dim, are updated as the complete one."""
-    values, gradients = VALUES.to(device), [gradient.to(device) for gradient in GRADIENTS]
+def _tried(shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+    """A small shape, and the largest of `shapes` of every number of dims, cut down to what can be tried."""
+    largest: dict[int, Sequence[int]] = {}
+    for shape in shapes:
+        largest[len(shape)] = max(largest.get(len(shape), shape), shape, key=math.prod)
+    tried: list[tuple[int, ...]] = [SMALL]
+    for shape in largest.values():
+        lengths = [min(length, LONGEST) for length in shape]
+        while math.prod(lengths) > LARGEST:
+            lengths[lengths.index(max(lengths))] //= 2
+        tried.append(tuple(lengths))
+    return [shape for shape in dict.fromkeys(tried) if math.prod(shape) > 1]
 
-    def half(tensor: Tensor, number: int, dim: int) -> Tensor:
-        part = tensor.chunk(2, dim)[number]
-        return part.reshape(-1) if flat else part.contiguous()
+
+def _numbers(shape: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A parameter whose first rows are much smaller than its last ones, and its gradients of all steps."""
+    size, rows = math.prod(shape), torch.arange(shape[0], device=device)
+    scale = torch.where(rows < shape[0] / 2, 0.01, 10.0).view(-1, *(1 for _ in shape[1:]))
+    first, second = (torch.linspace(*ends, size, device=device).view(*shape) for ends in ((2.0, 1.0), (-1.0, 3.0)))
+    return torch.linspace(1.0, 2.0, size, device=device).view(*shape) * scale, [first, second] * (STEPS // 2)
+
+
+def is_elementwise(
+    factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, shape: Sequence[int], *, flat: bool
+) -> bool:
+    """Whether parts of a parameter, `flat` ones or those along each dim, are updated as the complete one."""
+    values, gradients = _numbers(shape, device)
+    (complete,) = _updated(factory, options, [values], [[one] for one in gradients])
 
     def same(dim: int) -> bool:
-        parts = [
-            _updated(factory, options, [half(values, number, dim)], [[half(one, number, dim)] for one in gradients])[0]
-            for number in range(2)
-        ]
-        joined = torch.cat([part.view_as(values.chunk(2, dim)[0]) for part in parts], dim)
-        return _agree(joined, complete, values)
+        def parts(tensor: Tensor) -> list[Tensor]:
+            tensor = tensor.reshape(-1) if flat else tensor
+            first = max(tensor.shape[dim] // 3, 1)
+            return [part.contiguous() for part in torch.split(tensor, [first, tensor.shape[dim] - first], dim)]
 
-    (complete,) = _updated(factory, options, [values], [[one] for one in gradients])
-    return all(map(same, (0,) if flat else (0, 1)))
+        cut = [parts(one) for one in gradients[:2]] * (STEPS // 2)
+        updated = [
+            _updated(factory, options, [part], [[step[number]] for step in cut])[0]
+            for number, part in enumerate(parts(values))
+        ]
+        return _agree(torch.cat(updated, dim).view(*shape), complete, values)
+
+    return same(0) if flat else all(same(dim) for dim, length in enumerate(shape) if length > 1)
 
 
 def _agree(found: Tensor, expected: Tensor, before: Tensor) -> bool:
@@ -150,6 +188,6 @@ def _updated(
 
 def _made(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of one parameter. Raises StrategyError for one that no plan can use."""
-    optimizer = factory([{"params": [nn.Parameter(VALUES.to(device))], **options}])
+    optimizer = factory([{"params": [nn.Parameter(torch.ones(SMALL, device=device))], **options}])
     check_kind(optimizer)
     return optimizer

@@ -24,6 +24,15 @@ SEQUENCE = {
         ],
     },
 }
+CHAIN = {
+    "target": "torch.optim.lr_scheduler.ChainedScheduler",
+    "args": {
+        "schedulers": [
+            {"target": "torch.optim.lr_scheduler.ConstantLR", "args": {"factor": 0.5, "total_iters": 2}},
+            {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5},
+        ],
+    },
+}
 WORDS = (
     *(*SMALL, "parallel=data_parallel", "model.target=networks.Composed", "data.target=networks.Transformed"),
     "model.args={body: {target: torch.nn.Linear, args: {in_features: 12, out_features: 12}}, "
@@ -72,15 +81,20 @@ def test_a_wrong_object_is_refused_with_its_key(value, parts):
     assert "\n" not in text and [part for part in parts if part not in text] == []
 
 
-def test_schedulers_of_a_scheduler_have_its_optimizer():
+@pytest.mark.parametrize(("given", "expected"), [(SEQUENCE, [0.5, 0.75, 1.0, 0.5]), (CHAIN, [0.5, 0.25, 0.25, 0.125])])
+def test_schedulers_of_a_scheduler_have_its_optimizer(given, expected):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    made = scheduler(Scheduler.model_validate(SEQUENCE), optimizer)
+    made = scheduler(Scheduler.model_validate(given), optimizer)
     rates = []
     for _ in range(4):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         made.step()
-    assert rates == [0.5, 0.75, 1.0, 0.5]
+    assert rates == expected
+
+
+def test_a_wrong_scheduler_of_a_scheduler_is_refused_with_its_key():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     wrong = SEQUENCE | {"args": SEQUENCE["args"] | {"schedulers": [{"target": "torch.optim.lr_scheduler.LinarLR"}]}}
     with pytest.raises(ConfigError, match=r"optimizer\.scheduler\.args\.schedulers\[0\]\.target = .*'LinearLR'"):
         check_scheduler(Scheduler.model_validate(wrong), optimizer)

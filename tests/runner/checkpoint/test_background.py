@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import math
 import os
 import threading
 
@@ -165,6 +166,8 @@ def test_the_best_so_far_is_saved(tmp_path):
     assert due(NEVER.model_copy(update={"best": "loss"}), 5, tmp_path, losses) == [1, 3, 5]
     assert due(NEVER.model_copy(update={"best": "accuracy"}), 5, tmp_path, losses) == [1, 3, 5]
     assert due(NEVER.model_copy(update={"best": "loss", "best_mode": "max"}), 5, tmp_path, losses) == [1, 2]
+    losses[1]["loss"] = math.nan
+    assert due(NEVER.model_copy(update={"best": "loss"}), 5, tmp_path, losses) == [2, 3, 5]
     with pytest.raises(ConfigError, match=r"checkpoint.best = 'acuracy' is not .* Did you mean 'accuracy'\?"):
         due(NEVER.model_copy(update={"best": "acuracy"}), 5, tmp_path, losses)
 

@@ -9,6 +9,7 @@ from six_ranks import content, save
 from runner import checkpoint as checkpoints
 from runner.checkpoint import branch, folder, rescue, saving
 from runner.checkpoint import manifest as header
+from runner.checkpoint.saving import better_of
 from runner.errors import ConfigError
 from runner.run_folder import lineage
 from runner.run_folder.lineage import Lineage, RecordedRun
@@ -74,7 +75,7 @@ def test_the_best_is_that_of_the_own_run(tmp_path):
     saved(place, "a", 2, metric=0.1)
     saved(place, "b", 3, metric=0.5)
     recorded(place, run("b"))
-    assert branch.best_metric(place, lambda one, other: one < other) == 0.5
+    assert branch.best_metric(place, better_of("min")) == 0.5
 
 
 def test_parts_of_two_runs_never_become_one_checkpoint(tmp_path):

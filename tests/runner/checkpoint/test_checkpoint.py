@@ -21,6 +21,7 @@ from runner import checkpoint as checkpoints
 from runner.checkpoint import content, folder, index, saving, writing
 from runner.checkpoint.continuation import compare, differences
 from runner.checkpoint.loading import check_model
+from runner.data.streams import ENDLESS
 from runner.errors import ConfigError, RunFailed
 from strategies.core.errors import StrategyError
 from strategies.optimizer.state import OptimizerScalars, placed
@@ -337,6 +338,8 @@ def test_another_number_of_rows_is_refused_or_named():
     assert not compare(Path("p"), of(1, None), **of(1, 64)).data  # the checkpoint does not record it
     with pytest.raises(StrategyError, match="had 64 rows and has 60 now"):
         compare(Path("p"), of(1, 64), **of(1, 60))
+    with pytest.raises(StrategyError, match=r"counted by train\.steps, .* Go on with train\.steps\."):
+        compare(Path("p"), of(1, ENDLESS), **of(1, 60))
     assert compare(Path("p"), of(1, 64), **of(2, 60)).data[-1] == ("the number of training rows", 64, 60)
 
 

@@ -1,6 +1,7 @@
 """All damage is detected and reported before loading, and repaired where another file holds a replica."""
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_a_merged_file_makes_good_too(tmp_path):
 
 
 def test_the_best_is_kept_beside_the_last(tmp_path):
-    for step, metric in ((1, 0.5), (2, 0.2), (3, 0.4), (4, 0.3), (5, None)):
+    for step, metric in ((1, math.nan), (2, 0.2), (3, 0.4), (4, 0.3), (5, None)):
         save(tmp_path, step, metric=metric, keep=1, best="min")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +92,38 @@ def test_a_folder_that_cannot_be_used_is_reported(folder, monkeypatch, given, me
     with pytest.raises(ConfigError, match=message) as caught:
         ImageFolder(**given)
     assert "\n" not in str(caught.value)
+
+
+def test_pixels_of_16_bits_are_scaled(folder):
+    grey = np.linspace(0, 255, 16, dtype=np.uint8).reshape(4, 4)
+    Image.fromarray(grey).save(folder / "a/wide.png")
+    of_8_bits = ImageFolder(str(folder), 4, train=None)[0][0]
+    Image.fromarray(grey.astype(np.uint16) * 257).save(folder / "a/wide.png")
+    assert torch.equal(ImageFolder(str(folder), 4, train=None)[0][0], of_8_bits)
+
+
+def _of_floats() -> bytes:
+    stored = io.BytesIO()
+    Image.fromarray(np.zeros((4, 4), np.float32)).save(stored, "tiff")
+    return stored.getvalue()
+
+
+def _with_a_short_chunk() -> bytes:
+    stored = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(stored, "png")
+    start, size = stored.getvalue(), struct.pack(">I", 1)
+    return start[:33] + size + b"gAMA" + b"1" + struct.pack(">I", zlib.crc32(b"gAMA1")) + start[33:]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(_of_floats(), r"a/wide\.png has pixels of 32 bits"), (_with_a_short_chunk(), r"a/wide\.png is no image .*gAMA")],
+    ids=["floats", "short_chunk"],
+)
+def test_a_file_that_cannot_be_used_is_named(folder, content, message):
+    (folder / "a/wide.png").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        ImageFolder(str(folder), 4, train=None)[0]
 
 
 def test_a_file_that_is_no_image_is_named(folder):

@@ -9,6 +9,7 @@ from strategies.core.errors import StrategyError
 from strategies.optimizer.elementwise import ELEMENTWISE, STEPS, check_slices, is_elementwise, is_separate
 
 CPU = torch.device("cpu")
+SHAPES = [(2, 8), (7,), (6, 2, 3, 3)]
 
 
 class ByNorm(torch.optim.Optimizer):
@@ -31,16 +32,15 @@ class ByNorm(torch.optim.Optimizer):
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=str))
 def test_those_of_torch_update_slices_as_complete_parameters(kind, flat):
-    assert is_elementwise(
-        kind, {"lr": 0.1, "weight_decay": 0.1} if kind is not torch.optim.Rprop else {}, CPU, flat=flat
-    )
+    options = {"lr": 0.1, "weight_decay": 0.1} if kind is not torch.optim.Rprop else {}
+    assert all(is_elementwise(kind, options, CPU, shape, flat=flat) for shape in SHAPES)
 
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("lr", [0.1, 1e-6])
 @pytest.mark.parametrize(("of_gradients", "warm_up"), [(True, 0), (False, 0), (False, STEPS // 2)])
 def test_those_by_norms_do_not(of_gradients, warm_up, lr, flat):
-    assert not is_elementwise(lambda groups: ByNorm(groups, of_gradients, lr, warm_up), {}, CPU, flat=flat)
+    assert not is_elementwise(lambda groups: ByNorm(groups, of_gradients, lr, warm_up), {}, CPU, (2, 8), flat=flat)
 
 
 class Centred(torch.optim.SGD):
@@ -53,11 +53,36 @@ class Centred(torch.optim.SGD):
 
 
 def test_those_by_rows_do_not():
-    assert not is_elementwise(Centred, {"lr": 0.1}, CPU, flat=False)
+    assert not is_elementwise(Centred, {"lr": 0.1}, CPU, (2, 8), flat=False)
 
 
 def test_those_by_shape_do_not():
-    assert not is_elementwise(torch.optim.Adafactor, {"lr": 0.1}, CPU, flat=True)
+    assert not is_elementwise(torch.optim.Adafactor, {"lr": 0.1}, CPU, (2, 8), flat=True)
+
+
+class Factored(torch.optim.SGD):
+    """Divides gradients by the means of their rows, of matrices of at least 16 x 16."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2 and min(parameter.shape) >= 16:
+                parameter.grad /= parameter.grad.abs().mean(-1, keepdim=True)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(8, False), (16, True), (40_000, True)])
+def test_parameters_of_the_shapes_of_the_model_are_tried(rows, refused):
+    weight = SimpleNamespace(id="w", name="a", spec=SimpleNamespace(shape=(rows, 24)))
+    program = SimpleNamespace(parameters=(weight,), layouts={"w": SimpleNamespace(axes=())})
+
+    def check():
+        check_slices(lambda groups: Factored(groups, lr=0.1), GROUPS, program, stage=1, device=CPU, staged=False)
+
+    if refused:
+        with pytest.raises(StrategyError, match="tried out"):
+            check()
+    else:
+        check()
 
 
 GROUPS = [{"names": ["a"]}]
