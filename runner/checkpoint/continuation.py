@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.data.streams import ENDLESS
 from strategies.core.errors import StrategyError
+
+ENDLESS = 2**62
+"""The rows of training data that begins again after its last sample, for as many steps as training takes."""
 
 SAME = ("optimizer",)
 """Config keys that must be as they were: the states are those of this optimizer."""

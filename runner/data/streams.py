@@ -16,11 +16,9 @@ from typing import Any
 import numpy
 from torch.utils.data._utils import worker
 
+from runner.checkpoint.continuation import ENDLESS
 from runner.data.row_seeds import row_seeds
 from runner.errors import ConfigError
-
-ENDLESS = 2**62
-"""The length of a stream that begins again after its last sample, for as many steps as training takes."""
 
 
 class Stream:

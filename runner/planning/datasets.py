@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from torch.utils.data import Subset
 
 from runner.build import targets
+from runner.checkpoint.continuation import ENDLESS
 from runner.config.schema import Config
 from runner.data.lines import Lines
 from runner.data.loader import Collate, MapDataset, build_dataset
 from runner.data.order import Order
 from runner.data.row_seeds import seeded
 from runner.data.shards import Shards
-from runner.data.streams import ENDLESS, Stream
+from runner.data.streams import Stream
 from runner.data.unbatched import Unbatched
 from runner.errors import ConfigError
 

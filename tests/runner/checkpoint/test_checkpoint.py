@@ -19,9 +19,8 @@ import torch
 
 from runner import checkpoint as checkpoints
 from runner.checkpoint import content, folder, index, saving, writing
-from runner.checkpoint.continuation import compare, differences
+from runner.checkpoint.continuation import ENDLESS, compare, differences
 from runner.checkpoint.loading import check_model
-from runner.data.streams import ENDLESS
 from runner.errors import ConfigError, RunFailed
 from strategies.core.errors import StrategyError
 from strategies.optimizer.state import OptimizerScalars, placed

@@ -8,8 +8,9 @@ import streaming
 import torch
 from pyarrow import parquet
 
+from runner.checkpoint.continuation import ENDLESS
 from runner.data.loader import LocalBatches, build_dataset, global_batch
-from runner.data.streams import ENDLESS, Stream
+from runner.data.streams import Stream
 from runner.errors import ConfigError, RunFailed
 
 
