@@ -1,11 +1,11 @@
 """Capture a torch module as an `OperatorGraph`: torch.export, then graph passes, one per file.
 
-`model` is the entry point; `tracing` runs the export and keeps what it would lose; `vmapped` and `strided` replace
-torch.vmap and as_strided by operators on dims; `exported` reads the result after `regions` (no_grad, autocast),
-`numbers` (Python scalars from tensors), `functional` (writes become values) and `causal` (masks) have rewritten it;
-`packed_weights` marks the dims of fused weights, `fixed_sizes` and `sizes_as_numbers` what does not run on slices;
-`autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph cannot hold; `nodes` has
-helpers for fx nodes that they share; `shapes` builds models without storage.
+`model` is the entry point; `tracing` runs the export and keeps what it would lose; `transforms` and `derivatives`
+record torch.func and torch.autograd.grad as operators, `strided` replaces as_strided; `exported` reads the result after
+`regions` (no_grad, autocast), `numbers` (Python scalars from tensors), `functional` (writes become values) and `causal`
+(masks) have rewritten it; `packed_weights` marks the dims of fused weights, `fixed_sizes` and `sizes_as_numbers` what
+does not run on slices; `autograd_functions` makes operators of custom backwards; `unsupported` refuses what a graph
+cannot hold; `nodes` has helpers for fx nodes that they share; `shapes` builds models without storage.
 """
 
 from strategies.capture.duplicate import duplicate

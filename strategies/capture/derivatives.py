@@ -10,8 +10,9 @@ be drawn again and no statistics may be written twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -168,25 +169,28 @@ def _without_statistics(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]
     return args
 
 
-def _recorded(backward: Callable[..., Any], operands: Sequence[Tensor]) -> fx.GraphModule:
-    looks = [(one.shape, one.stride(), one.dtype, one.device) for one in operands]
+@cache
+def formulas() -> Mapping[Any, Callable[..., Any]]:
+    """Operators of which not all derivatives exist, or that have no sharding rules, by ones that do."""
     packets = [getattr(aten, name) for name in (*DECOMPOSED, *NORMS)]
     targets = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    formulas: dict[Any, Callable[..., Any]] = {
-        target: decomposition_table[target] for target in targets if target in decomposition_table
-    }
+    known = {target: decomposition_table[target] for target in targets if target in decomposition_table}
+    return known | FORMULAS
+
+
+def _recorded(backward: Callable[..., Any], operands: Sequence[Tensor]) -> fx.GraphModule:
+    looks = [(one.shape, one.stride(), one.dtype, one.device) for one in operands]
     with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeTensorMode():
         fake = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in looks
         ]
-        recorded: fx.GraphModule = make_fx(backward, decomposition_table=formulas | FORMULAS)(*fake)
+        recorded: fx.GraphModule = make_fx(backward, decomposition_table=formulas())(*fake)
     recorded.graph.eliminate_dead_code()
     return recorded
 
 
 def _called(recorded: fx.GraphModule, operands: Sequence[Tensor]) -> list[Tensor | None]:
-    """The results of recorded operators on traced tensors. What autograd detaches of what it saves is not detached: a
-    user's own detach is in front of what was recorded."""
+    """The results of recorded operators on traced tensors; a user's own detach is in front of what was recorded."""
     values: dict[fx.Node, Any] = {}
     left = iter(operands)
     for node in recorded.graph.nodes:
@@ -197,16 +201,17 @@ def _called(recorded: fx.GraphModule, operands: Sequence[Tensor]) -> list[Tensor
             found: list[Tensor | None] = list(args[0])
         elif node.op == "get_attr":
             raise _refusal("it needs a constant of torch's own")
-        elif node.target in (aten.detach.default, aten.alias.default):
-            values[node] = args[0]
         else:
-            target, args = _known_by_rules(node.target, args)
+            target, args = known_by_rules(node.target, args, getattr(args[0], "ndim", 0) if args else 0)
             values[node] = target(*args, **kwargs)
     return found
 
 
-def _known_by_rules(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that a model would call in place of one below autograd."""
+def known_by_rules(target: Any, args: tuple[Any, ...], dims: int = 0) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that a model would call in place of one below autograd, whose first operand has `dims` dims. What
+    autograd detaches of what it saves is not detached."""
+    if target is aten.detach.default:
+        return aten.alias.default, args
     if target is aten._softmax.default:
         return aten.softmax.int, args[:2]
     if target is aten._log_softmax.default:
@@ -215,8 +220,8 @@ def _known_by_rules(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any,
         plain = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
         upwards = {3: aten.conv_transpose1d.default, 4: aten.conv_transpose2d.input, 5: aten.conv_transpose3d.input}
         if args[6]:
-            return upwards[args[0].dim()], (*args[:5], args[7], args[8], args[5])
-        return plain[args[0].dim()], (*args[:6], args[8])
+            return upwards[dims], (*args[:5], args[7], args[8], args[5])
+        return plain[dims], (*args[:6], args[8])
     return target, args
 
 

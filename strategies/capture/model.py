@@ -44,6 +44,7 @@ from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.sizes_as_numbers import with_unsliced_modules
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
+from strategies.capture.transforms import transforms_as_operators
 from strategies.capture.unsupported import (
     check_dense,
     check_hooks,
@@ -52,7 +53,6 @@ from strategies.capture.unsupported import (
     check_scripted,
     refusing_unseen,
 )
-from strategies.capture.vmapped import replace_vmap
 from strategies.core.errors import StrategyError
 from strategies.core.graph import FusedSections, OperatorGraph
 from strategies.rules.random import draws
@@ -63,8 +63,6 @@ ON_SLICES = {"transformers": with_fixed_sizes, "deepspeed": with_unsliced_module
 """By the trainers that run the code of modules on slices: what marks in a graph that which does not."""
 ONE_AT_A_TIME = threading.RLock()
 """Exports replace functions of torch, for all threads."""
-TRANSFORMS = ("_functorch/eager_transforms.py", "_functorch/vmap.py")
-"""Where torch.func transforms functions."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +278,7 @@ def _captured(
             packed_as_padded(),
             functions_as_operators(training),
             derivatives_as_operators(),
+            transforms_as_operators(),
             opaque.as_nodes(),
             drawing.as_nodes(),
             branches.as_choices(),
@@ -289,6 +288,8 @@ def _captured(
         ):
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
+            # as torch does its own formulas of forward-mode derivatives
+            warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
             export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
             try:
                 # what these read is not seen while they are traced
@@ -318,7 +319,6 @@ def _captured(
         return None
     around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)
-    replace_vmap(exported.graph)
     replace_strides(exported.graph)
     check_nodes(exported.graph, training)
     try:
@@ -458,12 +458,6 @@ def _capture_failure(error: BaseException) -> str:
             "tensors alone and train the same parameters. Use torch.where, a Python number or an unsaved buffer "
             "(persistent=False) for a constant, or decide in a child module or the loss (loss.target): what takes and "
             "returns tensors of fixed shapes is one operator."
-        )
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, AttributeError) and any(file.endswith(TRANSFORMS) for file in files):
-        return (
-            f"The model's forward nests calls of torch.func{where}, such as vmap of jacrev, which is not captured; "
-            "torch.autograd.grad and torch.autograd.functional.jacobian, both with create_graph=True, are."
         )
     if leaves_torch(error):
         return (

@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as every_module
 
 from strategies.capture.nodes import at, fakes, op_of, replaced, users_line
-from strategies.capture.vmapped import is_functional
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.rules.registry import named
@@ -75,16 +74,8 @@ def refusing_unseen(training: bool) -> Iterator[None]:
 
 
 def check_nodes(graph: fx.Graph, training: bool) -> None:
-    """Raises StrategyError for remaining calls of torch.func, for sparse tensors, and in training for lookups whose
-    gradients are sparse."""
+    """Raises StrategyError for sparse tensors, and in training for lookups whose gradients are sparse."""
     for node in graph.nodes:
-        if is_functional(node):
-            raise StrategyError(
-                "MW906",
-                f"The model's forward calls torch.func, or torch.vmap of a function that draws random numbers or has a "
-                f"region such as no_grad{at(node)}, which is not captured; write it with operators on the global "
-                "batch.",
-            )
         if op_of(node).startswith("as_strided"):
             raise StrategyError(
                 "MW906",

@@ -1,4 +1,4 @@
-"""Models that call torch.vmap train as eager torch does, on random plans; other calls are refused."""
+"""Models that call torch.vmap and torch.func train as eager torch does, on random plans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.func import functional_call
 
 from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
@@ -24,6 +25,7 @@ class Net(nn.Module):
         self.body = body
         self.dense = nn.Linear(8, 8)
         self.heads = nn.Parameter(torch.randn(4, 8, 8))
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
@@ -66,6 +68,51 @@ def written(net: Net, x: Tensor) -> Tensor:
     return torch.vmap(one)(x)
 
 
+def region(net: Net, x: Tensor) -> Tensor:
+    """Without gradients for a factor, inside of a row; the derivative of the rest."""
+
+    def one(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            fixed = net.dense(row)
+        return (net.dense(row).tanh() * fixed).sum()
+
+    return torch.vmap(torch.func.grad(one))(net.dense(x))
+
+
+def adapted(net: Net, x: Tensor) -> Tensor:
+    """Weights of each sample after a step on its own loss (test-time training)."""
+    h = net.dense(x)
+    weights = {name: one.expand(len(x), *one.shape) for name, one in net.inner.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], row: Tensor, wanted: Tensor) -> Tensor:
+        return (functional_call(net.inner, weights, row) - wanted).square().mean()
+
+    steps = torch.vmap(torch.func.grad(loss))(weights, h, x)
+    after = {name: one - 0.5 * steps[name] for name, one in weights.items()}
+    return torch.vmap(lambda weights, row: functional_call(net.inner, weights, row))(after, h)
+
+
+def residual(net: Net, x: Tensor) -> Tensor:
+    """Of a differential equation: the Laplacian of a field at places."""
+    field = lambda place: net.inner(place).sum()  # noqa: E731
+    curved = torch.vmap(lambda place: torch.func.hessian(field)(place).diagonal().sum())(net.dense(x[:, 0]))
+    return curved[:, None] + torch.vmap(torch.func.jacfwd(net.inner))(x[:, 0]).sum(-1)
+
+
+def pulled_back(net: Net, x: Tensor) -> Tensor:
+    """By a function that is called when the transform has ended, and a result beside the derivative."""
+    found, back = torch.func.vjp(net.inner, x)
+    steps, (value, beside) = torch.func.grad_and_value(lambda h: (net.inner(h).sum(), h.detach() * h), has_aux=True)(x)
+    return back(net.dense(x))[0] * found + steps * value + beside
+
+
+def twice(net: Net, x: Tensor) -> Tensor:
+    """A derivative by torch.autograd of one by torch.func."""
+    h = net.dense(x).requires_grad_()
+    steps = torch.func.grad(lambda h: net.inner(h).sum())(h)
+    return torch.autograd.grad(steps.square().sum(), h, create_graph=True)[0]
+
+
 BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "rows": lambda net, x: torch.vmap(net.dense)(x).tanh(),
     "losses of samples": lambda net, x: torch.vmap(lambda row: F.mse_loss(net.dense(row), row))(x),
@@ -75,9 +122,17 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "without gradients": without_gradients,
     "detached": lambda net, x: torch.vmap(lambda row: net.dense(row) * net.dense(row).detach())(x),
     "written in place": written,
+    "rows of another dim": lambda net, x: torch.vmap(net.dense, in_dims=1, out_dims=-1)(x).tanh(),
+    "region": region,
+    "adapted": adapted,
+    "residual": residual,
+    "pushed forward": lambda net, x: torch.func.jvp(net.inner, (x,), (net.dense(x),))[1],
+    "pulled back": pulled_back,
+    "twice": twice,
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, of formulas of forward-mode derivatives
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_trains_like_the_model(name: str, draw: Any) -> None:
@@ -88,14 +143,14 @@ def test_trains_like_the_model(name: str, draw: Any) -> None:
 
 REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "random numbers": lambda net, x: torch.vmap(F.dropout, randomness="different")(net.dense(x)),
-    "region": lambda net, x: torch.vmap(lambda row: torch.no_grad()(net.dense)(row) * row)(net.dense(x)),
-    "forward-mode": lambda net, x: torch.func.jvp(net.dense, (x,), (x,))[1],
+    "functionalized": lambda net, x: torch.func.functionalize(net.dense)(x),
+    "linearized": lambda net, x: torch.func.linearize(net.dense, x)[1](x),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     net = Net(lambda net, x: REFUSED[name](net, x).sum())
-    with pytest.raises(StrategyError, match=r"capture/test_vmapped.py:\d+") as caught:
+    with pytest.raises(StrategyError, match=r"torch\.func.* at capture/test_transforms\.py:\d+") as caught:
         capture(Objective(net, None, ("x",), ()), (torch.randn(8, 4, 8),), training=True)
-    assert caught.value.code in ("MW901", "MW906")
+    assert caught.value.code == "MW906"

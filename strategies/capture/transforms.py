@@ -1,0 +1,163 @@
+"""Transforms of functions in a forward (torch.vmap; grad, vjp, jvp, jacrev, jacfwd and hessian of torch.func) as the
+operators on complete tensors that they come to.
+
+The exporter records what a forward calls above a transform: operators on single rows, and none for derivatives. From
+the outermost transform to its end, what arrives below all of them is recorded instead, in the same graph, so that
+tensors from outside are known. Formulas of backward are decomposed into operators of which all derivatives exist.
+Invariant: outer derivatives are those of eager torch. What autograd detaches of what it saves is not detached; what the
+user detaches, or computes under no_grad, is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import eager_transforms, vmap
+from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch, _set_mode_pre_dispatch, unset_mode_pre_dispatch
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, ProxyTorchDispatchMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from strategies.capture.derivatives import formulas, known_by_rules
+from strategies.capture.nodes import replaced, users_line
+from strategies.core.errors import StrategyError
+
+aten = torch.ops.aten
+PROXY = torch._C._TorchDispatchModeKey.PROXY
+DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+QUERIES = frozenset({aten.is_same_size.default, aten._has_same_storage_numel.default, torch.ops.prim.device.default})
+"""What forward-mode derivatives ask about tensors."""
+UNKNOWN = ("_func_increment_nesting", "lazy_dynamo_disallow")
+"""What torch.func.functionalize and linearize call."""
+DENSE = {aten._efficientzerotensor.default: aten.zeros.default}
+"""Derivatives by what forward-mode does not follow have no memory, which fake tensors cannot be."""
+NESTINGS = (
+    (eager_transforms, "grad_increment_nesting"),
+    (eager_transforms, "jvp_increment_nesting"),
+    (vmap, "vmap_increment_nesting"),
+)
+"""What the transforms enter, by the names under which they look it up."""
+
+
+@contextmanager
+def transforms_as_operators() -> Iterator[None]:
+    """Export within this context. Raises StrategyError, with the user's line, for what a transform cannot hold."""
+
+    def nesting(enter: Callable[..., AbstractContextManager[int]]) -> Callable[..., AbstractContextManager[int]]:
+        @contextmanager
+        def call(*args: Any) -> Iterator[int]:
+            with _beneath(), enter(*args) as level:
+                yield level
+
+        return call
+
+    def derivative(of: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of torch.func.vjp is called when its transform has ended."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            with _beneath():
+                return of(*args, **options)
+
+        return call
+
+    vmap.lazy_load_decompositions()  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        stack.enter_context(replaced(vmap, "lazy_load_decompositions", lambda: None))  # which would be recorded
+        for owner, name in NESTINGS:
+            stack.enter_context(replaced(owner, name, nesting(getattr(owner, name))))
+        for name in UNKNOWN:
+            stack.enter_context(replaced(eager_transforms, name, _refused))
+        stack.enter_context(replaced(eager_transforms, "_func_decrement_nesting", lambda: None))  # of what is refused
+        of = eager_transforms._autograd_grad
+        stack.enter_context(replaced(eager_transforms, "_autograd_grad", derivative(of)))
+        yield
+
+
+@contextmanager
+def _beneath() -> Iterator[None]:
+    """Record operators below all transforms, not above; nothing where no graph is traced, or where that is done."""
+    above = _get_dispatch_mode_pre_dispatch(PROXY)  # type: ignore[no-untyped-call]
+    if above is None:
+        yield
+        return
+    detaches = _Detaches()
+    below = _Below(above, detaches)
+    functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    unset_mode_pre_dispatch(PROXY)  # type: ignore[no-untyped-call]
+    kept = [mode for mode in reversed(functions) if not isinstance(mode, PreDispatchTorchFunctionMode)]
+    for mode in kept:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+    try:
+        with sdpa_kernel(SDPBackend.MATH), detaches, below:
+            yield
+    finally:
+        for _ in kept:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        _set_mode_pre_dispatch(above)  # type: ignore[no-untyped-call]
+        for mode in reversed(functions):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+    below.as_called()
+
+
+class _Detaches(TorchFunctionMode):
+    """Notes when a user detaches a tensor."""
+
+    asked = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in DETACHES:
+            return function(*args, **(kwargs or {}))
+        with replaced(self, "asked", True):
+            return function(*args, **(kwargs or {}))
+
+
+class _Below(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operators below autograd in the graph that `above` traces."""
+
+    def __init__(self, above: ProxyTorchDispatchMode, detaches: _Detaches) -> None:
+        super().__init__(above.tracer, above.tracing_mode, _allow_fake_constant=above._allow_fake_constant)
+        self._detaches, self._differentiable = detaches, torch.is_grad_enabled()
+        self._formulas: dict[Any, Callable[..., Any]] = {**formulas(), **DENSE}
+        self._nodes: list[fx.Node] = []
+
+    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise _refusal("draws random numbers; draw them in front of it and pass them on")
+        if function in QUERIES:
+            return function(*args, **(kwargs or {}))
+        if function in self._formulas:
+            with self:
+                result = self._formulas[function](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        tracer: Any = self.tracer
+        proxies = [tracer.unwrap_proxy(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not self._detaches.asked:
+            self._nodes += [proxy.node for proxy in proxies if isinstance(proxy, fx.Proxy)]
+            if self._differentiable and not torch.is_grad_enabled():
+                if function._schema.is_mutable:
+                    raise _refusal("writes in place under torch.no_grad; write out of place")
+                with replaced(self._detaches, "asked", True), self:
+                    return tree_map_only(Tensor, aten.detach.default, result)
+        return result
+
+    def as_called(self) -> None:
+        """Make what was recorded what a model would call above autograd; what autograd detached is not detached."""
+        for node in self._nodes:
+            operands = [getattr(one.meta.get("val"), "ndim", 0) for one in node.all_input_nodes[:1]]
+            node.target, node.args = known_by_rules(node.target, node.args, *operands)
+
+
+def _refused(*_: Any, **__: Any) -> NoReturn:
+    raise _refusal("is functionalized or linearized; call it, or torch.func.jvp of it")
+
+
+def _refusal(what: str) -> StrategyError:
+    where = users_line()
+    return StrategyError("MW906", f"A function that forward gives to torch.func or torch.vmap{where} {what}.")
