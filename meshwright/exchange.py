@@ -361,11 +361,18 @@ def compare(plan: Plan, other: Plan | None = None) -> Excess:
 
 def best(plan: Plan) -> Plan:
     """The best plan of the step of another plan, on as many ranks in any mesh, with the same stage of ZeRO and the same
-    recomputation; searched exactly, with a certificate."""
+    recomputation; searched exactly, with a certificate. Where that of sliced batches takes longer than the other plan,
+    every rank may have the complete batch."""
     require_plan(plan, "meshwright.best")
     own = plan.planned("best")
     content = own.prepared.config.model_dump(mode="json")
     content["parallel"] |= {"mesh": None, "plan": None, "strategies": {}, "set_data_parallel": [], "layouts": {}}
-    content["parallel"] |= {"dataset_strategy": "data_parallel", "search": "dynamic_programming", "memory_limit": None}
-    config, names = validated(content, Origins()), own.prepared.names
-    return planned(config, own.objective.model, names, own.batch, own.loss)
+    content["parallel"] |= {"search": "dynamic_programming", "memory_limit": None}
+
+    def searched(dataset: str) -> Plan:
+        parallel = content["parallel"] | {"dataset_strategy": dataset}
+        config = validated({**content, "parallel": parallel}, Origins())
+        return planned(config, own.objective.model, own.prepared.names, own.batch, own.loss)
+
+    found = searched("data_parallel")
+    return found if found.cost <= plan.cost else min(found, searched("full_batch"), key=lambda one: one.cost)

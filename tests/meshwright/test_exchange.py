@@ -380,6 +380,11 @@ def test_only_as_many_experts_per_rank_are_exported(tmp_path: Path, count: int) 
     assert ("model.layers.*.mlp.experts" in content["tp_plan"]) == (count == 3)
 
 
+def test_the_best_plan_takes_no_longer_than_one_of_complete_batches() -> None:
+    plan = meshwright.from_tp_plan({"head": None}, gpt(), tokens(), loss=next_token, mesh=2)
+    assert meshwright.compare(plan).share > -1e-9  # which a search on sliced batches exceeds by a gather
+
+
 def test_plans_of_two_steps_are_not_compared() -> None:
     options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": 2, "plan_cache": None}
     plans = [
