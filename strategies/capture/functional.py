@@ -142,7 +142,8 @@ class _Rewriting:
         kind = self.kinds.get(base_tensor.name, "batch tensor") if base_tensor.op == "placeholder" else None
         if kind in ("parameter", "constant"):
             cure = {
-                "parameter": "let the optimizer do so, freeze it, or hold it in a buffer",
+                "parameter": "use the new value in its place (torch.nn.utils.parametrize), let the optimizer "
+                "write it, freeze it, or hold it in a buffer",
                 "constant": "register it as a buffer (register_buffer)",
             }
             raise StrategyError("MW903", f"{op_of(writer)}{at(writer)} writes in place to a {kind}; {cure[kind]}.")
@@ -184,7 +185,9 @@ class _Rewriting:
         old = self.read(base)
         value = self._new_value(node, op, old, name)
         if node.meta.get("without_grad") and floating(value.meta["val"]):
-            if self._needs_gradient(self.read(self._base_of(base))):
+            base_tensor = self._base_of(base)
+            parameter = self.kinds.get(base_tensor.name) == "parameter"  # whose writes are refused below
+            if not parameter and self._needs_gradient(self.read(base_tensor)):
                 raise StrategyError(
                     "MW903",
                     _unknown_to_gradient(node, "under no_grad", "outside of no_grad, or to a detached copy"),

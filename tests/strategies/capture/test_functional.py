@@ -420,7 +420,7 @@ ATTRIBUTE = torch.zeros(8)
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "parameter": (
         lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1),
-        "add_ at capture/test_functional.py:.* writes in place to a parameter; let the optimizer do so",
+        "add_ at capture/test_functional.py:.* writes in place to a parameter; use the new value",
     ),
     "constant": (plain_attribute, r"writes in place to a constant; register it as a buffer"),
     "parameter's data": (lambda net, x: net.dense(x) + net.dense.bias.data.sub_(1), "sub_ at .* to a parameter"),
