@@ -17,8 +17,10 @@ def measured(monkeypatch):
 
     def put(seconds_of):
         def run(config, folder):
+            wait = sum(map(ord, str(config.parallel.mesh))) % 7  # which does not count
             steps = [
-                {"step": n, "seconds": 9.0 if n < 3 else seconds_of(config)} for n in range(1, config.train.steps + 1)
+                {"step": n, "seconds": wait + (9.0 if n < 3 else seconds_of(config)), "data_seconds": wait}
+                for n in range(1, config.train.steps + 1)
             ]
             (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in steps), encoding="utf-8")
             (folder / "plan.json").write_text(json.dumps(config.parallel.mesh), encoding="utf-8")
@@ -31,10 +33,10 @@ def measured(monkeypatch):
 def test_the_fastest_that_was_measured_is_kept(start, capsys, measured):
     def seconds_of(config):
         if config.parallel.mesh is None:  # the search's own choice, 4 x 2
-            return 0.3
+            return 0.375
         if len(config.parallel.mesh) == 1:
             raise RunFailed("MW711", "a rank died\nmore")
-        return 0.2
+        return 0.25
 
     measured(seconds_of)
     ended = start(*OPEN, "tune.plans=3", "tune.steps=4", verb="tune")
@@ -42,10 +44,10 @@ def test_the_fastest_that_was_measured_is_kept(start, capsys, measured):
     plans = content["plans"]
     assert [list(one["mesh"].values()) for one in plans] == [[4, 2], [2, 4], [8]]
     assert [one["keys"] for one in plans] == [{}, {"parallel.mesh": {"d0": 2, "d1": 4}}, {"parallel.mesh": {"d0": 8}}]
-    assert [one["measured"] for one in plans] == [0.3, 0.2, None]
+    assert [one["measured"] for one in plans] == [0.375, 0.25, None]
     assert plans[2]["failure"] == "a rank died"
     assert sorted(one["predicted"] for one in plans) == [one["predicted"] for one in plans]
-    assert (content["kept"], ended.value, ended.plan) == (1, 0.2, {"d0": 2, "d1": 4})
+    assert (content["kept"], ended.value, ended.plan) == (1, 0.25, {"d0": 2, "d1": 4})
     out = capsys.readouterr().out
     low, high = sorted(one["measured"] / one["predicted"] for one in plans if one["measured"])
     assert f"from {low:.2f} to {high:.2f} times; the search's own first choice takes 50.0% more" in out
