@@ -278,7 +278,7 @@ def _captured(
             packed_as_padded(),
             functions_as_operators(training),
             derivatives_as_operators(),
-            transforms_as_operators(),
+            transforms_as_operators(stand_ins),
             opaque.as_nodes(),
             drawing.as_nodes(),
             branches.as_choices(),

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture.derivatives import formulas, known_by_rules
 from strategies.capture.nodes import replaced, users_line
+from strategies.capture.tracing import StandIns
 from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
@@ -42,10 +43,12 @@ NESTINGS = (
     (vmap, "vmap_increment_nesting"),
 )
 """What the transforms enter, by the names under which they look it up."""
+ENTRIES = ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim"))
+"""What makes the tensors that a transformed function gets, of those that are given."""
 
 
 @contextmanager
-def transforms_as_operators() -> Iterator[None]:
+def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
     """Export within this context. Raises StrategyError, with the user's line, for what a transform cannot hold."""
 
     def nesting(enter: Callable[..., AbstractContextManager[int]]) -> Callable[..., AbstractContextManager[int]]:
@@ -65,11 +68,17 @@ def transforms_as_operators() -> Iterator[None]:
 
         return call
 
+    def entering(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        """Parameters that a forward keeps in a dict of its own are the traced ones in a transform, too."""
+        return lambda tensor, *args, **options: wrap(stand_ins(tensor), *args, **options)
+
     vmap.lazy_load_decompositions()  # type: ignore[attr-defined]
     with ExitStack() as stack:
         stack.enter_context(replaced(vmap, "lazy_load_decompositions", lambda: None))  # which would be recorded
         for owner, name in NESTINGS:
             stack.enter_context(replaced(owner, name, nesting(getattr(owner, name))))
+        for owner, name in ENTRIES:
+            stack.enter_context(replaced(owner, name, entering(getattr(owner, name))))
         for name in UNKNOWN:
             stack.enter_context(replaced(eager_transforms, name, _refused))
         stack.enter_context(replaced(eager_transforms, "_func_decrement_nesting", lambda: None))  # of what is refused

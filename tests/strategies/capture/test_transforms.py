@@ -25,6 +25,7 @@ class Net(nn.Module):
         self.body = body
         self.dense = nn.Linear(8, 8)
         self.heads = nn.Parameter(torch.randn(4, 8, 8))
+        self.kept = dict(self.dense.named_parameters())
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,6 +107,12 @@ def pulled_back(net: Net, x: Tensor) -> Tensor:
     return back(net.dense(x))[0] * found + steps * value + beside
 
 
+def of_kept_parameters(net: Net, x: Tensor) -> Tensor:
+    """Parameters that are taken from a dict of the model's own."""
+    steps = torch.func.grad(lambda kept: functional_call(net.dense, kept, x).tanh().sum())(net.kept)
+    return torch.vmap(lambda row, of: row * of, (0, None))(x, net.kept["bias"]) + steps["weight"].sum(0)
+
+
 def twice(net: Net, x: Tensor) -> Tensor:
     """A derivative by torch.autograd of one by torch.func."""
     h = net.dense(x).requires_grad_()
@@ -129,6 +136,7 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "pushed forward": lambda net, x: torch.func.jvp(net.inner, (x,), (net.dense(x),))[1],
     "pulled back": pulled_back,
     "twice": twice,
+    "of kept parameters": of_kept_parameters,
 }
 
 
