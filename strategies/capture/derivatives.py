@@ -10,6 +10,7 @@ be drawn again and no statistics may be written twice.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
@@ -26,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx, track_tensor_tree
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from strategies.capture.constants import behind, traced
+from strategies.capture.constants import behind
 from strategies.capture.nodes import beneath_tracing, draws, fakes, op_of, replaced, users_line
 from strategies.capture.repeated_modules import NOTE, NotRepeated
 from strategies.core.errors import StrategyError
@@ -43,6 +45,8 @@ DECOMPOSED = """
 """Formulas of backward that torch decomposes into operators with derivatives and sharding rules."""
 NORMS = "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit".split()
 """Operators that return statistics beside their result, of which autograd knows no derivatives; decomposed, too."""
+IN_TRANSFORMS: list[Any] = []
+"""The tracer of the graph, while operators are recorded below transforms of functions."""
 REMEDY = "write it as operators, or train with parallel.mode=stand_alone."
 
 
@@ -53,11 +57,15 @@ def derivatives_as_operators() -> Iterator[None]:
 
     def run(outputs: Any, upstream: Any, retain: bool, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
         tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
-        if tracing is None:  # of the operators that are run once more
+        if tracing is not None:
+            tracer = tracing.tracer
+        elif IN_TRANSFORMS and all(_proxy(IN_TRANSFORMS[-1], one) is not None for one in (*outputs, *inputs)):
+            tracer = IN_TRANSFORMS[-1]  # rows of `upstream` times a derivative of what is no row
+        else:  # of the operators that are run once more, or of a transform
             return _engine_run_backward(outputs, upstream, retain, create, inputs, *rest, **options)
         if options.get("accumulate_grad"):
             raise _refusal("backward() writes to .grad", "use torch.autograd.grad.")
-        results = _derivatives(outputs, upstream, inputs, tracing.tracer)
+        results = _derivatives(outputs, upstream, inputs, tracer)
         unused = options.get("allow_unreachable", bool(rest and rest[0]))
         if not unused and any(one is None for one in results):
             raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
@@ -78,7 +86,7 @@ def _derivatives(
     outputs: Sequence[Tensor], upstream: Sequence[Tensor | None], inputs: Sequence[Tensor], tracer: Any
 ) -> list[Tensor | None]:
     """The products of `upstream` with the derivatives of `outputs` by `inputs`, as tensors that are traced."""
-    proxies = [traced(one)[0] for one in (*outputs, *inputs)]
+    proxies = [_proxy(tracer, one) for one in (*outputs, *inputs)]
     if any(proxy is None for proxy in proxies):
         raise _refusal("it is of, or by, a value that is no tensor of the graph")
     nodes: list[fx.Node] = [proxy.node for proxy in proxies if proxy is not None]
@@ -90,6 +98,11 @@ def _derivatives(
     given = [*operands, *(one for one in upstream if one is not None)]
     backward = _Backward(between, by, outside, wanted, [one is not None for one in upstream])
     return _called(_recorded(backward, given), given)
+
+
+def _proxy(tracer: Any, tensor: Tensor) -> fx.Proxy | None:
+    proxy = tracer.unwrap_proxy(tensor)
+    return proxy if isinstance(proxy, fx.Proxy) else None
 
 
 def _between(outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -126,7 +139,7 @@ def _floating(value: Tensor) -> bool:
 def _tensor(node: fx.Node, tracer: Any) -> Tensor:
     """A tensor that stands for the value of a node."""
     (value,) = fakes(node.meta["val"])
-    with beneath_tracing():
+    with beneath_tracing(), temporarily_clear_interpreter_stack():
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         made.requires_grad_(_floating(made))
     track_tensor_tree(made, fx.Proxy(node, tracer), constant=None, tracer=tracer)
@@ -184,7 +197,8 @@ def _recorded(backward: Callable[..., Any], operands: Sequence[Tensor]) -> fx.Gr
         fake = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in looks
         ]
-        recorded: fx.GraphModule = make_fx(backward, decomposition_table=formulas())(*fake)
+        with replaced(sys.modules[__name__], "IN_TRANSFORMS", []), temporarily_clear_interpreter_stack():
+            recorded: fx.GraphModule = make_fx(backward, decomposition_table=formulas())(*fake)
     recorded.graph.eliminate_dead_code()
     return recorded
 

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from strategies.capture import derivatives
 from strategies.capture.derivatives import formulas, known_by_rules
 from strategies.capture.nodes import replaced, users_line
 from strategies.capture.tracing import StandIns
@@ -102,7 +103,7 @@ def _beneath() -> Iterator[None]:
     for mode in kept:
         _push_mode(mode)  # type: ignore[no-untyped-call]
     try:
-        with sdpa_kernel(SDPBackend.MATH), detaches, below:
+        with replaced(derivatives, "IN_TRANSFORMS", [above.tracer]), sdpa_kernel(SDPBackend.MATH), detaches, below:
             yield
     finally:
         for _ in kept:

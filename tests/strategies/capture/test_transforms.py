@@ -113,6 +113,14 @@ def of_kept_parameters(net: Net, x: Tensor) -> Tensor:
     return torch.vmap(lambda row, of: row * of, (0, None))(x, net.kept["bias"]) + steps["weight"].sum(0)
 
 
+def rows_of_a_jacobian(net: Net, x: Tensor) -> Tensor:
+    """By torch.autograd.grad under vmap, of a value from outside."""
+    h = net.dense(x).requires_grad_()
+    found = net.inner(h).sum((0, 1))
+    rows = torch.vmap(lambda row: torch.autograd.grad(found, h, row, create_graph=True)[0])(torch.eye(8))
+    return rows.square().sum(0)
+
+
 def twice(net: Net, x: Tensor) -> Tensor:
     """A derivative by torch.autograd of one by torch.func."""
     h = net.dense(x).requires_grad_()
@@ -137,6 +145,7 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "pulled back": pulled_back,
     "twice": twice,
     "of kept parameters": of_kept_parameters,
+    "rows of a Jacobian": rows_of_a_jacobian,
 }
 
 
