@@ -77,6 +77,8 @@ def _corrected() -> None:
     register_sharding(aten.masked_fill_.Scalar)(_filled)
     # what a rank fills an empty partial sum with would be added up
     propagator.op_strategy_funcs[aten.empty_like.default] = propagator.op_strategy_funcs[aten.zeros_like.default]
+    # conjugates that are views of slices can be neither sent nor taken apart
+    DTensor._op_dispatcher._custom_op_handlers[aten._conj.default] = _conjugate  # type: ignore[assignment]
     # gradients of products of reflections set triangles of partial sums to zero in place
     for function in (aten.tril_.default, aten.triu_.default):
         register_sharding(function)(_triangle)
@@ -202,6 +204,10 @@ def _view_of_slices(function: Any, args: Any, kwargs: Any) -> Any:
         return view(value, shape)
     except RuntimeError:
         return view(DTensor(value._local_tensor.contiguous(), value._spec, requires_grad=False), shape)  # type: ignore[no-untyped-call]
+
+
+def _conjugate(function: Any, args: Any, kwargs: Any) -> Any:
+    return torch.ops.aten.conj_physical.default(*args)
 
 
 def _number_of(function: Any, args: Any, kwargs: Any) -> Any:

@@ -67,6 +67,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
         for mode, placed in (("max", "S0"), ("mean", "S0"), ("sum", "S1"))
     },
     **{f"a batch norm, {placed}": (_normalised, placed, (4, 6, 2)) for placed in ("S0", "S1", "P")},
+    "the imaginary part of a conjugate": (lambda x: torch.complex(x, x.cos()).conj().imag.exp(), "S0", (4, 4)),
+    "gathered conjugates": (lambda x: torch.complex(x, x.cos()).conj().cumsum(0).abs(), "S0", (4, 4)),
     "a vector times rows": (lambda x: x[0] @ x, "S0", (4, 4)),
     "adaptive pool of rows": (lambda x: functional.adaptive_avg_pool2d(x, 3), "S1", (2, 8, 8)),
     "adaptive pool of slices of channels": (lambda x: functional.adaptive_avg_pool2d(x, (3, 2)), "S1", (1, 4, 6, 8)),
