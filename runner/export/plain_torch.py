@@ -812,7 +812,7 @@ def _looked_up(
     sparse: bool = False,
 ) -> Tensor:
     theirs = getattr(weight, "placements", ())
-    if theirs.count(Shard(0)) < 2 or max_norm is not None or scale_grad_by_freq or sparse:
+    if Shard(0) not in theirs or max_norm is not None or scale_grad_by_freq or sparse:
         return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     mesh, of_ids, result, gradient = weight.device_mesh, [], [], []
     for own, at in zip(theirs, getattr(input, "placements", (Replicate(),) * weight.device_mesh.ndim), strict=True):
@@ -858,7 +858,7 @@ def _bag(
     if not alone or scale_grad_by_freq or sparse or (per_sample_weights is not None and mode != "sum"):
         given = offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights
         return functional.embedding_bag(input, weight, *given, include_last_offset, padding_idx)
-    rows, used = functional.embedding(input, weight), torch.ones_like(input)[..., None] > 0
+    rows, used = _looked_up(input, weight), torch.ones_like(input)[..., None] > 0
     if padding_idx is not None:
         used = (input != padding_idx % len(weight))[..., None]
         rows = torch.where(used, rows, -torch.inf if mode == "max" else 0.0)
@@ -902,8 +902,8 @@ class _Instead(TorchFunctionMode):
     """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
     those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
     from the last, parts of a sliced dim and RMS norms along it are refused, a vector times slices of a matrix has the
-    strides of a matrix, lookups in slices over several axes are masked once for all of them, bags of rows of a
-    table have no rule, slices and partial sums cannot be joined, batch norms lose what they write to statistics of
+    strides of a matrix, lookups in slices are masked once for all axes and where sums have other dims, bags of rows
+    of a table have no rule, slices and partial sums cannot be joined, batch norms lose what they write to statistics of
     slices, and norms written to a given tensor (spectral norm) are bounded in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

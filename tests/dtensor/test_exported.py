@@ -66,6 +66,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
         f"bags of rows, {mode}": (partial(_bags, mode=mode), placed, (8, 4))
         for mode, placed in (("max", "S0"), ("mean", "S0"), ("sum", "S1"))
     },
+    "bags without padding": (lambda x: functional.embedding_bag(torch.tensor([[1, 7], [3, 1]]), x), "S0", (8, 4)),
+    "sums of looked-up rows": (lambda x: functional.embedding(torch.tensor([[1, 7], [3, 1]]), x).sum(1), "S0", (8, 4)),
     **{f"a batch norm, {placed}": (_normalised, placed, (4, 6, 2)) for placed in ("S0", "S1", "P")},
     "the imaginary part of a conjugate": (lambda x: torch.complex(x, x.cos()).conj().imag.exp(), "S0", (4, 4)),
     "gathered conjugates": (lambda x: torch.complex(x, x.cos()).conj().cumsum(0).abs(), "S0", (4, 4)),
