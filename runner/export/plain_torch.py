@@ -40,7 +40,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 Placed = tuple[Placement, ...]
 """A placement for every axis of MESH."""
@@ -100,6 +100,7 @@ def _corrected() -> None:
         found: Any = propagator.op_single_dim_strategy_funcs.get(function)
         if found is not None:
             propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
+    # slices that are added to partial sums in place (cells of recurrent layers) become such by way of complete tensors
     # collectives over several axes become one where `fully_shard` has flattened them, which stripes cannot
     joined: Any = _redistribute._optimize_transform_infos
     _redistribute._optimize_transform_infos = partial(_apart, joined)
@@ -108,8 +109,16 @@ def _corrected() -> None:
 
 
 def _apart(joined: Any, steps: Any, *rest: Any) -> Any:
+    steps = [part for step in steps for part in _by_way(step)]
     striped = any(isinstance(one, _StridedShard) for step in steps for one in step.src_dst_placements)
     return steps if striped else joined(steps, *rest)
+
+
+def _by_way(step: Any) -> list[Any]:
+    now, then = step.src_dst_placements
+    if not then.is_partial() or now.is_partial() or now.is_replicate():
+        return [step]
+    return [replace(step, src_dst_placements=pair) for pair in ((now, Replicate()), (Replicate(), then))]
 
 
 def _ordered(tried: Any, schema: Any) -> list[Any]:
@@ -912,17 +921,25 @@ class _Instead(TorchFunctionMode):
 
 
 class _Recurrent(TorchFunctionMode):
-    """Recurrent layers, of which rows alone are sliced: torch takes their steps apart, which DTensor (torch 2.13)
-    refuses along a sliced dim. Where rows come first, torch transposes results in place, and a DTensor has the old
-    strides."""
+    """Recurrent layers and cells, of which rows alone are sliced: torch takes their steps apart, which DTensor (torch
+    2.13) refuses along a sliced dim, and writes gates in place, which it refuses for partial sums. Where rows come
+    first, torch transposes results in place, and a DTensor has the old strides."""
 
     NAMES = "gru", "lstm", "rnn_relu", "rnn_tanh"
+    CELLS = "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        dense = getattr(func, "__name__", "") in self.NAMES and isinstance(args[3], bool)  # no packed sequence
-        if not dense or not isinstance(args[0], DTensor):
+        name = getattr(func, "__name__", "")
+        dense = name in self.NAMES and isinstance(args[3], bool)  # no packed sequence
+        if not (dense or name in self.CELLS) or not isinstance(args[0], DTensor):
             return func(*args, **(kwargs or {}))
-        (value, states, weights, *options, rows_first), mesh = args, args[0].device_mesh
+        mesh = args[0].device_mesh
+        if name in self.CELLS:
+            rows, replicated = _complete_along(args[0], {1}), (Replicate(),) * mesh.ndim
+            values = tree_map_only(Tensor, lambda one: laid_out(one, mesh, rows), args[:2])
+            weights = tree_map_only(Tensor, lambda one: laid_out(one, mesh, replicated), args[2:])
+            return func(*values, *weights, **(kwargs or {}))
+        value, states, weights, *options, rows_first = args
         others = {*range(value.ndim)} - ({0 if rows_first else 1} if value.ndim > 2 else set())
         value = laid_out(value, mesh, _complete_along(value, others))
         weights = [laid_out(one, mesh, (Replicate(),) * mesh.ndim) for one in weights]

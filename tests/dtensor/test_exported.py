@@ -47,6 +47,12 @@ def _recurrent(x: Tensor, rows_first: bool) -> Tensor:
     return torch.gru(x, states, weights, True, 1, 0.0, True, False, rows_first)[0]
 
 
+def _cell(x: Tensor) -> Tensor:
+    weights = [torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape) for shape in ((8, 3), (8, 2))]
+    states = torch.zeros(len(x), 2), torch.ones(len(x), 2)
+    return torch.cat(torch.lstm_cell(x, states, *weights))
+
+
 def _rows(x: Tensor) -> Tensor:
     """Two look-ups, the second one with padding."""
     ids = torch.tensor([[1, 7, 2], [3, 1, 4]])
@@ -94,6 +100,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
         )
         for placed, rows_first in (("S1", True), ("S0", True), ("S0", False))
     },
+    **{f"a recurrent cell, {placed}": (_cell, placed, (4, 3)) for placed in ("S0", "S1", "P")},
+    "slices added to sums in place": (lambda x: x.sum(0).add_(x[:, 0]), "S0", (4, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
     "slices written to sums": (lambda x: (x * 2).clamp_(x.sin().select(0, 1)), "P", (4, 4)),
     "a sum filled with a sum": (lambda x: (x * 2).masked_fill_(x.new_ones(4, 4).tril() > 0, x.sum()), "P", (4, 4)),
