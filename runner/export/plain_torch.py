@@ -750,6 +750,41 @@ def _selected(input: Tensor, dim: int, index: Any) -> Tensor:
     return input.select(dim % input.ndim, index)
 
 
+def _strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Tensor:
+    """Reads the memory that one device would have. Slices of dims that the result has as well stay; others are
+    gathered."""
+    if storage_offset and input._base is not None:
+        raise NotImplementedError("DTensor does not know where a view begins; take as_strided of x.clone().")
+    mesh, offset, sizes, result_shape = input.device_mesh, storage_offset or 0, [*size], torch.Size(size)
+    own, wanted = ([*zip(*some, strict=True)] for some in ((input.shape, input.stride()), (size, stride)))
+    kept = {dim: wanted.index(one) for dim, one in enumerate(own) if one in wanted and _stays(one, own, wanted, offset)}
+    placed = _complete_along(input, {*range(input.ndim)} - {*kept})
+    value = laid_out(input, mesh, placed).to_local(grad_placements=placed)  # type: ignore[attr-defined]
+    strides, reads = input.stride(), stride
+    for dim in sorted(kept, key=strides.__getitem__):  # shorter dims bring those outside nearer
+        count, inner = value.shape[dim], strides[dim]
+        whole, sizes[kept[dim]] = input.shape[dim] * inner, count
+        strides, reads, (offset,) = (
+            [one // whole * count * inner + one % whole for one in some] for some in (strides, reads, (offset,))
+        )
+    made = value.new_empty_strided(value.shape, strides).copy_(value).as_strided(sizes, reads, offset).contiguous()
+    along = [_along(one, kept[one.dim]) if hasattr(one, "dim") else one for one in placed]
+    dense = torch.empty(result_shape, device="meta").stride()
+    found = DTensor.from_local(made, mesh, along, run_check=False, shape=result_shape, stride=dense)
+    found.of_reshaped_view = True  # type: ignore[attr-defined]  # writes to it would not reach the operand
+    return found
+
+
+def _stays(dim: tuple[int, int], own: Sequence[Any], wanted: Sequence[Any], offset: int) -> bool:
+    """Whether the place along a dim of this size and stride is a digit of all addresses, which nothing else changes."""
+    inner, whole = dim[1], max(math.prod(dim), 1)
+    others, steps = (
+        [one for at, one in enumerate(some) if at != some.index(dim) and one[0] > 1] for some in (own, wanted)
+    )
+    within = offset % whole + sum((count - 1) * by for count, by in steps if by < inner)
+    return within < inner and all(by < inner or by % whole == 0 for _, by in (*others, *steps))
+
+
 def _unbound(input: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(input.select(dim % input.ndim, at) for at in range(input.shape[dim]))
 
@@ -896,6 +931,7 @@ def _loss_of_product(
 
 _INSTEAD: dict[Any, Any] = {
     **{torch.sgn: _sign, Tensor.sgn: _sign, torch.angle: _angle, Tensor.angle: _angle, torch.polar: _polar},
+    **{torch.as_strided: _strided, Tensor.as_strided: _strided},
     **{torch.select: _selected, Tensor.select: _selected, torch.unbind: _unbound, Tensor.unbind: _unbound},
     getattr(functional, "linear_cross_entropy", None): _loss_of_product,  # of torch 2.13
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.__truediv__), _quotient),
@@ -910,10 +946,10 @@ _INSTEAD: dict[Any, Any] = {
 class _Instead(TorchFunctionMode):
     """Computes by other functions what DTensor (torch 2.13) computes wrongly or refuses: the gradient of `sgn` is none,
     those of `polar` and `angle` multiply by a complex number, a part is taken along another dim where that is counted
-    from the last, parts of a sliced dim and RMS norms along it are refused, a vector times slices of a matrix has the
-    strides of a matrix, lookups in slices are masked once for all axes and where sums have other dims, bags of rows
-    of a table have no rule, slices and partial sums cannot be joined, batch norms lose what they write to statistics of
-    slices, and norms written to a given tensor (spectral norm) are bounded in place."""
+    from the last, parts of a sliced dim and RMS norms along it are refused, as are strides of memory, a vector times
+    slices of a matrix has the strides of a matrix, lookups in slices are masked once for all axes and where sums have
+    other dims, bags of rows of a table have no rule, slices and partial sums cannot be joined, batch norms lose what
+    they write to statistics of slices, and norms written to a given tensor (spectral norm) are bounded in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sliced = func in _INSTEAD and any(isinstance(one, DTensor) for one in tree_leaves(args))

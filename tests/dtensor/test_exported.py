@@ -53,6 +53,11 @@ def _cell(x: Tensor) -> Tensor:
     return torch.cat(torch.lstm_cell(x, states, *weights))
 
 
+def _strided(x: Tensor) -> Tensor:
+    """Every other step of a window, of memory in another order."""
+    return (x * 2).transpose(0, 1).as_strided((6, 4, 3), (1, 48, 12))
+
+
 def _rows(x: Tensor) -> Tensor:
     """Two look-ups, the second one with padding."""
     ids = torch.tensor([[1, 7, 2], [3, 1, 4]])
@@ -100,6 +105,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
         )
         for placed, rows_first in (("S1", True), ("S0", True), ("S0", False))
     },
+    **{f"strides of memory, {placed}": (_strided, placed, (4, 8, 6)) for placed in ("S0", "S1", "S2", "P", "S0 S2")},
     **{f"a recurrent cell, {placed}": (_cell, placed, (4, 3)) for placed in ("S0", "S1", "P")},
     "slices added to sums in place": (lambda x: x.sum(0).add_(x[:, 0]), "S0", (4, 4)),
     "sums of reflections": (lambda x: torch.linalg.householder_product(x, x[0, :2]), "P", (4, 2)),
