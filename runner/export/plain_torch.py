@@ -763,9 +763,9 @@ def _strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_off
     strides, reads = input.stride(), stride
     for dim in sorted(kept, key=strides.__getitem__):  # shorter dims bring those outside nearer
         count, inner = value.shape[dim], strides[dim]
-        whole, sizes[kept[dim]] = input.shape[dim] * inner, count
+        outer, sizes[kept[dim]] = input.shape[dim] * inner, count
         strides, reads, (offset,) = (
-            [one // whole * count * inner + one % whole for one in some] for some in (strides, reads, (offset,))
+            [one // outer * count * inner + one % outer for one in some] for some in (strides, reads, (offset,))
         )
     made = value.new_empty_strided(value.shape, strides).copy_(value).as_strided(sizes, reads, offset).contiguous()
     along = [_along(one, kept[one.dim]) if hasattr(one, "dim") else one for one in placed]
@@ -777,12 +777,12 @@ def _strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_off
 
 def _stays(dim: tuple[int, int], own: Sequence[Any], wanted: Sequence[Any], offset: int) -> bool:
     """Whether the place along a dim of this size and stride is a digit of all addresses, which nothing else changes."""
-    inner, whole = dim[1], max(math.prod(dim), 1)
+    inner, outer = dim[1], max(math.prod(dim), 1)
     others, steps = (
         [one for at, one in enumerate(some) if at != some.index(dim) and one[0] > 1] for some in (own, wanted)
     )
-    within = offset % whole + sum((count - 1) * by for count, by in steps if by < inner)
-    return within < inner and all(by < inner or by % whole == 0 for _, by in (*others, *steps))
+    within = offset % outer + sum((count - 1) * by for count, by in steps if by < inner)
+    return within < inner and all(by < inner or by % outer == 0 for _, by in (*others, *steps))
 
 
 def _unbound(input: Tensor, dim: int = 0) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
         return call
 
     def entering(wrap: Callable[..., Any]) -> Callable[..., Any]:
-        """Parameters that a forward keeps in a dict of its own are the traced ones in a transform, too."""
+        """Parameters from a dict that the model keeps are the traced ones in a transform, too."""
         return lambda tensor, *args, **options: wrap(stand_ins(tensor), *args, **options)
 
     vmap.lazy_load_decompositions()  # type: ignore[attr-defined]
@@ -82,7 +82,9 @@ def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
             stack.enter_context(replaced(owner, name, entering(getattr(owner, name))))
         for name in UNKNOWN:
             stack.enter_context(replaced(eager_transforms, name, _refused))
-        stack.enter_context(replaced(eager_transforms, "_func_decrement_nesting", lambda: None))  # of what is refused
+        stack.enter_context(
+            replaced(eager_transforms, "_func_decrement_nesting", lambda: None)
+        )  # which has not incremented
         of = eager_transforms._autograd_grad
         stack.enter_context(replaced(eager_transforms, "_autograd_grad", derivative(of)))
         yield
@@ -117,12 +119,12 @@ def _beneath() -> Iterator[None]:
 class _Detaches(TorchFunctionMode):
     """Notes when a user detaches a tensor."""
 
-    asked = False
+    active = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in DETACHES:
             return function(*args, **(kwargs or {}))
-        with replaced(self, "asked", True):
+        with replaced(self, "active", True):
             return function(*args, **(kwargs or {}))
 
 
@@ -148,12 +150,12 @@ class _Below(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         result = super().__torch_dispatch__(function, types, args, kwargs)
         tracer: Any = self.tracer
         proxies = [tracer.unwrap_proxy(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not self._detaches.asked:
+        if not self._detaches.active:
             self._nodes += [proxy.node for proxy in proxies if isinstance(proxy, fx.Proxy)]
             if self._differentiable and not torch.is_grad_enabled():
                 if function._schema.is_mutable:
                     raise _refusal("writes in place under torch.no_grad; write out of place")
-                with replaced(self._detaches, "asked", True), self:
+                with replaced(self._detaches, "active", True), self:
                     return tree_map_only(Tensor, aten.detach.default, result)
         return result
 
