@@ -32,6 +32,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from strategies.capture import transforms
 from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
@@ -39,6 +40,7 @@ from strategies.rules.registry import PLAIN, function_class
 
 LIBRARY = "GeneratedBackwardFor_"
 """The name that autograd gives to the backward of a torch.library operator, which stays one node of the graph."""
+CALL_OUTSIDE = "call it outside of that, or write its derivative as operators (x + (value - x).detach())"
 TOLERANCE = 1e-8
 """Relative to the largest element of a gradient, in double precision."""
 ELEMENTS, LENGTH = 1 << 16, 6
@@ -58,6 +60,11 @@ def functions_as_operators(training: bool) -> Iterator[None]:
     def apply(cls: Any, *args: Any) -> Any:
         run = super(_SingleLevelFunction, cls).apply
         tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        if tracing is None and transforms.RECORDING:
+            if not cls.__name__.startswith(LIBRARY):
+                raise _refusal(cls, "is called in a function that torch.func or torch.vmap transforms", CALL_OUTSIDE)
+            with replaced(transforms.RECORDING[-1], "in_library", True):
+                return run(*args)
         if tracing is None or cls.__name__.startswith(LIBRARY):
             return run(*args)
         learns = training and _learns(args)

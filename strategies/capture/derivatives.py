@@ -267,15 +267,44 @@ def _convolution_backward(
 ) -> Any:
     """Backward of a convolution by operators that have sharding rules: a derivative by the input is a convolution the
     other way."""
+    weights = None
     if wanted[1]:
-        return NotImplemented
+        weights = _weight_gradient(above, x, weight.shape, stride, padding, dilation, transposed, groups)
+    if not wanted[0]:
+        return None, weights, above.sum((0, *range(2, above.dim()))) if wanted[2] else None
     reached = [
         (out - 1) * s - 2 * p + d * (k - 1) + 1
         for out, s, p, d, k in zip(above.shape[2:], stride, padding, dilation, weight.shape[2:], strict=True)
     ]
     left = [0] * len(reached) if transposed else [n - m for n, m in zip(x.shape[2:], reached, strict=True)]
     back = aten.convolution.default(above, weight, None, stride, padding, dilation, not transposed, left, groups)
-    return back, None, above.sum((0, *range(2, above.dim()))) if wanted[2] else None
+    return back, weights, above.sum((0, *range(2, above.dim()))) if wanted[2] else None
+
+
+def _weight_gradient(
+    above: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    groups: int,
+) -> Tensor:
+    """A convolution of the operand with the gradient as weights, whose channels are the samples."""
+    x, above = (above, x) if transposed else (x, above)
+    rows, size = len(x), x.shape[1] // groups
+
+    def by_group(value: Tensor) -> Tensor:  # [groups, channels of a group, rows, ...]
+        return value.reshape(rows, groups, value.shape[1] // groups, *value.shape[2:]).movedim(0, 2)
+
+    operand = by_group(x).movedim(1, 0).reshape(size, groups * rows, *x.shape[2:])
+    kernel = by_group(above).reshape(above.shape[1], rows, *above.shape[2:])
+    zeros = [0] * len(stride)
+    found: Tensor = aten.convolution.default(operand, kernel, None, dilation, padding, stride, False, zeros, groups)
+    for dim, length in enumerate(shape[2:], 2):
+        found = found.narrow(dim, 0, length)
+    return found.transpose(0, 1)
 
 
 FORMULAS: dict[Any, Callable[..., Any]] = {

@@ -10,15 +10,19 @@ user detaches, or computes under no_grad, is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+import torch.autograd.functional
+from torch import Tensor, _vmap_internals, fx
 from torch._functorch import eager_transforms, vmap
 from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch, _set_mode_pre_dispatch, unset_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, ProxyTorchDispatchMode
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,8 +36,17 @@ from strategies.core.errors import StrategyError
 aten = torch.ops.aten
 PROXY = torch._C._TorchDispatchModeKey.PROXY
 DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-QUERIES = frozenset({aten.is_same_size.default, aten._has_same_storage_numel.default, torch.ops.prim.device.default})
-"""What forward-mode derivatives ask about tensors."""
+QUERIES = frozenset(
+    {
+        aten.is_same_size.default,
+        aten._has_same_storage_numel.default,
+        aten._linalg_check_errors.default,
+        torch.ops.prim.device.default,
+    }
+)
+"""What derivatives and linalg ask about tensors, and return no tensor."""
+RECORDING: list[_Below] = []
+"""What records operators below transforms, while these run."""
 UNKNOWN = ("_func_increment_nesting", "lazy_dynamo_disallow")
 """What torch.func.functionalize and linearize call."""
 DENSE = {aten._efficientzerotensor.default: aten.zeros.default}
@@ -60,15 +73,6 @@ def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
 
         return call
 
-    def derivative(of: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of torch.func.vjp is called when its transform has ended."""
-
-        def call(*args: Any, **options: Any) -> Any:
-            with _beneath():
-                return of(*args, **options)
-
-        return call
-
     def entering(wrap: Callable[..., Any]) -> Callable[..., Any]:
         """Parameters from a dict that the model keeps are the traced ones in a transform, too."""
         return lambda tensor, *args, **options: wrap(stand_ins(tensor), *args, **options)
@@ -82,12 +86,23 @@ def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
             stack.enter_context(replaced(owner, name, entering(getattr(owner, name))))
         for name in UNKNOWN:
             stack.enter_context(replaced(eager_transforms, name, _refused))
-        stack.enter_context(
-            replaced(eager_transforms, "_func_decrement_nesting", lambda: None)
-        )  # which has not incremented
-        of = eager_transforms._autograd_grad
-        stack.enter_context(replaced(eager_transforms, "_autograd_grad", derivative(of)))
+        # of what is refused before it has incremented
+        stack.enter_context(replaced(eager_transforms, "_func_decrement_nesting", lambda: None))
+        # the function of torch.func.vjp is called when its transform has ended
+        derivative = partial(_called_beneath, eager_transforms._autograd_grad)
+        stack.enter_context(replaced(eager_transforms, "_autograd_grad", derivative))
+        for module in (_vmap_internals, torch.autograd.functional):  # which torch.autograd takes for batches
+            stack.enter_context(replaced(module, "_vmap", partial(_made_beneath, module._vmap)))
         yield
+
+
+def _called_beneath(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with _beneath():
+        return function(*args, **options)
+
+
+def _made_beneath(transform: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+    return partial(_called_beneath, transform(*args, **options))
 
 
 @contextmanager
@@ -104,8 +119,10 @@ def _beneath() -> Iterator[None]:
     kept = [mode for mode in reversed(functions) if not isinstance(mode, PreDispatchTorchFunctionMode)]
     for mode in kept:
         _push_mode(mode)  # type: ignore[no-untyped-call]
+    recording = replaced(sys.modules[__name__], "RECORDING", [below])
+    by_engine = replaced(derivatives, "IN_TRANSFORMS", [above.tracer])
     try:
-        with replaced(derivatives, "IN_TRANSFORMS", [above.tracer]), sdpa_kernel(SDPBackend.MATH), detaches, below:
+        with recording, by_engine, sdpa_kernel(SDPBackend.MATH), detaches, below:
             yield
     finally:
         for _ in kept:
@@ -122,42 +139,77 @@ class _Detaches(TorchFunctionMode):
     active = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.cosine_similarity:
+            return self._cosine(*args, **(kwargs or {}))
         if function not in DETACHES:
             return function(*args, **(kwargs or {}))
         with replaced(self, "active", True):
             return function(*args, **(kwargs or {}))
 
+    def _cosine(self, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+        """As torch computes it, which bounds norms in place without gradients."""
+
+        def bounded(x: Tensor) -> Tensor:
+            norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+            with replaced(self, "active", True):
+                more = (norm.clamp_min(eps) - norm).detach()
+            bound: Tensor = x / (norm + more)
+            return bound
+
+        found: Tensor = (bounded(x1) * bounded(x2)).sum(dim)
+        return found
+
 
 class _Below(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators below autograd in the graph that `above` traces."""
+    """Records operators below autograd in the graph that `above` traces.
+
+    Attributes:
+        in_library: whether an operator of torch.library runs, whose derivative is its own.
+    """
+
+    in_library = False
 
     def __init__(self, above: ProxyTorchDispatchMode, detaches: _Detaches) -> None:
         super().__init__(above.tracer, above.tracing_mode, _allow_fake_constant=above._allow_fake_constant)
         self._detaches, self._differentiable = detaches, torch.is_grad_enabled()
         self._formulas: dict[Any, Callable[..., Any]] = {**formulas(), **DENSE}
         self._nodes: list[fx.Node] = []
+        self._constants: set[fx.Node] = set()
+        """Values that were computed without gradients."""
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in QUERIES:  # first, as torch asks some where no exception may pass
+            return function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in function.tags:
             raise _refusal("draws random numbers; draw them in front of it and pass them on")
-        if function in QUERIES:
-            return function(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() > self._differentiable:
+            raise _refusal("switches gradients on under torch.no_grad; call it outside of no_grad")
         if function in self._formulas:
             with self:
                 result = self._formulas[function](*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
+        constant = not (self._detaches.active or self.in_library) and torch.is_grad_enabled() < self._differentiable
+        if constant and function._schema.is_mutable:
+            if not self._constants.issuperset(self._nodes_of(args[0])):
+                raise _refusal("writes in place under torch.no_grad; write out of place")
+            args, kwargs = (args[0], *self._detached(args[1:])), self._detached(kwargs or {})
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        tracer: Any = self.tracer
-        proxies = [tracer.unwrap_proxy(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not self._detaches.active:
-            self._nodes += [proxy.node for proxy in proxies if isinstance(proxy, fx.Proxy)]
-            if self._differentiable and not torch.is_grad_enabled():
-                if function._schema.is_mutable:
-                    raise _refusal("writes in place under torch.no_grad; write out of place")
-                with replaced(self._detaches, "active", True), self:
-                    return tree_map_only(Tensor, aten.detach.default, result)
+            self._nodes += self._nodes_of(result)
+        if constant:
+            result = result if function._schema.is_mutable else self._detached(result)
+            self._constants.update(self._nodes_of(result))
         return result
+
+    def _nodes_of(self, value: Any) -> list[fx.Node]:
+        tracer: Any = self.tracer
+        proxies = [tracer.unwrap_proxy(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return [proxy.node for proxy in proxies if isinstance(proxy, fx.Proxy)]
+
+    def _detached(self, value: Any) -> Any:
+        with replaced(self._detaches, "active", True), self:
+            return tree_map_only(Tensor, aten.detach.default, value)
 
     def as_called(self) -> None:
         """Make what was recorded what a model would call above autograd; what autograd detached is not detached."""

@@ -121,6 +121,35 @@ def rows_of_a_jacobian(net: Net, x: Tensor) -> Tensor:
     return rows.square().sum(0)
 
 
+def of_weights(net: Net, x: Tensor) -> Tensor:
+    """Gradients of the weights of convolutions, of which one upsamples."""
+
+    def loss(weights: Tensor, row: Tensor) -> Tensor:
+        down = F.conv1d(row[None], weights, stride=2, padding=1, dilation=2, groups=4)
+        return F.conv_transpose1d(down.tanh(), weights, stride=2, groups=2).square().sum()
+
+    return torch.vmap(torch.func.grad(loss), (None, 0))(net.heads[:, :1, :3], x).sum(0) + x.mean()
+
+
+def of_rows(net: Net, x: Tensor) -> Tensor:
+    """What torch writes in place itself, or asks about a tensor: single rows without gradients, cosines, solutions."""
+
+    def one(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            fixed = net.dense(row[0])
+        near = F.cosine_similarity(net.dense(row), fixed, dim=-1)
+        return torch.linalg.solve(torch.eye(4) * 3 + row[:, :4], near)
+
+    return torch.vmap(one)(x)
+
+
+def batched(net: Net, x: Tensor) -> Tensor:
+    """Several gradients by torch.autograd at once."""
+    h = net.dense(x).requires_grad_()
+    found = net.inner(h).sum((0, 1))
+    return torch.autograd.grad(found, h, torch.eye(8), create_graph=True, is_grads_batched=True)[0].square().sum(0)
+
+
 def twice(net: Net, x: Tensor) -> Tensor:
     """A derivative by torch.autograd of one by torch.func."""
     h = net.dense(x).requires_grad_()
@@ -146,6 +175,9 @@ BODIES: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "twice": twice,
     "of kept parameters": of_kept_parameters,
     "rows of a Jacobian": rows_of_a_jacobian,
+    "of weights": of_weights,
+    "of rows": of_rows,
+    "batched": batched,
 }
 
 
@@ -158,9 +190,34 @@ def test_trains_like_the_model(name: str, draw: Any) -> None:
     assert model.worst(draw) < TOLERANCE
 
 
+class Straight(torch.autograd.Function):
+    """The sign, with the derivative of a tanh."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.sign()
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple[Tensor], _: Tensor) -> None:
+        context.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(context: Any, above: Tensor) -> Tensor:  # type: ignore[override]
+        return above * (1 - context.saved_tensors[0].tanh().square())
+
+
+def switched_on(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.vmap(torch.enable_grad()(net.dense))(x)
+
+
 REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "random numbers": lambda net, x: torch.vmap(F.dropout, randomness="different")(net.dense(x)),
     "functionalized": lambda net, x: torch.func.functionalize(net.dense)(x),
+    "function": lambda net, x: torch.vmap(lambda row: Straight.apply(net.dense(row)))(x),
+    "switched on": switched_on,
     "linearized": lambda net, x: torch.func.linearize(net.dense, x)[1](x),
 }
 
@@ -168,6 +225,6 @@ REFUSED: dict[str, Callable[[Net, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     net = Net(lambda net, x: REFUSED[name](net, x).sum())
-    with pytest.raises(StrategyError, match=r"torch\.func.* at capture/test_transforms\.py:\d+") as caught:
+    with pytest.raises(StrategyError, match=r"torch\.func or torch\.vmap") as caught:
         capture(Objective(net, None, ("x",), ()), (torch.randn(8, 4, 8),), training=True)
-    assert caught.value.code == "MW906"
+    assert caught.value.code == ("MW904" if name == "function" else "MW906")
