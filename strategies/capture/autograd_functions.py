@@ -285,10 +285,10 @@ def _check_found(function: Any, name: str) -> None:
 
 
 def _refusal(function: type, what: str, remedy: str) -> StrategyError:
+    name = function.__name__.removeprefix("Vmapped").removesuffix("Generated")  # as torch.func names its own
     return StrategyError(
         "MW904",
-        f"The torch.autograd.Function {function.__name__} {what}, so the ranks could not call it as one operator; "
-        f"{remedy}.",
+        f"The torch.autograd.Function {name} {what}, so the ranks could not call it as one operator; {remedy}.",
     )
 
 
