@@ -23,8 +23,17 @@ from strategies.rules.sharding import Sharding
 
 
 def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: RecomputeRequest) -> Recompute:
-    """What `wanted` means for this model. Raises StrategyError for globs and kinds that match nothing."""
-    modules = {*layers(graph, wanted.modules)} - _with_changing_buffers(graph)
+    """What `wanted` means for this model. Raises StrategyError for globs and kinds that match nothing, and where no
+    module may be recomputed."""
+    found = layers(graph, wanted.modules)
+    modules = {*found} - _with_changing_buffers(graph)
+    if not modules:
+        raise StrategyError(
+            "MW441",
+            f"parallel.recompute: {', '.join(found[:3])}{', ...' if len(found) > 3 else ''} cannot be recomputed, as "
+            "forward computes with a buffer there that it writes (a spectral norm, an own running mean), which has "
+            "changed in backward. Name other modules in parallel.recompute.modules, or choose parallel.recompute=none.",
+        )
     inside = [operator for operator in graph.operators if not modules.isdisjoint(modules_around(operator.path))]
     if wanted.operators == "full":
         kept: tuple[str, ...] = ()

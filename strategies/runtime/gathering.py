@@ -6,11 +6,12 @@ that it does not need. What autograd saves of a parameter becomes a handle; the 
 gathers the bucket again, the last one that is dropped releases it. So a bucket is complete when it is used, whatever
 the order of backward, and recomputed modules need nothing of their own. The order of one pass is remembered: in the
 next one, a bucket's gather is in flight while the one before it is used. Invariant: all ranks gather in one order,
-which follows from the program; a parameter that is not gathered reads as NaN.
+which follows from the program; a parameter that is not gathered reads as NaN, or as no index.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class GatheredParameters:
         self.part, self._ranks, self._communicator, self._group, self._place = part, ranks, communicator, group, place
         shapes = [(parameter, first, parameter.shape) for parameter, first in parameters]
         self._parameters = [(one, first, shape, shape.numel()) for one, first, shape in shapes]
-        nothing = torch.full((), torch.nan, dtype=part.dtype, device=part.device)
+        nothing = torch.full((), _unset(part.dtype), dtype=part.dtype, device=part.device)
         self._hollow = [nothing.expand(shape) for _, _, shape in shapes]
         self.flat: Tensor | None = None
         self.saved = 0  # handles that backward has not dropped yet
@@ -230,3 +231,10 @@ class Gathering:
         saved.home.in_backward = True
         assert saved.home.flat is not None
         return saved.home.flat.as_strided(*saved.form)
+
+
+def _unset(dtype: torch.dtype) -> float:
+    """What a parameter reads as that nothing has gathered: no number, or no index."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min

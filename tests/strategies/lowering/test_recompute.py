@@ -317,3 +317,6 @@ def test_modules_that_compute_with_a_buffer_that_the_step_writes_are_left_out() 
     graph = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), batch, training=True).graph
     plan = make_plan(graph, Request("data_parallel", 2, recompute=RecomputeRequest("full")))
     assert plan.recompute is not None and plan.recompute.modules == ("0", "2")
+    with pytest.raises(StrategyError, match=r"1 cannot be recomputed, as forward computes with a buffer") as caught:
+        make_plan(graph, Request("data_parallel", 2, recompute=RecomputeRequest("full", ("1",))))
+    assert caught.value.code == "MW441"
