@@ -47,8 +47,8 @@ QUERIES = frozenset(
 """What derivatives and linalg ask about tensors, and return no tensor."""
 RECORDING: list[_Below] = []
 """What records operators below transforms, while these run."""
-UNKNOWN = ("_func_increment_nesting", "lazy_dynamo_disallow")
-"""What torch.func.functionalize and linearize call."""
+UNKNOWN = frozenset({"_func_increment_nesting", "lazy_dynamo_disallow", "lazy_dynamo_disable"})
+"""What torch.func.functionalize and linearize call, by the version of torch."""
 DENSE = {aten._efficientzerotensor.default: aten.zeros.default}
 """Derivatives by what forward-mode does not follow have no memory, which fake tensors cannot be."""
 NESTINGS = (
@@ -84,7 +84,7 @@ def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
             stack.enter_context(replaced(owner, name, nesting(getattr(owner, name))))
         for owner, name in ENTRIES:
             stack.enter_context(replaced(owner, name, entering(getattr(owner, name))))
-        for name in UNKNOWN:
+        for name in UNKNOWN & vars(eager_transforms).keys():
             stack.enter_context(replaced(eager_transforms, name, _refused))
         # of what is refused before it has incremented
         stack.enter_context(replaced(eager_transforms, "_func_decrement_nesting", lambda: None))
