@@ -46,7 +46,7 @@ DECOMPOSED = """
 NORMS = "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit".split()
 """Operators that return statistics beside their result, of which autograd knows no derivatives; decomposed, too."""
 IN_TRANSFORMS: list[Any] = []
-"""The tracer of the graph, while operators are recorded below transforms of functions."""
+"""The tracer of the graph, while a transform of torch.func runs."""
 REMEDY = "write it as operators, or train with parallel.mode=stand_alone."
 
 
@@ -60,7 +60,7 @@ def derivatives_as_operators() -> Iterator[None]:
         if tracing is not None:
             tracer = tracing.tracer
         elif IN_TRANSFORMS and all(_proxy(IN_TRANSFORMS[-1], one) is not None for one in (*outputs, *inputs)):
-            tracer = IN_TRANSFORMS[-1]  # rows of `upstream` times a derivative of what is no row
+            tracer = IN_TRANSFORMS[-1]  # `upstream` has rows of a vmap, the value is from outside
         else:  # of the operators that are run once more, or of a transform
             return _engine_run_backward(outputs, upstream, retain, create, inputs, *rest, **options)
         if options.get("accumulate_grad"):

@@ -44,21 +44,21 @@ QUERIES = frozenset(
         torch.ops.prim.device.default,
     }
 )
-"""What derivatives and linalg ask about tensors, and return no tensor."""
+"""Calls that return no tensor, made by forward-mode derivatives and torch.linalg."""
 RECORDING: list[_Below] = []
-"""What records operators below transforms, while these run."""
+"""The mode that records operators, while a transform runs."""
 UNKNOWN = frozenset({"_func_increment_nesting", "lazy_dynamo_disallow", "lazy_dynamo_disable"})
-"""What torch.func.functionalize and linearize call, by the version of torch."""
+"""Called by torch.func.functionalize and, in several versions of torch, by linearize."""
 DENSE = {aten._efficientzerotensor.default: aten.zeros.default}
-"""Derivatives by what forward-mode does not follow have no memory, which fake tensors cannot be."""
+"""Zero tangents have no memory, which fake tensors do not support."""
 NESTINGS = (
     (eager_transforms, "grad_increment_nesting"),
     (eager_transforms, "jvp_increment_nesting"),
     (vmap, "vmap_increment_nesting"),
 )
-"""What the transforms enter, by the names under which they look it up."""
+"""The context managers that transforms enter, where they look them up."""
 ENTRIES = ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim"))
-"""What makes the tensors that a transformed function gets, of those that are given."""
+"""The functions that wrap the tensors given to a transformed function."""
 
 
 @contextmanager
@@ -79,19 +79,19 @@ def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
 
     vmap.lazy_load_decompositions()  # type: ignore[attr-defined]
     with ExitStack() as stack:
-        stack.enter_context(replaced(vmap, "lazy_load_decompositions", lambda: None))  # which would be recorded
+        stack.enter_context(replaced(vmap, "lazy_load_decompositions", lambda: None))  # or the exporter would record it
         for owner, name in NESTINGS:
             stack.enter_context(replaced(owner, name, nesting(getattr(owner, name))))
         for owner, name in ENTRIES:
             stack.enter_context(replaced(owner, name, entering(getattr(owner, name))))
         for name in UNKNOWN & vars(eager_transforms).keys():
             stack.enter_context(replaced(eager_transforms, name, _refused))
-        # of what is refused before it has incremented
+        # functionalize decrements in a finally clause
         stack.enter_context(replaced(eager_transforms, "_func_decrement_nesting", lambda: None))
         # the function of torch.func.vjp is called when its transform has ended
         derivative = partial(_called_beneath, eager_transforms._autograd_grad)
         stack.enter_context(replaced(eager_transforms, "_autograd_grad", derivative))
-        for module in (_vmap_internals, torch.autograd.functional):  # which torch.autograd takes for batches
+        for module in (_vmap_internals, torch.autograd.functional):  # used for batches of gradients
             stack.enter_context(replaced(module, "_vmap", partial(_made_beneath, module._vmap)))
         yield
 
@@ -147,7 +147,7 @@ class _Detaches(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
 
     def _cosine(self, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-        """As torch computes it, which bounds norms in place without gradients."""
+        """torch clamps norms in place under no_grad, so their gradients pass the clamp."""
 
         def bounded(x: Tensor) -> Tensor:
             norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
@@ -178,7 +178,7 @@ class _Below(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         """Values that were computed without gradients."""
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in QUERIES:  # first, as torch asks some where no exception may pass
+        if function in QUERIES:  # first: torch calls some of them where it cannot pass on an exception
             return function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in function.tags:
             raise _refusal("draws random numbers; draw them in front of it and pass them on")
@@ -195,8 +195,8 @@ class _Below(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise _refusal("writes in place under torch.no_grad; write out of place")
             args, kwargs = (args[0], *self._detached(args[1:])), self._detached(kwargs or {})
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        if not self._detaches.active:
-            self._nodes += self._nodes_of(result)
+        if not self._detaches.active:  # an operator may return its operand, which a user has detached
+            self._nodes += [node for node in self._nodes_of(result) if node.target is function]
         if constant:
             result = result if function._schema.is_mutable else self._detached(result)
             self._constants.update(self._nodes_of(result))
