@@ -439,7 +439,7 @@ def commit(
 
 
 def better_of(best: str | None) -> branch.Better | None:
-    """Whether a value of a metric is better than the best so far, for "min" or "max"; NaN is better than none."""
+    """Whether a value of a metric is better than the best so far, for "min" or "max"; NaN never is."""
     if best is None:
         return None
     better = {"min": lt, "max": gt}[best]

@@ -122,7 +122,7 @@ class ImageFolder:
         return torch.from_numpy(scaled), torch.tensor(number)
 
     def _in_8_bits(self, opened: Any, file: Path) -> Any:
-        """An image of 16 bits per pixel in 8 bits, to which Pillow would clip its values; all others as they are."""
+        """An image of 16 bits per pixel in 8 bits, to which Pillow would clip its values; others unchanged."""
         if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format == "PNG"):
             return self._pillow.fromarray((np.asarray(opened, np.int32) // 257).astype(np.uint8))
         if opened.mode in ("I", "F"):

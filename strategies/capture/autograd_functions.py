@@ -32,7 +32,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture import transforms
+from strategies.capture import derivatives
 from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
@@ -60,10 +60,10 @@ def functions_as_operators(training: bool) -> Iterator[None]:
     def apply(cls: Any, *args: Any) -> Any:
         run = super(_SingleLevelFunction, cls).apply
         tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
-        if tracing is None and transforms.RECORDING:
+        if tracing is None and derivatives.RECORDING:
             if not cls.__name__.startswith(LIBRARY):
                 raise _refusal(cls, "is called in a function that torch.func or torch.vmap transforms", CALL_OUTSIDE)
-            with replaced(transforms.RECORDING[-1], "in_library", True):
+            with replaced(derivatives.RECORDING[-1], "in_library", True):
                 return run(*args)
         if tracing is None or cls.__name__.startswith(LIBRARY):
             return run(*args)

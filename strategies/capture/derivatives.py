@@ -45,8 +45,8 @@ DECOMPOSED = """
 """Formulas of backward that torch decomposes into operators with derivatives and sharding rules."""
 NORMS = "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit".split()
 """Operators that return statistics beside their result, of which autograd knows no derivatives; decomposed, too."""
-IN_TRANSFORMS: list[Any] = []
-"""The tracer of the graph, while a transform of torch.func runs."""
+RECORDING: list[Any] = []
+"""The mode that records operators, while a transform of torch.func runs (see `transforms`)."""
 REMEDY = "write it as operators, or train with parallel.mode=stand_alone."
 
 
@@ -59,8 +59,8 @@ def derivatives_as_operators() -> Iterator[None]:
         tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
         if tracing is not None:
             tracer = tracing.tracer
-        elif IN_TRANSFORMS and all(_proxy(IN_TRANSFORMS[-1], one) is not None for one in (*outputs, *inputs)):
-            tracer = IN_TRANSFORMS[-1]  # `upstream` has rows of a vmap, the value is from outside
+        elif RECORDING and all(_proxy(RECORDING[-1].tracer, one) is not None for one in (*outputs, *inputs)):
+            tracer = RECORDING[-1].tracer  # `upstream` has rows of a vmap, the value is from outside
         else:  # of the operators that are run once more, or of a transform
             return _engine_run_backward(outputs, upstream, retain, create, inputs, *rest, **options)
         if options.get("accumulate_grad"):
@@ -197,7 +197,7 @@ def _recorded(backward: Callable[..., Any], operands: Sequence[Tensor]) -> fx.Gr
         fake = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in looks
         ]
-        with replaced(sys.modules[__name__], "IN_TRANSFORMS", []), temporarily_clear_interpreter_stack():
+        with replaced(sys.modules[__name__], "RECORDING", []), temporarily_clear_interpreter_stack():
             recorded: fx.GraphModule = make_fx(backward, decomposition_table=formulas())(*fake)
     recorded.graph.eliminate_dead_code()
     return recorded

@@ -10,7 +10,6 @@ user detaches, or computes under no_grad, is.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -45,8 +44,6 @@ QUERIES = frozenset(
     }
 )
 """Calls that return no tensor, made by forward-mode derivatives and torch.linalg."""
-RECORDING: list[_Below] = []
-"""The mode that records operators, while a transform runs."""
 UNKNOWN = frozenset({"_func_increment_nesting", "lazy_dynamo_disallow", "lazy_dynamo_disable"})
 """Called by torch.func.functionalize and, in several versions of torch, by linearize."""
 DENSE = {aten._efficientzerotensor.default: aten.zeros.default}
@@ -119,10 +116,8 @@ def _beneath() -> Iterator[None]:
     kept = [mode for mode in reversed(functions) if not isinstance(mode, PreDispatchTorchFunctionMode)]
     for mode in kept:
         _push_mode(mode)  # type: ignore[no-untyped-call]
-    recording = replaced(sys.modules[__name__], "RECORDING", [below])
-    by_engine = replaced(derivatives, "IN_TRANSFORMS", [above.tracer])
     try:
-        with recording, by_engine, sdpa_kernel(SDPBackend.MATH), detaches, below:
+        with replaced(derivatives, "RECORDING", [below]), sdpa_kernel(SDPBackend.MATH), detaches, below:
             yield
     finally:
         for _ in kept:
