@@ -49,6 +49,12 @@ def catalogue() -> dict[str, Refusal]:
     return {code: Refusal(code, **{key: value.strip() for key, value in entry.items()}) for code, entry in entries}
 
 
+def code_in(word: str) -> str | None:
+    """The code that is typed as `MW501`, `mw501`, `501` or, copied from a message, `[MW501]`; None for other words."""
+    digits = re.fullmatch(r"\[?(?:MW)?(\d+)\]?", word, re.IGNORECASE)
+    return f"MW{digits[1]}" if digits else None
+
+
 def explanation(code: str) -> str:
     """What `run explain CODE` prints. Raises ConfigError: there is no such code."""
     known = catalogue()

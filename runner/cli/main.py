@@ -137,8 +137,8 @@ def _command(typed: list[str]) -> None:
         print("\n".join(verbs))
     require_working_directory()
     recipes.search(None)
-    if len(typed) == 2 and typed[0] == "explain" and refusals.CODE.fullmatch(typed[1].upper()):
-        print(refusals.explanation(typed[1].upper()))
+    if len(typed) == 2 and typed[0] == "explain" and (code := refusals.code_in(typed[1])):
+        print(refusals.explanation(code))
         return
     verb, rest = words.split_verb(typed)
     if verb is None and "--version" in rest:

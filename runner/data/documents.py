@@ -120,6 +120,10 @@ class Documents:
             raise ConfigError("MW314", f"{where} is no JSON: {error}.") from error
         text = value.get(self._field) if isinstance(value, dict) else None
         if not isinstance(text, str):
+            if isinstance(value, dict) and self._field in value:
+                raise ConfigError(
+                    "MW314", f"{where} has {type(text).__name__} under {self._field!r}, where a string is expected."
+                )
             has = ", ".join(map(repr, value)) if isinstance(value, dict) else type(value).__name__
             raise ConfigError(
                 "MW314",

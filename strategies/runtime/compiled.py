@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,8 @@ from strategies.core.errors import StrategyError
 from strategies.core.mesh import Mesh
 from strategies.core.program import KEY
 from strategies.core.steps import LOCAL, ReshardingPath
+from strategies.rules.recurrent import NETWORKS
+from strategies.rules.registry import resolve
 from strategies.runtime.communicator import Carrier
 
 LARGEST = 2000
@@ -183,6 +185,22 @@ def _opaque_draw(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: 
     call.__name__ = call.__qualname__ = function.__name__
     call.__module__ = "opaque_random"
     return call
+
+
+def is_unrolled(target: str) -> bool:
+    """Whether the compiler writes an operator out, time step by time step, which takes minutes for a hundred of them."""
+    return target.split(".")[0] == "aten" and target.split(".")[1] in NETWORKS
+
+
+def in_eager(target: str) -> Callable[..., Any]:
+    """What `target` names, called between two graphs, as torch.compile itself does with `nn.LSTM` by default."""
+    function = resolve(target)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(*args: Any, **kwargs: Any) -> Any:  # under a name of its own: generated code calls torch's by theirs
+        return function(*args, **kwargs)
+
+    return cast(Callable[..., Any], between)
 
 
 def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, backend: Any = "inductor") -> None:

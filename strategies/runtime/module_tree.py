@@ -46,7 +46,7 @@ from strategies.core.steps import ReshardingPath
 from strategies.lowering.recompute import RegionPart, parts_of
 from strategies.rules.registry import resolve
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.compiled import make_random_opaque
+from strategies.runtime.compiled import in_eager, is_unrolled, make_random_opaque
 from strategies.runtime.cooperation import cooperating
 from strategies.runtime.flight_recorder import recorder, with_place
 from strategies.runtime.naming import OWN, attach, inside, private, reach, register, variable
@@ -470,7 +470,8 @@ class _Tree:
             key = step.target, self._channels(step), kept
             make = partial(cooperating, step, self.communicator, kept)
         elif isinstance(step, Compute):
-            key, make = step.target, partial(resolve, step.target)
+            eager = self.compiled and is_unrolled(step.target)
+            key, make = step.target, partial(in_eager if eager else resolve, step.target)
         elif isinstance(step, Copy):
             key, make = ("copy", step.host), partial(copier, step.host, self.device, self.copied)
         else:

@@ -105,6 +105,7 @@ def test_a_command_shows_the_code(command, words: list[str], code: str) -> None:
     assert done.code == 2 and done.err.rstrip().endswith(f"[{code}]")
 
 
-def test_a_code_is_explained(command) -> None:
-    done = command("explain", "mw204")
+@pytest.mark.parametrize("typed", ["mw204", "204", "[MW204]"])
+def test_a_code_is_explained(command, typed: str) -> None:
+    done = command("explain", typed)
     assert done.code == 0 and refusals.catalogue()["MW204"].remedy in done.out

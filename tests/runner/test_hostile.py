@@ -85,6 +85,7 @@ REFUSED = [
     (packed("path=latin.txt"), "MW314", "latin.txt is no UTF-8 text (byte 3)"),
     (packed("path=nowhere"), "MW314", "nowhere cannot be read"),
     (packed("path=corrupt.jsonl"), "MW314", "line 1 has no text under 'text'"),
+    (packed("path=corrupt.jsonl", "field=x"), "MW314", "line 1 has list under 'x', where a string is expected"),
     (packed("path=notes.txt", "tokenizer=broken"), "MW830", "broken holds no tokenizer"),
     (packed("path=notes.txt", "tokenizer=missing.json"), "MW830", "there is no such tokenizer"),
     (packed("path=notes.txt", "length=400000"), "MW315", "3001 tokens together"),

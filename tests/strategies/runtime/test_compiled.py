@@ -153,6 +153,38 @@ def test_random_operators_keep_their_numbers_and_gradients(model: Model, draw: A
     )
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = getattr(nn, kind)(4, 8, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x.sin())[0][:, -1].relu())
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
+def test_the_compiler_does_not_unroll_recurrent_networks(kind: str, draw: Any) -> None:
+    """Inductor took four minutes for a GRU of two layers and 24 time steps."""
+    torch.manual_seed(0)
+    recurrent = Model(Recurrent(kind), nn.CrossEntropyLoss(), (torch.randn(4, 24, 4), torch.tensor([0, 1, 2, 0])))
+    (plain, batch), (module, _) = alone(recurrent, draw, compiling=False), alone(recurrent, draw)
+    seen: list[str] = []
+
+    def backend(graph: fx.GraphModule, _: list[Tensor]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled.compile_units(module, "cpu", backend=backend)
+    first, second = plain(*batch), module(*batch)
+    assert torch.equal(first, second)
+    mine, other = (torch.autograd.grad(one, list(on.parameters())) for one, on in ((first, plain), (second, module)))
+    assert all(map(torch.equal, mine, other))
+    assert "aten.linear.default" in seen and not any("gru" in one or "lstm" in one or "rnn" in one for one in seen)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1])
