@@ -188,7 +188,7 @@ def _opaque_draw(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: 
 
 
 def is_unrolled(target: str) -> bool:
-    """Whether the compiler writes an operator out, time step by time step, which takes minutes for a hundred of them."""
+    """Whether the compiler unrolls an operator over time, which takes minutes for a hundred steps."""
     return target.split(".")[0] == "aten" and target.split(".")[1] in NETWORKS
 
 
