@@ -105,7 +105,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         distance = of_step(theirs, truth, limit, rounding, zero)[1]
         comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=precision)
     if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
-        first = first_not_finite(lambda: eager(*tensors, key=key).backward())
+        first = first_not_finite(lambda: eager(*(tensor.clone() for tensor in tensors), key=key).backward())
         where = "" if first is None else f": the first {first[2]} is made in {first[1]} at {first[0]}"
         raise RunFailed(
             "MW719", f"meshwright.verify: on one device {wrong} is not finite{where}; nothing is to compare."
@@ -163,7 +163,7 @@ def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int
 def _on_one_device(eager: Eager, tensors: Sequence[Tensor], key: int) -> Record:
     """The same step of the eager module. Raises RunFailed where the module itself raises."""
     try:
-        loss = eager(*tensors, key=key)
+        loss = eager(*(tensor.clone() for tensor in tensors), key=key)  # a forward may write to its inputs
         loss.backward()
     except Exception as error:
         text = f"meshwright.verify: the module itself fails on one device, so nothing is to compare: {describe(error)}."

@@ -7,7 +7,7 @@ the lockstep simulator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -222,7 +222,8 @@ class Program(Memo):
     instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
     hold the same of a value, for the values whose stored copies are to be sliced; `batch_splits` gives, for operators
     that run once per slice of the batch, the operator's name in the model and the index of the slice, by name.
-    `without_gradient` are trainable parameters to which no gradient comes back, such as a threshold."""
+    `without_gradient` are trainable parameters to which no gradient comes back, such as a threshold. To the
+    `optional_outputs` of a pipeline's stage later ones may send no gradient."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -238,12 +239,16 @@ class Program(Memo):
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
     batch_splits: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
+    optional_outputs: frozenset[Ref] = frozenset()
 
     def with_instructions(self, instructions: Sequence[Instruction], change: Callable[[Ref], Ref]) -> Program:
         """The same with other instructions, and with `change` applied to the values that leave the program."""
         updates = tuple((buffer, change(value)) for buffer, value in self.updates)
         outputs = tuple(map(change, self.outputs))
-        return replace(self, instructions=tuple(instructions), outputs=outputs, updates=updates)
+        optional = frozenset(map(change, self.optional_outputs))
+        return replace(
+            self, instructions=tuple(instructions), outputs=outputs, updates=updates, optional_outputs=optional
+        )
 
     @cached_property
     def inputs(self) -> tuple[Source, ...]:
@@ -285,24 +290,34 @@ class Program(Memo):
     def trainable_names(self) -> tuple[str, ...]:
         """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so
         no optimizer touches them, whatever its weight decay (as in eager torch)."""
-        trainable = self._reached(*WITHOUT_GRADIENT) - self.without_gradient
+        trainable = self._names(self._reached(*WITHOUT_GRADIENT))
         return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in trainable)
 
     @cached_property
+    def optional(self) -> frozenset[str]:
+        """The ids of values that a step may leave without a gradient: all that uses them goes through modules that
+        decide by values, such as experts that no token chooses. All ranks of the mesh decide alike."""
+        return self._reached(*WITHOUT_GRADIENT) - self._reached(*WITHOUT_GRADIENT, DECIDING)
+
+    @cached_property
     def optional_names(self) -> frozenset[str]:
-        """The trainable parameters that a step may leave without a gradient: all that uses them goes through modules
-        that decide by values, such as experts that no token chooses. Then no optimizer touches them, as in eager
-        torch."""
-        return self._reached(*WITHOUT_GRADIENT) - self._reached(*WITHOUT_GRADIENT, DECIDING) - self.without_gradient
+        """The trainable parameters among the `optional` values. In a step without their gradient no optimizer touches
+        them, as in eager torch."""
+        return self._names(self.optional)
+
+    def _names(self, values: frozenset[str]) -> frozenset[str]:
+        """The trainable parameters among the values of these ids."""
+        parameters = (source for source in self.sources if source.kind == "parameter" and source.trainable)
+        return frozenset(one.name for one in parameters if one.id in values) - self.without_gradient
 
     def _reached(self, *without: str) -> frozenset[str]:
-        """The trainable parameters from which the outputs are made, but for what targets that begin so take."""
-        reached = {ref.id for ref in self.outputs}
+        """The ids of the values from which the outputs are made, but for what targets that begin so take."""
+        later: Collection[Ref] = self.optional_outputs if DECIDING in without else ()
+        reached = {ref.id for ref in self.outputs if ref not in later}
         for step in reversed(self.instructions):
             if step.id in reached and not (isinstance(step, Compute) and step.target.startswith(without)):
                 reached.update(ref.id for ref in step.operands)
-        parameters = (source for source in self.sources if source.kind == "parameter")
-        return frozenset(source.name for source in parameters if source.trainable and source.id in reached)
+        return frozenset(reached)
 
     @cached_property
     def calls(self) -> Counter[str]:

@@ -2,7 +2,9 @@
 
 Two redistributions are joined where neither needs the other's result, all their collectives have the same kind and the
 same axes, forward and backward, and they belong to one module or to siblings inside one. The later ones move to the
-place of the first. Invariant: the values and the bytes are those of the program before, only the calls are fewer.
+place of the first. Those that a step may leave without a gradient stay alone: a joined one would make zeros of it, by
+which momentum and weight decay move a parameter. Invariant: the values, the gradients and the bytes are those of the
+program before, only the calls are fewer.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ def fuse(program: Program, sizes: Mapping[str, int]) -> Program:
         placed[instruction.id] = position
         steps = instruction.collectives if isinstance(instruction, Redistribute) else ()
         if not isinstance(instruction, Redistribute) or not steps or any(step.kind not in sizes for step in steps):
+            continue
+        if instruction.differentiable and instruction.id in program.optional:
             continue
         sent = [
             math.prod(step.before.local_shape(step.shape, program.mesh)) * instruction.spec.item_bytes for step in steps

@@ -476,6 +476,11 @@ def stage_programs(
             for name in program.reductions
         }
         found.append(program if wanted == program.reductions else lowered(stage, wanted))
+    for number in reversed(range(len(found) - 1)):
+        pairs = zip(found[number].outputs, stages[number + 1].receives, strict=True)
+        optional = frozenset(here for here, there in pairs if there in found[number + 1].optional)
+        if optional:
+            found[number] = replace(found[number], optional_outputs=optional)
     return tuple(found)
 
 
@@ -499,6 +504,7 @@ def joined(stages: Sequence[Stage], programs: Sequence[Program]) -> Program:
         any(program.random for program in programs),
         programs[-1].loss_axes,
         tuple(update for program in programs for update in program.updates),
+        optional_outputs=frozenset[Ref]().union(*(program.optional_outputs for program in programs)),
         without_gradient=frozenset(
             name
             for name in frozenset[str]().union(*(program.without_gradient for program in programs))

@@ -41,6 +41,9 @@ units: a call of each takes longer than some of their kernels."""
 SHAPES = 256
 """Of how many shapes the inputs of one code may be; beyond them it would not be compiled."""
 
+OPTIONAL = "optional"
+"""Key in `GraphModule.meta` of a unit: whether it makes values that a step may leave without a gradient."""
+
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 _library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -248,10 +251,13 @@ def _inner(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 def _parts(module: fx.GraphModule, largest: int, repeated: Container[type] = ()) -> Iterator[fx.GraphModule]:
     """The outermost units of at most `largest` operators and without `repeated` units inside, or without units inside.
-    What stands between them is not compiled."""
+    What stands between them is not compiled, nor what may be left without a gradient: compiled code makes one of
+    zeros."""
     inner = _inner(module)
     small = sum(len(unit.graph.nodes) for unit in _units(module)) <= largest
-    if not inner or type(module) in repeated or (small and not any(type(unit) in repeated for unit in inner)):
+    if not any(unit.meta.get(OPTIONAL) for unit in (module, *inner)) and (
+        not inner or type(module) in repeated or (small and not any(type(unit) in repeated for unit in inner))
+    ):
         yield module
         return
     within = {below for unit in inner for below in _units(unit) if below is not unit}

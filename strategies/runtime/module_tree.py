@@ -46,7 +46,7 @@ from strategies.core.steps import ReshardingPath
 from strategies.lowering.recompute import RegionPart, parts_of
 from strategies.rules.registry import resolve
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.compiled import in_eager, is_unrolled, make_random_opaque
+from strategies.runtime.compiled import OPTIONAL, in_eager, is_unrolled, make_random_opaque
 from strategies.runtime.cooperation import cooperating
 from strategies.runtime.flight_recorder import recorder, with_place
 from strategies.runtime.naming import OWN, attach, inside, private, reach, register, variable
@@ -338,6 +338,7 @@ class _Tree:
             value = torch.tensor(constant) if self.compiled and isinstance(constant, Ordinal) else constant
             vars(unit)[attribute] = value
         unit.meta[OPERATORS] = template.values, tuple(step.operator for step in own)
+        unit.meta[OPTIONAL] = any(step.id in self.program.optional for step in own)
         return unit
 
     def _constants(self, step: Instruction) -> list[Constant]:

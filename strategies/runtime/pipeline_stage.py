@@ -57,6 +57,20 @@ class RankStage:
         layouts, mesh = self.program.layouts, self.program.mesh
         return [(by_id[id], layouts[id].local_shape(by_id[id].spec.shape, mesh)) for id in self.stage.receives]
 
+    @property
+    def optional(self) -> list[bool]:
+        """Which of the received values a step may leave without a gradient."""
+        return [id in self.program.optional for id in self.stage.receives]
+
+    def gradients(self, received: Sequence[Tensor]) -> list[Tensor | None]:
+        """What goes back for received values after backward. None, where it is optional, and zeros are not the same to
+        an optimizer with momentum or weight decay."""
+        return [
+            torch.zeros_like(value) if value.grad is None and not may else value.grad
+            for value, may in zip(received, self.optional, strict=True)
+            if value.requires_grad
+        ]
+
     def outputs(self, entries: Sequence[Tensor], received: Sequence[Tensor], key: int) -> list[Tensor]:
         results = self.run([*entries, *received], key)
         return list(results) if isinstance(results, (tuple, list)) else [results]
@@ -121,15 +135,15 @@ class StageRunner:
             for ahead in (True, False)
             for group in range(self.peers.count)
         }
-        early: dict[tuple[bool, tuple[int, int]], list[Tensor]] = {}
+        early: dict[tuple[bool, tuple[int, int]], list[Any]] = {}
 
-        def receive(at: tuple[int, int], ahead: bool) -> list[Tensor]:
+        def receive(at: tuple[int, int], ahead: bool) -> list[Any]:
             """The values or gradients of a pass; those that its neighbour has sent before are kept."""
             source = self.peers.owners[at[0] + (-1 if ahead else 1)]
             while (ahead, at) not in early:
                 first = arriving[ahead, source].popleft()
                 own = units[first[0]]
-                early[ahead, first] = self._values(own, source) if ahead else self._gradients(made[first], source)
+                early[ahead, first] = self._values(own, source) if ahead else self._gradients(own, made[first], source)
             return early.pop((ahead, at))
 
         received: dict[tuple[int, int], list[Tensor]] = {}
@@ -159,23 +173,24 @@ class StageRunner:
                 outputs = [output for output in made[at] if output.requires_grad]
                 if self._last(unit):
                     part = share if shares is None else shares[action.micro_batch]
-                    gradients = [torch.full_like(output, factor * part) for output in outputs]
+                    gradients: Sequence[Tensor | None] = [torch.full_like(one, factor * part) for one in outputs]
                 else:
                     gradients = receive(at, False)
                 del made[at]
-                if action.computation == BACKWARD:
-                    torch.autograd.backward(outputs, gradients)
-                else:
-                    learning = [value for value in inputs if value.requires_grad]
-                    later[at] = backward_to(learning, unit.learning, outputs, gradients)
-                updates.collect()
+                came = [(output, one) for output, one in zip(outputs, gradients, strict=True) if one is not None]
+                outputs, arrived = [output for output, _ in came], [one for _, one in came]
                 learnt = [value for value in inputs if value.requires_grad]
-                back = [torch.zeros_like(value) if value.grad is None else value.grad for value in learnt]
-                if action.stage - 1 in units:
-                    early[False, (action.stage - 1, action.micro_batch)] = back
-                else:
-                    for gradient in back:
-                        self.peers.send(gradient, self.peers.owners[action.stage - 1], ahead=False)
+                if action.computation == INPUT:
+                    later[at] = backward_to(learnt, unit.learning, outputs, arrived) if came else _nothing
+                elif came:
+                    torch.autograd.backward(outputs, arrived)
+                updates.collect()
+                if action.stage:
+                    back = unit.gradients(inputs)
+                    if action.stage - 1 in units:
+                        early[False, (action.stage - 1, action.micro_batch)] = back
+                    else:
+                        self._send_back(back, unit, self.peers.owners[action.stage - 1])
             else:
                 later.pop(at)()
                 updates.collect()
@@ -221,11 +236,32 @@ class StageRunner:
             values.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
         return values
 
-    def _gradients(self, made: Sequence[Tensor], group: int) -> list[Tensor]:
+    def _send_back(self, gradients: Sequence[Tensor | None], unit: RankStage, group: int) -> None:
+        """Send the gradients of received values; before them which there are, if some may be missing."""
+        if any(unit.optional):
+            there = torch.tensor([one is not None for one in gradients], dtype=torch.uint8, device=self.device)
+            self.peers.send(there, group, ahead=False)
+        for gradient in gradients:
+            if gradient is not None:
+                self.peers.send(gradient, group, ahead=False)
+
+    def _gradients(self, unit: RankStage, made: Sequence[Tensor], group: int) -> list[Tensor | None]:
         """What the next stage sends for the results of a forward pass."""
         outputs = [output for output in made if output.requires_grad]
-        empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
-        return [self.peers.receive(gradient, group, ahead=False) for gradient in empty]
+        there = [True] * len(outputs)
+        if unit.program.optional_outputs:
+            flags = torch.empty(len(outputs), dtype=torch.uint8, device=self.device)
+            there = [flag == 1 for flag in self.peers.receive(flags, group, ahead=False).tolist()]
+        return [
+            self.peers.receive(torch.empty_like(output, memory_format=torch.contiguous_format), group, ahead=False)
+            if came
+            else None
+            for output, came in zip(outputs, there, strict=True)
+        ]
+
+
+def _nothing() -> None:
+    """The second half of a backward of nothing."""
 
 
 def arrivals(schedule: Schedule, source: int, target: int, *, ahead: bool) -> list[tuple[int, int]]:

@@ -600,6 +600,27 @@ class Mixing(Classifier):
         return super().forward(x).flip(0)
 
 
+class Choice(nn.Module):
+    """One of two values, as the sum of x decides."""
+
+    def forward(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return left * 2
+        return right + 1
+
+
+class Either(Classifier):
+    """A classifier of which one of two layers has no gradient in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.choice = nn.Linear(16, 16), nn.Linear(16, 16), Choice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x).tanh()
+        return self.outer(self.choice(x, self.left(inner), self.right(inner)))
+
+
 class Reading(nn.Module):
     """A linear layer whose scale needs real data: `item()` when it is `built`, or a tensor in a list when `called`."""
 
