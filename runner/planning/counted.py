@@ -253,20 +253,29 @@ def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Ope
             by = operator.args[1]
             if not entries.isdisjoint(_behind(graph, by)) and _divisor(graph, tensors, by) is None:
                 return operator
-        if operator.op in PRODUCTS and not graph.specs[Ref(operator.id)].shape:
+        if operator.op in PRODUCTS:
             for ref in operator.operands:
                 if ref not in graph.trained and _inverts(graph, ref) and not entries.isdisjoint(_behind(graph, ref)):
                     return operator
+        if operator.op in DIVISIONS and graph.specs[Ref(operator.id)].shape:  # losses, before they are added up
+            by = operator.args[1]
+            if _is_untrained_scalar(graph, by) and not entries.isdisjoint(_behind(graph, by)):
+                return operator
     return None
 
 
+def _is_untrained_scalar(graph: OperatorGraph, value: Any) -> bool:
+    return isinstance(value, Ref) and value not in graph.trained and not graph.specs[value].shape
+
+
 def _inverts(graph: OperatorGraph, ref: Ref) -> bool:
-    """Whether a scalar is computed by a division."""
+    """Whether a scalar is computed by a division, or a tensor by one by a scalar."""
+    scalar = not graph.specs[ref].shape
     while isinstance(node := graph.by_id[ref.id], Operator) and len(node.operands) == 1:
-        if node.op in INVERSES:
+        if scalar and node.op in INVERSES:
             return True
         (ref,) = node.operands
-    return isinstance(node, Operator) and node.op in DIVISIONS
+    return isinstance(node, Operator) and node.op in DIVISIONS and (scalar or _is_untrained_scalar(graph, node.args[1]))
 
 
 def nonlinear_in_means(graph: OperatorGraph) -> list[Operator]:

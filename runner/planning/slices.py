@@ -367,7 +367,8 @@ def _dependent(what: str) -> StrategyError:
     return StrategyError(
         "MW413",
         f"parallel.mode = parameter_server: {what} needs values of all slices of the batch at once, so no worker can "
-        "compute a slice alone. Use a model whose rows do not depend on one another, or parallel=data_parallel.",
+        "compute a slice alone. Use a model whose rows do not depend on one another, or parallel=data_parallel; give "
+        "a function or operator of yours that works row by row a rule (`@sharding_rule`), without which it takes all.",
     )
 
 

@@ -115,7 +115,8 @@ def unequal(what: str) -> StrategyError:
         "MW414",
         f"The ranks have different numbers of rows of the batch, which {what} cannot be computed with: it needs values "
         "of other ranks' rows, or slices of one size. Use equal slices (parallel.batch_rows=[] and cluster.groups=[]), "
-        "or a model whose rows do not depend on one another.",
+        "or a model whose rows do not depend on one another; give a function or operator of yours that works row by "
+        "row a rule (`@sharding_rule`), without which it takes all rows.",
     )
 
 

@@ -234,7 +234,7 @@ def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
     for candidate in (content, *(content[key] for key in NESTED if isinstance(content, dict) and key in content)):
         if not isinstance(candidate, dict):
             continue
-        tensors = {name: value for name, value in candidate.items() if isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in candidate.items() if isinstance(value, Tensor)}
         if tensors and all(str(name).endswith(EXTRA) for name in candidate if name not in tensors):
             return tensors
     entries = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__

@@ -213,6 +213,18 @@ def test_a_machine_that_is_only_described() -> None:
     assert planned(mesh=16, cluster="dgx_h100").content["prediction"]["devices"] == 16
 
 
+class InPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 255
+        return super().forward(x)
+
+
+def test_verify_gives_a_module_that_writes_to_its_input_a_batch_of_its_own() -> None:
+    module, batch = InPlace(4, 4).double(), (torch.ones(8, 4).double(), torch.zeros(8, 4).double())
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=2, mode="data_parallel", plan_cache=None)
+    assert meshwright.verify(module, batch, plan).passed and bool((batch[0] == 1).all())
+
+
 def test_verify_covers_random_numbers_buffers_and_ties() -> None:
     module = Normal().double()
     before = {name: value.clone() for name, value in module.state_dict().items()}

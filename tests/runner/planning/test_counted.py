@@ -47,6 +47,9 @@ class Tokens(nn.Module):
         if self.loss == "written out":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
             return (losses * mask).sum() / mask.float().sum().clamp(min=1)
+        if self.loss in ("weights of sum 1", "losses by a sum"):
+            losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), (labels != -100).float()
+            return (losses * (mask / mask.sum()) if self.loss == "weights of sum 1" else losses / mask.sum()).sum()
         if self.loss == "rows that have labels":
             rows = (labels[:, 2:] >= 0).any(1)
             return (logits.square().mean((1, 2)) * rows).sum() / rows.sum()
@@ -162,11 +165,14 @@ def test_a_loss_that_is_no_sum_of_means_is_seen(loss):
     assert each == {"sum": [True, True], "root": [False, True]}.get(loss, [])
 
 
-@pytest.mark.parametrize("loss", ["by a maximum", "times an inverse", "own", "written out"])
+UNKNOWN = ("by a maximum", "times an inverse", "weights of sum 1", "losses by a sum")
+
+
+@pytest.mark.parametrize("loss", [*UNKNOWN, "own", "written out"])
 def test_a_division_by_what_is_no_sum_is_seen(loss):
     captured_model, _ = captured(Tokens(loss), None)
     division = unknown_division(captured_model.graph, captured_model.tensors)
-    assert (division is not None) == (loss in ("by a maximum", "times an inverse"))
+    assert (division is not None) == (loss in UNKNOWN)
 
 
 def test_computed_labels_need_the_same_complete_rows_of_every_entry():

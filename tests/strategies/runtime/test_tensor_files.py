@@ -73,6 +73,12 @@ def test_every_form_gives_the_same_blocks(path: Path) -> None:
     assert reader.block(found["enter.weight"], ((6, 6), (0, 10))).shape == (0, 10)
 
 
+def test_stored_parameters_come_without_their_history(tmp_path: Path) -> None:
+    torch.save(dict(nn.Linear(2, 3).named_parameters()), tmp_path / "one.pt")
+    found = index(tmp_path / "one.pt")
+    assert not TensorReader().block(found["weight"]).requires_grad
+
+
 def test_what_modules_keep_beside_tensors_is_left_out(tmp_path: Path) -> None:
     torch.save({**tensors(), "a._extra_state": {"calls": 3}}, tmp_path / "one.pt")
     assert index(tmp_path / "one.pt").keys() == tensors().keys()
