@@ -222,8 +222,8 @@ class Program(Memo):
     instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
     hold the same of a value, for the values whose stored copies are to be sliced; `batch_splits` gives, for operators
     that run once per slice of the batch, the operator's name in the model and the index of the slice, by name.
-    `without_gradient` are trainable parameters to which no gradient comes back, such as a threshold. To the
-    `optional_outputs` of a pipeline's stage later ones may send no gradient."""
+    `without_gradient` are trainable parameters to which no gradient comes back, such as a threshold;
+    `optional_outputs` those outputs of a pipeline's stage for which a step may send back none."""
 
     mesh: Mesh
     sources: tuple[Source, ...]

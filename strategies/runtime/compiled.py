@@ -200,7 +200,7 @@ def in_eager(target: str) -> Callable[..., Any]:
     function = resolve(target)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def between(*args: Any, **kwargs: Any) -> Any:  # under a name of its own: generated code calls torch's by theirs
+    def between(*args: Any, **kwargs: Any) -> Any:  # generated code would call torch's operator by its own name
         return function(*args, **kwargs)
 
     return cast(Callable[..., Any], between)

@@ -177,13 +177,13 @@ class StageRunner:
                 else:
                     gradients = receive(at, False)
                 del made[at]
-                came = [(output, one) for output, one in zip(outputs, gradients, strict=True) if one is not None]
-                outputs, arrived = [output for output, _ in came], [one for _, one in came]
-                learnt = [value for value in inputs if value.requires_grad]
+                pairs = [(output, one) for output, one in zip(outputs, gradients, strict=True) if one is not None]
+                roots, present = [output for output, _ in pairs], [one for _, one in pairs]
                 if action.computation == INPUT:
-                    later[at] = backward_to(learnt, unit.learning, outputs, arrived) if came else _nothing
-                elif came:
-                    torch.autograd.backward(outputs, arrived)
+                    learning = [value for value in inputs if value.requires_grad]
+                    later[at] = backward_to(learning, unit.learning, roots, present) if roots else _nothing
+                elif roots:
+                    torch.autograd.backward(roots, present)
                 updates.collect()
                 if action.stage:
                     back = unit.gradients(inputs)
@@ -237,10 +237,10 @@ class StageRunner:
         return values
 
     def _send_back(self, gradients: Sequence[Tensor | None], unit: RankStage, group: int) -> None:
-        """Send the gradients of received values; before them which there are, if some may be missing."""
+        """Send the gradients of received values; where some may be missing, first a flag for each."""
         if any(unit.optional):
-            there = torch.tensor([one is not None for one in gradients], dtype=torch.uint8, device=self.device)
-            self.peers.send(there, group, ahead=False)
+            flags = torch.tensor([one is not None for one in gradients], dtype=torch.uint8, device=self.device)
+            self.peers.send(flags, group, ahead=False)
         for gradient in gradients:
             if gradient is not None:
                 self.peers.send(gradient, group, ahead=False)
@@ -248,20 +248,19 @@ class StageRunner:
     def _gradients(self, unit: RankStage, made: Sequence[Tensor], group: int) -> list[Tensor | None]:
         """What the next stage sends for the results of a forward pass."""
         outputs = [output for output in made if output.requires_grad]
-        there = [True] * len(outputs)
+        present = [True] * len(outputs)
         if unit.program.optional_outputs:
             flags = torch.empty(len(outputs), dtype=torch.uint8, device=self.device)
-            there = [flag == 1 for flag in self.peers.receive(flags, group, ahead=False).tolist()]
+            present = [flag == 1 for flag in self.peers.receive(flags, group, ahead=False).tolist()]
+        like = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
         return [
-            self.peers.receive(torch.empty_like(output, memory_format=torch.contiguous_format), group, ahead=False)
-            if came
-            else None
-            for output, came in zip(outputs, there, strict=True)
+            self.peers.receive(gradient, group, ahead=False) if sent else None
+            for gradient, sent in zip(like, present, strict=True)
         ]
 
 
 def _nothing() -> None:
-    """The second half of a backward of nothing."""
+    """The second half of a backward to which no gradient came."""
 
 
 def arrivals(schedule: Schedule, source: int, target: int, *, ahead: bool) -> list[tuple[int, int]]:
