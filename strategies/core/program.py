@@ -297,6 +297,9 @@ class Program(Memo):
     def optional(self) -> frozenset[str]:
         """The ids of values that a step may leave without a gradient: all that uses them goes through modules that
         decide by values, such as experts that no token chooses. All ranks of the mesh decide alike."""
+        deciding = any(isinstance(one, Compute) and one.target.startswith(DECIDING) for one in self.instructions)
+        if not deciding and not self.optional_outputs:
+            return frozenset()
         return self._reached(*WITHOUT_GRADIENT) - self._reached(*WITHOUT_GRADIENT, DECIDING)
 
     @cached_property
