@@ -296,7 +296,8 @@ class Program(Memo):
     @cached_property
     def optional(self) -> frozenset[str]:
         """The ids of values that a step may leave without a gradient: all that uses them goes through modules that
-        decide by values, such as experts that no token chooses. All ranks of the mesh decide alike."""
+        decide by values, such as experts that no token chooses. All ranks of the mesh make the same
+        decisions."""
         deciding = any(isinstance(one, Compute) and one.target.startswith(DECIDING) for one in self.instructions)
         if not deciding and not self.optional_outputs:
             return frozenset()

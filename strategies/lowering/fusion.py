@@ -75,6 +75,7 @@ def _kind(instruction: Redistribute, program: Program) -> Kind:
         tuple((step.kind, step.axes) for step in instruction.forward),
         tuple((step.kind, step.axes) for step in instruction.backward),
         instruction.differentiable,
+        instruction.id in program.optional,  # joined with others, it would count as used by more than what decides
         instruction.spec.dtype,
     )
 
