@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,14 @@ AUTOCAST = {"bf16_autocast": torch.bfloat16}
 def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Floating-point and complex batch entries in the precision of training."""
     return [_in(dtype, tensor) for tensor in tensors]
+
+
+def cast_named(entries: Mapping[str, Tensor], dtype: torch.dtype, floating: Collection[str]) -> dict[str, Tensor]:
+    """As `cast`, with integers, too, in the entries that are `floating` in training."""
+    return {
+        name: tensor.to(dtype) if name in floating and not tensor.is_complex() else _in(dtype, tensor)
+        for name, tensor in entries.items()
+    }
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -302,7 +302,7 @@ def accuracy(output: Any, target: Tensor) -> float:
     return float((found.argmax(1) == target).double().mean())
 
 
-def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Structure:
+def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Scores, what: str = "evaluate") -> Structure:
     """Evaluate one full batch on this process, and return the structure of the model's output. A batch that lacks
     training entries is not scored.
 
@@ -329,7 +329,7 @@ def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Score
         raise
     except Exception as error:
         raise ConfigError(
-            "MW322", f"evaluate: the first batch cannot be evaluated: {targets.describe(error)}."
+            "MW322", f"{what}: the first batch cannot be evaluated: {targets.describe(error)}."
         ) from error
     finally:
         step.train()

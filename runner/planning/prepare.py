@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from runner.build import adapters, huggingface, optimizers, pretrained
 from runner.build.callbacks import followed
-from runner.build.modules import DTYPES, captured_from_shapes, cast, check_half, check_modules, objective
+from runner.build.modules import DTYPES, captured_from_shapes, cast, cast_named, check_half, check_modules, objective
 from runner.build.scores import Structure, scores, try_evaluation
 from runner.build.targets import resolve
 from runner.checkpoint import Companions
@@ -141,6 +141,8 @@ class Prepared:
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
         means: the divisor of each mean of the loss (None: unknown), where every micro-batch has a weight for each of
             them; empty where micro-batches count by the entire loss.
+        floating: the entries of training that are floating-point numbers; integers under their names, as lines of JSON
+            may have, are cast.
         default_dtype: torch's, which the file of the model may set; data is made in it on every rank, too.
     """
 
@@ -169,6 +171,7 @@ class Prepared:
     counted: Counted | None = None
     means: tuple[Counted | Divisor | None, ...] = ()
     together: bool = False
+    floating: frozenset[str] = frozenset()
     default_dtype: torch.dtype = torch.float32
 
     @property
@@ -236,6 +239,7 @@ def prepare(
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    floating = frozenset(name for name, tensor in zip(names, tensors, strict=True) if tensor.is_floating_point())
     together, job, seed = False, config.job.name, config.train.seed
     if collate is not None and world_size > 1 and job in (*TRAINING, "launch"):
         together = mixes_rows(training, collate, first, seed, 0)
@@ -283,6 +287,7 @@ def prepare(
         data=data,
         short=Short(len(last)) if last and config.job.name in TRAINING else None,
         together=together,
+        floating=floating,
         default_dtype=torch.get_default_dtype(),
     )
     if config.parallel.mode == "hybrid":
@@ -296,7 +301,7 @@ def prepare(
             except StrategyError as error:
                 raise _too_short(order, len(last), error) from error
         if evaluating is not None:
-            _trials(config, step, evaluating, evaluation_collate)
+            _trials(config, step, evaluating, evaluation_collate, floating)
         named = (*step.named_parameters(), *step.named_buffers())
         values = {name.removeprefix("model."): tensor.detach() for name, tensor in named}
     else:
@@ -311,7 +316,7 @@ def prepare(
         lowering.check_ranks(config, world_size)
         lowering.rows_per_split(config)
         accept(graph, frozenset(step.model.state_dict()))
-        trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate)
+        trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate, floating)
         if several:
             _say_what_is_unknown(graph, initial, say)
             prepared = replace(prepared, means=each_counted(graph, initial))
@@ -628,7 +633,9 @@ def _evaluates_before_the_end(config: Config) -> bool:
     return config.evaluate.wanted and (config.evaluate.every is not None or config.train.epochs is not None)
 
 
-def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Collate | None) -> list[Trial]:
+def _trials(
+    config: Config, step: Objective, dataset: MapDataset, collate: Collate | None, floating: Collection[str]
+) -> list[Trial]:
     """One evaluated batch of each number of rows that there will be; loss and metric are tried on it. Raises
     ConfigError."""
     rows = min(evaluation_rows(config), len(dataset))
@@ -644,9 +651,10 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
                     f"{', '.join(step.names)}.",
                 )
             names, entry_tensors = flatten_batch(batch, step.names)
-        entries = dict(zip(names, cast(entry_tensors, DTYPES[config.train.precision]), strict=True))
+        entries = cast_named(dict(zip(names, entry_tensors, strict=True)), DTYPES[config.train.precision], floating)
         measured = scores(config.evaluate.every_metric, step.loss)
-        structure = try_evaluation(step, entries, measured)
+        what = "predict.data" if config.job.name == "predict" else "evaluate"
+        structure = try_evaluation(step, entries, measured, what)
         decided = {
             "checkpoint.best": config.checkpoint.best,
             "optimizer.scheduler.metric": config.optimizer.scheduler.metric,

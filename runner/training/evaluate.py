@@ -8,7 +8,7 @@ last batch of a hybrid module, whose slices need a size that the mesh divides, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from runner.build.divisors import Divisors
-from runner.build.modules import DTYPES, build_loss, cast
+from runner.build.modules import DTYPES, build_loss, cast_named
 from runner.build.scores import scores
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, global_batch
 from runner.data.order import eval_rows, padded
@@ -94,7 +94,7 @@ class Evaluator:
         )
         with reader.reading():
             for number, rows in enumerate(batches):
-                entries = dict(zip(self.prepared.evaluated, self._here(reader.next()), strict=True))
+                entries = self._here(dict(zip(self.prepared.evaluated, reader.next(), strict=True)))
                 # training steps count from 1, so no step uses these random numbers
                 output = self._output(rows, entries, mix(self._seed, 0, number))
                 if measures:
@@ -195,9 +195,10 @@ class Evaluator:
         runner.peers.to_first(results, into)
         return into
 
-    def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _here(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
         precision = DTYPES[self.prepared.config.train.precision]
-        return [tensor.to(self.rank.device) for tensor in cast(tensors, precision)]
+        cast_entries = cast_named(entries, precision, self.prepared.floating)
+        return {name: tensor.to(self.rank.device) for name, tensor in cast_entries.items()}
 
     def _tokens(self, entries: Sequence[Tensor]) -> float | None:
         """What a model that returns its loss has divided by, for the batch of these entries: that of its graph, or of

@@ -12,6 +12,7 @@ Invariant: the graph holds for all values, those that decide in the module inclu
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,8 +42,9 @@ from strategies.rules.registry import PLAIN
 
 MOST_CONSTANT = 2**20
 """Bytes of constants in attributes of a module, which the operator's text holds."""
-OTHER_INTEGERS = (1, -1)
-"""What else is tried, to see whether the shapes of results follow values: -1 and 0 often stand for nothing."""
+OTHER_INTEGERS = ((1,), (-1,), (0, 1))
+"""What else is tried, in turn along a tensor, to see whether the shapes of results follow values: -1 and 0 often stand
+for nothing, and a loss finds no pairs among equal labels."""
 ELIGIBLE = ("loss", "model.")
 """How paths in an objective begin of modules that may be one node: the loss, and those within the model."""
 
@@ -139,9 +141,9 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
         returned = _tried(call, forward, tensors)
         found, structure = tree_flatten(returned)
         results = _looks(returned)
-        for number in OTHER_INTEGERS:
+        for integers in OTHER_INTEGERS:
             try:
-                other = _tried(call, forward, tensors, number)
+                other = _tried(call, forward, tensors, integers)
             except _Failed:  # where it is no valid index
                 continue
             if _looks(other) != results:
@@ -162,14 +164,16 @@ def _looks(returned: Any) -> Results:
     return tuple((tuple(one.shape), one.dtype) for one in tree_leaves(returned) if isinstance(one, Tensor))
 
 
-def _tried(call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor], integer: int = 0) -> Any:
-    """What a module returns for random numbers, and one integer. Raises NotOpaque where it does more than to compute,
+def _tried(
+    call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor], integers: Sequence[int] = (0,)
+) -> Any:
+    """What a module returns for random numbers, and integers. Raises NotOpaque where it does more than to compute,
     or fails."""
     generator = torch.Generator().manual_seed(0)
     module = copy.deepcopy(call.module).to_empty(device="cpu")
     for one in (*module.parameters(), *module.buffers()):
         one.data = _random(one, generator)
-    given = [_random(tensor, generator, integer) for tensor in tensors]
+    given = [_random(tensor, generator, integers) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
     operands = [*given, *module.parameters(), *module.buffers()]
     before, versions = state_of(module), [one._version for one in operands]
@@ -191,11 +195,12 @@ def _memory(nested: Any) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)}
 
 
-def _random(tensor: Tensor, generator: torch.Generator, integer: int = 0) -> Tensor:
-    """Real numbers of the shape of a traced tensor, of the sign of `integer`; that, of which 0 is a valid index, where
-    it holds integers."""
+def _random(tensor: Tensor, generator: torch.Generator, integers: Sequence[int] = (0,)) -> Tensor:
+    """Real numbers of the shape of a traced tensor, of the sign of the first of `integers`; those in turn, of which 0
+    is a valid index, where it holds integers."""
     shape = tuple(map(int, tensor.shape))
     if not tensor.is_floating_point():
-        return torch.full(shape, integer).to(tensor.dtype)
+        size = math.prod(shape)
+        return torch.tensor(integers).repeat(size // len(integers) + 1)[:size].reshape(shape).to(tensor.dtype)
     made = torch.rand(shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
-    return -made if integer < 0 else made
+    return -made if integers[0] < 0 else made

@@ -129,13 +129,15 @@ def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path)
     assert ended.value is None
 
 
-def test_rows_with_names_lack_what_the_loss_takes(start, tmp_path):
+def test_rows_with_names_lack_what_the_loss_takes_and_may_be_integers(start, tmp_path):
     torch.manual_seed(123)
     model = networks.TwoHeads()
     tensors = {f"model/{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     tensors |= {"model/loss.balance": torch.tensor([0.25]), "model/loss.factor": torch.tensor([2.0])}
     x = torch.randn(5, 12)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": row.tolist()}) + "\n" for row in x), encoding="utf-8")
+    x[2:] = x[2:].round()
+    rows = [row.tolist() for row in x[:2]] + [[int(number) for number in row] for row in x[2:]]  # 1 for 1.0, per rank
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": row}) + "\n" for row in rows), encoding="utf-8")
     ended = start(
         "world_size=2",
         "parallel=data_parallel",
@@ -146,6 +148,7 @@ def test_rows_with_names_lack_what_the_loss_takes(start, tmp_path):
         "data.batch_size=16",
         f"predict.data.path={tmp_path / 'rows.jsonl'}",
         f"predict.checkpoint={made.checkpoint(tmp_path / 'made', tensors)}",
+        "predict.batch_size=4",
         verb="predict",
     )
     with torch.no_grad():

@@ -181,6 +181,25 @@ def test_a_loss_that_decides_by_values(draw: Any, loss: nn.Module) -> None:
     assert model.worst(draw, 4) < TOLERANCE
 
 
+class CountingPairs(nn.Module):
+    """A loss over pairs of unequal labels, the number of which it leaves in an attribute."""
+
+    def forward(self, out: Tensor, labels: Tensor) -> Tensor:
+        one, other = (labels[:, None] < labels[None]).nonzero(as_tuple=True)
+        if len(one) == 0:
+            return out.sum() * 0
+        self.count = len(one)
+        return (out[one] - out[other]).square().mean()
+
+
+def test_a_loss_that_counts_its_pairs_is_refused() -> None:
+    loss, batch = CountingPairs(), (torch.randn(16, 4), torch.arange(16) // 4)
+    loss(*batch)  # as in training before: the attribute then has the value that the example batch gives it
+    with pytest.raises(StrategyError) as caught:
+        capture(Objective(nn.Linear(4, 2), loss, ("0", "1"), ("1",)), batch, training=True)
+    assert caught.value.code == "MW901"
+
+
 class Rows(nn.Module):
     """A number of rows that values decide, within."""
 
