@@ -50,7 +50,7 @@ class Documents:
         limit: int | None = None,
     ) -> None:
         if limit is not None and limit < 1:
-            raise ConfigError("MW315", f"data.args.limit = {limit} must be 1 or more characters, or null.")
+            raise ConfigError("MW315", f"limit = {limit} must be 1 or more characters, or null.")
         place = sysconfig.get_path("stdlib") if path is None else path
         if "://" not in place:
             place = str(home.expanded(place).absolute())
@@ -128,7 +128,7 @@ class Documents:
             raise ConfigError(
                 "MW314",
                 f"{where} has no text under {self._field!r}; it holds {has}. Name the field that holds the text as "
-                "data.args.field.",
+                "data.args.field (of `run tokenize`: field).",
             )
         return text
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -239,7 +239,8 @@ class LocalBatches:
     `blocks` has one entry per tensor of the batch, in the order of `flatten_batch`. `names` and `shapes` are those
     of the global micro-batch; every row is checked against them. Where they are left out, the first row that this
     rank reads sets them, and only changes from there on are noticed. `seed` is that of random augmentation. With
-    `together` the collate gets all rows of a micro-batch, whatever the blocks need.
+    `together` the collate gets all rows of a micro-batch, whatever the blocks need. Entries in `floating` may be
+    integers in some micro-batches, which the caller casts.
     """
 
     def __init__(
@@ -252,7 +253,9 @@ class LocalBatches:
         shapes: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         together: bool = False,
+        floating: Collection[str] = (),
     ) -> None:
+        self._floats = floating
         self._dataset, self._collate, self._seed, self._together = dataset, collate, seed, together
         self._blocks = tuple(blocks)
         self._names = None if names is None else tuple(names)
@@ -291,9 +294,10 @@ class LocalBatches:
     def _parts(self, rows: Sequence[int], begin: Callable[..., None]) -> list[Tensor]:
         """The blocks; `begin` is called before anything that may use random numbers."""
         parts = self._collated(rows, begin, self._collate) if self._collate else self._stacked(rows, begin)
-        floating = [part.is_floating_point() for part in parts]
+        names = self._names or ()
+        floating = [part.is_floating_point() or name in self._floats for name, part in zip(names, parts, strict=True)]
         self._floating = self._floating or floating
-        for name, part, before, now in zip(self._names or (), parts, self._floating, floating, strict=True):
+        for name, part, before, now in zip(names, parts, self._floating, floating, strict=True):
             if before != now:
                 kinds = ("numbers of floating point", "integers")
                 raise ConfigError(
@@ -367,6 +371,10 @@ class LocalBatches:
     def _named(self, names: tuple[str, ...], values: list[Any], where: str) -> list[Any]:
         """The values in the order of every other row's."""
         self._names = self._names or names
+        if empty := [name for name, value in zip(names, values, strict=True) if value is None]:
+            raise ConfigError(
+                "MW312", f"{where} has None as {empty[0]!r}; every row needs a tensor, an array or a number there."
+            )
         return _ordered(names, values, self._names, where)
 
     def _check(self, shapes: list[tuple[int, ...]], where: str) -> None:

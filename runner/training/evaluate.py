@@ -135,9 +135,12 @@ class Evaluator:
                 return flatten_batch(global_batch(dataset, self.collate, rows, self._seed), names)[1]
             if size not in batches:
                 blocks = self._blocks(size)
-                together = self.prepared.together
                 batches[size] = LocalBatches(
-                    dataset, self.collate, blocks, names=names, seed=self._seed, together=together
+                    *(dataset, self.collate, blocks),
+                    names=names,
+                    seed=self._seed,
+                    together=self.prepared.together,
+                    floating=self.prepared.floating,
                 )
             return batches[size].load(rows)
 

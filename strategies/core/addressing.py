@@ -7,7 +7,7 @@ w [k, n].
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from strategies.core.graph import Operator
@@ -43,8 +43,15 @@ def meant(pattern: str, operators: Iterable[Operator]) -> list[tuple[Operator, s
 
 
 def segments_match(pattern: str, name: str) -> bool:
-    """Whether the dotted segments of `name` match the globs of `pattern`, one by one."""
-    globs, words = pattern.split("."), name.split(".")
+    """Whether the dotted segments of `name` match the globs of `pattern`, one by one; `**` stands for any number."""
+    return _match(pattern.split("."), name.split("."))
+
+
+def _match(globs: Sequence[str], words: Sequence[str]) -> bool:
+    if "**" in globs:
+        first = globs.index("**")
+        ends = range(first, len(words) + 1)
+        return _match(globs[:first], words[:first]) and any(_match(globs[first + 1 :], words[end:]) for end in ends)
     return len(globs) == len(words) and all(fnmatchcase(word, glob) for glob, word in zip(globs, words, strict=True))
 
 

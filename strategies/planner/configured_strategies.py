@@ -109,8 +109,11 @@ def _read(
             if isinstance(slicing, int) and not sharding.fits(factor, slicing):
                 fit = [n for n in range(1, max(sharding.lengths_of(factor)) + 1) if sharding.fits(factor, n)]
                 shown = ", ".join(map(str, fit[:12])) + (", ..." if len(fit) > 12 else "")
+                sizes = sharding.size_of(factor)
+                of_sizes = "" if sizes == str(shape[dim]) else f" (operands and results have the sizes {sizes} there)"
                 raise StrategyError(
-                    "MW402", f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."
+                    "MW402",
+                    f"{where}: {place} cannot be cut into {slicing} equal slices{of_sizes}; counts that fit: {shown}.",
                 )
             if factor in sharding.gathered and position and not _many(slicing):
                 continue

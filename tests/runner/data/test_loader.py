@@ -186,6 +186,8 @@ def test_dict_samples_have_their_keys_in_any_order() -> None:
     for other in (None, {"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(1), "z": torch.ones(1)}):
         with pytest.raises(ConfigError, match=r"row 1 (is None|has the values .*(lacks 'y'|has 'z' beside them))"):
             global_batch([samples[0], other], None, [0, 1])
+    with pytest.raises(ConfigError, match=r"row 1 has None as 'y'"):
+        LocalBatches(Rows([samples[0], {"x": torch.ones(2), "y": None}]), None, blocks[::-1]).load([0, 1])
 
 
 def test_a_collate_returns_a_row_per_sample() -> None:

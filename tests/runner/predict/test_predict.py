@@ -136,7 +136,8 @@ def test_rows_with_names_lack_what_the_loss_takes_and_may_be_integers(start, tmp
     tensors |= {"model/loss.balance": torch.tensor([0.25]), "model/loss.factor": torch.tensor([2.0])}
     x = torch.randn(5, 12)
     x[2:] = x[2:].round()
-    rows = [row.tolist() for row in x[:2]] + [[int(number) for number in row] for row in x[2:]]  # 1 for 1.0, per rank
+    x[:2] = 10 * x[:2]
+    rows = [[int(number) if number == number.round() else float(number) for number in row] for row in x]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": row}) + "\n" for row in rows), encoding="utf-8")
     ended = start(
         "world_size=2",

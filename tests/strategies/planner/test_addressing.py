@@ -161,6 +161,8 @@ def test_modules_around(graph: OperatorGraph) -> None:
     inside = [operator.name for operator in graph.operators if in_module("layers.1", operator)]
     assert inside == [name for name in graph.by_name if name.startswith("layers.1.")]
     assert [o.name for o in graph.operators if in_module("layers.*.dense", o)] == ["layers.0.dense", "layers.1.dense"]
+    assert [o.name for o in graph.operators if in_module("**.dense", o)] == ["layers.0.dense", "layers.1.dense"]
+    assert [o.name for o in graph.operators if in_module("layers.**.1.**", o)] == inside
     assert not [o.name for o in graph.operators if in_module("layers.3", o)]
 
 
