@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from runner.build import huggingface, optimizers, targets
+from runner.build import huggingface, optimizers, pretrained, targets
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.run_folder.plan_file import read_content
@@ -83,8 +83,13 @@ LARGEST_REBUILT = 1 << 30
 """Bytes of parameters up to which a model that cannot be captured from shapes alone is built after all."""
 
 
-def build_model(config: Config) -> nn.Module:
-    """The user's model, from the seed, in the precision of training."""
+def _silent(_: str) -> None:
+    """Say nothing."""
+
+
+def build_model(config: Config, say: Callable[[str], None] = _silent) -> nn.Module:
+    """The user's model, from the seed, in the precision of training, which changes tensors that the model makes in a
+    dtype of their own; `say` names these."""
     torch.manual_seed(config.train.seed)
     with _seeded(config):
         model = huggingface.build(config.model)
@@ -94,7 +99,14 @@ def build_model(config: Config) -> nn.Module:
             "MW305", f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed."
         )
     check_complete(model, f"model.target = {config.model.target!r}")
-    return in_precision(model, DTYPES[config.train.precision])
+    dtype, default = DTYPES[config.train.precision], torch.get_default_dtype()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    own = [(name, one.dtype) for name, one in tensors if one.is_floating_point() and one.dtype not in (default, dtype)]
+    if own:
+        kinds = " and ".join(sorted({str(kind).removeprefix("torch.") for _, kind in own}))
+        names = pretrained.listed([name for name, _ in own])
+        say(f"model: {names}: {kinds} in the model, {config.train.precision} here, as train.precision says.")
+    return in_precision(model, dtype)
 
 
 @contextmanager
@@ -144,9 +156,10 @@ def build_loss(config: Config) -> nn.Module | None:
     return in_precision(module, DTYPES[config.train.precision])
 
 
-def build(config: Config) -> tuple[nn.Module, nn.Module | None]:
-    """The user's model and loss; the parameters of both that optimizer.freeze names do not require gradients."""
-    model, loss = build_model(config), build_loss(config)
+def build(config: Config, say: Callable[[str], None] = _silent) -> tuple[nn.Module, nn.Module | None]:
+    """The user's model and loss, `say` as for `build_model`; the parameters of both that optimizer.freeze names do not
+    require gradients."""
+    model, loss = build_model(config, say), build_loss(config)
     named = dict(model.named_parameters())
     if loss is not None:
         named |= {f"loss.{name}": parameter for name, parameter in loss.named_parameters()}
@@ -203,9 +216,9 @@ def _takes_output_alone(loss: nn.Module) -> bool:
     return len(left) == 1 and left[0].kind in (left[0].POSITIONAL_ONLY, left[0].POSITIONAL_OR_KEYWORD)
 
 
-def objective(config: Config, names: Sequence[str]) -> Objective:
-    """The user's model and loss as one module, eager and untouched."""
-    model, loss = build(config)
+def objective(config: Config, names: Sequence[str], say: Callable[[str], None] = _silent) -> Objective:
+    """The user's model and loss as one module, eager and untouched; `say` as for `build_model`."""
+    model, loss = build(config, say)
     targeted = target_names(config, model, loss, names)
     autocast = AUTOCAST.get(config.train.precision)
     return Objective(
@@ -239,10 +252,10 @@ def captured_from_shapes(
     """
     try:
         with shapes_only():
-            step = objective(config, names)
+            step = objective(config, names, say)
         size = sum(parameter.numel() * parameter.element_size() for parameter in step.parameters())
     except ConfigError:
-        step = objective(config, names)  # the same error, if it has nothing to do with numbers
+        step = objective(config, names, say)  # the same error, if it has nothing to do with numbers
         say(f"plan: {config.model.target} reads numbers while it is built, so it was built in full.")
         return step, capture(step, tensors, training=True), tensors
     try:

@@ -255,7 +255,7 @@ def prepare(
         step, captured, tensors = captured_from_shapes(config, names, tensors, say)
         check_model(config, step, order)
     else:
-        step = objective(config, names)
+        step = objective(config, names, say)
         check_model(config, step, order)
         check_half(config, step, tensors, device)
     if config.job.name in (*TRAINING, "launch") and config.parallel.mode != "hybrid":

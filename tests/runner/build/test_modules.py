@@ -6,7 +6,7 @@ import pytest
 import torch
 from composing import compose_config
 
-from runner.build.modules import DTYPES, build_loss, captured_from_shapes, cast, objective, target_names
+from runner.build.modules import DTYPES, build_loss, build_model, captured_from_shapes, cast, objective, target_names
 from runner.data.loader import flatten_batch, global_batch
 from runner.errors import ConfigError
 from runner.planning.datasets import datasets
@@ -81,6 +81,26 @@ def test_parameters_of_model_and_loss_freeze():
 def test_entries_of_a_batch_have_the_precision_of_parameters(precision, real, wide):
     entries = [torch.ones(2, dtype=one) for one in (torch.float64, torch.complex64, torch.complex128, torch.int16)]
     assert [one.dtype for one in cast(entries, DTYPES[precision])] == [real, wide, wide, torch.int16]
+
+
+class Mixed(torch.nn.Linear):
+    """A layer with a scale of higher and a mask of lower precision."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("precision", "named"), [("fp32", "scale, mask: float16 and float64"), ("fp64", "mask: float16")]
+)
+def test_tensors_that_a_model_makes_in_another_dtype_are_named(precision, named):
+    said = []
+    words = ("+recipe=quickstart", f"model.target={__name__}.Mixed", "model.args={}", f"train.precision={precision}")
+    model = build_model(compose_config(*words), said.append)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {DTYPES[precision]}
+    assert said == [f"model: {named} in the model, {precision} here, as train.precision says."]
 
 
 LARGE = "model.args={vocabulary: 128256, length: 64, width: 8192, layers: 2, heads: 64, kv_heads: 8, hidden: 28672}"
