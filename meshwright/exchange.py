@@ -48,7 +48,8 @@ def from_tp_plan(
 
     Args:
         tp_plan: {glob of modules or parameters: name of a style of transformers, or style of torch}; `auto`: that of
-            the module, a model of transformers.
+            the module, a model of transformers. A name counts before globs, of these the last. Of a style of torch the
+            placements of the first input and output count.
         module: as for `meshwright.plan`.
         batch: as for `meshwright.plan`.
         loss: as for `meshwright.plan`.
@@ -63,8 +64,8 @@ def from_tp_plan(
         modules without an entry are replicated.
 
     Raises:
-        ConfigError, StrategyError: a style without a layout here, an entry that matches nothing, or a mesh without the
-            axis.
+        ConfigError, StrategyError: a style without a layout here, an entry that matches nothing, or nothing that its
+            style could slice, or a mesh without the axis.
     """
     require_module(module, "meshwright.from_tp_plan")
     by_expert = {} if ep_plan is None else _entries("ep_plan", ep_plan, module)

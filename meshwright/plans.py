@@ -625,7 +625,7 @@ def _precision(module: nn.Module) -> str:
 def _name(function: Any) -> str:
     """A dotted name for messages."""
     word = str(getattr(function, "__name__", type(function).__name__))
-    return f"{function.__module__}.{word.strip('<>')}"
+    return f"{getattr(function, '__module__', 'torch')}.{word.strip('<>')}"  # a method of a builtin class has none
 
 
 def _described(cluster: str | Path) -> Path:

@@ -7,6 +7,8 @@ group.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from runner.config.schema import Optimizer, ParameterGroup
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
 from runner.planning import lowering
-from runner.training.agreement import agree
+from runner.training.agreement import agree, different, gather
 from runner.training.execution import Execution, gather_axes, sharded
 from strategies.capture import Objective
 from strategies.core.graph import Source
@@ -51,6 +53,27 @@ if TYPE_CHECKING:
     from meshwright.plans import Planned
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+_log = logging.getLogger("meshwright")
+SAMPLED = 16
+"""Elements of a tensor that are compared over ranks."""
+
+
+def _warn_of_replicas(tensors: Mapping[str, Tensor]) -> None:
+    """A line on rank 0 where ranks have other weights, as without a seed: replicas differ then (collective)."""
+    found = hashlib.blake2b(digest_size=8)
+    for _, tensor in sorted(tensors.items()):
+        sample = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLED)][:SAMPLED].resolve_conj().cpu()
+        found.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    ranks = range(dist.get_world_size())
+    differences = different(ranks, gather({"the weights of its module": found.hexdigest()}))
+    if differences and dist.get_rank() == 0:
+        _log.warning(
+            "plan.apply: %s Replicas train other weights then; call torch.manual_seed with the same number before "
+            "the module is made, or load the weights.",
+            differences,
+        )
 
 
 def _not_traced(method: F) -> F:
@@ -84,6 +107,7 @@ class ShardedModule(nn.Module):
         tensors = {**planned.captured.tensors, **_by_name(objective)}
         if prepared.plan.mesh.size > 1:
             agree({"the plan": prepared.digest}, "Plan the same module on every rank, or load one file.")
+            _warn_of_replicas(tensors)
         context = RankContext(rank, prepared.world_size, 0, self.device, Path())
         execution = sharded(
             prepared,

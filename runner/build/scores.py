@@ -302,9 +302,11 @@ def accuracy(output: Any, target: Tensor) -> float:
     return float((found.argmax(1) == target).double().mean())
 
 
-def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Scores, what: str = "evaluate") -> Structure:
-    """Evaluate one full batch on this process, and return the structure of the model's output. A batch that lacks
-    training entries is not scored.
+def try_evaluation(
+    step: Objective, batch: Mapping[str, Tensor], measured: Scores, what: str = "evaluate"
+) -> tuple[Structure, Any]:
+    """Evaluate one full batch on this process, and return the structure of the model's output, and the output. A batch
+    that lacks training entries is not scored.
 
     Raises ConfigError for a model, loss or metric that cannot be evaluated.
     """
@@ -336,7 +338,7 @@ def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Score
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    return Structure.of(output)
+    return Structure.of(output), output
 
 
 def _plain(output: Any) -> Any:

@@ -1,8 +1,8 @@
 """Rows from a file of JSON lines: numbers and nested lists of numbers become tensors.
 
 An object is a sample with keys, which are the names of the model's arguments; a list or a number is a sample of one
-entry. Integers become int64, other numbers float32. Invariant: the file is read line by line as rows are read; only
-the offsets of the lines are stored.
+entry. Integers become int64, other numbers float64, which a batch casts to the precision of training. Invariant: the
+file is read line by line as rows are read; only the offsets of the lines are stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from runner.errors import ConfigError
 
 
 class Lines:
-    """The lines of the JSONL file `path`; empty ones are left out. Raises ConfigError if there is no such file."""
+    """The lines of the JSONL file `path`; empty ones are left out. Raises ConfigError if there is no such file, or
+    nothing in it."""
 
     def __init__(self, path: str) -> None:
         self._path = home.expanded(path).absolute()
@@ -32,6 +33,8 @@ class Lines:
                     place += len(line)
         except OSError as error:
             raise ConfigError("MW314", f"{self._path} cannot be read: {error.strerror}.") from error
+        if not self._places:
+            raise ConfigError("MW310", f"{self._path} has no lines with a sample.")
 
     def __len__(self) -> int:
         return len(self._places)
@@ -64,7 +67,8 @@ def tensors_of(sample: dict[str, Any], where: str = "a sample") -> dict[str, Any
 def tensor_of(value: Any, where: str) -> Tensor:
     """A number or nested lists of numbers as a tensor. Raises ConfigError for anything else."""
     try:
-        return torch.tensor(value, dtype=None if isinstance(value, (int, list)) else torch.float32)
+        made = torch.tensor(value)
+        return torch.tensor(value, dtype=torch.float64) if made.is_floating_point() else made
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             "MW314",

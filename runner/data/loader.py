@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ from runner.data.streams import Stream, numbered
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
 
+TRYING = 0.5
+"""Seconds for which batches after the first are tried."""
 Block = tuple[tuple[int, int], ...]
 """(start, stop) for each dim of a tensor of the global micro-batch; dim 0 counts rows. Never empty."""
 
@@ -172,15 +175,16 @@ def global_batch(
         try:
             batch = (collate or default_collate)(samples)
         except Exception as error:
-            function, cure = "data.collate", ""
+            function, cure, where = "data.collate", "", ""
             if collate is None:
                 function = "stacking"
                 cure = (
                     " Samples are tensors, arrays and numbers of the same shapes; others need data.collate, a function "
                     "from a list of samples to a batch (runner.data.padding.pad makes lengths equal)."
                 )
+                where = _unlike(samples, rows)
             raise ConfigError(
-                "MW311", f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}.{cure}"
+                "MW311", f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}{where}.{cure}"
             ) from error
     names, tensors = flatten_batch(batch)
     _check_dense(names, tensors)
@@ -189,9 +193,32 @@ def global_batch(
     return batch
 
 
-def mixes_rows(dataset: MapDataset, collate: Collate, rows: Sequence[int], seed: int, epoch: int) -> bool:
-    """Whether a row of a batch that `collate` makes depends on other rows: whether half of `rows`, the first or
-    those from the second on, make other ones than all of them do. Raises ConfigError as `global_batch`."""
+def _unlike(samples: Sequence[Any], rows: Sequence[int]) -> str:
+    """The first of `samples`, of the rows `rows`, that has an entry of another shape than the first one."""
+    names, first = fields(samples[0])
+    for row, sample in zip(rows, samples, strict=True):
+        for name, one, other in zip(names, first, _ordered(*fields(sample), names, ""), strict=True):
+            shapes = [tuple(getattr(value, "shape", ())) for value in (one, other)]
+            if shapes[0] != shapes[1]:
+                return f" (row {row} has {name!r} of shape {shapes[1]}, row {rows[0]} of shape {shapes[0]})"
+    return ""
+
+
+def mixes_rows(dataset: MapDataset, collate: Collate, batches: Iterable[Sequence[int]], seed: int, epoch: int) -> bool:
+    """Whether a row of a batch that `collate` makes depends on other rows, in the first of `batches`, which are the
+    rows of each, or one of those that follow and are read within `TRYING` seconds. Raises ConfigError as
+    `global_batch`."""
+    started = time.monotonic()
+    for number, rows in enumerate(batches):
+        if number and time.monotonic() - started > TRYING:
+            break
+        if _mixed(dataset, collate, rows, seed, epoch):
+            return True
+    return False
+
+
+def _mixed(dataset: MapDataset, collate: Collate, rows: Sequence[int], seed: int, epoch: int) -> bool:
+    """Whether half of `rows`, the first or those from the second on, make other rows than all of them do."""
     half = len(rows) // 2
     if not half:
         return False
@@ -239,8 +266,8 @@ class LocalBatches:
     `blocks` has one entry per tensor of the batch, in the order of `flatten_batch`. `names` and `shapes` are those
     of the global micro-batch; every row is checked against them. Where they are left out, the first row that this
     rank reads sets them, and only changes from there on are noticed. `seed` is that of random augmentation. With
-    `together` the collate gets all rows of a micro-batch, whatever the blocks need. Entries in `floating` may be
-    integers in some micro-batches, which the caller casts.
+    `together` the collate gets all rows of a micro-batch, whatever the blocks need. `floating` are the
+    entries of floating point: integers in them become such numbers; as for `names` where it is left out.
     """
 
     def __init__(
@@ -253,15 +280,14 @@ class LocalBatches:
         shapes: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         together: bool = False,
-        floating: Collection[str] = (),
+        floating: Collection[str] | None = None,
     ) -> None:
-        self._floats = floating
         self._dataset, self._collate, self._seed, self._together = dataset, collate, seed, together
         self._blocks = tuple(blocks)
         self._names = None if names is None else tuple(names)
         self._shapes = None if shapes is None else [tuple(shape[1:]) for shape in shapes]
         self._read = None if collate else reader(dataset)
-        self._floating: list[bool] | None = None
+        self._floating = None if floating is None else [name in floating for name in self._names or ()]
         self._random = self._collate_random = False
         """Whether dataset or collate, and whether the collate were seen to use random numbers."""
         # Positions in the micro-batch whose rows some block needs, in order.
@@ -294,16 +320,15 @@ class LocalBatches:
     def _parts(self, rows: Sequence[int], begin: Callable[..., None]) -> list[Tensor]:
         """The blocks; `begin` is called before anything that may use random numbers."""
         parts = self._collated(rows, begin, self._collate) if self._collate else self._stacked(rows, begin)
-        names = self._names or ()
-        floating = [part.is_floating_point() or name in self._floats for name, part in zip(names, parts, strict=True)]
-        self._floating = self._floating or floating
-        for name, part, before, now in zip(names, parts, self._floating, floating, strict=True):
-            if before != now:
-                kinds = ("numbers of floating point", "integers")
+        self._floating = self._floating or [part.is_floating_point() for part in parts]
+        for number, (name, part, floating) in enumerate(zip(self._names or (), parts, self._floating, strict=True)):
+            if floating and not part.is_complex():
+                parts[number] = part if part.is_floating_point() else part.double()
+            elif part.is_floating_point():
                 raise ConfigError(
                     "MW312",
                     f"data: a batch of the rows {', '.join(map(str, rows))} has {name!r} of {part.dtype}, the batches "
-                    f"before it {kinds[now]}; all rows need one dtype.",
+                    "before it integers; all rows need one dtype.",
                 )
         return parts
 
@@ -451,6 +476,8 @@ def fields(sample: Any, where: str = "data: a row") -> tuple[tuple[str, ...], li
 
 
 def _stack(values: list[Any], number: int) -> Tensor:
+    if all(isinstance(value, int | float) for value in values) and any(isinstance(value, float) for value in values):
+        values = [float(value) for value in values]  # torch looks at the first one alone
     try:
         stacked = default_collate(values)
     except (TypeError, RuntimeError) as error:

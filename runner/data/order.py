@@ -94,6 +94,11 @@ class Order:
         return rows
 
 
+def spread(count: int, most: int = 8) -> list[int]:
+    """At most so many of the numbers 1, ..., count - 1, at equal distances."""
+    return sorted({round(number * (count - 1) / most) for number in range(1, most + 1)} - {0})
+
+
 def eval_rows(length: int, batch_size: int) -> list[list[int]]:
     """The batches of an evaluation: every row exactly once, in order; the last batch may be short."""
     return [list(range(first, min(first + batch_size, length))) for first in range(0, length, batch_size)]

@@ -7,6 +7,7 @@ like any other dataset. Samples before n are passed over; only the last ones sta
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,9 @@ from torch.utils.data._utils import worker
 from runner.checkpoint.continuation import ENDLESS
 from runner.data.row_seeds import row_seeds
 from runner.errors import ConfigError
+
+EVERY = 10.0
+"""Seconds between lines of progress while samples are counted."""
 
 
 class Stream:
@@ -54,11 +58,19 @@ class Stream:
     def __len__(self) -> int:
         return ENDLESS if self._length is None else self._length
 
-    def counted(self, length: int | None = None) -> Stream:
-        """This stream with a length, for which it is iterated once unless it is given."""
+    def counted(self, length: int | None = None, most: int | None = None) -> Stream:
+        """This stream with a length of at most `most`, for which it is iterated once unless it is given. Prints how far
+        that is every few seconds, as a stream may have no end."""
         if length is None:
-            while self._advance() is not _END:
-                pass
+            reported = time.monotonic()
+            while self._next != most and self._advance() is not _END:
+                if time.monotonic() - reported > EVERY:
+                    reported = time.monotonic()
+                    print(
+                        f"data: counting the samples of {self._name}: {self._next} so far (one without an end cannot "
+                        "be trained in epochs, evaluated, or predicted without predict.rows)",
+                        flush=True,
+                    )
             length = self._next
             self._begin(0)
         self._length = length

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations, pairwise
 from operator import attrgetter
 from typing import Any
@@ -793,6 +793,16 @@ def _product(input: Tensor, other: Tensor) -> Tensor:
     return (input[None] @ other)[..., 0, :] if input.ndim == 1 < other.ndim else input @ other
 
 
+def _concatenated(function: Any, tensors: Any, *dim: Any, **given: Any) -> Tensor:
+    """Without tensors of shape [0], which torch takes beside any others, and DTensor slices along dims that they lack:
+    caches of keys and values begin so."""
+    full = [one for one in tensors if tuple(one.shape) != (0,)]
+    if len(full) in (0, len(tensors)):
+        return _joined(function, tensors, *dim, **given)
+    dtype = reduce(torch.promote_types, (one.dtype for one in tensors))
+    return _joined(function, [one.to(dtype) for one in full], *dim, **given)
+
+
 def _joined(function: Any, tensors: Any, *dim: Any, **given: Any) -> Tensor:
     if len({getattr(one, "placements", ()) for one in tensors}) > 1:
         tensors = [_added_up(one) for one in tensors]
@@ -937,7 +947,8 @@ _INSTEAD: dict[Any, Any] = {
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.__truediv__), _quotient),
     **{functional.batch_norm: _batch_norm, functional.embedding: _looked_up, functional.embedding_bag: _bag},
     **{functional.normalize: _normalized, functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm},
-    **{function: partial(_joined, function) for function in (torch.cat, torch.concat, torch.stack)},
+    **{function: partial(_concatenated, function) for function in (torch.cat, torch.concat)},
+    torch.stack: partial(_joined, torch.stack),
     **{torch.gather: _picked, Tensor.gather: _picked},
     **{torch.matmul: _product, Tensor.matmul: _product, Tensor.__matmul__: _product},
 }
@@ -1029,6 +1040,11 @@ def _number(places: Tensor, dim: int, section: Tensor) -> Any:
 def laid_out(value: Tensor, mesh: DeviceMesh, placed: Placed) -> Tensor:
     """A tensor in a layout; one that is no DTensor is the same on all ranks."""
     if not isinstance(value, DTensor):
+        if torch._C._functorch.is_gradtrackingtensor(value):
+            raise NotImplementedError(
+                "torch.func derives (grad, vjp, jvp, ...) through a module that the plan lays out, unlike DTensor; "
+                "leave modules within the derivative replicated, or train with meshwright's own programs."
+            )
         value = DTensor.from_local(value, mesh, (Replicate(),) * mesh.ndim, run_check=False)
     now = value.placements
     if any(not have.is_partial() and have != want for have, want in zip(now, placed, strict=True)):

@@ -42,8 +42,8 @@ def evaluation_data(config: Config, rows: int | None = None) -> MapDataset:
         return _finite(build_dataset(config.data.target, args, path, what=what), rows)
 
 
-def _finite(found: MapDataset, rows: int | None) -> MapDataset:
-    return found.counted(rows) if isinstance(found, Stream) else found
+def _finite(found: MapDataset, rows: int | None, most: int | None = None) -> MapDataset:
+    return found.counted(rows, most) if isinstance(found, Stream) else found
 
 
 def training_data(config: Config, rows: int | None = None) -> MapDataset:
@@ -88,14 +88,18 @@ def _prediction_rows(config: Config, known: int | None) -> tuple[MapDataset, Col
         lines = f"{Lines.__module__}.{Lines.__qualname__}"
         return build_dataset(lines, {}, section.path, what="predict.data"), collate
     if section.target is not None:
-        return _finite(build_dataset(section.target, section.args, section.path, what="predict.data"), known), collate
+        return _finite(
+            build_dataset(section.target, section.args, section.path, what="predict.data"), known, config.predict.rows
+        ), collate
     inherited, path = training.args | config.evaluate.args, section.path
     if path is not None:
         inherited.pop("path", None)
     elif "path" not in config.evaluate.args | section.args:
         path = training.path
     what = "predict.data" if section.args else "data"
-    return _finite(build_dataset(training.target, inherited | section.args, path, what=what), known), collate
+    return _finite(
+        build_dataset(training.target, inherited | section.args, path, what=what), known, config.predict.rows
+    ), collate
 
 
 def check_prediction_names(names: Sequence[str], known: Sequence[str], targeted: Sequence[str]) -> None:

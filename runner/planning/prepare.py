@@ -23,14 +23,16 @@ from torch import Tensor, nn
 from runner.build import adapters, huggingface, optimizers, pretrained
 from runner.build.callbacks import followed
 from runner.build.modules import DTYPES, captured_from_shapes, cast, cast_named, check_half, check_modules, objective
+from runner.build.outputs import row_names
 from runner.build.scores import Structure, scores, try_evaluation
 from runner.build.targets import resolve
 from runner.checkpoint import Companions
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, flatten_batch, global_batch, mixes_rows
-from runner.data.order import Order
+from runner.data.order import Order, spread
 from runner.data.row_seeds import EVALUATION
+from runner.data.streams import Stream
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError, allowed
 from runner.planning import lowering
@@ -110,8 +112,9 @@ class Short:
     stages: tuple[Stage, ...] = ()
 
 
-Trial = tuple[int, Mapping[str, Tensor], Structure]
-"""Rows of an evaluated batch, its entries that the model takes, and how the output is made of results."""
+Trial = tuple[int, Mapping[str, Tensor], Structure, frozenset[str]]
+"""Rows of an evaluated batch, its entries that the model takes, how the output is made of results, and which of its
+tensors have a value for each row."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Prepared:
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
         means: the divisor of each mean of the loss (None: unknown), where every micro-batch has a weight for each of
             them; empty where micro-batches count by the entire loss.
+        row_names: the tensors of a predicted output that have a value for each row; None where that is not known.
         floating: the entries of training that are floating-point numbers; integers under their names, as lines of JSON
             may have, are cast.
         default_dtype: torch's, which the file of the model may set; data is made in it on every rank, too.
@@ -171,6 +175,7 @@ class Prepared:
     counted: Counted | None = None
     means: tuple[Counted | Divisor | None, ...] = ()
     together: bool = False
+    row_names: frozenset[str] | None = None
     floating: frozenset[str] = frozenset()
     default_dtype: torch.dtype = torch.float32
 
@@ -242,10 +247,13 @@ def prepare(
     floating = frozenset(name for name, tensor in zip(names, tensors, strict=True) if tensor.is_floating_point())
     together, job, seed = False, config.job.name, config.train.seed
     if collate is not None and world_size > 1 and job in (*TRAINING, "launch"):
-        together = mixes_rows(training, collate, first, seed, 0)
+        steps = () if isinstance(training, Stream) else spread(order.steps_per_epoch)
+        together = mixes_rows(training, collate, [first, *(order.rows(step)[:rows] for step in steps)], seed, 0)
     elif evaluation_collate is not None and world_size > 1 and job == "predict" and evaluating is not None:
-        predicted = range(min(evaluation_rows(config), len(evaluating)))
-        together = mixes_rows(evaluating, evaluation_collate, predicted, seed, EVALUATION)
+        size, length = evaluation_rows(config), len(evaluating)
+        numbers = () if isinstance(evaluating, Stream) else spread(-(-length // size))
+        tried = [range(number * size, min((number + 1) * size, length)) for number in (0, *numbers)]
+        together = mixes_rows(evaluating, evaluation_collate, tried, seed, EVALUATION)
     if together:
         say("data: data.collate makes rows of a batch from several samples, so every rank reads complete batches.")
     data = _described(config, training, evaluating, collate, shapes, first[0], say)
@@ -269,6 +277,7 @@ def prepare(
     last = order.rows(order.steps_per_epoch - 1)[-(order.short % rows) :] if order.short % rows else []
     several = config.job.name in TRAINING and config.parts > 1
     values: Mapping[str, Tensor]
+    trials: list[Trial] = []
 
     def last_rows() -> list[Tensor]:
         batch = global_batch(training, collate, last, config.train.seed, 0)
@@ -301,7 +310,7 @@ def prepare(
             except StrategyError as error:
                 raise _too_short(order, len(last), error) from error
         if evaluating is not None:
-            _trials(config, step, evaluating, evaluation_collate, floating)
+            trials = _trials(config, step, evaluating, evaluation_collate, floating)
         named = (*step.named_parameters(), *step.named_buffers())
         values = {name.removeprefix("model."): tensor.detach() for name, tensor in named}
     else:
@@ -333,6 +342,9 @@ def prepare(
         evaluations, evaluation_tensors = _evaluations(config, step, graph, plan, stages, trials)
         values = evaluation_tensors | dict(captured.tensors)
         prepared = replace(prepared, evaluations=evaluations)
+    if config.job.name == "predict" and evaluating is not None and trials:
+        found = _row_names(config, step, evaluating, evaluation_collate, trials, floating)
+        prepared = replace(prepared, row_names=found)
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return prepared
@@ -654,7 +666,7 @@ def _trials(
         entries = cast_named(dict(zip(names, entry_tensors, strict=True)), DTYPES[config.train.precision], floating)
         measured = scores(config.evaluate.every_metric, step.loss)
         what = "predict.data" if config.job.name == "predict" else "evaluate"
-        structure = try_evaluation(step, entries, measured, what)
+        structure, output = try_evaluation(step, entries, measured, what)
         decided = {
             "checkpoint.best": config.checkpoint.best,
             "optimizer.scheduler.metric": config.optimizer.scheduler.metric,
@@ -666,8 +678,30 @@ def _trials(
                 raise ConfigError(
                     "MW614", f"{key} = {name!r} is not what an evaluation of this run finds.{allowed(name, found)}"
                 )
-        trials.append((size, {name: entries[name] for name in names if name not in step.targets}, structure))
+        taken = {name: entries[name] for name in names if name not in step.targets}
+        trials.append((size, taken, structure, row_names(output, size)))
     return trials
+
+
+def _row_names(
+    config: Config,
+    step: Objective,
+    dataset: MapDataset,
+    collate: Collate | None,
+    trials: Sequence[Trial],
+    floating: Collection[str],
+) -> frozenset[str]:
+    """The tensors of a predicted output that have a value for each row: whose dim 0 is the number of rows in batches of
+    two numbers of rows, as a state of two layers has a dim of two."""
+    found = frozenset.intersection(*(names for _, _, _, names in trials))
+    if len(trials) == 1 and found:
+        size, taken, _, _ = trials[0]
+        batch = flatten_batch(global_batch(dataset, collate, [*range(size), 0], config.train.seed))
+        entries = {name: tensor for name, tensor in zip(*batch, strict=True) if name in taken}
+        entries = cast_named(entries, DTYPES[config.train.precision], floating)
+        with suppress(ConfigError):  # a model for batches of one size
+            found &= row_names(try_evaluation(step, entries, scores((), None), "predict.data")[1], size + 1)
+    return found
 
 
 def _evaluations(
@@ -682,7 +716,7 @@ def _evaluations(
     change the results of models that mix rows."""
     tensors: dict[str, Tensor] = {}
     evaluations: dict[int, Evaluation] = {}
-    for size, entries, structure in trials:
+    for size, entries, structure, _ in trials:
         model = Objective(step.model, None, [*entries], (), step.autocast)
         seen = capture(model, [*entries.values()], training=False, like=trained)
         own = follow(plan, seen.graph)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -18,19 +17,22 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from runner.errors import ConfigError
+from runner.build.outputs import by_row, row_names
 from strategies.runtime.tensor_files import DTYPES
 
 NAME = "predictions"
-OUTPUT = "output"
-"""What a model returns that returns one tensor."""
 SAFETENSORS = {dtype: short for short, dtype in DTYPES.items()}
 
 
 class Predictions:
-    """The file `predictions.FORMAT` in `folder`, for `rows` rows, as a context manager."""
+    """The file `predictions.FORMAT` in `folder`, for `rows` rows, as a context manager.
 
-    def __init__(self, folder: Path, form: str, rows: int) -> None:
+    Args:
+        names: of the tensors that have a value for each row; None: those that have one for each row of the first batch.
+    """
+
+    def __init__(self, folder: Path, form: str, rows: int, names: Collection[str] | None = None) -> None:
+        self._names = names
         self.path = folder / f"{NAME}.{form}"
         self._partial = self.path.with_suffix(f"{self.path.suffix}.partial")
         self._rows, self._lines = rows, form == "jsonl"
@@ -51,8 +53,10 @@ class Predictions:
             self._partial.unlink()
 
     def add(self, rows: Sequence[int], output: Any) -> None:
-        """Write what the model returned for consecutive `rows`. Raises ConfigError if no tensor has a value per row."""
-        found = by_row(output, len(rows))
+        """Write what the model returned for consecutive `rows`. Raises ConfigError as `by_row`."""
+        if self._names is None:
+            self._names = row_names(output, len(rows))
+        found = by_row(output, len(rows), self._names)
         if self._lines:
             values = {name: _plain(tensor) for name, tensor in found.items()}
             for position, row in enumerate(rows):
@@ -78,38 +82,6 @@ class Predictions:
         text += b" " * (-len(text) % 8)
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._places = {name: 8 + len(text) + place for name, place in self._places.items()}
-
-
-def by_row(output: Any, rows: int) -> dict[str, Tensor]:
-    """The tensors in what a model returned that have a value per row, on the CPU, by their place in it: `output` if
-    that is all, `logits`, `0`, `heads.1`.
-
-    Raises ConfigError where there is none.
-    """
-    named = ((name or OUTPUT, tensor) for name, tensor in _named(output, ()))
-    found = {name: tensor.detach().cpu() for name, tensor in named if tensor.dim() and tensor.shape[0] == rows}
-    if not found:
-        raise ConfigError(
-            "MW317",
-            "predict: the model returns nothing that has a value for each row of a batch, so there is nothing to "
-            "write.",
-        )
-    return found
-
-
-def _named(output: Any, where: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(output, Tensor):
-        yield ".".join(where), output
-        return
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(output, Mapping):
-        children = output.items()
-    elif is_dataclass(output) and not isinstance(output, type):
-        children = ((field.name, getattr(output, field.name)) for field in fields(output))
-    elif isinstance(output, (tuple, list)):
-        children = enumerate(output)
-    for name, child in children:
-        yield from _named(child, (*where, str(name)))
 
 
 def _plain(tensor: Tensor) -> list[Any]:

@@ -104,7 +104,9 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
     evaluator = Evaluator(prepared, running, rank, rows, collate, running.tensors.__getitem__, lambda: again()[0])
     started = reported = time.perf_counter()
     done = 0
-    file = Predictions(rank.run_dir, config.predict.format, len(rows)) if rank.rank == 0 else None
+    file = None
+    if rank.rank == 0:
+        file = Predictions(rank.run_dir, config.predict.format, len(rows), prepared.row_names)
 
     def write(batch: list[int], output: Any) -> None:
         nonlocal reported, done

@@ -103,10 +103,14 @@ class Worker:
         return module, self._batches(blocks), Faults(self._config, self._rank, module, communicator)
 
     def _batches(self, blocks: Sequence[Block]) -> LocalBatches:
-        names, shapes, seed = self._prepared.names, self._prepared.shapes, self._config.train.seed
-        together = self._prepared.together
+        prepared = self._prepared
         return LocalBatches(
-            self._training, self._collate, blocks, names=names, shapes=shapes, seed=seed, together=together
+            *(self._training, self._collate, blocks),
+            names=prepared.names,
+            shapes=prepared.shapes,
+            seed=self._config.train.seed,
+            together=prepared.together,
+            floating=prepared.floating,
         )
 
     @property

@@ -164,6 +164,7 @@ class Trainer:
                 shapes=shapes,
                 seed=config.train.seed,
                 together=self.prepared.together,
+                floating=self.prepared.floating,
             )
             for blocks in (self.execution.blocks, self.execution.blocks if short is None else short.blocks)
         )
@@ -300,9 +301,15 @@ class Trainer:
                     self._follow(step)
                 self.faults.at("optimizer")
                 self.keeper.before_update()
-                measure = hooks.measures_norm or step % self.config.train.log_every == 0
+                measure = hooks.measures_norm or step % self.config.train.log_every == 0 or step == self.prepared.steps
+                every = self.config.checkpoint.every
                 with self._phase("update"):
-                    norm = self.updates.update(measure=measure or step == self.prepared.steps)
+                    norm = self.updates.update(measure=measure or (every is not None and step % every == 0))
+                if norm is not None and not math.isfinite(norm) and self.updates.loss_scale is None:
+                    raise FloatingPointError(
+                        f"The loss of step {step} is {loss:.6g}, but its gradient is not finite (norm {norm}), nor are "
+                        "the weights after it; train.callbacks=[nan_watch] names the operator."
+                    )
                 seen.grad_norm = norm
                 self._schedule(step)
                 hooks.call("after_step")

@@ -31,7 +31,7 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.cost.styled_modules import halves, of_own_parameters, packable, sliceable
-from strategies.planner.declared_layouts import Declared, operand_layouts
+from strategies.planner.declared_layouts import Declared, Placed, operand_layouts
 from strategies.rules import rule_of
 
 NUMBER = re.compile(r"\.\d+(\.|$)")
@@ -93,6 +93,9 @@ WITHIN = ("moe_tp_experts", "packed_rowwise")
 """Further ones for experts of which every rank has a slice."""
 EXPERTS = ("ep_dispatch_experts", "grouped_gemm")
 """Those of an `ep_plan`: of a module of experts, and of its parameters."""
+VALUES_ALONE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+"""Styles of torch that leave the weights of a module as another entry has them."""
+GLOB = re.compile(r"[*?\[]")
 FOR_TRANSFORMERS = (*WRITTEN, *WITHIN, *EXPERTS)
 """Those of a `DistributedConfig`."""
 
@@ -108,42 +111,60 @@ def declared(
 
     Args:
         tp_plan: of globs of modules or parameters (`*` stands for one name between dots): names of styles of
-            transformers, or styles of torch; None leaves a module as it is.
+            transformers, or styles of torch, of which the placements of the first input and output count; None leaves
+            a module as it is. A name counts before globs, of these the last, and the entry of a parameter before that
+            of its module.
         graph: of a training step.
         mesh: of all ranks.
         axes: that slice modules, together.
         names: further modules of the model, which compute nothing.
 
     Raises:
-        StrategyError: a style that has no layout here, or a key that matches nothing.
+        StrategyError: a style that has no layout here, or a key that matches nothing, or nothing that its style could
+            slice.
     """
     parameters = {name: source for source in graph.of_kind("parameter") for name in (source.name, *source.aliases)}
     modules = {path for operator in graph.operators for path in modules_around(tuple(operator.module.split(".")))}
     modules |= {name.rpartition(".")[0] for name in parameters} | {*names}
     tables = {operator.module for operator in graph.operators if operator.op == "embedding"}
     tensors: dict[str, Layout] = {}
+    decided: dict[str, tuple[str, bool]] = {}
+    """The name under which each tensor has an entry, and whether that is one of the tensor itself."""
     packed: set[str] = set()
-    received, returned = {}, {}
-    for key, given in tp_plan.items():
+    received: dict[str, Placed] = {}
+    returned: dict[str, Placed] = {}
+    for key, given in sorted(tp_plan.items(), key=lambda entry: not GLOB.search(entry[0])):
         matched = [name for name in (*sorted(modules), *parameters) if segments_match(key, name)]
         if not matched:
             known = sorted({numberless(name) for name in (*modules, *parameters) if name})
             raise StrategyError("MW881", f"tp_plan: {key!r} matches no module or parameter.{closest(key, known)}")
+        kept, slicing, owning = isinstance(given, VALUES_ALONE), False, False
         for name in matched:
             style = style_of(given, key, name in tables)
             owned = [name] if name in parameters else [one for one in parameters if one.rpartition(".")[0] == name]
+            slicing, owning = slicing or style.weight is not None, owning or bool(owned)
             for full in owned:
                 dim = style.bias if full.endswith("bias") else style.weight
                 source = parameters[full]
-                if source.name not in tensors or full == name:  # its own entry comes before that of its module
+                by, own = decided.get(source.name, (full, False))
+                if full == name or not (own or by != full or (kept and source.name in tensors)):
+                    decided[source.name] = full, full == name
                     tensors[source.name] = _sliced(len(source.spec.shape), dim, axes)
+                    packed.discard(source.name)
                     if style.packed and dim is not None:
                         _check_packed(key, source, dim)
                         packed.add(source.name)
-            if name in modules and style.received != "kept":
-                received[name] = dict.fromkeys(axes, style.received)
-            if name in modules and style.returned != "kept":
-                returned[name] = dict.fromkeys(axes, style.returned)
+            for table, placed in ((received, style.received), (returned, style.returned)):
+                if given is None:
+                    table.pop(name, None)
+                elif name in modules and placed != "kept":
+                    table[name] = dict.fromkeys(axes, placed)
+        if slicing and not owning:
+            raise StrategyError(
+                "MW881",
+                f"tp_plan: {key!r} has a style that slices weights, but the modules that it matches have no parameters "
+                f"of their own ({', '.join(name or 'the model' for name in matched[:3])}); name the layers in them.",
+            )
     rows = mesh.others(axes)
     inputs = {
         source.name: Layout(((rows,) + ((),) * len(source.spec.shape))[: len(source.spec.shape)])

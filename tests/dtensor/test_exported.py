@@ -87,6 +87,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "adaptive pool of slices of channels": (lambda x: functional.adaptive_avg_pool2d(x, (3, 2)), "S1", (1, 4, 6, 8)),
     "a diagonal filled in place": (lambda x: x.sin().fill_diagonal_(2.0), "S0", (4, 4)),
     "a part along the last dim": (lambda x: x.select(-1, 1), "S0", (4, 4, 4)),
+    "heads behind an empty cache": (lambda x: torch.cat([torch.tensor([]), x.sin()], dim=-2) * 2, "S1", (2, 4, 3)),
     "rows and sums": (lambda x: torch.stack([x.sum(0), x[:, 0]]), "S0", (4, 4)),
     "all parts": (lambda x: torch.stack(x.unbind(-1)[::-1]), "S1", (4, 4)),
     **{

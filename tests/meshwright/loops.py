@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -348,6 +349,22 @@ def short_batches(rank: Any, _: None) -> str:
     except ConfigError as error:
         return error.code
     return ""
+
+
+def seeded_by_rank(rank: Any, _: None) -> list[list[str]]:
+    """What is logged where all ranks make one module, and where each makes another."""
+    found = []
+    for seed in (0, rank.rank):
+        lines: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        torch.manual_seed(seed)
+        module, batch = nn.Linear(6, 4), (torch.zeros(8, 6), torch.zeros(8, 4))
+        logging.getLogger("meshwright").addHandler(handler)
+        meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=2, plan_cache=None).apply(module)
+        logging.getLogger("meshwright").removeHandler(handler)
+        found.append(lines)
+    return found
 
 
 def written_by_others(rank: Any, _: None) -> dict[str, str]:

@@ -337,6 +337,16 @@ def test_a_parallelize_plan_is_read_proven_and_compared_with_the_best() -> None:
     assert "layers.0.attention_norm" in sliced and "layers.0.attention.q_proj" not in sliced
 
 
+@pytest.mark.parametrize("ordered", [dict, lambda plan: dict(reversed(plan.items()))], ids=["written", "reversed"])
+@pytest.mark.parametrize("style", ["rowwise", None])
+def test_a_name_counts_before_globs(style: Any, ordered: Any) -> None:
+    plan = {"layers.*.attention.q_proj": "colwise", "layers.0.attention.q_proj": style}
+    read = meshwright.from_tp_plan(ordered(plan), gpt(), tokens(), loss=next_token, mesh=2)
+    shapes = [read.content["parameters"][f"layers.{layer}.attention.q_proj.weight"] for layer in (0, 1)]
+    sliced = [[a // b for a, b in zip(one["shape"], one["local_shape"], strict=True)] for one in shapes]
+    assert sliced == [[1, 2] if style else [1, 1], [2, 1]]
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("code", "tp_plan", "mesh"),
@@ -344,6 +354,7 @@ def test_a_parallelize_plan_is_read_proven_and_compared_with_the_best() -> None:
         ("MW880", {"tokens": "packed_colwise"}, 2),
         ("MW880", {"layers.*.attention.q_proj": "columns"}, 2),
         ("MW881", {"layers.*.attention.query": "colwise"}, 2),
+        ("MW881", {"layers.*": "colwise"}, 2),
         ("MW882", {"tokens": "embedding_rowwise"}, {"dp": 2}),
         ("MW882", "auto", 2),
         ("MW882", {"tokens": "embedding_rowwise"}, "tp"),

@@ -100,6 +100,11 @@ def test_a_short_batch_is_not_taken_for_a_slice(on_ranks: Callable[..., Any]) ->
     assert on_ranks("short_batches", None, 2) == "MW463"
 
 
+def test_ranks_with_other_weights_are_named(on_ranks: Callable[..., Any]) -> None:
+    (), (line,) = on_ranks("seeded_by_rank", None, 2)
+    assert "Rank 1 differs in the weights of its module" in line and "torch.manual_seed" in line
+
+
 def test_weights_that_something_else_changes_are_refused(on_ranks: Callable[..., Any]) -> None:
     codes = on_ranks("written_by_others", None, 2)
     assert {case for case, code in codes.items() if not code} == {f"trained at {stage}" for stage in range(4)}

@@ -37,7 +37,7 @@ class Rows(Points):
         if self.way == "raises":
             return 1 / 0, y
         wrong = {
-            "integers": (x.long(), y),
+            "floats": (x, y.float()),
             "dims": (x[None], y),
             "keys": {"x": x, "other": y},
             "none": None,

@@ -62,7 +62,7 @@ class NanWatch(Callback):
             raise self._named(state, f"The gradient of {first[0]} in step {state.step} is not finite")
 
     def exception(self, state: TrainingState, error: Exception) -> None:
-        if isinstance(error, FloatingPointError) and not isinstance(error, NotFinite):
+        if isinstance(error, FloatingPointError) and not math.isfinite(state.loss):
             raise self._named(state, f"The loss of step {state.step} is {state.loss}") from error
 
     def _named(self, state: TrainingState, what: str) -> NotFinite:

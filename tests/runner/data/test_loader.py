@@ -208,8 +208,10 @@ def paired(samples: list[Any]) -> Tensor:
 def test_a_collate_that_makes_rows_of_several_samples_gets_all_of_them() -> None:
     samples, rows = Rows([3.0, 1.0, 4.0, 1.5]), [0, 1, 2, 3]
     stacked = lambda samples: torch.tensor(samples)[:, None]  # noqa: E731
-    assert mixes_rows(samples, ranked, rows, 0, 0) and not mixes_rows(samples, stacked, rows, 0, 0)
-    assert mixes_rows(samples, paired, rows, 0, 0)
+    assert mixes_rows(samples, ranked, [rows], 0, 0) and not mixes_rows(samples, stacked, [rows], 0, 0)
+    assert mixes_rows(samples, paired, [rows], 0, 0)
+    rarely = lambda samples: (ranked if max(samples) > 3 else stacked)(samples)  # noqa: E731
+    assert not mixes_rows(samples, rarely, [[0, 1]], 0, 0) and mixes_rows(samples, rarely, [[0, 1], [2, 3]], 0, 0)
     batch = global_batch(samples, ranked, rows)
     (part,) = LocalBatches(samples, ranked, [((2, 4), (0, 1))], together=True).load(rows)
     assert torch.equal(part, batch[2:])

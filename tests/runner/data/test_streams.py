@@ -39,6 +39,7 @@ def test_a_stream_that_is_counted_has_epochs():
     assert len(counted) == 5
     counted.set_epoch(3)
     assert float(counted[4][0]) == values(4, epoch=3)[0]
+    assert len(stream(rows=5).counted(most=3)) == 3
     short = stream(rows=5).counted(6)
     with pytest.raises(ConfigError, match="ends after 5 samples of epoch 1, of which it had 6"):
         short[5]

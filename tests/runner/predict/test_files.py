@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from runner.build.outputs import by_row, row_names
 from runner.data.lines import Lines
 from runner.errors import ConfigError
-from runner.predict.files import Predictions, by_row
+from runner.predict.files import Predictions
 
 
 @dataclass
@@ -20,13 +21,27 @@ class Answer:
 
 def test_what_counts_rows_is_found_wherever_it_is():
     output = {"loss": torch.tensor(1.0), "heads": (torch.zeros(3, 2), Answer(torch.ones(()), torch.ones(3)))}
-    assert list(by_row(output, 3)) == ["heads.0", "heads.1.scores"]
-    assert list(by_row(torch.zeros(3), 3)) == ["output"]
+    assert list(by_row(output, 3, row_names(output, 3))) == ["heads.0", "heads.1.scores"]
+    assert row_names(torch.zeros(3), 3) == {"output"}
 
 
 def test_nothing_to_write_is_refused():
+    output = {"loss": torch.tensor(1.0), "cache": torch.zeros(5, 3)}
     with pytest.raises(ConfigError, match="nothing that has a value for each row"):
-        by_row({"loss": torch.tensor(1.0), "cache": torch.zeros(5, 3)}, 3)
+        by_row(output, 3, row_names(output, 3))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "safetensors"])
+def test_a_tensor_without_values_for_the_rows_of_a_later_batch_is_refused(tmp_path, form):
+    state = torch.zeros(2, 5)  # of two layers
+    with pytest.raises(ConfigError, match="for a batch of 1 rows the model returns"):
+        with Predictions(tmp_path, form, 3) as file:
+            file.add([0, 1], (torch.zeros(2), state))
+            file.add([2], (torch.zeros(1), state))
+    with Predictions(tmp_path, form, 3, ["0"]) as file:
+        file.add([0, 1], (torch.zeros(2), state))
+        file.add([2], (torch.zeros(1), state))
+    assert [path.name for path in tmp_path.iterdir()] == [f"predictions.{form}"]
 
 
 def test_safetensors_holds_batches_of_several_tensors(tmp_path):
@@ -70,7 +85,10 @@ def test_lines_are_samples(tmp_path):
         "ids": ([1, 2], torch.int64),
         "weight": (1, torch.int64),
     }
-    assert second.tolist() == [0.5, 1.0] and third.tolist() == 3
+    assert second.tolist() == [0.5, 1.0] and second.dtype == torch.float64 and third.tolist() == 3
+    path.write_text("\n \n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl has no lines with a sample"):
+        Lines(str(path))
 
 
 @pytest.mark.parametrize("line", ['{"ids": [1, [2]]}', '{"ids": "a"}', "{ids: 1}", "null"])
