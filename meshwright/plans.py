@@ -40,7 +40,7 @@ from runner.report.page import plan_page
 from runner.report.plan_files import plan_content
 from runner.report.plan_form import check_shown
 from runner.run_folder.plan_file import read_content
-from strategies.capture import ON_SLICES, Captured, LossFunction, Objective, duplicate
+from strategies.capture import ON_SLICES, Captured, LossFunction, Objective, check_decided, duplicate
 from strategies.capture.shapes import pretend
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
@@ -173,6 +173,8 @@ class Plan:
         if isinstance(module, ShardedModule):
             raise ConfigError("MW464", "plan.apply: this module is a rank's already; give the unsharded one.")
         check_signature(planned.signature, module, "plan.apply")
+        own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+        check_decided(planned.captured.decided, own, "plan.apply: the module")
         _warn_of_settings(planned.settings, module)
         self._sharded = ShardedModule(planned, module, device_mesh)
         return self._sharded

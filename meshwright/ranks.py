@@ -30,7 +30,7 @@ from runner.launch.orders import RankContext
 from runner.planning import lowering
 from runner.training.agreement import agree, different, gather
 from runner.training.execution import Execution, gather_axes, sharded
-from strategies.capture import Objective
+from strategies.capture import Objective, check_decided
 from strategies.core.graph import Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -102,7 +102,7 @@ class ShardedModule(nn.Module):
         assert prepared.plan is not None and prepared.graph is not None
         rank, self.device = _rank_of(prepared.plan.mesh, device_mesh, prepared.device)
         super().__init__()
-        self.prepared, self._given_mesh = prepared, device_mesh
+        self.prepared, self._given_mesh, self._decided = prepared, device_mesh, planned.captured.decided
         objective = planned.step_of(module)
         tensors = {**planned.captured.tensors, **_by_name(objective)}
         if prepared.plan.mesh.size > 1:
@@ -576,6 +576,8 @@ class ShardedModule(nn.Module):
                     f"load_state_dict: {key} is {there} in the module of this rank and {here} in the state dict; give "
                     "that of the planned module.",
                 )
+        loaded = {name: global_tensor(given[name]) for name in self._decided if name in given}
+        check_decided(self._decided, loaded, "load_state_dict: the state dict")
 
     def _load(self, name: str, value: Tensor) -> Tensor:
         """This rank's slice of what a state dict has for the tensor `name`, which torch copies. What an optimizer

@@ -62,7 +62,7 @@ from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
 from runner.planning.sources import for_target, planned, request_of
 from runner.planning.vocabulary import check_vocabulary
-from strategies.capture import Objective, capture, run_once
+from strategies.capture import Objective, capture, check_decided, check_kept, run_once
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
@@ -82,6 +82,7 @@ from strategies.runtime import initial_weights as weights
 from strategies.runtime.tensor_files import StoredTensor
 
 WEIGHTS = "initial.pt"
+LOADED = "model.weights, or the checkpoint that is resumed,"
 TRAINING = ("train", "verify")
 """Jobs that take steps."""
 UNWEIGHED = (
@@ -92,13 +93,14 @@ UNWEIGHED = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation graph of one batch size, its plan, how the model's output is made of the graph's results, and its
-    stages in a pipeline."""
+    """The evaluation graph of one batch size, its plan, how the model's output is made of the graph's results, its
+    stages in a pipeline, and the values by which its forward has decided."""
 
     graph: OperatorGraph
     plan: Plan
     structure: Structure
     stages: tuple[Stage, ...] = ()
+    decided: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,9 @@ def prepare(
         captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
         check_vocabulary(graph, training)
-        initial = InitialTensors(captured.tensors, {**stored, **resumed})
+        files = {**stored, **resumed}
+        initial = InitialTensors(captured.tensors, files)
+        check_decided(captured.decided, InitialTensors(captured.decided, files), LOADED)
         if several or (evaluating is not None and not config.parallel.elastic):
             prepared = replace(prepared, counted=counted(graph, initial))
         on_host(graph, config.parallel.place)
@@ -340,6 +344,9 @@ def prepare(
             own = step.weighed(count) if count else step
             prepared = replace(prepared, short=_short(config, own, batch_tensors, graph, plan, stages, order, say))
         evaluations, evaluation_tensors = _evaluations(config, step, graph, plan, stages, trials)
+        for evaluation in evaluations.values():
+            check_decided(evaluation.decided, InitialTensors(evaluation.decided, files), LOADED)
+            check_kept(captured.decided, evaluation.graph)
         values = evaluation_tensors | dict(captured.tensors)
         prepared = replace(prepared, evaluations=evaluations)
     if config.job.name == "predict" and evaluating is not None and trials:
@@ -721,7 +728,7 @@ def _evaluations(
         seen = capture(model, [*entries.values()], training=False, like=trained)
         own = follow(plan, seen.graph)
         own_stages = lowering.evaluation_stages(config, stages, seen.graph, own)
-        evaluations[size] = Evaluation(seen.graph, own, structure, own_stages)
+        evaluations[size] = Evaluation(seen.graph, own, structure, own_stages, seen.decided)
         tensors |= seen.tensors
     return evaluations, tensors
 

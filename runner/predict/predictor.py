@@ -23,6 +23,7 @@ from runner.predict.files import Predictions
 from runner.training.agreement import agree
 from runner.training.evaluate import Evaluator
 from runner.training.execution import Execution, execution, gather_axes
+from strategies.capture import check_decided
 from strategies.core.graph import Source
 from strategies.runtime.shards import Shard, of_slice
 
@@ -98,6 +99,9 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
         checkpoint = open_checkpoint(config.predict.checkpoint, config.predict.average)
         if not prepared.stages:
             check(checkpoint, running.program.sources)
+        for decided in (one.decided for one in prepared.evaluations.values()):
+            stored = {name: checkpoint.read(f"model/{name}") for name in decided if name in checkpoint.names}
+            check_decided(decided, stored, f"{KEY} = {config.predict.checkpoint!r}")
         fill(checkpoint, running)
         step = checkpoint.step
     again = partial(prediction_data, config, len(rows))

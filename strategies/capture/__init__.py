@@ -8,7 +8,19 @@ does not run on slices; `autograd_functions` makes operators of custom backwards
 cannot hold; `nodes` has helpers for fx nodes that they share; `shapes` builds models without storage.
 """
 
+from strategies.capture.constant_buffers import check_decided, check_kept
 from strategies.capture.duplicate import duplicate
 from strategies.capture.model import ON_SLICES, Captured, LossFunction, Objective, capture, loss_in, run_once
 
-__all__ = ["ON_SLICES", "Captured", "LossFunction", "Objective", "capture", "duplicate", "loss_in", "run_once"]
+__all__ = [
+    "ON_SLICES",
+    "Captured",
+    "LossFunction",
+    "Objective",
+    "capture",
+    "check_decided",
+    "check_kept",
+    "duplicate",
+    "loss_in",
+    "run_once",
+]

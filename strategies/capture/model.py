@@ -11,7 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,10 +67,12 @@ ONE_AT_A_TIME = threading.RLock()
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, and the model's own tensors by name (not copied): parameters, buffers and baked constants."""
+    """A graph, and the model's own tensors by name (not copied): parameters, buffers and baked constants. The graph
+    holds for the values `decided` of buffers and frozen parameters, by names as in a state dict."""
 
     graph: OperatorGraph
     tensors: dict[str, Tensor]
+    decided: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class UnseenMeans(StrategyError):
@@ -221,8 +223,31 @@ def capture(
 def _capture(objective: Objective, batch: Sequence[Tensor], training: bool, like: OperatorGraph | None) -> Captured:
     _check_calls(objective)
     check_scripted(objective)
-    opaque, drawing, constant = OpaqueModules(objective), DrawingFunctions(objective), ConstantBuffers(objective)
-    branches, conversions = Branches(objective), Conversions()
+    written = frozenset() if like is None else {like.by_id[buffer].name for buffer, _ in like.updates}
+    constant = ConstantBuffers(objective, written)
+    while True:
+        opaque, drawing = OpaqueModules(objective), DrawingFunctions(objective)
+        branches, conversions = Branches(objective), Conversions()
+        try:
+            return _chosen(objective, batch, training, like, opaque, drawing, constant, branches, conversions)
+        except StrategyError as error:
+            decides = isinstance(error.__cause__, UNKNOWN) or opaque.chosen or branches.chosen
+            if not decides or not constant.widen():
+                raise
+
+
+def _chosen(
+    objective: Objective,
+    batch: Sequence[Tensor],
+    training: bool,
+    like: OperatorGraph | None,
+    opaque: OpaqueModules,
+    drawing: DrawingFunctions,
+    constant: ConstantBuffers,
+    branches: Branches,
+    conversions: Conversions,
+) -> Captured:
+    """The captured objective, where what decides by values is chosen to be an operator, or a branch."""
     while True:
         try:
             if (
@@ -340,7 +365,7 @@ def _captured(
         raise
     except Exception as error:  # as above, on the example batch
         raise StrategyError("MW901", _capture_failure(error)) from error
-    return Captured(graph, tensors)
+    return Captured(graph, tensors, constant.decided)
 
 
 def _running(error: BaseException) -> list[nn.Module]:

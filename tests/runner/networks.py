@@ -634,6 +634,21 @@ class Reading(nn.Module):
         return self.layer(x) * self.scales[0]
 
 
+class Deep(nn.Module):
+    """As many layers as a parameter says that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES)
+        self.depth = nn.Parameter(torch.tensor(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(int(self.depth)):
+            h = self.layer(h).tanh()
+        return h
+
+
 class Shift:
     """A transform of samples."""
 

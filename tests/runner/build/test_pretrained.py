@@ -4,6 +4,7 @@ weights; names that do not match are reported before any rank starts."""
 import re
 from pathlib import Path
 
+import made_checkpoints as made
 import networks
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.nn import functional
 
 from runner.build import pretrained
 from runner.config.schema import Model
-from runner.errors import ConfigError
+from runner.errors import ConfigError, RunFailed
+from strategies.core.errors import StrategyError
 from strategies.runtime.tensor_files import TensorReader
 
 
@@ -196,3 +198,23 @@ def test_the_command_refuses(command, tmp_path, words, message):
     done = command(*target, "parallel=data_parallel", *words, "hydra.run.dir=out")
     assert done.code == 2 and len(done.paragraphs) == 1 and message in done.err
     assert not (tmp_path / "out" / "ranks" / "1.log").exists()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("verb", ["train", "predict"])
+def test_weights_by_which_forward_decides_otherwise_are_refused(start, tmp_path, verb):
+    model = networks.Deep()
+    words = (*SMALL, *MODES["data_parallel"], "model.target=networks.Deep", "train.steps=1")
+    for depth in (2, 3):
+        model.depth.fill_(depth)
+        given = [f"model.weights={tmp_path / 'weights.pt'}"]
+        if verb == "predict":
+            tensors = {f"model/{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+            given = [f"predict.checkpoint={made.checkpoint(tmp_path / f'made-{depth}', tensors)}"]
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        if depth == 2:
+            start(*words, *given, verb=verb, folder="same")
+            continue
+        with pytest.raises((StrategyError, RunFailed)) as refused:
+            start(*words, *given, verb=verb)
+        assert refused.value.code == "MW909" and "depth" in str(refused.value)

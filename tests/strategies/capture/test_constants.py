@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.capture import Captured, Objective, capture
+from strategies.capture import Captured, Objective, capture, check_decided, check_kept
 from strategies.core.errors import StrategyError
 from tests.strategies.simulated_model import TOLERANCE, Model
 
@@ -189,9 +189,9 @@ def test_buffers_that_change_decide_in_every_step(body: Callable[[Any, Tensor], 
     assert {"tanh", "exp", "where"} <= {operator.op for operator in captured(Strided(body)).graph.operators}
 
 
-def test_decisions_by_buffers_that_a_checkpoint_may_change_are_refused() -> None:
-    with pytest.raises(StrategyError, match=r"persistent=False"):
-        captured(Strided(sized_by_buffers, saved=True))
+def test_a_graph_says_by_which_buffers_it_has_decided() -> None:
+    graphs = [captured(Strided(sized_by_buffers, saved=saved)) for saved in (False, True)]
+    assert graphs[0].decided.keys() == graphs[1].decided.keys() == {"stride", "rows"}
 
 
 def caught_check(_: Net, h: Tensor) -> Tensor:
@@ -294,3 +294,74 @@ class Converted(nn.Module):
 
 def test_a_conversion_that_changes_nothing() -> None:
     assert [operator.op for operator in captured(Converted()).graph.operators] == ["linear", "sum"]
+
+
+class Codebook(nn.Module):
+    """Vectors that the first batch begins where no saved flag says that they have begun, and as many layers as a number
+    says that is not trained."""
+
+    def __init__(self, *, begun: bool) -> None:
+        super().__init__()
+        self.dense, self.depth = nn.Linear(4, 4), nn.Parameter(torch.tensor(2), requires_grad=False)
+        self.register_buffer("begun", torch.tensor([begun]))
+        self.register_buffer("vectors", torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dense(x)
+        if not self.begun:
+            self.vectors.copy_(h[torch.randperm(len(h))[:6]].detach())
+            self.begun.fill_(True)
+        for _ in range(int(self.depth)):
+            h = h.tanh()
+        nearest = self.vectors[(h[:, None] - self.vectors).square().sum(-1).argmin(-1)]
+        return (h - nearest).square().mean()
+
+
+def test_a_saved_flag_that_no_forward_writes_decides(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Codebook(begun=True), None, (torch.randn(8, 4),))
+    assert model.worst(draw, 3) < TOLERANCE
+    found = captured(Codebook(begun=True))
+    assert [operator.op for operator in found.graph.operators].count("tanh") == 2
+    assert {name: value.tolist() for name, value in found.decided.items()} == {"begun": [True], "depth": 2}
+    check_decided(found.decided, {"begun": torch.tensor([True])}, "this")
+    with pytest.raises(StrategyError, match=r"this has other values of depth") as error:
+        check_decided(found.decided, {"depth": torch.tensor(3)}, "this")
+    assert error.value.code == "MW909"
+
+
+def test_a_saved_flag_that_a_forward_writes_does_not() -> None:
+    with pytest.raises(StrategyError, match="takes a branch"):
+        captured(Codebook(begun=False))
+
+
+class Begins(nn.Module):
+    """Notes in training, or in evaluation, that it has begun, and decides by that in the other one."""
+
+    def __init__(self, *, training: bool, saved: bool) -> None:
+        super().__init__()
+        self.dense, self.notes = nn.Linear(4, 4), training
+        self.register_buffer("begun", torch.tensor(False), persistent=saved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dense(x)
+        if self.training is self.notes:
+            self.begun.fill_(True)
+            return h.square().mean()
+        return (h.exp() if self.begun else h.tanh()).square().mean()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_the_other_mode_writes_does_not_decide(saved: bool) -> None:
+    """Evaluation has both sides then; training, which comes first, is refused once its evaluation is known."""
+    objective = Objective(Begins(training=True, saved=saved), None, ("x",), ())
+    trained = captured(objective.model)
+    found = capture(objective, (torch.randn(8, 4),), training=False, like=trained.graph)
+    assert {"tanh", "exp"} <= {operator.op for operator in found.graph.operators} and not found.decided
+    objective = Objective(Begins(training=False, saved=saved), None, ("x",), ())
+    trained = captured(objective.model)
+    found = capture(objective, (torch.randn(8, 4),), training=False, like=trained.graph)
+    if trained.decided:
+        with pytest.raises(StrategyError, match="writes it in evaluation"):
+            check_kept(trained.decided, found.graph)
+    assert bool(trained.decided) is not saved
