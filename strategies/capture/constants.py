@@ -44,8 +44,12 @@ SIZED_BY_VALUES = frozenset(
 )
 """Functions whose results have as many elements as values say; and indexing with a mask."""
 COUNTING = frozenset("arange linspace zeros ones empty full eye".split())
-RESIZING = frozenset("repeat tile expand view reshape split narrow interpolate pad unflatten roll multinomial".split())
-"""Functions that take sizes, RESIZING ones behind a tensor, and ask tensors that are given as such for their values."""
+RESIZING = frozenset(
+    "repeat tile expand view reshape split narrow interpolate pad unflatten roll multinomial permute transpose swapaxes "
+    "swapdims movedim moveaxis flip select unsqueeze".split()
+)
+"""Functions that take sizes or dims, RESIZING ones behind a tensor, and ask tensors that are given as such for their
+values."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 2**24
 """Elements of a tensor that is computed for an answer."""

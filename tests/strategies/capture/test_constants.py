@@ -91,6 +91,8 @@ def packed(_: Net, h: Tensor) -> Tensor:
     ends = torch.unique_consecutive(rows).tolist()
     frames, height, _ = sizes[1]
     weights = weights + place[:height].repeat(frames * 2)
+    order = torch.cat((torch.tensor([1, 0]), torch.arange(2, h.ndim)))
+    h = h.permute(*order).contiguous().transpose(order[0], order[1])
     return h.tanh() * weights[:, None] + h[chosen[chosen > 2][: ends[0]]].sum()
 
 
