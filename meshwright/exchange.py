@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan as OperatorPlans
 from strategies.planner import module_styles
 from strategies.planner.declared_layouts import Declared, declared_plan
+
+_log = logging.getLogger("meshwright")
 
 AXIS = "tp"
 
@@ -175,8 +178,14 @@ def from_dtensor(
             )
     stored = {name: _layout(one, along[name]) for name, one in tensors.items()}
     found = {name: _without(layout, rows) for name, layout in stored.items()}
-    if any({*rows} & {*layout.axes} for layout in stored.values()):
+    if used := {*rows} & {axis for layout in stored.values() for axis in layout.axes}:
         options = {"zero": 3} | options
+        if used != {*rows}:
+            _log.warning(
+                "meshwright.from_dtensor: parameters are sliced over %s of the axes %s (hybrid sharding), and read as "
+                "ZeRO 3, which slices them over all of these: a rank needs more memory than this plan says.",
+                *(", ".join(axis for axis in rows if axis in used), ", ".join(rows)),
+            )
     grid = Mesh(tuple(axes.items()))
     slicing = grid.sorted(rows)
 
@@ -362,8 +371,8 @@ def compare(plan: Plan, other: Plan | None = None) -> Excess:
 
 def best(plan: Plan) -> Plan:
     """The best plan of the step of another plan, on as many ranks in any mesh, with the same stage of ZeRO and the same
-    recomputation; searched exactly, with a certificate. Where that of sliced batches takes longer than the other plan,
-    every rank may have the complete batch."""
+    recomputation; searched exactly, with a certificate, for batches that are sliced over all ranks, and for complete
+    ones on each."""
     require_plan(plan, "meshwright.best")
     own = plan.planned("best")
     content = own.prepared.config.model_dump(mode="json")
@@ -375,5 +384,4 @@ def best(plan: Plan) -> Plan:
         config = validated({**content, "parallel": parallel}, Origins())
         return planned(config, own.objective.model, own.prepared.names, own.batch, own.loss)
 
-    found = searched("data_parallel")
-    return found if found.cost <= plan.cost else min(found, searched("full_batch"), key=lambda one: one.cost)
+    return min(map(searched, ("data_parallel", "full_batch")), key=lambda one: one.cost)

@@ -45,8 +45,8 @@ SIZED_BY_VALUES = frozenset(
 """Functions whose results have as many elements as values say; and indexing with a mask."""
 COUNTING = frozenset("arange linspace zeros ones empty full eye".split())
 RESIZING = frozenset(
-    "repeat tile expand view reshape split narrow interpolate pad unflatten roll multinomial permute transpose swapaxes "
-    "swapdims movedim moveaxis flip select unsqueeze".split()
+    "repeat tile expand view reshape split narrow interpolate pad unflatten roll multinomial permute transpose "
+    "swapaxes swapdims movedim moveaxis flip select unsqueeze".split()
 )
 """Functions that take sizes or dims, RESIZING ones behind a tensor, and ask tensors that are given as such for their
 values."""

@@ -32,6 +32,8 @@ TRIES = 60
 STEP_BACK = 1.02
 """How much longer than the best a schedule may be on the way to a better one."""
 ROUNDING = 1e-9
+SLIGHT = 1e-3
+"""How much slower than the fastest a schedule may be that stores less, as long as no given one is faster."""
 Orders = list[list[int]]
 """Passes of every group by number, see `ScheduleProblem.number`."""
 
@@ -147,28 +149,33 @@ class ScheduleProblem:
 def synthesise(
     problem: ScheduleProblem, starts: Sequence[Schedule] = (), evaluations: int = EVALUATIONS
 ) -> Schedule | None:
-    """The fastest schedule that is found; None where the memory is too little for a single micro-batch.
+    """The fastest schedule that is found, and of those that are slower by less than `SLIGHT` the one that stores least;
+    None where the memory is too little for a single micro-batch.
 
     Args:
         problem: The problem to schedule.
         starts: Other schedules of the same stages, none of which is faster if it keeps the memory.
         evaluations: Of local search.
     """
-    candidates = [_numbers(problem, start) for start in starts]
-    candidates += [order for rules in RULES if (order := _listed(problem, *rules)) is not None]
-    valued: list[tuple[float, int, Orders]] = []
-    for orders in candidates:
+    candidates = [(_numbers(problem, start), True) for start in starts]
+    candidates += [(order, False) for rules in RULES if (order := _listed(problem, *rules)) is not None]
+    valued: list[tuple[float, Orders]] = []
+    slowest = math.inf
+    for orders, given in candidates:
         if all(problem.fits(order, group) for group, order in enumerate(orders)):
             ends = end_times(problem, orders, problem.seconds)
             if ends is not None:
-                valued.append((max(ends), len(valued), orders))
+                valued.append((max(ends), orders))
+                slowest = min(slowest, max(ends)) if given else slowest
     if not valued:
         return None
-    valued.sort()
-    seconds, _, best = valued[0]
+    seconds, best = min(valued, key=lambda one: one[0])
     if seconds > problem.lower_bound * (1 + ROUNDING):
         best = _improved(problem, best, evaluations)
-    return _schedule(problem, best)
+        seconds = max(end_times(problem, best, problem.seconds) or [seconds])
+        valued.append((seconds, best))
+    near = [orders for taken, orders in valued if taken <= min(seconds * (1 + SLIGHT), slowest)]
+    return _schedule(problem, min(near or [best], key=lambda orders: max(map(problem.peak, orders))))
 
 
 def _numbers(problem: ScheduleProblem, schedule: Schedule) -> Orders:

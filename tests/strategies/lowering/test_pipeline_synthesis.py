@@ -132,6 +132,14 @@ def test_more_memory_leaves_nothing_to_wait_for() -> None:
     assert makespan(made, even) == problem.lower_bound == 3 * 12 + 3
 
 
+def test_of_equally_fast_schedules_the_one_that_stores_least() -> None:
+    times = [StageTimes(number, number, number) for number in (1.0, 6.0, 4.0)]
+    problem = ScheduleProblem(times, range(3), 6, [1.0] * 3, [8.0] * 3)
+    made = synthesise(problem, [make_schedule("1f1b", 3, 6)])
+    assert made is not None and makespan(made, times) == 109.0
+    assert max(peak_activations(actions, [1.0] * 3) for actions in made) == 4.0  # that with the most took 6
+
+
 def optimum(problem: ScheduleProblem) -> float:
     """By trying every order of two groups with a stage each."""
     orders = []
