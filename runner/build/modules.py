@@ -105,7 +105,7 @@ def build_model(config: Config, say: Callable[[str], None] = _silent) -> nn.Modu
     if own:
         kinds = " and ".join(sorted({str(kind).removeprefix("torch.") for _, kind in own}))
         names = pretrained.listed([name for name, _ in own])
-        say(f"model: {names}: {kinds} in the model, {config.train.precision} here, as train.precision says.")
+        say(f"model: {names} cast from {kinds} to {config.train.precision} (train.precision).")
     return in_precision(model, dtype)
 
 

@@ -328,7 +328,7 @@ class LocalBatches:
                 raise ConfigError(
                     "MW312",
                     f"data: a batch of the rows {', '.join(map(str, rows))} has {name!r} of {part.dtype}, the batches "
-                    "before it integers; all rows need one dtype.",
+                    "of other rows integers; all rows need one dtype.",
                 )
         return parts
 

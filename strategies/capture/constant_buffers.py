@@ -4,7 +4,7 @@ is not, and the capture begins anew.
 
 Where a capture fails without them, saved buffers and parameters that are not trained count, too, such as a flag that
 tells whether a codebook has its first values. The graph then says by which it has decided, and holds for their values
-alone: `check_decided` is to see what is loaded.
+alone, so `check_decided` compares them with what is loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ConstantBuffers:
                 yield name, one
 
     def widen(self) -> bool:
-        """Count saved ones, too, from now on; whether there are any, which did not count before."""
+        """Count saved ones, too, from now on. Returns whether that adds any, so the second time False."""
         known, self._values = self._values, dict(self._constant())
         first, self._wide = not self._wide, True
         return first and self._values.keys() != known.keys()
@@ -74,8 +74,8 @@ class ConstantBuffers:
     def _begin(self, *_: Any) -> None:
         self._nodes.clear()
         for name, one in chain(*(getattr(self._root, f"named_{kind}")(remove_duplicate=False) for kind in KINDS)):
-            proxy, _literals = traced(one)
-            if name in self._values and proxy is not None:
+            proxy = traced(one)[0] if name in self._values else None
+            if proxy is not None:
                 proxy.node.meta[VALUES] = self._values[name]
                 self._nodes[name] = proxy.node
 

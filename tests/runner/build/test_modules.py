@@ -93,14 +93,14 @@ class Mixed(torch.nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("precision", "named"), [("fp32", "scale, mask: float16 and float64"), ("fp64", "mask: float16")]
+    ("precision", "named"), [("fp32", "scale, mask cast from float16 and float64"), ("fp64", "mask cast from float16")]
 )
 def test_tensors_that_a_model_makes_in_another_dtype_are_named(precision, named):
     said = []
     words = ("+recipe=quickstart", f"model.target={__name__}.Mixed", "model.args={}", f"train.precision={precision}")
     model = build_model(compose_config(*words), said.append)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {DTYPES[precision]}
-    assert said == [f"model: {named} in the model, {precision} here, as train.precision says."]
+    assert said == [f"model: {named} to {precision} (train.precision)."]
 
 
 LARGE = "model.args={vocabulary: 128256, length: 64, width: 8192, layers: 2, heads: 64, kv_heads: 8, hidden: 28672}"
