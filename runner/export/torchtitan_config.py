@@ -133,7 +133,9 @@ class Roles:
     def of(plan: Plan) -> Roles:
         tp = {axis for layout in plan.tensors.values() for axis in layout.axes}
         dp = {axis for axes in plan.batch_axes for axis in axes} - tp
-        cp = {*plan.mesh.names} - tp - dp
+        slicing = {axis for one in plan.operators.values() for axes in one.assignment.values() for axis in axes}
+        cp = slicing - tp - dp
+        tp |= {*plan.mesh.names} - dp - cp  # what slices nothing would slice sequences in torchtitan's trainer as cp
         return Roles({role: plan.mesh.sorted(axes) for role, axes in zip(ROLES, (dp, cp, tp), strict=True)}, plan.mesh)
 
     def by_role(self, layout: Layout) -> Layout:

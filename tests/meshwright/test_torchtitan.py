@@ -137,6 +137,13 @@ def test_sequence_parallelism_is_declared_by_dims(tmp_path: Path, torchtitan: No
     assert borders(configs["layers.*.feed_forward.down_proj"])[2:] == [(0, "R", "P"), (0, "R", 1)]
 
 
+def test_an_axis_that_slices_nothing_slices_no_sequences(tmp_path: Path, torchtitan: None) -> None:
+    replicated = {"layers.*.attention.q_proj": None}
+    plan = meshwright.from_tp_plan(replicated, gpt(torch.float32), tokens(), loss=next_token, mesh={"dp": 2, "tp": 2})
+    dims = imported(plan.export("torchtitan", tmp_path / "configs.py")).PARALLEL_DIMS
+    assert (dims["dp_replicate"], dims["cp"], dims["tp"]) == (2, 1, 2)
+
+
 def test_a_dim_over_two_axes_has_a_partition_spec(tmp_path: Path, torchtitan: None) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     batch = torch.randn(8, 8), torch.randn(8, 4)
