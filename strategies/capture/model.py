@@ -231,8 +231,8 @@ def _capture(objective: Objective, batch: Sequence[Tensor], training: bool, like
         try:
             return _chosen(objective, batch, training, like, opaque, drawing, constant, branches, conversions)
         except StrategyError as error:
-            decides = isinstance(error.__cause__, UNKNOWN) or opaque.chosen or branches.chosen
-            if not decides or not constant.widen():
+            unknown = isinstance(error.__cause__, UNKNOWN) or error.code == "MW902"
+            if not (unknown or opaque.chosen or branches.chosen) or not constant.widen():
                 raise
 
 

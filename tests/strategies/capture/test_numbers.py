@@ -109,13 +109,17 @@ def rounded() -> Callable[[Tensor], int]:
     return lambda value: int(value)
 
 
+def number(x: Tensor) -> int:
+    return x.sum().long().item()  # type: ignore[return-value]
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "shape": (lambda net, x: net.dense(x) + torch.zeros(net.steps.item(), 8).sum(), "values of a tensor"),
-    "slice": (lambda net, x: net.dense(x)[: net.steps.item()].sort().values, "whose shape depends on values"),
+    "shape": (lambda net, x: net.dense(x) + torch.zeros(number(x), 8).sum(), "values of a tensor"),
+    "slice": (lambda net, x: net.dense(x)[: number(x)].sort().values, "whose shape depends on values"),
     "mask": (lambda net, x: net.dense(x)[x > 0].sort().values, "whose shape depends on values"),
-    "branch": (lambda net, x: net.dense(x) if net.steps.item() > 2 else x, "branch or a shape from the values"),
+    "branch": (lambda net, x: net.dense(x) if number(x) > 2 else x, "branch or a shape from the values"),
     "made elsewhere": (lambda net, x: net.dense(x) * rounded()(x.sum()), "branch or a shape from the values"),
-    "loop": (lambda net, x: sum((net.dense(x) for _ in range(net.steps.item())), x), "branch or a shape from the"),
+    "loop": (lambda net, x: sum((net.dense(x) for _ in range(number(x))), x), "branch or a shape from the"),
 }
 
 
