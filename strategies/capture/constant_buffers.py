@@ -3,7 +3,7 @@ forward writes. They are known to what answers questions about values (`constant
 is not, and the capture begins anew.
 
 Where a capture fails without them, saved buffers and parameters that are not trained count, too, such as a flag that
-tells whether a codebook has its first values. The graph then says by which it has decided, and holds for their values
+says whether a codebook is initialised. The graph then says by which it has decided, and holds for their values
 alone, so `check_decided` compares them with what is loaded.
 """
 

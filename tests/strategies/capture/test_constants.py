@@ -299,20 +299,20 @@ def test_a_conversion_that_changes_nothing() -> None:
 
 
 class Codebook(nn.Module):
-    """Vectors that the first batch begins where no saved flag says that they have begun, and as many layers as a number
-    says that is not trained."""
+    """Vectors that the first batch initialises unless a saved flag says that they are ready, and as many layers as a
+    frozen parameter says."""
 
-    def __init__(self, *, begun: bool) -> None:
+    def __init__(self, *, ready: bool) -> None:
         super().__init__()
         self.dense, self.depth = nn.Linear(4, 4), nn.Parameter(torch.tensor(2), requires_grad=False)
-        self.register_buffer("begun", torch.tensor([begun]))
+        self.register_buffer("ready", torch.tensor([ready]))
         self.register_buffer("vectors", torch.randn(6, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.dense(x)
-        if not self.begun:
+        if not self.ready:
             self.vectors.copy_(h[torch.randperm(len(h))[:6]].detach())
-            self.begun.fill_(True)
+            self.ready.fill_(True)
         for _ in range(int(self.depth)):
             h = h.tanh() + torch.zeros(int(self.depth), 4).sum()
         nearest = self.vectors[(h[:, None] - self.vectors).square().sum(-1).argmin(-1)]
@@ -321,12 +321,12 @@ class Codebook(nn.Module):
 
 def test_a_saved_flag_that_no_forward_writes_decides(draw: Any) -> None:
     torch.manual_seed(0)
-    model = Model(Codebook(begun=True), None, (torch.randn(8, 4),))
+    model = Model(Codebook(ready=True), None, (torch.randn(8, 4),))
     assert model.worst(draw, 3) < TOLERANCE
-    found = captured(Codebook(begun=True))
+    found = captured(Codebook(ready=True))
     assert [operator.op for operator in found.graph.operators].count("tanh") == 2
-    assert {name: value.tolist() for name, value in found.decided.items()} == {"begun": [True], "depth": 2}
-    check_decided(found.decided, {"begun": torch.tensor([True])}, "this")
+    assert {name: value.tolist() for name, value in found.decided.items()} == {"ready": [True], "depth": 2}
+    check_decided(found.decided, {"ready": torch.tensor([True])}, "this")
     with pytest.raises(StrategyError, match=r"this has other values of depth") as error:
         check_decided(found.decided, {"depth": torch.tensor(3)}, "this")
     assert error.value.code == "MW909"
@@ -334,33 +334,33 @@ def test_a_saved_flag_that_no_forward_writes_decides(draw: Any) -> None:
 
 def test_a_saved_flag_that_a_forward_writes_does_not() -> None:
     with pytest.raises(StrategyError, match="takes a branch"):
-        captured(Codebook(begun=False))
+        captured(Codebook(ready=False))
 
 
-class Begins(nn.Module):
-    """Notes in training, or in evaluation, that it has begun, and decides by that in the other one."""
+class Noting(nn.Module):
+    """Notes in training, or in evaluation, that it is ready, and decides by that in the other mode."""
 
     def __init__(self, *, training: bool, saved: bool) -> None:
         super().__init__()
         self.dense, self.notes = nn.Linear(4, 4), training
-        self.register_buffer("begun", torch.tensor(False), persistent=saved)
+        self.register_buffer("ready", torch.tensor(False), persistent=saved)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.dense(x)
         if self.training is self.notes:
-            self.begun.fill_(True)
+            self.ready.fill_(True)
             return h.square().mean()
-        return (h.exp() if self.begun else h.tanh()).square().mean()
+        return (h.exp() if self.ready else h.tanh()).square().mean()
 
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_what_the_other_mode_writes_does_not_decide(saved: bool) -> None:
     """Evaluation has both sides then; training, which comes first, is refused once its evaluation is known."""
-    objective = Objective(Begins(training=True, saved=saved), None, ("x",), ())
+    objective = Objective(Noting(training=True, saved=saved), None, ("x",), ())
     trained = captured(objective.model)
     found = capture(objective, (torch.randn(8, 4),), training=False, like=trained.graph)
     assert {"tanh", "exp"} <= {operator.op for operator in found.graph.operators} and not found.decided
-    objective = Objective(Begins(training=False, saved=saved), None, ("x",), ())
+    objective = Objective(Noting(training=False, saved=saved), None, ("x",), ())
     trained = captured(objective.model)
     found = capture(objective, (torch.randn(8, 4),), training=False, like=trained.graph)
     if trained.decided:
