@@ -290,6 +290,8 @@ RULES: tuple[Rule, ...] = (
     Rule("train.precision", any_of("fp16"), "parallel.server.consistency", none_of("sync"),
          "a step that overflows is skipped, which takes a step of all workers",
          "choose consistency=sync, or train.precision=bf16"),
+    Rule("job.name", any_of("verify"), "parallel.server.consistency", none_of("sync"),
+         "workers apply gradients of older weights, which one process does not", "choose consistency=sync to verify"),
     Rule("parallel.server.staleness", GIVEN, "parallel.server.consistency", none_of("bounded"),
          "only bounded workers have a bound", "choose consistency=bounded, or staleness=null"),
     Rule("parallel.server.staleness", UNSET, "parallel.server.consistency", any_of("bounded"),
