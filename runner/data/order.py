@@ -95,7 +95,7 @@ class Order:
 
 
 def spread(count: int, most: int = 8) -> list[int]:
-    """At most so many of the numbers 1, ..., count - 1, at equal distances."""
+    """At most `most` of the numbers 1, ..., count - 1, at equal distances."""
     return sorted({round(number * (count - 1) / most) for number in range(1, most + 1)} - {0})
 
 

@@ -160,13 +160,13 @@ def synthesise(
     candidates = [(_numbers(problem, start), True) for start in starts]
     candidates += [(order, False) for rules in RULES if (order := _listed(problem, *rules)) is not None]
     valued: list[tuple[float, Orders]] = []
-    slowest = math.inf
+    fastest_given = math.inf
     for orders, given in candidates:
         if all(problem.fits(order, group) for group, order in enumerate(orders)):
             ends = end_times(problem, orders, problem.seconds)
             if ends is not None:
                 valued.append((max(ends), orders))
-                slowest = min(slowest, max(ends)) if given else slowest
+                fastest_given = min(fastest_given, max(ends)) if given else fastest_given
     if not valued:
         return None
     seconds, best = min(valued, key=lambda one: one[0])
@@ -174,7 +174,7 @@ def synthesise(
         best = _improved(problem, best, evaluations)
         seconds = max(end_times(problem, best, problem.seconds) or [seconds])
         valued.append((seconds, best))
-    near = [orders for taken, orders in valued if taken <= min(seconds * (1 + SLIGHT), slowest)]
+    near = [orders for taken, orders in valued if taken <= min(seconds * (1 + SLIGHT), fastest_given)]
     return _schedule(problem, min(near or [best], key=lambda orders: max(map(problem.peak, orders))))
 
 
