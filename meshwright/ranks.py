@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from meshwright import optimizer_state
+from meshwright.evaluations import Evaluations, positional
 from runner.build.optimizers import parameter_groups
 from runner.build.targets import describe
 from runner.config.schema import Optimizer, ParameterGroup
@@ -91,7 +92,7 @@ class ShardedModule(nn.Module):
     was global: a short last batch may have the shape of one. All ranks call it together. After
     `backward` the gradient of a parameter that several ranks hold is still a sum over them: `ShardedOptimizer.step`
     adds it up, and `ShardedOptimizer.gradients` returns complete ones. Backward alone writes gradients: a norm, or a
-    change of their values, would be that of one rank's slices.
+    change of their values, would be that of one rank's slices. In evaluation mode it is `Evaluations.run`.
 
     `state_dict` has the names of the user's module, and DTensors on the memory of the slices; `load_state_dict` takes
     DTensors of any layout and unsharded tensors. Both are collective.
@@ -125,6 +126,7 @@ class ShardedModule(nn.Module):
         self._came: set[str] = set()
         self._complete: set[str] = set()
         self._sources = execution.program.tensors
+        self._evaluations = Evaluations(planned, execution, self.device, self.weight, self.zero == 3)
         self._always = frozenset(execution.program.trainable_names) - execution.program.optional_names
         self._planned = frozenset(dir(module)) - frozenset(dir(self))
         self._names = _register(self, objective, execution.tensors)
@@ -200,13 +202,11 @@ class ShardedModule(nn.Module):
             self.begin()
 
     @_not_traced
-    def forward(self, *entries: Tensor, **named: Tensor) -> Tensor:
+    def forward(self, *entries: Tensor, **named: Tensor) -> Any:
         if not self.training:
-            raise ConfigError(
-                "MW464",
-                "The module of a rank computes the loss of training and was captured in training mode; call train(), "
-                "and evaluate the unsharded module (its weights are in state_dict()).",
-            )
+            if self.zero:
+                self.check_weights()
+            return self._evaluations.run(positional(self.prepared.names, entries, named))
         if self._updates is None and self.zero:
             raise ConfigError(
                 "MW464",
@@ -576,8 +576,9 @@ class ShardedModule(nn.Module):
                     f"load_state_dict: {key} is {there} in the module of this rank and {here} in the state dict; give "
                     "that of the planned module.",
                 )
-        loaded = {name: global_tensor(given[name]) for name in self._decided if name in given}
-        check_decided(self._decided, loaded, "load_state_dict: the state dict")
+        decided = {**self._decided, **self._evaluations.decided}
+        loaded = {name: global_tensor(given[name]) for name in decided if name in given}
+        check_decided(decided, loaded, "load_state_dict: the state dict")
 
     def _load(self, name: str, value: Tensor) -> Tensor:
         """This rank's slice of what a state dict has for the tensor `name`, which torch copies. What an optimizer

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from runner.build import targets
 from runner.build.divisors import Divisors, EvaluatedMeans, Total, total
 from runner.config.schema import MetricForm
 from runner.errors import ConfigError
-from strategies.capture import Objective, loss_in
+from strategies.capture import Objective, loss_in, plain_outputs
 from strategies.capture.mean_weights import WeighedMean
 
 
@@ -35,7 +35,7 @@ class Structure:
 
     @staticmethod
     def of(output: Any) -> Structure:
-        leaves, spec = _pytree.tree_flatten(_plain(output))
+        leaves, spec = _pytree.tree_flatten(plain_outputs(output))
         return Structure(spec, tuple(... if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
@@ -316,7 +316,7 @@ def try_evaluation(
     try:
         with torch.no_grad(), torch.random.fork_rng(()):
             output = Objective(step.model, None, kept, (), step.autocast)(*(batch[name] for name in kept))
-            if step.loss is not None and output is not _plain(output):
+            if step.loss is not None and type(output) is not type(plain_outputs(output)):
                 raise ConfigError(
                     "MW322",
                     f"evaluate: the model returns a {type(output).__name__}, which cannot be handed to the loss in "
@@ -339,14 +339,6 @@ def try_evaluation(
             for buffer, before in buffers:
                 buffer.copy_(before)
     return Structure.of(output), output
-
-
-def _plain(output: Any) -> Any:
-    """The output as a captured model returns it: a dataclass that torch does not know becomes a dict."""
-    if is_dataclass(output) and not isinstance(output, type) and type(output) not in _pytree.SUPPORTED_NODES:
-        pairs = ((field.name, getattr(output, field.name)) for field in fields(output))
-        return {name: value for name, value in pairs if value is not None}
-    return output
 
 
 def _number(value: Any, what: str) -> float:

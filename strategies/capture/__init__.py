@@ -10,7 +10,16 @@ cannot hold; `nodes` has helpers for fx nodes that they share; `shapes` builds m
 
 from strategies.capture.constant_buffers import check_decided, check_kept
 from strategies.capture.duplicate import duplicate
-from strategies.capture.model import ON_SLICES, Captured, LossFunction, Objective, capture, loss_in, run_once
+from strategies.capture.model import (
+    ON_SLICES,
+    Captured,
+    LossFunction,
+    Objective,
+    capture,
+    loss_in,
+    plain_outputs,
+    run_once,
+)
 
 __all__ = [
     "ON_SLICES",
@@ -22,5 +31,6 @@ __all__ = [
     "check_kept",
     "duplicate",
     "loss_in",
+    "plain_outputs",
     "run_once",
 ]

@@ -290,7 +290,7 @@ def _captured(
     objective.train(training)
     if training:
         check_hooks(objective)
-    hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
+    hook = objective.register_forward_hook(_checked_loss if training else lambda _, __, output: plain_outputs(output))
     repeated, assigned = RepeatedModules(objective), AssignedBuffers(objective)
     changing = ChangingAttributes(objective)
     try:
@@ -436,11 +436,19 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
     return loss
 
 
-def _plain_outputs(_: nn.Module, __: Any, output: Any) -> Any:
-    """What an evaluation returns, as torch.export takes it: a dataclass that it does not know becomes a dict."""
+def plain_outputs(output: Any) -> Any:
+    """What an evaluation returns, as torch.export takes it: a dataclass that it does not know becomes a dict, and a
+    cache of keys and values, which transformers' models return by default, None."""
     if is_dataclass(output) and not isinstance(output, type) and type(output) not in _pytree.SUPPORTED_NODES:
-        return {field.name: value for field in fields(output) if (value := getattr(output, field.name)) is not None}
+        output = {field.name: value for field in fields(output) if (value := getattr(output, field.name)) is not None}
+    leaves, structure = _pytree.tree_flatten(output, _is_cache)
+    if any(map(_is_cache, leaves)):
+        output = _pytree.tree_unflatten([None if _is_cache(leaf) else leaf for leaf in leaves], structure)
     return output
+
+
+def _is_cache(value: object) -> bool:
+    return any(f"{one.__module__}.{one.__name__}" == "transformers.cache_utils.Cache" for one in type(value).__mro__)
 
 
 def _described(output: object) -> str:

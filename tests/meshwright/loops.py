@@ -440,3 +440,65 @@ def written_by_others(rank: Any, _: None) -> dict[str, str]:
     said("dropped", 2, dropped)
     said("replaced", 3, replaced)
     return codes
+
+
+class Classifier(nn.Module):
+    """Points -> logits and features, other ones in evaluation than in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        features = functional.dropout(self.norm(self.first(x)).relu(), 0.5, self.training)
+        return {"logits": self.last(features), "more": (features, "text")}
+
+
+class Scaled(nn.Module):
+    """A loss with a weight that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, output: dict[str, Any], target: Tensor) -> Tensor:
+        return functional.cross_entropy(output["logits"] * self.scale, target)
+
+
+def evaluated(rank: Any, given: tuple[int, str]) -> tuple[float, list[str], bool]:
+    """The largest relative difference of a loss or an output in evaluation mode from one device, for batches of three
+    numbers of rows between steps of training; the codes of refused batches; and whether training goes on."""
+    stage, engine = given
+    dtype = torch.float64 if engine == "native" or not stage else torch.float32
+    torch.manual_seed(0)
+    module, loss = Classifier().to(dtype), Scaled().to(dtype)
+    x, y = torch.randn(8, 8, dtype=dtype), torch.randint(4, (8,))
+    zero = {"stage": stage, "engine": engine} if stage else 0
+    plan = meshwright.plan(module, (x, y), loss=loss, mesh={"dp": 2, "tp": 2}, zero=zero, plan_cache=None)
+    sharded = plan.apply(module)
+    optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
+    eager, eager_loss, worst = copy.deepcopy(module).eval(), copy.deepcopy(loss).eval(), 0.0
+    for _ in range(3):
+        sharded.train()
+        sharded(x, y).backward()
+        sharded.eval()  # which changes no gradient
+        state = {name: _all(value) for name, value in sharded.state_dict().items()}
+        eager_loss.load_state_dict({"scale": state.pop("loss.scale")})
+        eager.load_state_dict(state)
+        for rows in (8, 5, 1):
+            with torch.no_grad():
+                expected = eager(x[:rows])
+                found, found_loss = sharded(x[:rows]), sharded(x[:rows], y[:rows])
+            worst = max(worst, _relative(found["logits"], expected["logits"]))
+            worst = max(worst, _relative(found["more"][0], expected["more"][0]))
+            worst = max(worst, _relative(found_loss, eager_loss(expected, y[:rows])))
+            assert found["more"][1] == "text" and not found_loss.requires_grad
+        optimizer.step()
+    codes = []
+    for batch in ((x[rank.rank :][:1],), (), (x, y, y), ("x",)):
+        try:
+            sharded(*batch)
+        except meshwright.CodedError as error:
+            codes.append(error.code)
+    before = float(sharded.train()(x, y))
+    return worst, codes, before > 0 and not torch.equal(_all(sharded.state_dict()["first.weight"]), module.first.weight)

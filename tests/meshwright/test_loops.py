@@ -96,6 +96,15 @@ def test_tools_of_torch_take_module_and_optimizer(on_ranks: Callable[..., Any], 
     assert shared == 0 and found
 
 
+@pytest.mark.parametrize(
+    ("stage", "engine"),
+    [(0, "native"), (3, "native"), *(pytest.param(one, "deepspeed", marks=pytest.mark.slow) for one in (1, 3))],
+)
+def test_evaluation_mode_is_that_of_one_device(on_ranks: Callable[..., Any], stage: int, engine: str) -> None:
+    worst, codes, trained = on_ranks("evaluated", (stage, engine))
+    assert worst < (1e-5 if engine == "deepspeed" else 1e-12) and codes == ["MW463"] * 4 and trained
+
+
 def test_a_short_batch_is_not_taken_for_a_slice(on_ranks: Callable[..., Any]) -> None:
     assert on_ranks("short_batches", None, 2) == "MW463"
 

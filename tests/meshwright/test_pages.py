@@ -83,16 +83,16 @@ def test_the_loop_trains_as_one_device(tmp_path: Path) -> None:
         words, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
+    losses = [float(value) for value in re.findall(r"(?:loss|evaluated) ([\d.]+)", done.stdout)]
     names: dict[str, object] = {"__name__": "one_device"}
     exec(compile(code, "loop.py", "exec"), names)
     expected = on_one_device(names)
-    assert len(losses) == len(expected) == len({*losses}) == 4
+    assert len(losses) == len(expected) == len({*losses}) == 5
     assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def on_one_device(names: dict[str, object]) -> list[float]:
-    """The losses of the same loop in plain torch."""
+    """The losses of the same loop in plain torch, that of the evaluation last."""
     loss_of, batch_of, gpt = (names[name] for name in ("loss_of", "batch_of", "GPT"))
     torch.manual_seed(0)
     module = gpt(vocabulary=64, length=16, width=32, layers=2, heads=4).double()  # type: ignore[operator]
@@ -108,4 +108,5 @@ def on_one_device(names: dict[str, object]) -> list[float]:
         optimizer.zero_grad()
         scheduler.step()
         losses.append(loss.item())
-    return losses
+    tokens, targets = batch_of(4)  # type: ignore[operator]
+    return [*losses, loss_of(module.eval()(tokens), targets).item()]  # type: ignore[operator]

@@ -525,13 +525,33 @@ def test_one_rank_needs_no_process_group() -> None:
     refused("MW464", lambda: sharded(x, y).backward())
     optimizer.step()
     assert not torch.equal(sharded.state_dict()["0.weight"], module[0].weight)
-    refused("MW464", lambda: sharded.eval()(x, y))
+    state = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
+    evaluated = module.eval()
+    evaluated.load_state_dict(state)
+    assert torch.equal(sharded.eval()(x, y), nn.MSELoss()(evaluated(x), y)) and torch.equal(sharded(x), evaluated(x))
     sharded.train()
     refused("MW463", lambda: sharded(x))
     refused("MW463", lambda: sharded(x[:3], y))
     assert "float32" in refused("MW463", lambda: sharded(x.float(), y))
     refused("MW464", lambda: plan.optimizer(torch.optim.SGD))
     refused("MW464", lambda: plan.apply(sharded))
+
+
+def test_evaluation_takes_other_batches_than_training() -> None:
+    """A model of transformers with a cache, which is its default, with and without labels and with fewer tokens."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 8, "bos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=0)).double()
+    ids = torch.randint(32, (4, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    sharded = meshwright.plan(model, batch, mesh=1, plan_cache=None).apply(model).eval()
+    model.eval()
+    assert torch.equal(sharded(**batch).loss, model(**batch).loss)
+    found = sharded(ids[:3, :5])
+    assert torch.equal(found.logits, model(ids[:3, :5]).logits) and found.past_key_values is None
+    assert "labels" in refused("MW463", lambda: sharded(ids, input_ids=ids))
+    assert "the entries" in refused("MW463", lambda: sharded(mask=ids))
+    assert "lacks all entries" in refused("MW463", sharded)
 
 
 @pytest.mark.parametrize(
