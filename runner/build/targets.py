@@ -35,7 +35,9 @@ EXTRAS = {"datasets": "data", "peft": "lora", "torchmetrics": "metrics", "transf
 OWN = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("meshwright", "runner", "strategies"))
 """Folders whose lines do not help a user."""
 HYDRA_TARGET = "_target_"
-HYDRA_KEYS = (HYDRA_TARGET, "_args_", "_partial_")
+HYDRA_KEYS = (HYDRA_TARGET, "_args_", "_partial_", "_recursive_", "_convert_")
+CONVERSIONS = ("none", "partial", "object", "all")
+"""Values of `_convert_`, which change nothing: lists and mappings are Python's own."""
 Completion = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -123,7 +125,8 @@ def nested(value: Any, what: str, complete: Completion | None = None) -> Any:
 
     An object is a mapping {target: package.module.Name, args: {...}}, whose args may be left out, or, as
     `hydra.utils.instantiate` has it, {_target_: package.module.Name, NAME: VALUE, ...}, with `_args_` for positional
-    arguments and `_partial_: true` for the function itself with these arguments. All other values are plain data.
+    arguments, `_partial_: true` for the function itself with these arguments, and `_recursive_: false` for arguments
+    that are data in any case. All other values are plain data.
 
     Args:
         what: The full config key of the value; errors start with it. Raises ConfigError as `build`.
@@ -143,7 +146,15 @@ def nested(value: Any, what: str, complete: Completion | None = None) -> Any:
         )
     if key == HYDRA_TARGET or (set(value) <= {"target", "args"} and isinstance(args, Mapping) and _is_dotted(name)):
         function = resolve(str(name), f"{what}.{key}")
-        positional = nested(value.get("_args_", []), f"{what}._args_", complete)
+        if (conversion := value.get("_convert_", "none")) not in CONVERSIONS:
+            raise ConfigError(
+                "MW303", f"{what}._convert_ = {conversion!r} is none of {', '.join(CONVERSIONS)}; leave it out."
+            )
+        positional = value.get("_args_", [])
+        if value.get("_recursive_", True):
+            positional = nested(positional, f"{what}._args_", complete)
+        else:
+            function, args = functools.partial(function, **args), {}
         function = functools.partial(complete(function) if complete else function, *positional)
         if value.get("_partial_"):
             return functools.partial(function, **nested(args, what, complete))

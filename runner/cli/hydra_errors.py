@@ -22,6 +22,10 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, Recursi
 QUOTING = "a value that holds a comma or begins with a bracket needs quotes inside quotes: 'key=\"a,b\"'"
 
 OWN = {
+    **{
+        group: f" With --config-dir DIR, one of your own is the file DIR/{group}/NAME.yaml."
+        for group in ("parallel", "launch")
+    },
     "cluster": " One of your own is named by its file: cluster.file=PATH.",
     "recipe": " One of your own is found in the folder recipes: recipes/NAME.yaml is +recipe=NAME.",
 }

@@ -72,7 +72,9 @@ def _read(
         if operator.lines:
             why = f"no rule that fits this call (declared: {'; '.join(operator.lines)})"
         raise StrategyError(
-            "MW405", f"{where}: operator {operator.op} has {why}, so it runs replicated; drop the strategy."
+            "MW405",
+            f"{where}: operator {operator.op} has {why}, so it runs replicated; drop the strategy, or give it "
+            "a rule (`@sharding_rule`).",
         )
     product_order = operator.op == "linear" and address == f"{operator.module}.matmul"
     factors: dict[str, Slicing] = {}

@@ -57,11 +57,18 @@ def test_objects_are_made_wherever_they_stand():
             ],
             "partial": {"_target_": "networks.Shift", "_partial_": True, "by": 2.0},
             "positional": {"_target_": "networks.Shift", "_args_": [3.0]},
+            "data": {
+                "_target_": "builtins.dict",
+                "_recursive_": False,
+                "_convert_": "all",
+                "a": {"_target_": "networks.Shift"},
+            },
         },
         "data.args",
     )
     assert made["plain"] == {"target": "label", "args": 3, "b": [1, (2, {"target": 5})]}
     assert [one.by for one in made["inner"]] == [1.0, 0.0]
+    assert made["data"] == {"a": {"_target_": "networks.Shift"}}
     assert made["partial"]().by == 2.0 and made["positional"].by == 3.0
 
 
@@ -72,6 +79,7 @@ def test_objects_are_made_wherever_they_stand():
         ({"a": {"_target_": "nowhere.Shift"}}, ("data.args.a._target_ = 'nowhere.Shift'", "no module 'nowhere'")),
         ({"a": {"target": "networks.Shift", "args": {"bye": 1}}}, ("data.args.a.args: networks.Shift", "'bye'", "by")),
         ({"a": {"target": "networks.Points", "args": {"rows": -1}}}, ("data.args.a: networks.Points cannot be made",)),
+        ({"a": {"_target_": "networks.Shift", "_convert_": "some"}}, ("data.args.a._convert_ = 'some'", "all")),
     ],
 )
 def test_a_wrong_object_is_refused_with_its_key(value, parts):
