@@ -7,6 +7,7 @@ The ranks and the simulator carry out the same steps; the search counts the same
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -174,6 +175,8 @@ def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
 def _busiest_in_exchange(step: Step, mesh: Mesh) -> int:
     before, after, shape = step.before, step.after, step.shape
     if isinstance(before, WindowLayout) or isinstance(after, WindowLayout):
+        if mesh.share is None:
+            return _busiest_between_windows(step, mesh)
         return max(step.elements(mesh, rank) for rank in mesh.group(0, step.axes))
     if any(
         size % mesh.product(dim) for layout in (before, after) for size, dim in zip(shape, layout.dims, strict=True)
@@ -181,6 +184,40 @@ def _busiest_in_exchange(step: Step, mesh: Mesh) -> int:
         return exchange_elements(mesh.axes, before.dims, after.dims, shape, step.axes)
     sent, total = exchange_share(mesh.axes, before.dims, after.dims)
     return sent * math.prod(shape) // total
+
+
+def _busiest_between_windows(step: Step, mesh: Mesh) -> int:
+    """As `sends` has it: what every rank of the group has of what every other one wants, for all pairs at once."""
+    coordinates, senders = _coordinates(step.axes, mesh.sizes), step.before.axes
+    ranks = mesh.product(step.axes)
+    sent: Integers = np.ones((ranks, ranks), dtype=np.int64)
+    for dim, size in enumerate(step.shape):
+        starts, stops = _spans(step.before, dim, size, mesh, coordinates)
+        begin, end = _spans(step.after, dim, size, mesh, coordinates)
+        sent = sent * _overlap(starts[:, None], stops[:, None], begin, end)
+    np.fill_diagonal(sent, 0)
+    for axis in () if isinstance(step.before, WindowLayout) else step.axes:
+        if axis not in senders:  # a rank is served by the replica at its own position
+            at = np.broadcast_to(coordinates[axis], [mesh.sizes[axis] for axis in step.axes]).ravel()
+            sent = sent * (at[:, None] == at)
+    return int(sent.sum(1).max())
+
+
+def _spans(
+    layout: Layout, dim: int, size: int, mesh: Mesh, coordinates: dict[str, Integers]
+) -> tuple[Integers, Integers]:
+    """Where the slice of every rank of a group starts and stops in a dim; one entry where it is the same for all."""
+    axes = layout.dims[dim]
+    index = _slice_index(axes, mesh.sizes, coordinates)
+    if any(axis in coordinates for axis in axes):
+        index = np.broadcast_to(index, [mesh.sizes[axis] for axis in coordinates])
+    index = index.ravel()
+    if isinstance(layout, WindowLayout) and layout.windows[dim]:
+        spans = np.array(layout.windows[dim], dtype=np.int64)[index]
+        return spans[:, 0], spans[:, 1]
+    length = -(-size // mesh.product(axes))
+    starts = np.minimum(index * length, size)
+    return starts, np.minimum(starts + length, size)
 
 
 def common_prefix(x: Axes, y: Axes) -> int:
@@ -228,9 +265,7 @@ def exchange_elements(
     slice with all of theirs is a product over dims, each a sum over the positions that only this dim depends on.
     """
     sizes, rank = dict(mesh), len(axes)
-    coordinates: dict[str, Integers] = {}  # every rank's position along an axis, one array dim per axis of the group
-    for number, axis in enumerate(axes):
-        coordinates[axis] = np.arange(sizes[axis]).reshape([-1 if i == number else 1 for i in range(rank)])
+    coordinates = _coordinates(axes, sizes)
     senders = {axis for dim in before for axis in dim}
     elsewhere = math.prod(sizes[axis] for axis in axes if axis in senders and not any(axis in dim for dim in after))
     total: Integers = np.full((1,) * rank, elsewhere, dtype=np.int64)
@@ -254,7 +289,16 @@ def exchange_elements(
     return int((total - kept).max())
 
 
-def _slice_index(dim: Axes, sizes: dict[str, int], coordinates: dict[str, Integers]) -> Integers:
+def _coordinates(axes: Axes, sizes: Mapping[str, int]) -> dict[str, Integers]:
+    """The position of every rank of a group along each of its axes, one array dim per axis."""
+    rank = len(axes)
+    return {
+        axis: np.arange(sizes[axis]).reshape([-1 if i == number else 1 for i in range(rank)])
+        for number, axis in enumerate(axes)
+    }
+
+
+def _slice_index(dim: Axes, sizes: Mapping[str, int], coordinates: dict[str, Integers]) -> Integers:
     """Every rank's position among the slices that `dim` makes; axes without coordinates count as position 0."""
     rank = next(iter(coordinates.values())).ndim if coordinates else 0
     position: Integers = np.zeros((1,) * rank, dtype=np.int64)

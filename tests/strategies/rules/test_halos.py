@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -197,6 +198,32 @@ def test_bytes_of_halos():
         transfer = Transfer(halo.forward, mesh, rank)
         packed, _ = transfer.pack([torch.zeros(1, 2, 3, 5)])
         assert transfer.sent([], packed) == halo.forward[0].elements(mesh, rank)
+
+
+def test_the_busiest_rank_of_windows_is_found_without_their_blocks():
+    """Of any windows on either side, over axes of any order, some of which slice nothing before."""
+    draw = np.random.default_rng(0)
+
+    def layout(mesh, shape, sliding):
+        dims = [[] for _ in (*shape, 0)]
+        for axis in draw.permutation(mesh.names):
+            dims[draw.integers(len(dims))].append(str(axis))
+        dims = tuple(map(tuple, dims[:-1]))
+        windows = []
+        for axes, size in zip(dims, shape, strict=True):
+            count = mesh.product(axes)
+            starts = [max(0, i * size // count - int(draw.integers(3))) for i in range(count)]
+            stops = [min(size, (i + 1) * size // count + int(draw.integers(3))) for i in range(count)]
+            windows.append(tuple(zip(starts, stops, strict=True)) if count > 1 and draw.random() < 0.7 else ())
+        return WindowLayout(dims, windows=tuple(windows)) if sliding else Layout(dims)
+
+    for _ in range(150):
+        mesh = Mesh(tuple((f"a{i}", int(draw.integers(2, 4))) for i in range(draw.integers(1, 4))))
+        shape = tuple(int(draw.integers(2, 30)) for _ in range(draw.integers(1, 4)))
+        first, second = [(True, False), (False, True), (True, True)][draw.integers(3)]
+        before, after = layout(mesh, shape, first), layout(mesh, shape, second)
+        step = Step(EXCHANGE, mesh.names, 0, 0, before, after, shape)
+        assert step.busiest(mesh) == max(step.elements(mesh, rank) for rank in range(mesh.size)), step
 
 
 def test_gradients_of_overlapping_rows_are_added():
