@@ -1,11 +1,12 @@
 """A rank's program through torch.compile, without graph breaks at the collectives.
 
-To the compiler a redistribution is an opaque operator, `meshwright::call(tensors, number)`, whose result shapes are
-known; inside runs the same carrier as in eager mode. A random operator is one too: its code hashes the program's key
-and sets generators, which no compiler traces. The key, a new number at every step, and the ordinals, by which repeated
-layers differ, become tensors, because new numbers would be compiled anew. Invariant: a compiled program computes what
-the eager one does, and the ranks communicate in one order (`order` is its hash). Two equal redistributions of one value
-are merged by the compiler.
+To the compiler a redistribution is an opaque operator, `meshwright::communicate(tensors, number)`, whose result shapes
+are known; inside runs the same carrier as in eager mode. It is registered as effectful: none is left out or moved
+before another, although the graphs of ranks differ (the first rank of a running sum uses nothing of others). A random
+operator is opaque too, `meshwright::call`: its code hashes the program's key and sets generators, which no compiler
+traces. The key, a new number at every step, and the ordinals, by which repeated layers differ, become tensors, because
+new numbers would be compiled anew. Invariant: a compiled program computes what the eager one does, and the ranks
+communicate in one order (`order` is its hash).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from strategies.core.errors import StrategyError
 from strategies.core.mesh import Mesh
@@ -46,8 +48,8 @@ OPTIONAL = "optional"
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
-_library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("call(Tensor[] tensors, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
+CALL, COMMUNICATE = "call", "communicate"
+"""Opaque operators: one that the compiler may move, and one whose order it keeps."""
 
 _functions: list[tuple[Function, Function]] = []
 """The meaning of `number` in this process: the function, and one that returns results of the same shapes."""
@@ -63,18 +65,22 @@ def _call_shaped(tensors: list[Tensor], number: int) -> list[Tensor]:
     return _functions[number][1](tensors)
 
 
-_library.impl("call", _call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("meshwright::call", _call_shaped, lib=_library)
+_library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name in (CALL, COMMUNICATE):
+    _library.define(f"{_name}(Tensor[] tensors, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"meshwright::{_name}", _call_shaped, lib=_library)
+_register_effectful_op(torch.ops.meshwright.communicate.default, _EffectType.ORDERED)
 
 
-def opaque(function: Function, shaped: Function) -> Function:
+def opaque(function: Function, shaped: Function, name: str = CALL) -> Function:
     """`function` as an operator into which the compiler does not look; its results share no memory with one another or
     with its arguments. `shaped` returns results of the same shapes."""
     _functions.append((function, shaped))
-    number = len(_functions) - 1
+    number, operation = len(_functions) - 1, getattr(torch.ops.meshwright, name)
 
     def call(tensors: Sequence[Tensor]) -> list[Tensor]:
-        results: list[Tensor] = torch.ops.meshwright.call(list(tensors), number)
+        results: list[Tensor] = operation(list(tensors), number)
         return results
 
     return call
@@ -96,7 +102,7 @@ def opaque_carrier(carrier: Carrier, paths: Sequence[ReshardingPath], mesh: Mesh
     def shaped(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
-    return opaque(carry, shaped)
+    return opaque(carry, shaped, COMMUNICATE)
 
 
 def order() -> int:
@@ -216,7 +222,8 @@ def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, 
     utils.open = partial(open, encoding="utf-8")
     options: dict[str, str | int | bool | Callable[..., Any]] = {}
     if backend == "inductor":
-        options["reorder_for_locality"] = False  # it moves collectives
+        # passes that move effectful operators, too
+        options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
     if device == "cpu":
         from torch._inductor import config
 

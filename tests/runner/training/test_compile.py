@@ -17,6 +17,11 @@ def test_verified(start):
     assert ended.verdict["passed"] and ended.verdict["tolerance"] == 1e-5
 
 
+def test_ranks_whose_graphs_differ_communicate_in_one_order(start):
+    words = ("world_size=2", "model.target=networks.Counting", "verify.steps=2", "launch.timeout=20")
+    assert start(*SMALL, *MODES["data_parallel"], COMPILED, *words, verb="verify").verdict["passed"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
