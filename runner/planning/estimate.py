@@ -45,12 +45,13 @@ from strategies.cost.step import (
 )
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline import Stage, recompute_in
-from strategies.lowering.pipeline_schedule import Owners, Schedule, owners_of, peak_activations, stages_of
+from strategies.lowering.pipeline_schedule import Owners, Schedule, owners_of, peak_activations, split_stages, stages_of
 from strategies.lowering.pipeline_timeline import StageTimes
 from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_by_module, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
+from strategies.memory.trace import Traced
 from strategies.memory.zero import complete_bytes
 from strategies.optimizer.settings import BUCKET, MASTER, OptimizerSettings, own_sizes, persisting
 from strategies.optimizer.sharding import sharded_buckets, staying
@@ -272,21 +273,28 @@ class Estimate:
         costs = [part.cost.to_json() for part in self.parts]
         return stage_times(self.stages, costs, self.owners, self.settings.accumulate, self.cluster)
 
-    def activations(self, number: int) -> int:
-        """Bytes that a micro-batch stores in a stage for backward, by tracing its program."""
-        return memory(self.traces.of(self.parts[number].program, self.settings), self.settings).activations
+    def _traced(self, number: int, split: bool) -> Traced:
+        """The trace of a part, whose backward may be `split`."""
+        return self.traces.of(self.parts[number].program, replace(self.settings, split=split))
+
+    def stored_by(self, number: int) -> tuple[int, int]:
+        """Bytes that a micro-batch stores in a stage for backward, and between its two halves, by tracing its
+        program."""
+        traced = self._traced(number, split=number > 0)
+        return memory(traced, self.settings).activations, traced.between
 
     def memory(self, group: int) -> Memory:
         """The memory of a rank of a group, by tracing its programs; with parameter servers that of a worker."""
         if group not in self.traced:
             numbers = stages_of(group, self.owners)
-            traces = {number: self.traces.of(self.parts[number].program, self.settings) for number in numbers}
+            apart = frozenset() if self.schedule is None else split_stages(self.schedule[group])
+            traces = {number: self._traced(number, split=number in apart) for number in numbers}
             if self.servers is not None:
                 self.traced[group] = of_worker(memory(traces[0], self.settings), self.servers)
             elif self.schedule is None:
                 self.traced[group] = memory(traces[0], self.settings)
             else:
-                self.traced[group] = group_memory(traces, self.schedule[group], self.settings)
+                self.traced[group] = group_memory(traces, self.schedule, group, self.settings)
         return self.traced[group]
 
     @property

@@ -18,6 +18,8 @@ from strategies.lowering.pipeline_synthesis import ScheduleProblem, synthesise
 from strategies.lowering.pipeline_timeline import makespan
 
 WORTH = 0.01
+TRIES = 4
+"""Schedules that are made where those before need more memory than there is."""
 UPDATE = "update"
 """The phase of a step in which no activation is stored."""
 
@@ -52,7 +54,7 @@ def _made(config: Config, step: Estimate, most: Sequence[int]) -> tuple[float, E
     step under it; None where that is too little."""
     assert step.schedule is not None
     section, memories = config.parallel.pipeline, step.memories
-    sizes = [step.activations(number) for number in range(len(step.stages))]
+    sizes, between = zip(*(step.stored_by(number) for number in range(len(step.stages))), strict=True)
     named = []
     for kind in KINDS:
         try:
@@ -61,13 +63,25 @@ def _made(config: Config, step: Estimate, most: Sequence[int]) -> tuple[float, E
             continue  # other numbers of stages or micro-batches
         if owners_of(schedule) == step.owners:
             named.append(schedule)
+    room = [one.activations + size - now for one, size, now in zip(memories, most, _running(step), strict=True)]
     problem = ScheduleProblem(
         step.stage_times,
         step.owners,
         section.parts,
         sizes,
-        [one.activations + size - now for one, size, now in zip(memories, most, _running(step), strict=True)],
+        room,
         splits=not config.train.compile,
+        between=between,
     )
-    found = synthesise(problem, [step.schedule, *named])
-    return None if found is None else (makespan(found, problem.times), replace(step, schedule=found, traced={}))
+    for _ in range(TRIES):
+        found = synthesise(problem, [step.schedule, *named])
+        if found is None:
+            break
+        made = replace(step, schedule=found, traced={})
+        beyond = [max(now - size, 0) for now, size in zip(_running(made), most, strict=True)]
+        if not any(beyond):
+            return makespan(found, problem.times), made
+        # what a pass adds for the moment differs from that of the stand-in
+        problem = replace(problem, limits=[size - more for size, more in zip(problem.limits, beyond, strict=True)])
+    fits = all(now <= size for now, size in zip(_running(step), most, strict=True))
+    return (makespan(step.schedule, problem.times), step) if fits else None

@@ -13,8 +13,9 @@ way) and zbv (ZB-V of Qi et al., 2024) are those of torch.distributed.pipelining
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -246,12 +247,62 @@ def from_text(text: str) -> tuple[Action, ...]:
     return tuple(Action(computations[one[2]], int(one[3]), int(one[1])) for one in parts if one is not None)
 
 
-def peak_activations(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:
-    """The peak of the activations that a group stores: the number of passes, or the sum of their `size` by stage. They
-    are stored until the last half of backward."""
-    now = most = 0.0
+def split_stages(actions: Sequence[Action]) -> frozenset[int]:
+    """The stages of a group that run some backward in two halves."""
+    return frozenset(action.stage for action in actions if action.computation == INPUT)
+
+
+@cache
+def places_of(schedule: Schedule) -> Mapping[tuple[int, int, bool], int]:
+    """The place in its group's order of the pass of a stage and micro-batch that goes forward (True), or whose input
+    gradients are sent back (False)."""
+    return {
+        (action.stage, action.micro_batch, action.computation == FORWARD): place
+        for actions in schedule
+        for place, action in enumerate(actions)
+        if action.computation != WEIGHT
+    }
+
+
+def unreleased(schedule: Schedule, group: int, sizes: Sizes) -> Iterator[float]:
+    """For every action of a group what it has sent back and keeps, because it does not know yet that it was received:
+    every message tells that the passes before it have run. `sizes` are those of the gradients of a stage's inputs."""
+    places, owners = places_of(schedule), owners_of(schedule)
+    sent: list[tuple[int, int, float]] = []
+    for action in schedule[group]:
+        stage, number, ahead = action.stage, action.micro_batch, action.computation == FORWARD
+        source = stage + (-1 if ahead else 1)
+        if action.computation != WEIGHT and 0 <= source < len(owners):
+            passed = places[source, number, ahead]
+            sent = [one for one in sent if one[0] != owners[source] or one[1] > passed]
+        yield sum(size for _, _, size in sent)
+        if action.computation in (BACKWARD, INPUT) and stage and owners[stage - 1] != group:
+            sent.append((owners[stage - 1], places[stage - 1, number, False], sizes[stage]))
+
+
+Sizes = Sequence[float] | Mapping[int, float]
+"""By stage."""
+
+
+def held_before(actions: Sequence[Action], sizes: Sizes, between: Sizes) -> Iterator[tuple[Action, float, float]]:
+    """Every action of a group, what its own micro-batch stores in its stage before it, and what all others store.
+
+    Args:
+        sizes: what a micro-batch stores from forward to backward, or to the first half of it.
+        between: what it stores between the two halves.
+    """
+    held: dict[tuple[int, int], float] = {}
     for action in actions:
-        one = 1.0 if size is None else size[action.stage]
-        now += {FORWARD: one, INPUT: 0.0}.get(action.computation, -one)
-        most = max(most, now)
-    return most
+        at = action.stage, action.micro_batch
+        own = held.pop(at, 0.0)
+        yield action, own, sum(held.values())
+        if action.computation in (FORWARD, INPUT):
+            held[at] = (sizes if action.computation == FORWARD else between)[action.stage]
+
+
+def peak_activations(actions: Sequence[Action], sizes: Sizes | None = None, between: Sizes | None = None) -> float:
+    """The peak of the activations that a group stores: the number of passes, or the sum of their `sizes`. Between the
+    two halves of a backward that is split, a pass stores as much as before, or what `between` says."""
+    counted = dict.fromkeys((action.stage for action in actions), 1.0) if sizes is None else sizes
+    stored = held_before(actions, counted, counted if between is None else between)
+    return max((own + others for action, own, others in stored if action.computation != FORWARD), default=0.0)

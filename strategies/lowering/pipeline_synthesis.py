@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -46,9 +46,10 @@ class ScheduleProblem:
         times: By stage.
         groups: The group of ranks that runs a stage, by stage.
         micro_batches: Their number.
-        sizes: What a micro-batch stores in a stage from forward to its last gradient, by stage.
+        sizes: What a micro-batch stores in a stage from forward to backward, or to the first half of it, by stage.
         limits: How much of that a group may store at once, by group.
         splits: Whether a backward pass may be run in two halves.
+        between: What a micro-batch stores between the two halves, by stage; empty: as much as before.
     """
 
     times: Sequence[StageTimes]
@@ -57,6 +58,7 @@ class ScheduleProblem:
     sizes: Sequence[float]
     limits: Sequence[float]
     splits: bool = True
+    between: Sequence[float] = ()
 
     def number(self, stage: int, micro_batch: int, computation: int) -> int:
         return (stage * self.micro_batches + micro_batch) * 3 + computation
@@ -98,8 +100,8 @@ class ScheduleProblem:
     def stored(self) -> list[float]:
         """The bytes that every pass adds to the memory of its group."""
         found: list[float] = []
-        for size in self.sizes:
-            found += ((size, 0.0, -size) if self.splits else (size, -size, 0.0)) * self.micro_batches
+        for size, later in zip(self.sizes, self.between or self.sizes, strict=True):
+            found += ((size, later - size, -later) if self.splits else (size, -size, 0.0)) * self.micro_batches
         return found
 
     @cached_property
@@ -133,15 +135,17 @@ class ScheduleProblem:
             head += self.times[stage].forward
         return bound
 
-    def peak(self, order: Iterable[int]) -> float:
-        """What a group stores at most."""
+    def peak(self, order: Sequence[int]) -> float:
+        """What a group stores at most; halves of backward that follow one another may be one pass."""
         now = most = 0.0
-        for number in order:
-            now += self.stored[number]
-            most = max(most, now)
+        stored = self.stored
+        for number, following in zip(order, (*order[1:], -1), strict=True):
+            now += stored[number]
+            if now > most and (number % 3 != B or following != number + 1):
+                most = now
         return most
 
-    def fits(self, order: Iterable[int], group: int) -> bool:
+    def fits(self, order: Sequence[int], group: int) -> bool:
         """Whether the group has memory for that."""
         return self.peak(order) <= self.limits[group] * (1 + ROUNDING)
 
@@ -315,7 +319,8 @@ def _listed(
             continue
         computation, stage = chosen
         run(number(stage, done[stage][computation], computation), group, now)
-        if computation == B and problem.splits and not seconds[number(stage, 0, W)]:
+        alone = not seconds[number(stage, 0, W)] or used[group] > limits[group]  # between the halves there is no room
+        if computation == B and problem.splits and alone:
             run(number(stage, done[stage][W], W), group, free[group])
         expect(free[group], group)
         for near in (stage - 1, stage + 1):
@@ -415,19 +420,23 @@ def _blocks(problem: ScheduleProblem, orders: Orders, ends: Sequence[float]) -> 
 
 def _schedule(problem: ScheduleProblem, orders: Orders) -> Schedule:
     """Orders as a schedule, in which halves of backward that follow one another are one pass wherever that delays
-    nothing."""
+    nothing, or there is no memory for what is stored between them."""
     seconds = [*problem.seconds]
     ends = end_times(problem, orders, seconds)
     assert ends is not None
     most = max(ends) * (1 + ROUNDING)
-    for order in orders:
+    for group, order in enumerate(orders):
+        now = 0.0
         for one, following in pairwise(order):
+            now += problem.stored[one]
             if one % 3 == B and following == one + 1:
                 apart = seconds[one], seconds[following]
                 seconds[one], seconds[following] = sum(apart), 0.0
                 ends = end_times(problem, orders, seconds)
                 assert ends is not None
-                if max(ends) > most:
+                if now > problem.limits[group] * (1 + ROUNDING):
+                    most = max(most, max(ends) * (1 + ROUNDING))
+                elif max(ends) > most:
                     seconds[one], seconds[following] = apart
     return tuple(tuple(_actions(problem, order, seconds)) for order in orders)
 

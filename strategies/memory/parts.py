@@ -3,11 +3,11 @@ much."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.lowering.pipeline_schedule import Action, peak_activations
+from strategies.lowering.pipeline_schedule import FORWARD, Schedule, held_before, peak_activations, unreleased
 from strategies.memory.trace import Traced
 from strategies.optimizer.settings import OptimizerSettings
 
@@ -77,44 +77,49 @@ def memory(traced: Traced, settings: OptimizerSettings) -> Memory:
     )
 
 
-def group_memory(traces: Mapping[int, Traced], actions: Sequence[Action], settings: OptimizerSettings) -> Memory:
+def group_memory(traces: Mapping[int, Traced], schedule: Schedule, group: int, settings: OptimizerSettings) -> Memory:
     """The bytes of a rank that runs several stages of a pipeline.
 
-    A phase needs what stays of all its stages, the activations that the schedule keeps at most, the gradients of the
-    other stages, and what the one that runs adds for the moment. A parameter of two stages of one group counts in both.
+    A pass needs what stays of all its stages, their gradients, what other passes have stored before it, and what it
+    adds for the moment; of the first backward of a stage more than it takes, as if there were gradients before. A
+    parameter of two stages of one group counts in both.
 
     Args:
-        traces: At least those of its stages, by the stage's number.
-        actions: The group's schedule.
+        traces: At least those of its stages, by the stage's number; of `split_stages` with `settings.split`.
+        schedule: Of all groups.
+        group: Its number.
         settings: Of the optimizer step.
     """
+    actions = schedule[group]
     numbers = sorted({action.stage for action in actions})
-    stages = [memory(traces[number], settings) for number in numbers]
-    activations = int(
-        peak_activations(actions, {number: one.activations for number, one in zip(numbers, stages, strict=True)})
-    )
-    gradients = [traces[number].gradients for number in numbers]
-    persistent = sum(one.persistent for one in stages)
-
-    def peak(phase: str) -> int:
-        if phase == "update":
-            return persistent + sum(one.peaks[phase] - one.persistent for one in stages)
-        running = [
-            one.peaks[phase] - one.persistent - one.activations - own
-            for one, own in zip(stages, gradients, strict=True)
-        ]
-        return persistent + activations + sum(gradients) + max(running)
-
+    stages = {number: memory(traces[number], settings) for number in numbers}
+    persistent = sum(one.persistent for one in stages.values())
+    several = settings.accumulate > 1  # then a trace has the gradients of earlier micro-batches from its begin on
+    gradients: dict[int, int] = {}  # of stages that have gone backward
+    sizes = {number: one.activations for number, one in stages.items()}
+    between = {number: traces[number].between for number in numbers}
+    peaks = {phase: 0 for one in stages.values() for phase in one.peaks}
+    back = unreleased(schedule, group, {number: traces[number].returned for number in numbers})
+    for (action, _, others), sent in zip(held_before(actions, sizes, between), back, strict=True):
+        one, own = stages[action.stage], traces[action.stage].gradients
+        ahead = action.computation == FORWARD
+        phase = "forward" if ahead else "backward"
+        if not ahead:
+            gradients[action.stage] = own
+        running = one.peaks[phase] - one.persistent - own * (several or not ahead)
+        peaks[phase] = max(peaks[phase], persistent + sum(gradients.values()) + int(others + sent) + running)
+    peaks["update"] = persistent + sum(one.peaks["update"] - one.persistent for one in stages.values())
+    every = stages.values()
     return Memory(
-        sum(one.parameters for one in stages),
-        sum(one.gradients for one in stages),
-        sum(one.optimizer for one in stages),
-        activations,
-        sum(one.buffers for one in stages),
+        sum(one.parameters for one in every),
+        sum(one.gradients for one in every),
+        sum(one.optimizer for one in every),
+        int(peak_activations(actions, sizes, between)),
+        sum(one.buffers for one in every),
         persistent,
-        {phase: peak(phase) for phase in stages[0].peaks},
-        sum(one.host for one in stages),
-        sum(one.disk for one in stages),
+        peaks,
+        sum(one.host for one in every),
+        sum(one.disk for one in every),
     )
 
 

@@ -282,8 +282,8 @@ def trace_repeated(
 @dataclass(frozen=True)
 class Traces:
     """Results of `trace_repeated` by program, one for programs with the same signature. ZeRO's stage, overlap, what
-    stays complete and whether there are several micro-batches may differ from call to call; all other settings may
-    not."""
+    stays complete, whether there are several micro-batches and whether backward is split may differ from call to call;
+    all other settings may not."""
 
     done: dict[Hashable, Traced] = field(default_factory=dict)
     recorded: dict[Hashable, Recorded] = field(default_factory=dict)
@@ -310,7 +310,8 @@ class Traces:
 
 def _varying(settings: OptimizerSettings) -> Hashable:
     """What may differ between the settings of `Traces`."""
-    return settings.stage, settings.engine, settings.overlap, settings.complete, settings.accumulate > 1
+    several = settings.accumulate > 1
+    return settings.stage, settings.engine, settings.overlap, settings.complete, several, settings.split
 
 
 @dataclass(frozen=True)
@@ -381,6 +382,7 @@ def _grown(less: Traced, more: Traced, left: int) -> Traced:
         zero=sums(less.zero, more.zero),
         kept=grown(less.kept, more.kept),
         gradients=grown(less.gradients, more.gradients),
+        between=grown(less.between, more.between),
     )
 
 

@@ -45,6 +45,7 @@ from strategies.runtime.gathering import GatheredParameters, Gathering
 from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import build
 from strategies.runtime.slices import as_owned
+from strategies.runtime.split_backward import DeferredBackward, backward_to
 
 Result = TypeVar("Result")
 Events = Sequence[tuple[object, int]]
@@ -70,6 +71,8 @@ class Traced:
         offloaded: Of activations and operators placed on the host or a disk, the most there at one moment.
         host_in_update: On the host during an update, beside those that stay there.
         zero: Sent for weights and gradients of one micro-batch by the native engine, by collective.
+        between: As `kept`, between the two halves of a backward that is split.
+        returned: Of the gradients of inputs, which go back to the stage before.
     """
 
     activations: int
@@ -81,6 +84,8 @@ class Traced:
     offloaded: int
     host_in_update: int = 0
     zero: Mapping[str, int] = field(default_factory=dict)
+    between: int = 0
+    returned: int = 0
 
 
 def trace(program: Program, settings: OptimizerSettings) -> Traced:
@@ -312,6 +317,10 @@ class Trace:
         self.gathering: CountedGathering | None = None
         self.behind = 0
         """The number of the first event behind forward."""
+        self.before = self.between = self.returned = 0
+        """Bytes before forward, beside those between the halves of backward, and of the gradients of inputs."""
+        self.entering: list[Tensor] = []
+        """What comes from the stage before, where backward is split."""
 
     def run(self) -> Traced:
         """The step."""
@@ -351,6 +360,8 @@ class Trace:
             self.offloaded,
             0 if zero is None else zero.host_in_update(),
             dict(self.exchanging.sent),
+            self.between,
+            self.returned,
         )
 
     @cached_property
@@ -424,13 +435,15 @@ class Trace:
 
     def _forward(self) -> tuple[int, int]:
         """Bytes that autograd has saved, and that are alive beside those before."""
-        before = self.live.now
+        before = self.before = self.live.now
         inputs = [
             _zeros(self.program, source, self.settings.device).requires_grad_(source.trainable)
             for source in self.program.inputs
         ]
         with saved_tensors([*self.tensors.values(), *inputs]) as saved, self._phase("forward"):
             self.outputs = self.module(*inputs, *([0] if self.program.random else []))
+            self.returned = sum(one.nbytes for one in inputs if one.requires_grad)
+            self.entering = [one for one in inputs if one.requires_grad and self.settings.split]
             del inputs
         kept = self.live.now - before
         hooked = self.settings.stage == 3 or self.settings.offload.activations != "none"
@@ -440,17 +453,33 @@ class Trace:
         """Backward of the loss, or of all outputs of a pipeline stage."""
         outputs, self.outputs = self.outputs, None
         roots = [one for one in (outputs if isinstance(outputs, tuple) else (outputs,)) if one.requires_grad]
-        with self._phase("backward"):
+        later: DeferredBackward | None = None
+        if self.entering:
             del outputs
-            if isinstance(updates, BucketedUpdates | ShardedUpdates) and len(roots) == 1 and not roots[0].dim():
+            with self._phase("backward"):
+                trained = [self.parameters[name] for name in self.program.trainable_names]
+                later = backward_to(self.entering, trained, roots, [torch.zeros_like(one) for one in roots])
+                roots, self.entering = [], []
+                self._take(updates)
+            self.between = self.live.now - self.before
+        with self._phase("backward"):
+            outputs = None
+            if later is not None:
+                later()
+                self._take(updates)
+            elif isinstance(updates, BucketedUpdates | ShardedUpdates) and len(roots) == 1 and not roots[0].dim():
                 updates.backward(roots[0])
             else:
                 torch.autograd.backward(roots, [torch.zeros_like(one) for one in roots])
-                if isinstance(updates, BucketedUpdates):
-                    updates.collect()
-                elif isinstance(updates, ShardedUpdates):
-                    updates.finish()
+                self._take(updates)
             if isinstance(updates, ZeroBuffers):
                 updates.finish()
             for holder in self.gathered:  # backward does not pass the modules that the data enters first
                 holder.release()
+
+    def _take(self, updates: BucketedUpdates | ShardedUpdates | ZeroBuffers | None) -> None:
+        """Take the gradients of a backward that another than the optimizer has run."""
+        if isinstance(updates, BucketedUpdates):
+            updates.collect()
+        elif isinstance(updates, ShardedUpdates):
+            updates.finish()

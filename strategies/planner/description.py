@@ -15,7 +15,14 @@ from strategies.core.steps import ALL_REDUCE, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.pipeline import Stage
-from strategies.lowering.pipeline_schedule import Schedule, as_text, owners_of, peak_activations, stages_of
+from strategies.lowering.pipeline_schedule import (
+    Schedule,
+    as_text,
+    owners_of,
+    peak_activations,
+    split_stages,
+    stages_of,
+)
 from strategies.lowering.pipeline_timeline import StageTimes, bubble, makespan
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.repeated_blocks import Traces, trace_repeated
@@ -213,21 +220,24 @@ def describe_stages(
     owners, parts = owners_of(schedule), settings.accumulate
     micro_batches = 1 + max(action.micro_batch for action in schedule[0])
     traces_of = Traces()
-    traces = [traces_of.of(program, settings) for program in programs]
+    apart = {number for actions in schedule for number in split_stages(actions)}
+    traces = [
+        traces_of.of(program, replace(settings, split=number in apart)) for number, program in enumerate(programs)
+    ]
     devices = [cluster.of_group(group, plan.mesh.size) for group in owners]
     entries = [
         describe(stage.graph, stage.plan, program, settings=settings, cluster=own, traced=traced)
         for stage, program, traced, own in zip(stages, programs, traces, devices, strict=True)
     ]
     sent, memories, limits, names = [], [], [], []
-    for group, actions in enumerate(schedule):
+    for group in range(len(schedule)):
         own: Counter[str] = Counter()
         mine = stages_of(group, owners)
         for number in mine:
             own.update(entries[number]["communication"])
             own.update(_between(stages[number], stages, owners, parts, settings.stage))
         sent.append(dict(own))
-        memories.append(group_memory(dict(enumerate(traces)), actions, settings).to_json())
+        memories.append(group_memory(dict(enumerate(traces)), schedule, group, settings).to_json())
         limits.append(devices[mine[0]].memory)
         names.append(devices[mine[0]].name)
     costs = [one["cost"] for one in entries]

@@ -6,6 +6,7 @@ same bits; after `share_weights`, its value is the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -41,7 +42,8 @@ class Peers:
         self._groups = {groups: self._group(groups) for groups in sorted(set(self._holding(stages).values()))}
         self.copies = {name: len(groups) for name, groups in self._shared.items()}
         self.leads = frozenset(name for name, groups in self._shared.items() if groups[0] == self.number)
-        self._sending: list[tuple[Any, Tensor]] = []
+        self._sending: list[tuple[int, float, Any, Tensor]] = []
+        """The group, the number of its pass that takes the value, the call, and the value."""
 
     def _holding(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
         """The groups that have a parameter, where several have it; in the order of names, because stages are in another
@@ -70,13 +72,14 @@ class Peers:
             recorder.know(link, map(self._rank, groups), f"groups {groups[0]} and {groups[1]} of the pipeline")
         return link
 
-    def send(self, value: Tensor, target: int, ahead: bool) -> None:
-        """Start sending a value of a stage or, unless `ahead`, a gradient to the group `target`."""
+    def send(self, value: Tensor, target: int, ahead: bool, taken: float = math.inf) -> None:
+        """Start sending a value of a stage or, unless `ahead`, a gradient to the group `target`, whose pass of the
+        number `taken` receives it."""
         group = self._links[self.number, target, ahead]
         value = value.detach().contiguous()
         work = recorder.call(group, SENDING, dist.isend, value, self._rank(target), group=group)
         self._communicator.count(SEND, value.numel(), value)
-        self._sending = [(call, buffer) for call, buffer in self._sending if not call.is_completed()] + [(work, value)]
+        self._sending.append((target, taken, work, value))
 
     def receive(self, like: Tensor, source: int, ahead: bool) -> Tensor:
         """What the group `source` sends, written into `like`."""
@@ -84,9 +87,20 @@ class Peers:
         recorder.call(group, RECEIVING, dist.recv, like, self._rank(source), group=group)
         return like
 
+    def let_go(self, target: int, passed: float) -> None:
+        """Release what the group `target` has received, which has run its passes up to the number `passed`: gloo does
+        not tell whether a value has been sent, and waiting for one that has takes no time."""
+        left = []
+        for sent in self._sending:
+            if sent[0] == target and sent[1] <= passed:
+                sent[2].wait()
+            else:
+                left.append(sent)
+        self._sending = left
+
     def finish(self) -> None:
         """Wait until everything has been sent."""
-        for work, _ in self._sending:
+        for _, _, work, _ in self._sending:
             work.wait()
         self._sending = []
 

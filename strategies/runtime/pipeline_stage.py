@@ -4,11 +4,12 @@ Peers are the ranks of the same number in each group's mesh; they hold the same 
 gradients come back in the order of the schedule, each direction and each link over its own process group, so that none
 can block another: sends never wait, and receives take what their neighbour sends in its order. What arrives before the
 pass that needs it, for another stage of the rank, is kept until then, as is what one stage of the rank hands to the
-next one, which is never sent.
+next one, which is never sent. What arrives also tells how far the neighbour is, so what it has received is released.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,16 @@ from torch import Tensor
 from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.lowering.pipeline import Stage
-from strategies.lowering.pipeline_schedule import BACKWARD, FORWARD, INPUT, Action, Schedule, owners_of, stages_of
+from strategies.lowering.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    Action,
+    Schedule,
+    owners_of,
+    places_of,
+    stages_of,
+)
 from strategies.runtime.peers import Peers
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 
@@ -136,6 +146,7 @@ class StageRunner:
             for group in range(self.peers.count)
         }
         early: dict[tuple[bool, tuple[int, int]], list[Any]] = {}
+        places = places_of(schedule)
 
         def receive(at: tuple[int, int], ahead: bool) -> list[Any]:
             """The values or gradients of a pass; those that its neighbour has sent before are kept."""
@@ -144,6 +155,7 @@ class StageRunner:
                 first = arriving[ahead, source].popleft()
                 own = units[first[0]]
                 early[ahead, first] = self._values(own, source) if ahead else self._gradients(own, made[first], source)
+                self.peers.let_go(source, places[first[0] + (-1 if ahead else 1), first[1], ahead])
             return early.pop((ahead, at))
 
         received: dict[tuple[int, int], list[Tensor]] = {}
@@ -152,6 +164,34 @@ class StageRunner:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         scale = updates.loss_scale
         factor = 1.0 if scale is None else scale.value
+
+        def backward(action: Action, unit: RankStage) -> None:
+            """A backward pass, or its first half. Nothing of it is alive behind it but what `later` needs."""
+            at = action.stage, action.micro_batch
+            inputs = received.pop(at)
+            outputs = [output for output in made[at] if output.requires_grad]
+            if self._last(unit):
+                part = share if shares is None else shares[action.micro_batch]
+                gradients: Sequence[Tensor | None] = [torch.full_like(one, factor * part) for one in outputs]
+            else:
+                gradients = receive(at, False)
+            del made[at]
+            pairs = [(output, one) for output, one in zip(outputs, gradients, strict=True) if one is not None]
+            roots, present = [output for output, _ in pairs], [one for _, one in pairs]
+            if action.computation == INPUT:
+                learning = [value for value in inputs if value.requires_grad]
+                later[at] = backward_to(learning, unit.learning, roots, present) if roots else _nothing
+            elif roots:
+                torch.autograd.backward(roots, present)
+            updates.collect()
+            if action.stage:
+                back = unit.gradients(inputs)
+                if action.stage - 1 in units:
+                    early[False, (action.stage - 1, action.micro_batch)] = back
+                else:
+                    place = places[action.stage - 1, action.micro_batch, False]
+                    self._send_back(back, unit, self.peers.owners[action.stage - 1], place)
+
         for action in schedule[self.peers.number]:
             at, unit = (action.stage, action.micro_batch), units[action.stage]
             if action.computation == FORWARD:
@@ -163,34 +203,13 @@ class StageRunner:
                     if following in units:
                         early[True, (following, action.micro_batch)] = self._handed(made[at], units[following])
                     else:
-                        self._send_on(made[at], action.stage)
+                        self._send_on(made[at], action.stage, places[following, action.micro_batch, True])
                 elif shares is None:
                     total += made[at][0].detach().double()
                 elif part := shares[action.micro_batch]:  # of nothing the mean is not a number
                     total += part * made[at][0].detach().double()
             elif action.computation in (BACKWARD, INPUT):
-                inputs = received.pop(at)
-                outputs = [output for output in made[at] if output.requires_grad]
-                if self._last(unit):
-                    part = share if shares is None else shares[action.micro_batch]
-                    gradients: Sequence[Tensor | None] = [torch.full_like(one, factor * part) for one in outputs]
-                else:
-                    gradients = receive(at, False)
-                del made[at]
-                pairs = [(output, one) for output, one in zip(outputs, gradients, strict=True) if one is not None]
-                roots, present = [output for output, _ in pairs], [one for _, one in pairs]
-                if action.computation == INPUT:
-                    learning = [value for value in inputs if value.requires_grad]
-                    later[at] = backward_to(learning, unit.learning, roots, present) if roots else _nothing
-                elif roots:
-                    torch.autograd.backward(roots, present)
-                updates.collect()
-                if action.stage:
-                    back = unit.gradients(inputs)
-                    if action.stage - 1 in units:
-                        early[False, (action.stage - 1, action.micro_batch)] = back
-                    else:
-                        self._send_back(back, unit, self.peers.owners[action.stage - 1])
+                backward(action, unit)
             else:
                 later.pop(at)()
                 updates.collect()
@@ -224,9 +243,9 @@ class StageRunner:
             for value, (source, _) in pairs
         ]
 
-    def _send_on(self, values: Sequence[Tensor], number: int) -> None:
+    def _send_on(self, values: Sequence[Tensor], number: int, taken: float = math.inf) -> None:
         for value in values:
-            self.peers.send(value, self.peers.owners[number + 1], ahead=True)
+            self.peers.send(value, self.peers.owners[number + 1], ahead=True, taken=taken)
 
     def _values(self, unit: RankStage, group: int) -> list[Tensor]:
         values = []
@@ -236,14 +255,14 @@ class StageRunner:
             values.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
         return values
 
-    def _send_back(self, gradients: Sequence[Tensor | None], unit: RankStage, group: int) -> None:
+    def _send_back(self, gradients: Sequence[Tensor | None], unit: RankStage, group: int, taken: int) -> None:
         """Send the gradients of received values; where some may be missing, first a flag for each."""
         if any(unit.optional):
             flags = torch.tensor([one is not None for one in gradients], dtype=torch.uint8, device=self.device)
-            self.peers.send(flags, group, ahead=False)
+            self.peers.send(flags, group, ahead=False, taken=taken)
         for gradient in gradients:
             if gradient is not None:
-                self.peers.send(gradient, group, ahead=False)
+                self.peers.send(gradient, group, ahead=False, taken=taken)
 
     def _gradients(self, unit: RankStage, made: Sequence[Tensor], group: int) -> list[Tensor | None]:
         """What the next stage sends for the results of a forward pass."""
