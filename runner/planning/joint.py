@@ -65,6 +65,10 @@ BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5, 0.0)
 """Of the limit: budgets of a search where no plan that was measured before keeps it; at last the smallest plan."""
 CLOSE_SHARES = (*(1 - step / 20 for step in range(13)), 0.0)
 """The same, where nothing but the plan is open: a traced peak need not fall with the search's estimate."""
+TRACED = 6
+"""Plans that a refusal traces at most."""
+FEW = 0.5
+"""Share of the limit: a budget of less is only searched behind that of the limit."""
 WORTH = 0.005
 """Of the seconds: what another plan must gain."""
 EVERY = 5.0
@@ -294,7 +298,7 @@ class JointDecision:
         self.estimates: dict[Choice, Estimate] = {}  # of the fastest plan of each choice
         self.settings: dict[Choice, OptimizerSettings] = {}  # of choices without recompute, which changes nothing
         self.budgets: dict[tuple[int, int], SearchBudget] = {}  # by stages and ZeRO stage
-        self.smallest: tuple[int, Estimate] | None = None  # what a plan needs at least, and its estimate
+        self.needs: list[tuple[int, Estimate]] = []  # what every plan needs at least, and its estimate
 
     def check(self, accept: Accept) -> None:
         """Reject early what `prepare` would reject after the search. Raises ConfigError."""
@@ -378,7 +382,7 @@ class JointDecision:
         except StrategyError as error:
             if error.code != "MW502" or not self.only:
                 raise
-            smallest = self.fastest(max(self.bounds)) if self.smallest is None else self.smallest[1]
+            smallest = self._smallest()
             pairs = zip(smallest.memories, self.limits(max(self.bounds)), strict=True)
             needed, limit = max(pairs, key=lambda pair: pair[0].peak - pair[1])
             every = self.config.parallel.recompute.operators == "auto"
@@ -387,6 +391,15 @@ class JointDecision:
             if not self.config.parallel.open:
                 raise StrategyError("MW501", text) from None
             raise StrategyError("MW502", text) from None
+
+    def _smallest(self) -> Estimate:
+        """The plan that needs least of those that were tried; few are traced, those that may need least first."""
+        found: Estimate | None = None
+        for least, one in sorted(self.needs, key=lambda need: need[0])[:TRACED]:
+            if found is not None and least >= found.peak:
+                break
+            found = one if found is None or one.peak < found.peak else found
+        return self.fastest(max(self.bounds)) if found is None else found
 
     def limits(self, choice: Choice) -> list[int]:
         """Bytes of a rank of every group, whose devices may differ."""
@@ -620,9 +633,8 @@ class JointDecision:
         return self._noted(self._most(choice, estimated.peaks_within(self.limits(choice))), estimated)
 
     def _noted(self, size: int, estimated: Estimate) -> int:
-        """`size`, noted as the smallest so far if it is, for a refusal."""
-        if self.smallest is None or size < self.smallest[0]:
-            self.smallest = size, estimated
+        """`size`, noted for a refusal."""
+        self.needs.append((size, estimated))
         return size
 
     def memory_bounds(self, choice: Choice) -> MemoryBounds:
@@ -647,7 +659,7 @@ class JointDecision:
             if best is not None and best.seconds <= (1 + WORTH) * too_large:
                 break
             try:
-                smaller = self.smaller_plan(choice, budgets.next(seen), seen)
+                smaller = self.smaller_plan(choice, self._budget(choice, budgets, seen), seen)
             except StrategyError:
                 break  # no other plan is small enough
             if smaller is None or smaller.operators in tried:
@@ -672,6 +684,14 @@ class JointDecision:
             best = self._within_shares(choice, tried)
         if best is not None:
             yield best
+
+    def _budget(self, choice: Choice, budgets: SearchBudget, seen: Sequence[tuple[float, int]]) -> int | None:
+        """The bytes of the next search. Where plans so far leave few or none, those of the limit come before smaller
+        plans, which may be far slower."""
+        budget, (least, size) = budgets.next(seen), min(seen)
+        limit = min(self.limits(choice))
+        few = size > self.limit and (budget is None or budget < FEW * limit)
+        return limit if few and limit < least else budget
 
     def _within_shares(self, choice: Choice, tried: list[Any]) -> Priced | None:
         """The first plan that keeps the limit of those found within shares of it; `tried` ones do not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -222,6 +223,36 @@ def test_the_recompute_that_keeps_the_limit_takes_the_least_time(words):
         assert selected.seconds <= 1.001 * min(seconds for seconds, peak in brute if peak <= limit)
         assert (selected.seconds, selected.bytes) in brute
         assert 0 < len(selected.modules) <= 6 and selected.plan.recompute.modules == selected.modules
+
+
+SLICED = (
+    *("+recipe=gpt", "cluster=dgx_h100", "world_size=8", "parallel=auto", "parallel.search=dynamic_programming"),
+    *("parallel.mesh=null", "parallel.strategies=null", "parallel.dataset_strategy=data_parallel"),
+    *("parallel.plan_cache=null", "job.name=plan"),
+)
+
+
+@pytest.mark.slow
+def test_an_open_stage_is_no_dearer_than_a_fixed_one():
+    """Plans of two pipeline stages that need half of the limit take twice the time of those that just keep it."""
+    staged = ("parallel.memory_limit=2MB", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=auto")
+    costs = {
+        stage: JointDecision(compose_config(*SLICED, *staged, f"parallel.zero.stage={stage}"), print).plan()
+        for stage in ("auto", 0, 1)
+    }
+    seconds = {stage: plan.search["decided"]["seconds"] for stage, plan in costs.items()}
+    assert seconds["auto"] <= min(seconds[0], seconds[1])
+
+
+@pytest.mark.slow
+def test_a_refusal_names_a_need_that_is_enough():
+    def planned(limit: int):
+        return JointDecision(compose_config(*SLICED, f"parallel.memory_limit={limit}"), print).plan()
+
+    with pytest.raises(StrategyError, match="the plan needs") as refused:
+        planned(1_500_000)
+    needed = float(re.search(r"the plan needs ([\d.]+) MiB", str(refused.value))[1])
+    planned(int(1.01 * needed * 2**20))
 
 
 @pytest.mark.slow
