@@ -393,13 +393,14 @@ class JointDecision:
             raise StrategyError("MW502", text) from None
 
     def _smallest(self) -> Estimate:
-        """The plan that needs least of those that were tried; few are traced, those that may need least first."""
-        found: Estimate | None = None
+        """The plan that needs least of those that were tried and the fastest one; few are traced, those that may need
+        least first."""
+        found = self.fastest(max(self.bounds))
         for least, one in sorted(self.needs, key=lambda need: need[0])[:TRACED]:
-            if found is not None and least >= found.peak:
+            if least >= found.peak:
                 break
-            found = one if found is None or one.peak < found.peak else found
-        return self.fastest(max(self.bounds)) if found is None else found
+            found = min(found, one, key=lambda each: each.peak)
+        return found
 
     def limits(self, choice: Choice) -> list[int]:
         """Bytes of a rank of every group, whose devices may differ."""
