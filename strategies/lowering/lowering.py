@@ -340,7 +340,8 @@ class Emitter:
         return self._carried(value, name, before, after, returned, complete, dtype, differentiable)
 
     def windows_over(self, value: Ref, windows: Mapping[int, tuple[str, Sequence[tuple[int, int]]]]) -> Ref:
-        complete, local = self.emission.graph.specs[self.operator.operands[0]].shape, self.operand_shape()
+        graph, fetched = self.emission.graph, self.operator.operands[0]
+        complete, local = graph.specs[fetched].shape, self.operand_shape()
         axes = [self._axes((windows[dim][0],)) if dim in windows else () for dim in range(len(local))]
         shape = tuple(complete[dim] if dim in windows else size for dim, size in enumerate(local))
         cut = Layout(tuple(axes))
@@ -351,7 +352,8 @@ class Emitter:
         there, back = Step(EXCHANGE, group, 0, 0, cut, wanted, shape), Step(EXCHANGE, group, 0, 0, wanted, cut, shape)
         natural, dtype = self.sharding.result_layouts(self.assignment), self.operator.results[0].dtype
         dtype = wide(dtype) if self.emission.computes_wide(self.operator, natural) else dtype
-        return self._redistributed(value, f"{value.id}_windows", (there,), (back,), shape, dtype)
+        differentiable = None if fetched in graph.trained else False
+        return self._redistributed(value, f"{value.id}_windows", (there,), (back,), shape, dtype, differentiable)
 
     def channel(
         self, kind: str, factor: str, shapes: Sequence[Sequence[int]], dtype: str, forward: int, backward: int

@@ -244,6 +244,7 @@ def test_an_open_stage_is_no_dearer_than_a_fixed_one():
     assert seconds["auto"] <= min(seconds[0], seconds[1])
 
 
+@pytest.mark.slow
 def test_a_refusal_names_no_more_than_the_fastest_plan_needs():
     """Those that are found for far less memory may need more."""
     deciding = JointDecision(compose_config(*SLICED, "parallel.memory_limit=800000"), print)
