@@ -70,13 +70,16 @@ _log = logging.getLogger("meshwright")
 @dataclass(frozen=True)
 class Planned:
     """What a plan was made of: the preparation, names and targets of the batch (`objective`, whose tensors may have
-    shapes alone), what was captured, the tensors and plain attributes of the module, the loss, and the batch."""
+    shapes alone), what was captured, the tensors, plain attributes, parts and ties of the module, the loss, and the
+    batch."""
 
     prepared: Prepared
     objective: Objective
     captured: Captured
     signature: Signature
     settings: Mapping[str, Any]
+    parts: Mapping[str, str]
+    ties: Mapping[str, str]
     loss: nn.Module | None
     batch: tuple[Tensor, ...]
 
@@ -87,6 +90,30 @@ class Planned:
             return self.prepared
         make = partial(ON_SLICES[target], graph, self.objective, self.batch)
         return replace(self.prepared, graph=graph.once(("for", target), make))
+
+    def as_planned(self, what: str) -> nn.Module:
+        """A copy of the planned module, on the same parameters, with the plain attributes that it had. Raises
+        ConfigError, for the call `what`, where it has other parts or tensors by now."""
+        module = duplicate(self.objective.model, parameters=False)
+        then, now = (
+            {**parts, **{name: [*shape_and_dtype] for name, (*shape_and_dtype, _) in signature.items()}}
+            for parts, signature in ((self.parts, self.signature), (_parts_of(module), signature_of(module)))
+        )
+        for name in dict.fromkeys([*then, *now]):
+            if then.get(name) != now.get(name):
+                raise ConfigError(
+                    "MW464",
+                    f"{what}: {name} of the planned module was {then.get(name)!s:.60} and is {now.get(name)!s:.60}, "
+                    "but the first batch of each shape is captured from it. Change a copy of the module, or plan the "
+                    "changed one.",
+                )
+        for name, first in self.ties.items():  # a module that moves to another device unties its tensors
+            _put(module, name, _tensors_of(module)[first])
+        for path, part in module.named_modules():
+            for name in vars(part):
+                if (key := f"{path}.{name}".lstrip(".")) in self.settings:
+                    setattr(part, name, self.settings[key])
+        return module
 
     def step_of(self, module: nn.Module) -> Objective:
         """Another module with the loss of the plan."""
@@ -539,7 +566,17 @@ def planned(
     }
     return Plan(
         content,
-        Planned(prepared, objective, captured, signature_of(module), _settings_of(module), original, tuple(given)),
+        Planned(
+            prepared,
+            objective,
+            captured,
+            signature_of(module),
+            _settings_of(module),
+            _parts_of(module),
+            _ties_of(module),
+            original,
+            tuple(given),
+        ),
     )
 
 
@@ -572,6 +609,31 @@ def _settings_of(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(part).items()
         if isinstance(value, bool | int | float | str) and name != "training" and not name.startswith("_")
     }
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer, by all its names."""
+    parameters, buffers = (named(remove_duplicate=False) for named in (module.named_parameters, module.named_buffers))
+    return {**dict(parameters), **dict(buffers)}
+
+
+def _ties_of(module: nn.Module) -> dict[str, str]:
+    """The first name of every tensor that has several, by the others."""
+    tensors = _tensors_of(module)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name}
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    part = module.get_submodule(path)
+    table: dict[str, Any] = part._parameters if leaf in part._parameters else part._buffers
+    table[leaf] = tensor
+
+
+def _parts_of(module: nn.Module) -> dict[str, str]:
+    """The class of every part of a module, by its path; the module itself is called `module`."""
+    return {path or "module": _name(type(part)) for path, part in module.named_modules()}
 
 
 def _warn_of_settings(planned: Mapping[str, Any], module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from meshwright import optimizer_state
-from meshwright.evaluations import Evaluations, positional
+from meshwright.evaluations import Evaluations
 from runner.build.optimizers import parameter_groups
 from runner.build.targets import describe
 from runner.config.schema import Optimizer, ParameterGroup
@@ -126,7 +126,7 @@ class ShardedModule(nn.Module):
         self._came: set[str] = set()
         self._complete: set[str] = set()
         self._sources = execution.program.tensors
-        self._evaluations = Evaluations(planned, execution, self.device, self.weight, self.zero == 3)
+        self._evaluations = Evaluations(planned, execution, self.device, self.weight, self.zero == 3, self._check_owned)
         self._always = frozenset(execution.program.trainable_names) - execution.program.optional_names
         self._planned = frozenset(dir(module)) - frozenset(dir(self))
         self._names = _register(self, objective, execution.tensors)
@@ -204,9 +204,7 @@ class ShardedModule(nn.Module):
     @_not_traced
     def forward(self, *entries: Tensor, **named: Tensor) -> Any:
         if not self.training:
-            if self.zero:
-                self.check_weights()
-            return self._evaluations.run(positional(self.prepared.names, entries, named))
+            return self._evaluations.run(entries, named)
         if self._updates is None and self.zero:
             raise ConfigError(
                 "MW464",
@@ -332,6 +330,11 @@ class ShardedModule(nn.Module):
                 )
         if not self.zero and self.pending:
             self._check_untouched()
+
+    def _check_owned(self) -> None:
+        """Raises ConfigError where something else than the optimizer of ZeRO has written its weights."""
+        if self.zero:
+            self.check_weights()
 
     def _is_written(self, name: str, parameter: nn.Parameter) -> bool:
         if self.zero < 3:

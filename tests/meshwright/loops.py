@@ -448,9 +448,10 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.factor = 1.0
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        features = functional.dropout(self.norm(self.first(x)).relu(), 0.5, self.training)
+        features = functional.dropout(self.norm(self.first(x)).relu() * self.factor, 0.5, self.training)
         return {"logits": self.last(features), "more": (features, "text")}
 
 
@@ -478,6 +479,7 @@ def evaluated(rank: Any, given: tuple[int, str]) -> tuple[float, list[str], bool
     sharded = plan.apply(module)
     optimizer = plan.optimizer(torch.optim.SGD, lr=0.1)
     eager, eager_loss, worst = copy.deepcopy(module).eval(), copy.deepcopy(loss).eval(), 0.0
+    module.factor = 2.0 + rank.rank  # the program is that of the planned module
     for _ in range(3):
         sharded.train()
         sharded(x, y).backward()
@@ -486,16 +488,17 @@ def evaluated(rank: Any, given: tuple[int, str]) -> tuple[float, list[str], bool
         eager_loss.load_state_dict({"scale": state.pop("loss.scale")})
         eager.load_state_dict(state)
         for rows in (8, 5, 1):
-            with torch.no_grad():
+            with torch.inference_mode():
                 expected = eager(x[:rows])
+                expected_loss = eager_loss(expected, y[:rows])
                 found, found_loss = sharded(x[:rows]), sharded(x[:rows], y[:rows])
             worst = max(worst, _relative(found["logits"], expected["logits"]))
             worst = max(worst, _relative(found["more"][0], expected["more"][0]))
-            worst = max(worst, _relative(found_loss, eager_loss(expected, y[:rows])))
+            worst = max(worst, _relative(found_loss, expected_loss))
             assert found["more"][1] == "text" and not found_loss.requires_grad
         optimizer.step()
     codes = []
-    for batch in ((x[rank.rank :][:1],), (), (x, y, y), ("x",)):
+    for batch in ((x[rank.rank :][:1],), (), (x, y, y), (x,) if rank.rank else ("x",)):
         try:
             sharded(*batch)
         except meshwright.CodedError as error:

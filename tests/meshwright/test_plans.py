@@ -552,6 +552,11 @@ def test_evaluation_takes_other_batches_than_training() -> None:
     assert "labels" in refused("MW463", lambda: sharded(ids, input_ids=ids))
     assert "the entries" in refused("MW463", lambda: sharded(mask=ids))
     assert "lacks all entries" in refused("MW463", sharded)
+    expected = model(ids[:2]).logits
+    model.to("meta")  # its memory is let go
+    assert torch.equal(sharded(ids[:2]).logits, expected)
+    model.lm_head = torch.nn.Identity()
+    assert "lm_head" in refused("MW464", lambda: sharded(ids[:1]))
 
 
 @pytest.mark.parametrize(
