@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -237,6 +238,14 @@ class Planning:
                 if fits(other):
                     yield other
 
+        def further() -> Iterator[Solution]:
+            """The best plan where nothing hides gradient reductions: what a search believes to be hidden may not be."""
+            if exact and problem.hiding:
+                apart = ALGORITHMS[EXACT](replace(problem, overlaps=False), self.cluster, axes)
+                with suppress(StrategyError):
+                    if fits(one := apart(problem.memory).solution):
+                        yield one
+
         def bounds() -> Iterator[tuple[float, Solution | None]]:
             if step.floor:
                 yield step.floor, None
@@ -246,7 +255,7 @@ class Planning:
 
         first = Evaluated(searched.solution, self._seconds(problem, searched.solution))
         seconds = partial(self._seconds, problem)
-        every, bound = cheapest_step(first, bounds() if exact else iter(()), others(), seconds)
+        every, bound = cheapest_step(first, bounds() if exact else iter(()), others(), further(), seconds)
         best = every[0]
         if math.isinf(best.seconds):
             step.seconds(self._made(problem, searched.solution))  # raises the reason

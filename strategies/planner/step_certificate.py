@@ -43,8 +43,8 @@ SHARE, BACKWARD = 1.0, 0.0
 """Mixtures of what hides gradient reductions: only a share of them, only backward."""
 LITTLE, MOST = 0.02, 64
 """Share of the graph's work of the operators that a bound may leave out; and how many for one value."""
-CLOSE = 1e-3
-"""Relative distance from a cost at which a bound is good enough."""
+CLOSE, APART = 1e-3, 0.01
+"""Relative distances of a cost from its bound: one that is good enough, and one at which more plans are searched."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,11 @@ def cheapest_step(
     first: Evaluated,
     bounds: Iterator[tuple[float, Solution | None]],
     others: Iterator[Solution],
+    further: Iterator[Solution],
     seconds: Callable[[Solution], float],
 ) -> tuple[list[Evaluated], float]:
     """Every plan that was evaluated, the cheapest first, and the best bound. Once a plan is as cheap as a bound nothing
-    more is searched; of bounds, once one is within `CLOSE`."""
+    more is searched; of bounds, once one is within `CLOSE`, and `further` plans only where none is within `APART`."""
     evaluated, bound = [first], 0.0
 
     def add(one: Solution) -> None:
@@ -179,6 +180,9 @@ def cheapest_step(
             break
     if min(one.seconds for one in evaluated) > bound * (1 + 1e-9):
         for one in others:
+            add(one)
+    if min(one.seconds for one in evaluated) > bound * (1 + APART):
+        for one in further:
             add(one)
     return sorted(evaluated, key=lambda one: one.seconds), bound
 
