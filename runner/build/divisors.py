@@ -23,7 +23,9 @@ SUMS = frozenset({torch.sum, torch.count_nonzero, Tensor.sum, Tensor.count_nonze
 
 
 def values(classes: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
-    """What each target counts in a mean over classes: 1 or the weight of its class, 0 if it is ignored; float64."""
+    """What each target counts in a mean over classes: 1 or the weight of its class, 0 if it is ignored; float64. Labels
+    of any dtype, which a loss casts (as bytes they would be a mask)."""
+    classes = classes.long()
     counts = classes != ignored
     if weight is None:
         return counts.double()

@@ -324,7 +324,9 @@ class Optimizer(Section):
     target: Dotted = setting("torch.optim.SGD", "Dotted name of an optimizer class")
     args: Arguments = setting({"lr": 0.01}, "Keyword arguments of target; a recipe adds to them")
     groups: tuple[ParameterGroup, ...] = setting(
-        (), "[{match: ['*.bias'], args: {weight_decay: 0}}, ...]; the first match counts"
+        (),
+        "[{match: ['*.bias'], args: {weight_decay: 0}}, ...]; the first match counts; parameters that match none are "
+        "the first group of the optimizer, as for lists such as max_lr",
     )
     freeze: tuple[Glob, ...] = setting((), "Globs of parameters that are not trained")
     scheduler: Scheduler = setting(Scheduler(), "Learning rate scheduler")

@@ -42,7 +42,7 @@ from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.module_tree import MODULE, OPERATORS, build
 from strategies.runtime.peers import Peers
 from strategies.runtime.pipeline_stage import RankStage, StageRunner
-from strategies.runtime.transfer import in_order
+from strategies.runtime.transfer import filled, in_order
 
 Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Any]
 Axes = Callable[[Program], Iterable[Sequence[str]]]
@@ -153,9 +153,12 @@ def _tensors(programs: Sequence[Program], rank: int, device: str, folder: Path) 
 
 
 def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
-    """Calls a module made from `program`; an error names the operator of `graph` that it comes from."""
+    """Calls a module made from `program`, which takes slices of one size: those at the end of rows that do not divide
+    are filled up. An error names the operator of `graph` that it comes from."""
+    shapes = [program.layouts[one.id].local_shape(one.spec.shape, program.mesh) for one in program.inputs]
 
     def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
+        entries = [filled(entry, shape) for entry, shape in zip(entries, shapes, strict=True)]
         try:
             return model(*entries, as_key(key) if compiled else key) if program.random else model(*entries)
         except Exception as error:

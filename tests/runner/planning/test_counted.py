@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.losses import NextTokenLoss
+from runner.build.divisors import values
 from runner.planning.counted import (
     Counted,
     Divisor,
@@ -226,3 +227,11 @@ def test_class_weights_that_a_loss_makes_count():
     count, _ = found(Tokens(), LossFunction(made, {}))
     assert count is not None and count.weight is not None and count.weight.tolist() == [0.5, 1.0, 2.0, 4.0, 8.0]
     assert found(Tokens(), LossFunction(balanced, {}))[0] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.float32])
+def test_labels_of_any_dtype_count_as_classes(dtype: torch.dtype) -> None:
+    """Bytes would be a mask, and other dtypes no index."""
+    labels, weight = torch.tensor([1, 3, 2, 0]), torch.tensor([0.5, 1.0, 2.0, 4.0])
+    expected = torch.tensor([0.0, 4.0, 2.0, 0.5]).double()
+    assert torch.equal(values(labels.to(dtype), 1, weight), expected)

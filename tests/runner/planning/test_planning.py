@@ -104,3 +104,13 @@ def test_the_folder_of_the_cache(monkeypatch, tmp_path):
 def test_a_mode_without_a_plan_says_so(start, capsys, verb):
     start("+recipe=hybrid_matmul", verb=verb)
     assert "parallel.mode=hybrid has no plan: the model runs as it is written." in capsys.readouterr().out
+
+
+def test_rows_that_a_plan_slices_unevenly_are_filled_up(start):
+    """Labels in 2, 2, 2 and 1 rows, which are gathered for the loss."""
+    words = (*SMALL, "parallel=semi_auto", "parallel.mesh={dp: 4}", "data.batch_size=7", "train.precision=fp64")
+    saved = start(*words, verb="plan", folder="saved")
+    plan = saved.plan | {"inputs": {**saved.plan["inputs"], "1": {"dims": [["dp"]], "partial": []}}}
+    (saved.folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    ended = start(*words, f"parallel.plan={saved.folder}", "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"] and ended.value <= 1e-10
