@@ -23,7 +23,7 @@ from runner.planning import lowering
 from runner.planning.prepare import digest
 from runner.training.agreement import different, gather
 from runner.training.execution import Execution, gather_axes
-from strategies.capture import Objective, capture, check_decided, check_kept
+from strategies.capture import Objective, capture, check_decided, check_kept, duplicate
 from strategies.capture.shapes import pretend
 from strategies.core.program import Program
 from strategies.planner.planner import follow
@@ -155,7 +155,7 @@ class Evaluations:
         assert prepared.graph is not None and prepared.plan is not None
         given = [value.detach().cpu() for value in batch.values()]
         targets = tuple(name for name in objective.targets if name in batch)
-        loss = objective.loss if targets else None
+        loss = duplicate(objective.loss, parameters=False) if targets and objective.loss is not None else None
         own = Objective(planned.as_planned("sharded.eval()"), loss, [*batch], targets, objective.autocast)
         tensors = [*own.parameters(), *own.buffers()]
         if (fake := next((one for one in tensors if isinstance(one, FakeTensor)), None)) is not None:
