@@ -44,6 +44,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import step_lower_bound
 from strategies.cost.problem import Problem
 from strategies.lowering.device_placement import on_host
+from strategies.lowering.pipeline_schedule import split_stages
 from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.estimate import plan_bytes
 from strategies.memory.parts import over
@@ -387,7 +388,9 @@ class JointDecision:
             needed, limit = max(pairs, key=lambda pair: pair[0].peak - pair[1])
             every = self.config.parallel.recompute.operators == "auto"
             again = smallest.parts[0].plan.recompute is not None
-            text = over(needed, limit, smallest.settings, recomputes=again, all_of_it=every)
+            split = any(map(split_stages, smallest.schedule or ()))
+            settings = replace(smallest.settings, split=split)
+            text = over(needed, limit, settings, recomputes=again, all_of_it=every)
             if not self.config.parallel.open:
                 raise StrategyError("MW501", text) from None
             raise StrategyError("MW502", text) from None

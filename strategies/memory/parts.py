@@ -149,6 +149,7 @@ def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes:
 def _advice(part: str, settings: OptimizerSettings, recomputes: bool) -> str:
     stage, offload, advice = settings.stage, settings.offload, []
     if part == "activations":
+        advice += ["parallel.pipeline.schedule=1f1b, which stores less"] if settings.split else []
         advice += [] if recomputes else ["parallel.recompute=auto"]
         advice += ["more train.accumulate"]
         advice += ["parallel.offload.activations.to=host"] if offload.activations == "none" else []

@@ -230,6 +230,11 @@ PARTS = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 5, "
             OptimizerSettings(),
             "parallel.recompute=auto, more train.accumulate, parallel.offload.activations.to=",
         ),
+        (
+            "activations",
+            OptimizerSettings(split=True),
+            "parallel.pipeline.schedule=1f1b, which stores less, parallel.rec",
+        ),
         ("optimizer", OptimizerSettings(), "parallel.zero.stage=1, sliced weights (parallel.strategies), more ranks"),
         ("optimizer", OptimizerSettings(1), "parallel.offload.optimizer=host, sliced weights"),
         ("gradients", OptimizerSettings(1), "parallel.zero.stage=2, sliced weights"),
