@@ -18,6 +18,9 @@ from strategies.capture.constants import number
 from strategies.capture.masked import FINDING, LINEAR, NOT_KNOWN, SELECTIONS, Selections
 from strategies.capture.nodes import asked_by_user, replaced
 
+CONDITIONS = {torch.where: 0, Tensor.where: 1}
+"""The place of the condition among the arguments."""
+
 
 def by_places(forward: Callable[..., Any], selections: Selections) -> Callable[..., Any]:
     """`forward`, in which indices are replaced, and what masks select is noted. The exporter itself replaces some, in a
@@ -58,6 +61,8 @@ class _Indexing(TorchFunctionMode):
         self.selections = selections
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (place := CONDITIONS.get(function)) is not None and len(args) == 3 and args[place].dtype is torch.uint8:
+            args = *args[:place], args[place] != 0, *args[place + 1 :]  # bytes, which tensors without numbers refuse
         if function in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if function is Tensor.__getitem__ and (selecting := _selecting(args[0], index)) is not None:

@@ -52,6 +52,12 @@ def element(net: Any, x: Tensor) -> Tensor:
     return net.inner(x) - net.inner.weight[net.step] - net.kept[0, int(net.step) - 1] * net.kept[net.step - 8]
 
 
+def chosen_by_bytes(net: Any, x: Tensor) -> Tensor:
+    """As pytorch-crf does, whose masks are bytes."""
+    mask = (x > 0).to(torch.uint8)
+    return torch.where(mask, net.inner(x), x) + net.inner(x).where(mask[:, :1], 2 * x)
+
+
 def logged(net: Any, x: Tensor) -> Tensor:
     found = net.inner(x)
     net.last = float(found.detach().mean())
@@ -77,7 +83,10 @@ def masked_again(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("use", [queue, ring, element, logged, masked, masked_again], ids=lambda one: one.__name__)
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+@pytest.mark.parametrize(
+    "use", [queue, ring, element, logged, masked, masked_again, chosen_by_bytes], ids=lambda one: one.__name__
+)
 def test_a_model(use: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)
     assert Model(Memory(use), None, {"x": torch.randn(8, 6)}).worst(draw, seeds=1) < TOLERANCE
