@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -199,3 +201,30 @@ def test_numbers_that_a_forward_seeds_are_constants() -> None:
 
     seed = np.random.seed
     assert drawn(captured(body)) == 0 and np.random.seed is seed
+
+
+class Checked(nn.Module):
+    """A forward whose `check` draws; with `more` it draws itself, by a function that a wrapper has kept."""
+
+    def __init__(self, check: Any, more: bool) -> None:
+        super().__init__()
+        self.inner, self.check, self.draw, self.more = nn.Linear(4, 4), check, random.getrandbits, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(self.draw)
+        return (self.inner(x) * (self.draw(2) if self.more else 1)).mean()
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_checks_of_types_may_draw(more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of beartype, of random elements of lists."""
+    monkeypatch.setitem(sys.modules, "beartype", ModuleType("beartype"))
+    names: dict[str, Any] = {}
+    exec(compile("def check(getrandbits):\n    getrandbits(32)", "<@beartype(check) at 0x1>", "exec"), names)
+    objective = Objective(Checked(names["check"], more), None, ["x"], ())
+    if more:
+        with pytest.raises(StrategyError, match="draws numbers with random"):
+            capture(objective, [torch.randn(2, 4)], training=True)
+    else:
+        assert len(capture(objective, [torch.randn(2, 4)], training=True).graph.operators) >= 2
+    assert sys.getprofile() is None
