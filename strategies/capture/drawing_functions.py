@@ -121,8 +121,8 @@ def _type_checks() -> Iterator[Callable[[], bool]]:
     draws: set[bool] = set()
 
     def note(frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and function.__name__ in ("random", "getrandbits"):
-            if function.__self__ is INSTANCES[random]:
+        if event == "c_call" and getattr(function, "__name__", "") in ("random", "getrandbits"):
+            if getattr(function, "__self__", None) is INSTANCES[random]:
                 draws.add(frame.f_code.co_filename.startswith("<@beartype("))
 
     if "beartype" in sys.modules and sys.getprofile() is None:

@@ -61,8 +61,9 @@ class _Indexing(TorchFunctionMode):
         self.selections = selections
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (place := CONDITIONS.get(function)) is not None and len(args) == 3 and args[place].dtype is torch.uint8:
-            args = *args[:place], args[place] != 0, *args[place + 1 :]  # bytes, which tensors without numbers refuse
+        if (place := CONDITIONS.get(function)) is not None and len(args) == 3:
+            if isinstance(args[place], Tensor) and args[place].dtype is torch.uint8:
+                args = *args[:place], args[place] != 0, *args[place + 1 :]  # tensors without numbers refuse bytes
         if function in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if function is Tensor.__getitem__ and (selecting := _selecting(args[0], index)) is not None:
