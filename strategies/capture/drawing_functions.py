@@ -116,8 +116,8 @@ class DrawingFunctions:
 
 @contextmanager
 def _type_checks() -> Iterator[Callable[[], bool]]:
-    """Yields what tells whether all draws from Python's generator, of which there are some, were those of beartype: its
-    wrappers check elements of lists at random, which changes no value."""
+    """Yields a function: whether all draws from Python's generator, of which there are some, were those of beartype,
+    whose wrappers check elements of lists at random. That changes no value."""
     draws: set[bool] = set()
 
     def note(frame: FrameType, event: str, function: Any) -> None:

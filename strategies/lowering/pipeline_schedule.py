@@ -252,6 +252,10 @@ def split_stages(actions: Sequence[Action]) -> frozenset[int]:
     return frozenset(action.stage for action in actions if action.computation == INPUT)
 
 
+Sizes = Sequence[float] | Mapping[int, float]
+"""By stage."""
+
+
 @cache
 def places_of(schedule: Schedule) -> Mapping[tuple[int, int, bool], int]:
     """The place in its group's order of the pass of a stage and micro-batch that goes forward (True), or whose input
@@ -266,7 +270,7 @@ def places_of(schedule: Schedule) -> Mapping[tuple[int, int, bool], int]:
 
 def unreleased(schedule: Schedule, group: int, sizes: Sizes) -> Iterator[float]:
     """For every action of a group what it has sent back and keeps, because it does not know yet that it was received:
-    every message tells that the passes before it have run. `sizes` are those of the gradients of a stage's inputs."""
+    every message shows that the passes before it have run. `sizes` are those of the gradients of a stage's inputs."""
     places, owners = places_of(schedule), owners_of(schedule)
     sent: list[tuple[int, int, float]] = []
     for action in schedule[group]:
@@ -280,29 +284,25 @@ def unreleased(schedule: Schedule, group: int, sizes: Sizes) -> Iterator[float]:
             sent.append((owners[stage - 1], places[stage - 1, number, False], sizes[stage]))
 
 
-Sizes = Sequence[float] | Mapping[int, float]
-"""By stage."""
-
-
-def held_before(actions: Sequence[Action], sizes: Sizes, between: Sizes) -> Iterator[tuple[Action, float, float]]:
+def stored_before(actions: Sequence[Action], sizes: Sizes, between: Sizes) -> Iterator[tuple[Action, float, float]]:
     """Every action of a group, what its own micro-batch stores in its stage before it, and what all others store.
 
     Args:
         sizes: what a micro-batch stores from forward to backward, or to the first half of it.
         between: what it stores between the two halves.
     """
-    held: dict[tuple[int, int], float] = {}
+    stored: dict[tuple[int, int], float] = {}
     for action in actions:
         at = action.stage, action.micro_batch
-        own = held.pop(at, 0.0)
-        yield action, own, sum(held.values())
+        own = stored.pop(at, 0.0)
+        yield action, own, sum(stored.values())
         if action.computation in (FORWARD, INPUT):
-            held[at] = (sizes if action.computation == FORWARD else between)[action.stage]
+            stored[at] = (sizes if action.computation == FORWARD else between)[action.stage]
 
 
 def peak_activations(actions: Sequence[Action], sizes: Sizes | None = None, between: Sizes | None = None) -> float:
     """The peak of the activations that a group stores: the number of passes, or the sum of their `sizes`. Between the
     two halves of a backward that is split, a pass stores as much as before, or what `between` says."""
     counted = dict.fromkeys((action.stage for action in actions), 1.0) if sizes is None else sizes
-    stored = held_before(actions, counted, counted if between is None else between)
+    stored = stored_before(actions, counted, counted if between is None else between)
     return max((own + others for action, own, others in stored if action.computation != FORWARD), default=0.0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.lowering.pipeline_schedule import FORWARD, Schedule, held_before, peak_activations, unreleased
+from strategies.lowering.pipeline_schedule import FORWARD, Schedule, peak_activations, stored_before, unreleased
 from strategies.memory.trace import Traced
 from strategies.optimizer.settings import OptimizerSettings
 
@@ -100,7 +100,7 @@ def group_memory(traces: Mapping[int, Traced], schedule: Schedule, group: int, s
     between = {number: traces[number].between for number in numbers}
     peaks = {phase: 0 for one in stages.values() for phase in one.peaks}
     back = unreleased(schedule, group, {number: traces[number].returned for number in numbers})
-    for (action, _, others), sent in zip(held_before(actions, sizes, between), back, strict=True):
+    for (action, _, others), sent in zip(stored_before(actions, sizes, between), back, strict=True):
         one, own = stages[action.stage], traces[action.stage].gradients
         ahead = action.computation == FORWARD
         phase = "forward" if ahead else "backward"

@@ -201,6 +201,7 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
         yield sizes
+    known.clear()  # autograd keeps the hooks, and with them what they refer to, until backward
 
 
 def local_tensors(program: Program, device: str) -> dict[str, Tensor]:

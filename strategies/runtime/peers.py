@@ -87,9 +87,9 @@ class Peers:
         recorder.call(group, RECEIVING, dist.recv, like, self._rank(source), group=group)
         return like
 
-    def let_go(self, target: int, passed: float) -> None:
+    def release(self, target: int, passed: float) -> None:
         """Release what the group `target` has received, which has run its passes up to the number `passed`: gloo does
-        not tell whether a value has been sent, and waiting for one that has takes no time."""
+        not report that a value has been sent, and waiting for one that has takes no time."""
         left = []
         for sent in self._sending:
             if sent[0] == target and sent[1] <= passed:

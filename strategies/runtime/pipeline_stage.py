@@ -4,7 +4,7 @@ Peers are the ranks of the same number in each group's mesh; they hold the same 
 gradients come back in the order of the schedule, each direction and each link over its own process group, so that none
 can block another: sends never wait, and receives take what their neighbour sends in its order. What arrives before the
 pass that needs it, for another stage of the rank, is kept until then, as is what one stage of the rank hands to the
-next one, which is never sent. What arrives also tells how far the neighbour is, so what it has received is released.
+next one, which is never sent. A message also shows how far its sender is, so what that has received is released.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class StageRunner:
                 first = arriving[ahead, source].popleft()
                 own = units[first[0]]
                 early[ahead, first] = self._values(own, source) if ahead else self._gradients(own, made[first], source)
-                self.peers.let_go(source, places[first[0] + (-1 if ahead else 1), first[1], ahead])
+                self.peers.release(source, places[first[0] + (-1 if ahead else 1), first[1], ahead])
             return early.pop((ahead, at))
 
         received: dict[tuple[int, int], list[Tensor]] = {}

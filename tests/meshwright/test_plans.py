@@ -539,9 +539,10 @@ def test_one_rank_needs_no_process_group() -> None:
 
 def test_evaluation_takes_other_batches_than_training() -> None:
     """A model of transformers with a cache, which is its default, with and without labels and with fewer tokens."""
-    transformers = pytest.importorskip("transformers")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 8, "bos_token_id": 0}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=0)).double()
+    model = GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=0)).double()
     ids = torch.randint(32, (4, 8))
     batch = {"input_ids": ids, "labels": ids}
     sharded = meshwright.plan(model, batch, mesh=1, plan_cache=None).apply(model).eval()

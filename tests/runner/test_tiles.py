@@ -34,8 +34,7 @@ def test_memory_of_tiles_is_predicted(start, operators):
     run = start(*TILES, "train.measure_memory=true", f"parallel.recompute.operators={operators}", "train.steps=3")
     content = json.loads((run.folder / "memory.json").read_text(encoding="utf-8"))
     measured = max(one["peak"] for one in content["measured"])
-    labels = 16_384  # which are measured once the loss takes them
-    assert content["predicted"]["peak"] == pytest.approx(measured, rel=0.001, abs=labels)
+    assert content["predicted"]["peak"] == pytest.approx(measured, rel=0.002)
 
 
 @pytest.mark.slow
