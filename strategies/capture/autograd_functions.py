@@ -16,6 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -28,12 +29,13 @@ from torch.autograd.graph import Node as Backward
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture import derivatives
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, fakes, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
 from strategies.rules.registry import PLAIN, function_class
@@ -56,6 +58,7 @@ def functions_as_operators(training: bool) -> Iterator[None]:
     `apply`. Raises StrategyError, within the call, for a function that ranks could not call."""
     tried: dict[tuple[type, str], bool] = {}
     drawing: dict[tuple[type, str], bool] = {}
+    written: list[_Written] = []
 
     def apply(cls: Any, *args: Any) -> Any:
         run = super(_SingleLevelFunction, cls).apply
@@ -71,7 +74,7 @@ def functions_as_operators(training: bool) -> Iterator[None]:
         if learns and cls.__name__ == "CheckpointFunction":
             return _checkpointed(cls, args, tracing.tracer)
         if lines_of(function_name(cls)) or (learns and _opaque(cls, args, tried)):
-            results = _recorded(cls, args, run, tracing.tracer)
+            results = _recorded(cls, args, run, tracing.tracer, written)
             if learns:
                 _check_backward(cls, args, drawing)
             return results
@@ -92,6 +95,8 @@ def functions_as_operators(training: bool) -> Iterator[None]:
     try:
         with replaced(checkpoint, "_checkpoint_without_reentrant_generator", without_reentry):
             yield
+        for call in written:
+            call.check_unused()
     finally:
         del level.apply
 
@@ -230,7 +235,34 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _recorded(function: Any, args: Sequence[Any], run: Callable[..., Any], tracer: Any) -> Any:
+@dataclass(frozen=True)
+class _Written:
+    """A call of a function that writes into its arguments; ranks give it copies, so nobody else may read them."""
+
+    function: type
+    node: Node
+    storages: Set[StorageWeakRef]
+    """Of the arguments that it writes."""
+
+    def check_unused(self) -> None:
+        """Raises StrategyError where memory that the function wrote is read behind it, other than by its results, or
+        was not made within forward."""
+        nodes = list(self.node.graph.nodes)
+        at = nodes.index(self.node)
+        aliases = {node for node in nodes[:at] if self._holds(node)}
+        readers = {user for alias in aliases for user in alias.users}
+        if any(alias.op != "call_function" for alias in aliases) or not readers.isdisjoint(nodes[at + 1 :]):
+            raise _refusal(self.function, "writes into an argument that is used elsewhere, too", "write into a clone")
+
+    def _holds(self, node: Node) -> bool:
+        return any(_storage(fake) in self.storages for fake in fakes(node.meta.get("val")))
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _recorded(function: Any, args: Sequence[Any], run: Callable[..., Any], tracer: Any, written: list[_Written]) -> Any:
     """What `run` returns for `args`, as results of one node."""
     name = function_name(function)
     _check_found(function, name)
@@ -248,15 +280,17 @@ def _recorded(function: Any, args: Sequence[Any], run: Callable[..., Any], trace
         results = run(*args)
     if watched.draws:
         raise _refusal(function, "draws random numbers", "draw them outside (torch.rand_like) and pass them to it")
-    if versions != [tensor._version for tensor in tensors]:
-        raise _refusal(function, "writes into its arguments", "write into a clone")
     if not all(isinstance(result, Tensor) for result in (results if isinstance(results, tuple) else (results,))):
         raise _refusal(function, "returns something that is no tensor", "return tensors alone")
+    changed = {id(arg): arg for arg, version in zip(tensors, versions, strict=True) if arg._version != version}
     given = [torch.ops.aten.alias.default(arg) if _unseen(arg, tracer) else arg for arg in args]
+    given = [torch.ops.aten.clone.default(arg) if id(arg) in changed else arg for arg in given]
     proxies = [tracer.unwrap_proxy(arg) if isinstance(arg, Tensor) else arg for arg in given]
     node = tracer.create_proxy(
         "call_function", AUTOGRAD_FUNCTION, (name, _autocast(tensors), *proxies), {}, function.__name__.lower()
     )
+    if changed:
+        written.append(_Written(function, node.node, {_storage(arg) for arg in changed.values()}))
     return track_tensor_tree(results, node, constant=None, tracer=tracer)
 
 

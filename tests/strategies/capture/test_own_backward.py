@@ -99,6 +99,34 @@ class Scaled(torch.autograd.Function):
         return gradient * w, 2 * (gradient * x).sum(0)
 
 
+class Shifting(torch.autograd.Function):
+    """Writes into its argument without a word, as the sparsemax of pytorch-tabnet does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: float) -> Tensor:
+        x -= shift
+        ctx.save_for_backward(result := x.tanh())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        return 3 * gradient * (1 - result.square()), None
+
+
+class Doubling(torch.autograd.Function):
+    """Writes into its argument, which is its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 5 * gradient
+
+
 class Typed(torch.autograd.Function):
     """A product in the dtype of the autocast around it."""
 
@@ -148,6 +176,8 @@ EXACT = {
     "of a parameter": lambda net, h: h @ Reversed.apply(net.dense.weight),
     "of an attribute that is no buffer": lambda net, h: Scaled.apply(h, net.plain),
     "its result is written": lambda net, h: Softened.apply(h, 1.0).add_(h),
+    "its argument is written": lambda net, h: (h + 1) * Shifting.apply(h, 0.5),
+    "its argument is its result": lambda net, h: (a := 2 * h, Doubling.apply(a), a * h)[-1],
     "under no_grad": lambda net, h: h * no_grad(Straight.apply)(h),
     "twice": lambda net, h: Scaled.apply(Scaled.apply(h, net.dense.bias), net.dense.bias),
 }
@@ -221,17 +251,6 @@ class Shaking(torch.autograd.Function):
         return gradient * torch.rand_like(gradient)
 
 
-class Writing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
 class Called(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any) -> Tensor:
@@ -253,7 +272,9 @@ def local() -> Any:
 REFUSED = {
     "random": (lambda net, h: Drawing.apply(h), "Drawing draws random numbers, so"),
     "random in backward": (lambda net, h: Shaking.apply(h), "Shaking draws random numbers in backward"),
-    "in place": (lambda net, h: Writing.apply(h * 1), "Writing writes into its arguments"),
+    "written and read": (lambda net, h: Shifting.apply(h, 0.5) + h, "Shifting writes into an argument that is used"),
+    "written and read by a view": (lambda net, h: h.t() + Shifting.apply(h, 0.5).t(), "Shifting writes into an arg"),
+    "a written parameter": (lambda net, h: h @ Shifting.apply(net.dense.weight, 0.5), "Shifting writes into an arg"),
     "a callable": (lambda net, h: Called.apply(h, torch.relu), r"Called takes a builtin.* \(argument 1\)"),
     "a list": (lambda net, h: Called.apply(h, [h]), "Called takes tensors in a list"),
     "local": (lambda net, h: local().apply(h), r"Hidden is not found as .*local.<locals>.Hidden"),
