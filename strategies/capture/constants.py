@@ -116,25 +116,25 @@ def _as_literal(value: Tensor, device: torch.device) -> Tensor:
 
 def places(function: Any, args: Any) -> tuple[Any, Any]:
     """A function and its arguments; where it takes elements by a mask that is the same in every step, by their
-    places."""
+    places, and with numbers for tensors of them in slices."""
     if getattr(function, "__name__", "") == "masked_select" and len(args) == 2:
         tensor, mask = args
         shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
         if (value := values_of(mask)) is not None:
             return Tensor.__getitem__, (tensor.expand(shape), _places(value, shape, mask.device))
-    if function is not Tensor.__getitem__:
+    if function not in (Tensor.__getitem__, Tensor.__setitem__):
         return function, args
-    tensor, index = args
+    tensor, index, *written = args
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
-        masking = isinstance(part, Tensor) and part.dtype is torch.bool and part.dim()
+        masking = not written and isinstance(part, Tensor) and part.dtype is torch.bool and part.dim()
         if masking and (value := values_of(part)) is not None:
             parts += _places(value, part.shape, part.device)
         elif isinstance(part, slice):
             parts.append(slice(*map(number, (part.start, part.stop, part.step))))
         else:
             parts.append(part)
-    return function, (tensor, parts[0] if len(parts) == 1 and not isinstance(index, tuple) else tuple(parts))
+    return function, (tensor, parts[0] if len(parts) == 1 and not isinstance(index, tuple) else tuple(parts), *written)
 
 
 def _places(mask: Tensor, shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
