@@ -225,6 +225,12 @@ class ShardedModule(nn.Module):
 
     @_not_traced
     def _begins_backward(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "MW464",
+                "Gradients with create_graph=True would have no derivatives of what ranks communicate; compute a "
+                "gradient penalty within the module or its loss (torch.autograd.grad in forward), which is captured.",
+            )
         if self.reduced:
             raise ConfigError(
                 "MW464",

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
 import meshwright
 from runner.errors import ConfigError
@@ -318,10 +318,13 @@ def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int, b
     pairs, kept = ((sharded, optimizer), (eager, reference)), []
     for step in range(6):
         if step == 2:
-            kept = [tree_map_only(Tensor, torch.clone, get_state_dict(*one)) for one in pairs]
+            kept = [copy.deepcopy(get_state_dict(*one)) for one in pairs]
+            torch.save(sharded.state_dict(), file := BytesIO())
         if step == 4:
             for one, (weights, updates) in zip(pairs, kept, strict=True):
                 set_state_dict(*one, model_state_dict=weights, optim_state_dict=updates)
+            file.seek(0)
+            assert all(map(torch.equal, map(_all, torch.load(file).values()), map(_all, sharded.state_dict().values())))
             sharded.load_state_dict(sharded.state_dict())  # the memory that is written
         loss, expected = compiled(*batch), nn.MSELoss()(eager(batch[0]), batch[1])
         worst = max(worst, _relative(loss.detach(), expected.detach()))

@@ -640,6 +640,8 @@ def test_what_a_rank_alone_cannot_do_is_refused(stage: int) -> None:
     scaler.scale(sharded(x, y)).backward()
     refused("MW464", lambda: scaler.step(optimizer))
     sharded.zero_grad()  # and nothing is left of it
+    refused("MW464", lambda: sharded(x, y).backward(create_graph=True))
+    sharded.zero_grad()
     before = {name: value.clone() for name, value in sharded.state_dict().items()}
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in sharded.state_dict().items())
