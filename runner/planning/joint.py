@@ -258,6 +258,12 @@ class Searches:
             plan = replace(plan, search={**plan.search, "bytes": self.bytes(plan, request)})
         return replace(plan, recompute=self.recompute(request.recompute))
 
+    def by_rows(self, request: Request) -> Plan:
+        """The plan that slices the batch alone, but for what the request gives. Raises StrategyError."""
+        given = replace(request, mode="semi_auto", recompute=None, memory_limit=None)
+        plan = planning_of(self.graph, given, self.cluster).plan(request.zero_stage, None)
+        return replace(plan, recompute=self.recompute(request.recompute))
+
     def recompute(self, wanted: RecomputeRequest | None) -> Recompute | None:
         """What a request means for the graph."""
         if wanted is not None and wanted not in self.recomputes:
@@ -684,10 +690,24 @@ class JointDecision:
                 too_large = max(too_large, price.seconds)
                 if best is None:
                     yield Priced(smaller, price.seconds, size)
+        by_rows = self._by_rows(choice, math.inf if best is None else best.seconds)
         if best is None:  # propagation has other plans within other budgets, which need not be near one another
-            best = self._within_shares(choice, tried)
-        if best is not None:
-            yield best
+            best = self._within_shares(choice, tried, None if by_rows is None else SMALLER_PLANS)
+        if found := [one for one in (best, by_rows) if one is not None]:
+            yield min(found, key=lambda one: one.seconds)
+
+    def _by_rows(self, choice: Choice, seconds: float) -> Priced | None:
+        """The plan that slices the batch alone, if it keeps the limit and takes less than `seconds`: a traced peak need
+        not follow the search's estimate, and the plans that it finds within budgets may need more."""
+        request, searches = self._request(choice), self.searched(choice)
+        if request.by_module:
+            return None
+        try:
+            plan = searches.by_rows(request)
+            search = {**self.best_plan(choice, None).search, "bytes": searches.bytes(plan, request)}
+            return self._fitting(choice, replace(plan, search=search), seconds)
+        except StrategyError:
+            return None
 
     def _budget(self, choice: Choice, budgets: SearchBudget, seen: Sequence[tuple[float, int]]) -> int | None:
         """The bytes of the next search. Where plans so far leave few or none, those of the limit come before smaller
@@ -697,21 +717,28 @@ class JointDecision:
         few = size > self.limit and (budget is None or budget < FEW * limit)
         return limit if few and limit < least else budget
 
-    def _within_shares(self, choice: Choice, tried: list[Any]) -> Priced | None:
-        """The first plan that keeps the limit of those found within shares of it; `tried` ones do not."""
-        for share in CLOSE_SHARES if len(self.bounds) == 1 else BUDGET_SHARES:
+    def _within_shares(self, choice: Choice, tried: list[Any], most: int | None) -> Priced | None:
+        """The first plan that keeps the limit of those found within shares of it, at `most` so many of them; `tried`
+        ones do not."""
+        for share in (CLOSE_SHARES if len(self.bounds) == 1 else BUDGET_SHARES)[:most]:
             try:
                 plan = self.smaller_plan(choice, max(int(share * min(self.limits(choice))), 1), ())
             except StrategyError:
                 return None
             if plan is not None and plan.operators not in tried:
                 tried.append(plan.operators)
-                price = self.estimate(choice, plan)
-                lower = self._most(choice, price.bounds(None).least)
-                size = self._peak(choice, price) if lower <= self.limit else self._noted(lower, price)
-                if size <= self.limit:
-                    return Priced(plan, price.seconds, size)
+                if (priced := self._fitting(choice, plan)) is not None:
+                    return priced
         return None
+
+    def _fitting(self, choice: Choice, plan: Plan, seconds: float = math.inf) -> Priced | None:
+        """A plan with its seconds and bytes, if it keeps the limit and takes less than `seconds`."""
+        price = self.estimate(choice, plan)
+        if price.seconds >= seconds:
+            return None
+        lower = self._most(choice, price.bounds(None).least)
+        size = self._peak(choice, price) if lower <= self.limit else self._noted(lower, price)
+        return Priced(plan, price.seconds, size) if size <= self.limit else None
 
     def smaller_plan(self, choice: Choice, budget: int | None, seen: Sequence[tuple[float, int]]) -> Plan | None:
         """The best plan within `budget`, or if that is too little the smallest of all; None where nothing is left to

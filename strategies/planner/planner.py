@@ -239,12 +239,11 @@ class Planning:
                     yield other
 
         def further() -> Iterator[Solution]:
-            """The best plan where nothing hides gradient reductions: what a search believes to be hidden may not be."""
-            if exact and problem.hiding:
-                apart = ALGORITHMS[EXACT](replace(problem, overlaps=False), self.cluster, axes)
+            """The best plan where nothing hides gradient reductions: what a search believes to be hidden may not be.
+            Not within a limit, for which many plans are searched."""
+            if exact and problem.hiding and problem.memory is None:
                 with suppress(StrategyError):
-                    if fits(one := apart(problem.memory).solution):
-                        yield one
+                    yield ALGORITHMS[EXACT](replace(problem, overlaps=False), self.cluster, axes)(None).solution
 
         def bounds() -> Iterator[tuple[float, Solution | None]]:
             if step.floor:

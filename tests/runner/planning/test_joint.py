@@ -254,6 +254,24 @@ def test_a_refusal_names_no_more_than_the_fastest_plan_needs():
     assert needed * 2**20 <= 1.001 * deciding.fastest(max(deciding.bounds)).peak
 
 
+@pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming"])
+def test_slices_of_the_batch_keep_a_limit_that_no_searched_plan_keeps(search):
+    """Copies of activations in other layouts, which the search's estimate leaves out, have several times its bytes."""
+    words = (
+        *("+recipe=resnet", "world_size=3", "data.batch_size=9", "parallel.mesh=null", "parallel.strategies=null"),
+        *("parallel.dataset_strategy=data_parallel", "parallel.plan_cache=null"),
+    )
+    alone = Choice(1, 0, 1, "none")
+    by_rows = JointDecision(compose_config(*words, "parallel=data_parallel"), print)
+    limit, captures = by_rows.fastest(alone).peak, by_rows.captures
+    words = (*words, "parallel=auto", f"parallel.search={search}", f"parallel.memory_limit={limit}")
+    deciding = JointDecision(compose_config(*words), print, captures)
+    plan = deciding.plan()
+    found = deciding.estimate(alone, plan)
+    assert found.peak <= limit and found.seconds <= by_rows.fastest(alone).seconds * (1 + 1e-9)
+    assert plan.search["cost"] == pytest.approx(found.seconds) and plan.search["algorithm"] == search
+
+
 @pytest.mark.slow
 def test_a_long_decision_reports_its_progress(monkeypatch):
     monkeypatch.setattr("runner.planning.joint.EVERY", 0.0)
