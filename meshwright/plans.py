@@ -387,15 +387,21 @@ def plan(
 
 
 def _check_modes(module: nn.Module) -> None:
-    """Raises ConfigError for parts in evaluation mode, which steps would train, unless `train()` leaves them in it."""
+    """Raises ConfigError for parts in evaluation mode, which steps would train, unless `train()` leaves them in it.
+    Warns of those that `train()` would put into it."""
     if not module.training:
         _log.warning("meshwright.plan: the module is in evaluation mode; it is planned and trained in training mode.")
         return
-    parts = [name for name, part in module.named_modules() if not part.training]
-    if not parts:
+    parts = dict(module.named_modules())
+    if all(part.training and type(part).train is nn.Module.train for part in parts.values()):
         return
     by_name = dict(duplicate(module).train().named_modules())
-    if changed := [name for name in parts if by_name[name].training]:
+    if left := [name for name, part in parts.items() if part.training and not by_name[name].training]:
+        _log.warning(
+            "meshwright.plan: %s will be in evaluation mode, as train() of the module leaves it; call train() of it.",
+            ", ".join(left),
+        )
+    if changed := [name for name, part in parts.items() if not part.training and by_name[name].training]:
         more = f" and {len(changed) - 1} more are" if len(changed) > 1 else " is"
         raise ConfigError(
             "MW464",

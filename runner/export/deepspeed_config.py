@@ -50,6 +50,7 @@ def config(prepared: Prepared, title: str) -> str:
         "train_micro_batch_size_per_gpu": rows // copies,
         "gradient_clipping": prepared.config.train.clip or 0.0,  # left out, it would be 1.0
         "zero_optimization": {"stage": prepared.config.parallel.zero.known},
+        "zero_allow_untested_optimizer": True,  # any that works by element
     }
     if axes:
         content["tensor_parallel"] = {

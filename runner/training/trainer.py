@@ -120,9 +120,10 @@ class Trainer:
         agree_on_program(self.prepared, job.folder)
         torch.set_default_dtype(self.prepared.default_dtype)
         seed_generators(self.config.train.seed)
-        training, evaluating, self.collate = datasets(self.config, self.prepared.data.training)
-        agree_on_data(self.prepared, training, evaluating, self.collate)
-        self.order = order_of(self.config, training)
+        with self._aside():
+            training, evaluating, self.collate = datasets(self.config, self.prepared.data.training)
+            agree_on_data(self.prepared, training, evaluating, self.collate)
+            self.order = order_of(self.config, training)
         extra: Axes = gather_axes if job.record is not None else lambda program: []
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
         if (mesh := self.execution.communicator.mesh).size > 1:

@@ -257,7 +257,13 @@ class Planning:
         every, bound = cheapest_step(first, bounds() if exact else iter(()), others(), further(), seconds)
         best = every[0]
         if math.isinf(best.seconds):
-            step.seconds(self._made(problem, searched.solution))  # raises the reason
+            step.seconds(plan := self._made(problem, searched.solution))  # raises the reason
+            if self._violated(plan):
+                raise StrategyError(
+                    "MW465",
+                    "No plan that was found is one that parallel.for_target can say; give a mesh whose axis tp has "
+                    "fewer ranks, more memory (parallel.memory_limit), or leave parallel.for_target out.",
+                )
         search = dict(searched.search) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
         if best is not first:
             search["bytes"] = plan_bytes(problem, best.solution.assignments)

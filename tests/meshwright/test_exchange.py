@@ -708,6 +708,23 @@ def test_a_table_that_computes_its_indices_stays_replicated() -> None:
 
 
 @pytest.mark.slow
+def test_a_limit_leads_to_no_plan_that_the_target_cannot_say() -> None:
+    """Half of the heads of T5's attention, to which AutoTP adds the biases of all."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    module = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False))
+    ids = torch.randint(32, (8, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    options: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "for_target": "deepspeed", "plan_cache": None}
+    most = meshwright.plan(module, batch, **options).memory
+    assert meshwright.plan(module, batch, memory_limit=int(0.9 * most), **options).expressible("deepspeed") == []
+    with pytest.raises(meshwright.CodedError) as refused:
+        meshwright.plan(module, batch, memory_limit=int(0.8 * most), **options)
+    assert refused.value.code == "MW501"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["transformers", "deepspeed"])
 def test_a_plan_by_module_has_a_certificate(target: str) -> None:
     with torch.device("meta"):

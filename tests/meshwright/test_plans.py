@@ -600,6 +600,13 @@ def test_parts_in_evaluation_mode_stay_so_or_are_refused(caplog: pytest.LogCaptu
     frozen = Frozen(*parts).train()
     plan = planned(frozen)
     assert meshwright.verify(frozen, points(), plan).passed
+    assert not [record for record in caplog.records if record.name == "meshwright"]
+    frozen[1].train()
+    planned(frozen)
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "meshwright")
+    assert "1 will be in evaluation mode" in line
+    frozen.train()
+    caplog.clear()
     assert "batch_norm_training" not in {one["op"] for one in plan.content["operators"]}
     mixed = nn.Sequential(*parts).train()
     assert "batch_norm_training" in {one["op"] for one in planned(mixed).content["operators"]}

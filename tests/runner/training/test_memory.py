@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from small import SMALL
 
 from benchmarks import memory as benchmark
 from runner.config.parallel import Bytes
@@ -92,6 +93,20 @@ def test_real_ranks_take_what_was_predicted(start, words):
     most = max(content["measured"], key=lambda one: one["peak"])
     for key in ("held", "peak", "host"):
         assert content["predicted"][key] == pytest.approx(most[key], rel=0.02, abs=20_000)
+
+
+@pytest.mark.slow
+def test_tensors_of_a_dataset_are_not_measured(start):
+    ended = start(
+        *SMALL,
+        "parallel=data_parallel",
+        "world_size=2",
+        "+data.args.rows=20000",
+        "train.steps=2",
+        "train.measure_memory=true",
+    )
+    content = json.loads((ended.folder / "memory.json").read_text(encoding="utf-8"))
+    assert [one["peak"] for one in content["measured"]] == pytest.approx([content["predicted"]["peak"]] * 2, rel=0.02)
 
 
 @pytest.mark.parametrize(
