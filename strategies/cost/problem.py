@@ -103,8 +103,8 @@ class Problem(Memo):
         return self.micro_batches if self.stage > 1 else 1
 
     @cached_property
-    def stored(self) -> frozenset[Ref]:
-        """The results that stay for backward."""
+    def saved(self) -> Mapping[str, list[float]]:
+        """What stays for backward: by operator the shares of the bytes of its results and operands."""
         return saved(self.graph)
 
     @cached_property
@@ -113,7 +113,7 @@ class Problem(Memo):
         return {
             one.id: (
                 self.graph.looks[one.id],
-                tuple(Ref(one.id, index) in self.stored for index in range(len(one.results))),
+                tuple(self.saved[one.id]),
                 None if (fixed := self.fixed.get(one.id)) is None else tuple(fixed.items()),
                 self.outputs.get(one.id),
                 self.relaxation and (self.resharding_counts(Ref(one.id)), one.id in self.relaxation.free),

@@ -1,8 +1,8 @@
 """The memory of a rank, estimated without running anything: from shapes, layouts and what autograd saves by the traits
 of operators.
 
-`plan_bytes` adds up parameters with their gradients and optimizer states, and results that stay for backward: searches
-minimise time within a limit of these. `stored_lower_bound` counts the bytes that a plan stores at least, `Outline`
+`plan_bytes` adds up parameters with their gradients and optimizer states, and what autograd saves, in the layouts of
+the operators that save it: searches minimise time within a limit of these. `stored_lower_bound` counts the bytes that a plan stores at least, `Outline`
 those that are there beside them. Invariant: lower bounds are never above what `strategies.memory.trace` counts.
 """
 
@@ -45,14 +45,15 @@ def parameter_bytes(problem: Problem, layout: Layout, ref: Ref) -> float:
 
 
 def operator_bytes(problem: Problem, operator: Operator, assignment: Assignment) -> float:
-    """Bytes of an operator's results, and of the parameters of which it is the first user: they have the layout that
-    it wants."""
-    graph, sharding, total = problem.graph, problem.shardings[operator.id], 0.0
+    """Bytes of an operator's shares of what autograd saves, and of the parameters of which it is the first user: they
+    have the layout that it wants."""
+    graph, sharding = problem.graph, problem.shardings[operator.id]
     given = problem.outputs.get(operator.id) or sharding.result_layouts(assignment)
-    for index, (layout, spec) in enumerate(zip(given, operator.results, strict=True)):
-        if Ref(operator.id, index) in problem.stored:
-            total += layout.local_elements(spec.shape, problem.mesh) * spec.item_bytes
-    wanted = sharding.operand_layouts(assignment)
+    wanted, specs = sharding.operand_layouts(assignment), [graph.specs[ref] for ref in operator.operands]
+    total, shares = 0.0, problem.saved[operator.id]
+    for layout, spec, share in zip((*given, *wanted), (*operator.results, *specs), shares, strict=True):
+        if share:
+            total += share * layout.local_elements(spec.shape, problem.mesh) * spec.item_bytes
     for position, ref in enumerate(operator.operands):
         node = graph.by_id[ref.id]
         if isinstance(node, Operator) or node.kind != "parameter":

@@ -9,7 +9,7 @@ allocates its result, and autograd saves every operand.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -270,24 +270,33 @@ def traits(op: str) -> Traits:
     return TRAITS.get(op, DEFAULT)
 
 
-def saved(graph: OperatorGraph) -> frozenset[Ref]:
-    """The results of operators that autograd saves; in place of views the tensors that they show."""
-    refs: set[Ref] = set()
+def saved(graph: OperatorGraph) -> dict[str, list[float]]:
+    """What autograd saves of the results of operators: by operator the shares of the bytes of its results and operands,
+    of views those of the tensor that they show.
 
-    def saves(user: Operator, position: int) -> bool:
-        """Whether a user keeps its operand: for its own gradient, or as a view of which others keep something."""
-        if traits(user.op).view:
-            return any(Ref(user.id, index) in refs for index in range(len(user.results)))
-        return user.id in graph.returning and saves_operand(graph, user, position)
+    A tensor that several operators save is in memory once where they use it in one layout, and once per layout
+    otherwise. So each of them counts an equal share of it, in its own layout.
+    """
+    shares = {one.id: [0.0] * (len(one.results) + len(one.operands)) for one in graph.operators}
 
-    for operator in reversed(graph.operators):
-        for index in range(len(operator.results)):
-            ref = Ref(operator.id, index)
-            by_itself = operator.id in graph.returning and traits(operator.op).saves_result(index)
-            if by_itself or any(saves(user, position) for user, position in graph.users[ref]):
-                refs.add(ref)
-    views = {operator.id for operator in graph.operators if traits(operator.op).view}
-    return frozenset(ref for ref in refs if ref.id not in views)
+    def saving(ref: Ref) -> Iterator[tuple[Operator, int]]:
+        for user, position in graph.users[ref]:
+            if traits(user.op).view:
+                for index in range(len(user.results)):
+                    yield from saving(Ref(user.id, index))
+            elif user.id in graph.returning and saves_operand(graph, user, position):
+                yield user, position
+
+    for operator in graph.operators:
+        for index, spec in enumerate(operator.results if not traits(operator.op).view else ()):
+            users = list(saving(Ref(operator.id, index)))
+            own = operator.id in graph.returning and traits(operator.op).saves_result(index)
+            if own:
+                shares[operator.id][index] = 1 / (len(users) + 1)
+            for user, position in users:
+                shown = max(graph.specs[user.operands[position]].elements, 1)  # of a view, which may be expanded
+                shares[user.id][len(user.results) + position] = spec.elements / shown / (len(users) + own)
+    return shares
 
 
 def saves_operand(graph: OperatorGraph, user: Operator, position: int) -> bool:

@@ -100,10 +100,8 @@ class StrategySpace:
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.cluster = resharding.cluster if problem.relaxation is None else problem.relaxation.cluster
         self.node_cost = NodeCost(problem, resharding.cluster)
-        users = problem.graph.users
-        self.single_use = frozenset(
-            ref for s in problem.graph.of_kind("parameter") if len(users[ref := Ref(s.id)]) == 1
-        )
+        users, parameters = problem.graph.users, problem.graph.of_kind("parameter")
+        self.single_use = frozenset(ref for one in parameters if len(users[ref := Ref(one.id)]) == 1)
         """Parameters with one use: they have the layout that it wants."""
         self.multiplier = 0.0
         """Seconds that a byte of memory costs at the moment."""
@@ -254,11 +252,12 @@ class StrategySpace:
         return total
 
     def _bytes(self, operator: Operator, wanted: Sequence[Layouts], given: Sequence[Layouts]) -> Seconds:
-        """What a rank keeps: results that stay for backward, and the parameters that this operator alone uses."""
+        """What a rank keeps: shares of what autograd saves, and the parameters that this operator alone uses."""
         graph, total = self.problem.graph, np.zeros(len(given[0].of_candidate) if given else 1)
-        for index, (side, spec) in enumerate(zip(given, operator.results, strict=True)):
-            if Ref(operator.id, index) in self.problem.stored:
-                total = total + (self.elements(side.table, spec) * spec.item_bytes)[side.of_candidate]
+        specs = (*operator.results, *(graph.specs[ref] for ref in operator.operands))
+        for side, spec, share in zip((*given, *wanted), specs, self.problem.saved[operator.id], strict=True):
+            if share:
+                total = total + (share * spec.item_bytes * self.elements(side.table, spec))[side.of_candidate]
         for side, ref in zip(wanted, operator.operands, strict=True):
             if ref in self.single_use:
                 per_element = np.array([parameter_bytes(self.problem, one, ref) for one in self.every(side.table)])

@@ -92,8 +92,8 @@ def test_norms_along_the_sequence_where_memory_asks(found: Search) -> None:
     graph = llama(2, batch=1, length=512)
     made = problem(graph, ONE)
     free = plan_bytes(made, found(made, node(8)))
-    chosen = found(replace(made, memory=0.991 * free), node(8))
-    assert plan_bytes(made, chosen) <= 0.991 * free
+    chosen = found(replace(made, memory=0.995 * free), node(8))
+    assert plan_bytes(made, chosen) <= 0.995 * free
     assert (("d1", "tp"),) in sliced(graph, chosen, "layers.*_norm")
     assert sliced(graph, chosen, "layers.*.gate_proj") == {(("n", "tp"),)}
     assert sliced(graph, chosen, "layers.*.down_proj") == {(("k", "tp"),)}
