@@ -2,8 +2,9 @@
 of operators.
 
 `plan_bytes` adds up parameters with their gradients and optimizer states, and what autograd saves, in the layouts of
-the operators that save it: searches minimise time within a limit of these. `stored_lower_bound` counts the bytes that a plan stores at least, `Outline`
-those that are there beside them. Invariant: lower bounds are never above what `strategies.memory.trace` counts.
+the operators that save it: searches minimise time within a limit of these. `stored_lower_bound` counts the bytes that a
+plan stores at least, `Outline` those that are there beside them. Invariant: lower bounds are never above what
+`strategies.memory.trace` counts.
 """
 
 from __future__ import annotations
