@@ -197,7 +197,7 @@ def others_beside(path: Path) -> str:
     if not others:
         return "There is no other beside it."
     names = ", ".join(other.name for other in others)
-    return f"Others beside it: {names}; choose one, as with train.resume={others[-1]}."
+    return f"Others beside it: {names}; choose one that is not damaged, such as {others[-1]}."
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import fsspec
 
 from runner import home
 from runner.data.text import NOT_OURS, TEST_SHARE, files_below
+from runner.data.visible import is_visible
 from runner.errors import ConfigError
 
 PATTERNS = ("*.txt", "*.md", "*.jsonl", "*.txt.*", "*.jsonl.*")
@@ -145,7 +146,7 @@ def _below(system: fsspec.AbstractFileSystem, root: str, patterns: Sequence[str]
     files = []
     for file in system.find(root):
         name = PurePosixPath(Path(file).as_posix()).relative_to(PurePosixPath(Path(root).as_posix()))
-        if any(fnmatch.fnmatch(name.name, pattern) for pattern in patterns):
+        if is_visible(name) and any(fnmatch.fnmatch(name.name, pattern) for pattern in patterns):
             files.append((name.as_posix(), file))
     return sorted(files)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from runner import home
 from runner.data.scaling import Normalize, Scaling
 from runner.data.text import TEST_SHARE
+from runner.data.visible import is_visible
 from runner.errors import ConfigError
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -73,7 +74,7 @@ class ImageFolder:
         self._scaling = Scaling(None, normalize, channels=3)
         folder = shapes(cache) if path is None else home.expanded(path).absolute()
         try:
-            inside = sorted(one.name for one in folder.iterdir() if one.is_dir())
+            inside = sorted(one.name for one in folder.iterdir() if one.is_dir() and is_visible(Path(one.name)))
         except OSError as error:
             raise ConfigError("MW314", f"{folder} cannot be read: {error.strerror}.") from error
         files = {name: _images_below(folder / name) for name in inside}
@@ -204,7 +205,7 @@ def _images_below(folder: Path) -> list[Path]:
         Path(parent, name)
         for parent, _, names in os.walk(folder)
         for name in names
-        if Path(name).suffix.lower() in ENDINGS
+        if Path(name).suffix.lower() in ENDINGS and is_visible(Path(parent, name).relative_to(folder))
     )
 
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from pathlib import PurePosixPath
 from typing import Any
 
 import fsspec
@@ -24,6 +25,7 @@ from torch import Tensor
 from runner.build.targets import describe
 from runner.data.lines import tensors_of
 from runner.data.text import cached
+from runner.data.visible import is_visible
 from runner.errors import ConfigError
 from strategies.core.errors import closest
 
@@ -128,7 +130,8 @@ def _found(path: str, storage: dict[str, Any]) -> Iterator[tuple[Any, str, str]]
         system, inside = fsspec.core.url_to_fs(path, **storage)
         inside = inside.rstrip("/")
         if system.isdir(inside):
-            files = sorted(name for name in system.find(inside) if _suffix(name) in _FORMATS)
+            every = (name for name in system.find(inside) if _suffix(name) in _FORMATS)
+            files = sorted(name for name in every if is_visible(PurePosixPath(name).relative_to(inside)))
         else:
             files = sorted(system.glob(inside)) if fsspec.core.has_magic(inside) else [inside]
         found = [(system, name, f"{name} {system.ukey(name)}") for name in files]

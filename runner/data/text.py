@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runner import home
+from runner.data.visible import is_visible
 from runner.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
@@ -172,7 +173,8 @@ def files_below(folder: Path, pattern: str, skip: frozenset[str]) -> list[tuple[
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip]  # os.walk does not enter removed folders
         files += [Path(parent, name) for name in fnmatch.filter(names, pattern)]
-    return sorted((file.relative_to(folder).as_posix(), file) for file in files)
+    found = [(file.relative_to(folder), file) for file in files]
+    return sorted((name.as_posix(), file) for name, file in found if is_visible(name))
 
 
 def _in_test(name: str) -> bool:

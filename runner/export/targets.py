@@ -52,6 +52,6 @@ def exported(name: str, prepared: Prepared, title: str, *, allow_changes: bool =
         raise ConfigError(
             "MW465",
             f"The target {name} would lay out {len(found)} of the plan otherwise: {shown}. Export with "
-            "allow_changes=True, or plan without them.",
+            "allow_changes=True (export.allow_changes=true in a command), or plan without them.",
         )
     return target.text(prepared, title)

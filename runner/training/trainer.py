@@ -63,6 +63,9 @@ from strategies.runtime.module_tree import COPIED
 from strategies.runtime.naming import parameters_by_name
 from strategies.runtime.offload import Offload, OffloadTraffic
 
+OVERFLOWS = 3
+"""Steps in a row that a constant loss scale may lose."""
+
 
 @dataclass(frozen=True)
 class TrainingJob:
@@ -128,6 +131,7 @@ class Trainer:
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
         if (mesh := self.execution.communicator.mesh).size > 1:
             agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
+        self.overflows = 0  # in a row
         self.load = self._loader(training)
         self.reader: BatchReader | None = None
         self.offload = offload_of(self.config, job.offload)
@@ -306,11 +310,7 @@ class Trainer:
                 every = self.config.checkpoint.every
                 with self._phase("update"):
                     norm = self.updates.update(measure=measure or (every is not None and step % every == 0))
-                if norm is not None and not math.isfinite(norm) and self.updates.loss_scale is None:
-                    raise FloatingPointError(
-                        f"The loss of step {step} is {loss:.6g}, but its gradient is not finite (norm {norm}), nor are "
-                        "the weights after it; train.callbacks=[nan_watch] names the operator."
-                    )
+                self._check_norm(step, loss, norm)
                 seen.grad_norm = norm
                 self._schedule(step)
                 hooks.call("after_step")
@@ -596,6 +596,24 @@ class Trainer:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         recorder.at(PHASES.index(name))
         return nullcontext() if self.meter is None else self.meter.phase(name)
+
+    def _check_norm(self, step: int, loss: float, norm: float | None) -> None:
+        """Raises FloatingPointError for a gradient that is not finite, in fp16 where a constant loss scale overflows in
+        one step after the other."""
+        if norm is None or math.isfinite(norm):
+            self.overflows = 0
+            return
+        self.overflows, scale = self.overflows + 1, self.updates.loss_scale
+        if scale is None:
+            raise FloatingPointError(
+                f"The loss of step {step} is {loss:.6g}, but its gradient is not finite (norm {norm}), nor are "
+                "the weights after it; train.callbacks=[nan_watch] names the operator."
+            )
+        if not scale.adapts and self.overflows == OVERFLOWS:
+            raise FloatingPointError(
+                f"Gradients have overflowed in fp16 in {OVERFLOWS} steps in a row, which changed no weight; give a "
+                f"smaller constant than train.loss_scale={scale.value:g}, or null, which adapts it."
+            )
 
     def _aside(self) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.aside()

@@ -153,6 +153,7 @@ FAILS = [
     (rows("text"), "MW312", "row 7 has '0' of shape ()"),
     (rows("not_a_number"), "MW719", "The loss of step 2 is nan"),
     (("model.target=hooked.Root", "checkpoint.every=1"), "MW719", "its gradient is not finite (norm "),
+    (("train.precision=fp16", "train.loss_scale=1e9"), "MW719", "overflowed in fp16 in 3 steps in a row"),
     (stream("raises", WORKERS), "MW710", "OSError: connection reset. Where: row 7 of the data"),
     (stream("shorter", "train.steps=null", "train.epochs=3", WORKERS), "MW822", "ends after 13 samples of epoch"),
     (

@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_is_named_with_the_others(alone, tmp_path, damage):
     damage(path)
     with pytest.raises(ConfigError, match=r"step-00000002 is damaged .* Others beside it: step-00000001") as caught:
         checkpoints.load(path, content)
-    assert str(caught.value).endswith(f"train.resume={tmp_path / 'step-00000001'}.")
+    assert str(caught.value).endswith(f"such as {tmp_path / 'step-00000001'}.")
     assert "\n" not in str(caught.value)
     assert same(setup.weights(), before), "a failed load must not change anything"
 

@@ -27,15 +27,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes and a folder without images; a wide image with a green middle, and one in a folder below."""
-    for name in ("b/deep", "a", "empty"):
+    """Two classes and a folder without images; a wide image with a green middle, and one in a folder below; and what
+    notebooks and macOS leave behind."""
+    for name in ("b/deep", "a", "empty", ".ipynb_checkpoints", "a/.hidden"):
         (tmp_path / "photos" / name).mkdir(parents=True)
     wide = np.zeros((4, 8, 3), np.uint8)
     wide[:] = RED
     wide[:, 2:6] = GREEN
     Image.fromarray(wide).save(tmp_path / "photos/a/wide.png")
     Image.new("L", (4, 4), 51).save(tmp_path / "photos/b/deep/grey.PNG")
-    (tmp_path / "photos/a/note.txt").write_text("no image", encoding="utf-8")
+    for name in ("a/note.txt", "a/._wide.png", "a/.hidden/other.png", ".ipynb_checkpoints/wide.png"):
+        (tmp_path / "photos" / name).write_text("no image", encoding="utf-8")
     return tmp_path / "photos"
 
 

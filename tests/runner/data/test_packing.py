@@ -81,6 +81,7 @@ def test_bytes_are_tokens_where_no_tokenizer_is_given(tmp_path):
     (tmp_path / "texts" / "a.txt").write_text("hé\n\ny", encoding="utf-8")
     with gzip.open(tmp_path / "texts" / "b.txt.gz", "wb") as file:
         file.write(b"z")
+    (tmp_path / "texts" / ".a.txt").write_text("hidden", encoding="utf-8")
     rows = packed(tmp_path, length=8, path=str(tmp_path / "texts"), separator="\n\n")
     assert rows.vocabulary == 257
     assert rows[0]["input_ids"].tolist() == [*"hé".encode(), 256, ord("y"), 256, ord("z"), 256]

@@ -45,6 +45,8 @@ def write(folder, suffix, open_=open):
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
 def test_every_format_has_the_same_rows(tmp_path, suffix):
     write(tmp_path, suffix)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write(tmp_path / ".ipynb_checkpoints", suffix)
     rows = Shards(str(tmp_path), cache=str(tmp_path / "cache"))
     assert len(rows) == 40
     for row in (0, 39, 24, 25, 3):

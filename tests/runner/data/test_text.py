@@ -52,7 +52,9 @@ def folder(tmp_path: Path) -> str:
         (place / ("deep" if number % 2 else ".") / f"file{number:02}.py").write_text(
             f"text {number}\n" * 3, encoding="utf-8"
         )
-    (place / "notes.txt").write_text("other text", encoding="utf-8")
+    (place / ".hidden").mkdir()
+    for name in ("notes.txt", ".notes.txt", ".hidden/notes.txt", ".hidden/file.py"):
+        (place / name).write_text("other text", encoding="utf-8")
     return str(place)
 
 
@@ -66,7 +68,7 @@ def text(**arguments: object) -> bytes:
 
 
 def test_files_are_joined_in_the_order_of_their_paths(folder: str, cache: str) -> None:
-    names = sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.py"))
+    names = sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("file??.py"))
     expected = b"".join(Path(folder, name).read_bytes() + b"\0" for name in names)
     assert text(train=None, cache=cache, path=folder) == expected
     assert text(train=None, cache=cache, path=folder, limit=100) == expected[:100]
