@@ -109,11 +109,10 @@ class Problem(Memo):
 
     @cached_property
     def kinds(self) -> dict[str, Hashable]:
-        """Per operator, by id, all that its candidates and their costs depend on."""
+        """Per operator, by id, all that its candidates and their seconds depend on."""
         return {
             one.id: (
                 self.graph.looks[one.id],
-                tuple(self.saved[one.id]),
                 None if (fixed := self.fixed.get(one.id)) is None else tuple(fixed.items()),
                 self.outputs.get(one.id),
                 self.relaxation and (self.resharding_counts(Ref(one.id)), one.id in self.relaxation.free),

@@ -110,7 +110,7 @@ class StrategySpace:
 
     def of(self, operator: Operator) -> Candidates:
         """The candidates of one operator."""
-        key = self.problem.kinds[operator.id]
+        key = self.problem.kinds[operator.id], tuple(self.problem.saved[operator.id])
         if key not in self._known:
             fixed = self.problem.fixed.get(operator.id)
             self._known[key] = self._free(operator) if fixed is None else self._fixed(operator, fixed)
