@@ -180,7 +180,7 @@ def leave_out_overflows(ours: Path, theirs: Path) -> str:
         raise RunFailed(
             "MW731",
             "verify: gradients overflow in fp16 in every step, so there is nothing to compare; set train.loss_scale to "
-            "a smaller number than that, or than 32768 where it is null, which more verify.steps adapt, too.",
+            "a smaller number (where it is null, than 32768), or, where it is null, verify.steps to more.",
         )
     return ", ".join(map(str, left_out))
 

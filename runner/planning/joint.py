@@ -718,7 +718,7 @@ class JointDecision:
         return limit if few and limit < least else budget
 
     def _within_shares(self, choice: Choice, tried: list[Any], most: int | None) -> Priced | None:
-        """The first plan that keeps the limit of those found within shares of it, at `most` so many of them; `tried`
+        """The first plan that keeps the limit of those found within shares of it, of the first `most` of these; `tried`
         ones do not."""
         for share in (CLOSE_SHARES if len(self.bounds) == 1 else BUDGET_SHARES)[:most]:
             try:

@@ -237,7 +237,7 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Written:
-    """A call of a function that writes into its arguments; ranks give it copies, so nobody else may read them."""
+    """A call of a function that writes into its arguments. Ranks give it copies, so nothing else may read them."""
 
     function: type
     node: Node
@@ -245,8 +245,8 @@ class _Written:
     """Of the arguments that it writes."""
 
     def check_unused(self) -> None:
-        """Raises StrategyError where memory that the function wrote is read behind it, other than by its results, or
-        was not made within forward."""
+        """Raises StrategyError where memory that the function wrote is read after the call, other than through its
+        results, or was not made within forward."""
         nodes = list(self.node.graph.nodes)
         at = nodes.index(self.node)
         aliases = {node for node in nodes[:at] if self._holds(node)}

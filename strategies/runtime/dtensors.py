@@ -201,7 +201,7 @@ def as_dtensor(
     block = layout.block(shape, mesh, on.mesh.flatten().tolist().index(torch.distributed.get_rank()))
     strides = torch.empty(tuple(shape), device="meta").stride()
     own = local[indices(block, block)]
-    # torch deep-copies and pickles no DTensor that begins behind the first element of its memory, as parts of a bucket
+    # torch copies and pickles no DTensor that begins behind the first element of its memory, as parts of buckets do
     first = own.new_empty(()).expand(own.shape)
     dtensor = DTensor.from_local(first, on, placed, run_check=False, shape=torch.Size(shape), stride=strides)
     dtensor._local_tensor = own
