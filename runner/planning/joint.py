@@ -677,9 +677,7 @@ class JointDecision:
             tried.append(smaller.operators)
             estimated = searches.bytes(smaller, request)
             price = self.estimate(choice, smaller)
-            if best is None:
-                yield Priced(smaller, price.seconds, None)
-            elif price.seconds >= best.seconds:
+            if best is not None and price.seconds >= best.seconds:
                 break
             lower = self._most(choice, price.bounds(None).least)
             size = self._peak(choice, price) if lower <= self.limit else self._noted(lower, price)

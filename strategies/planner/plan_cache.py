@@ -28,7 +28,7 @@ MOST = 256
 def key_of(graph: OperatorGraph, *request: object) -> str:
     """The name of the entry for a graph and a request; values are equal where their `repr` is."""
     text = "\n".join(map(repr, (graph.signature(), *request)))
-    return hashlib.sha256(f"{_code()}\n{text}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{code_of(Path(__file__).parents[1])}\n{text}".encode()).hexdigest()[:32]
 
 
 def load(folder: Path, key: str, warn: Callable[[str], None], read: Callable[[Any], Entry]) -> Entry | None:
@@ -83,9 +83,9 @@ def _words(error: Exception) -> str:
 
 
 @cache
-def _code() -> str:
-    """A hash of the planner's own sources: another version may plan otherwise."""
+def code_of(folder: Path) -> str:
+    """A hash of the sources below a folder: another version of the planner may plan otherwise."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+    for file in sorted(folder.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()

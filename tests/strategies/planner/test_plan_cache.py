@@ -59,7 +59,7 @@ def test_a_question_is_graph_request_and_code(graph: OperatorGraph, monkeypatch:
         plan_cache.key_of(graph, replace(REQUEST, strategies={"linear": OperatorStrategy(((4, 1), (1, 1)), None)})),
         plan_cache.key_of(graph, REQUEST, "another cluster"),
     ]
-    monkeypatch.setattr(plan_cache, "_code", lambda: "another version")
+    monkeypatch.setattr(plan_cache, "code_of", lambda folder: "another version")
     others.append(plan_cache.key_of(graph, REQUEST))
     assert len({key, *others}) == 7
 
