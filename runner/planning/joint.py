@@ -613,9 +613,9 @@ class JointDecision:
     def evaluate(self, choice: Choice) -> Iterator[Priced]:
         """Yield cost estimates of a choice, increasingly exact, as `decide` requests them.
 
-        First lower bounds, from choices with the same plan but without ZeRO or recompute. Then plans, each without and
-        then with its bytes: the fastest, with as few recomputed layers as keep the limit or with all, then those found
-        for less memory. Raises StrategyError where there is none.
+        First lower bounds, from choices with the same plan but without ZeRO or recompute. Then plans: the fastest, with
+        as few recomputed layers as keep the limit or with all, without and then with its bytes, and those found for
+        less memory. Raises StrategyError where there is none.
         """
         plan, floor = self.best_plan(choice, None), 0
         stored, repeats = replace(choice, recompute="none"), replace(choice, recompute="full")
