@@ -131,7 +131,7 @@ def _found(path: str, storage: dict[str, Any]) -> Iterator[tuple[Any, str, str]]
         inside = inside.rstrip("/")
         if system.isdir(inside):
             every = (name for name in system.find(inside) if _suffix(name) in _FORMATS)
-            files = sorted(name for name in every if is_visible(PurePosixPath(name).relative_to(inside)))
+            files = sorted(name for name in every if is_visible(PurePosixPath(name.removeprefix(inside))))
         else:
             files = sorted(system.glob(inside)) if fsspec.core.has_magic(inside) else [inside]
         found = [(system, name, f"{name} {system.ukey(name)}") for name in files]

@@ -704,7 +704,7 @@ class JointDecision:
             plan = searches.by_rows(request)
             search = {**self.best_plan(choice, None).search, "bytes": searches.bytes(plan, request)}
             return self._fitting(choice, replace(plan, search=search), seconds)
-        except StrategyError:
+        except StrategyError:  # what the request gives leaves no such plan
             return None
 
     def _budget(self, choice: Choice, budgets: SearchBudget, seen: Sequence[tuple[float, int]]) -> int | None:

@@ -127,8 +127,8 @@ def cached(
     """The plan of the cache that is `wanted` (as in `parallel.plan_cache`), else one that `make` searches, which is
     stored there. `inputs` are those of the search besides graph, request and cluster."""
     folder = home.plan_cache(wanted, say)
-    code = plan_cache.code_of(Path(__file__).parent)
-    key = "" if folder is None else plan_cache.key_of(graph, request, cluster, inputs, code)
+    here = Path(__file__).parent
+    key = "" if folder is None else plan_cache.key_of(graph, request, cluster, inputs, plan_cache.code_of(here))
     if folder is not None and (plan := plan_cache.load(folder, key, say, Plan.from_json)) is not None:
         return _loaded(plan, "the plan cache")
     with search_progress(say, graph, request):

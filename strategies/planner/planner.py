@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -242,8 +241,7 @@ class Planning:
             """The best plan where nothing hides gradient reductions: what a search believes to be hidden may not be.
             Not within a limit, for which many plans are searched."""
             if exact and problem.hiding and problem.memory is None:
-                with suppress(StrategyError):
-                    yield ALGORITHMS[EXACT](replace(problem, overlaps=False), self.cluster, axes)(None).solution
+                yield ALGORITHMS[EXACT](replace(problem, overlaps=False), self.cluster, axes)(None).solution
 
         def bounds() -> Iterator[tuple[float, Solution | None]]:
             if step.floor:
