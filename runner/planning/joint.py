@@ -61,7 +61,7 @@ from strategies.search.joint import AGAIN, KEEPING, Bound, Choice, Decision, Pri
 
 ZERO = (0, 1, 2, 3)
 SMALLER_PLANS = 4
-"""How often a plan that is too large is searched again for less memory, at most."""
+"""Other plans for less memory than one that is too large, at most; twice as many searches, some of which repeat one."""
 BUDGET_SHARES = (1.0, 0.85, 0.7, 0.5, 0.0)
 """Of the limit: budgets of a search where no plan that was measured before keeps it; at last the smallest plan."""
 CLOSE_SHARES = (*(1 - step / 20 for step in range(13)), 0.0)
@@ -664,26 +664,33 @@ class JointDecision:
         likely = self.memory_bounds(choice).likely or self.fastest(choice).likely
         request, searches = self._request(choice), self.searched(choice)
         seen, tried = [(searches.bytes(plan, request), self._most(choice, likely))], [plan.operators]
-        best, too_large = None, self.fastest(choice).seconds
-        for _ in range(SMALLER_PLANS):
-            if best is not None and best.seconds <= (1 + WORTH) * too_large:
+        best, kept, too_large = None, 0, self.fastest(choice).seconds
+        for _ in range(2 * SMALLER_PLANS):
+            if len(tried) > SMALLER_PLANS or (best is not None and best.seconds <= (1 + WORTH) * too_large):
                 break
+            budget = self._budget(choice, budgets, seen)
             try:
-                smaller = self.smaller_plan(choice, self._budget(choice, budgets, seen), seen)
+                smaller = self.smaller_plan(choice, budget, seen)
             except StrategyError:
                 break  # no other plan is small enough
-            if smaller is None or smaller.operators in tried:
+            if smaller is None:
                 break
+            if smaller.operators in tried:
+                if best is None or budget is None:
+                    break
+                seen.append((budget, kept))  # no other plan is between the best one and this budget
+                continue
             tried.append(smaller.operators)
             estimated = searches.bytes(smaller, request)
             price = self.estimate(choice, smaller)
             if best is not None and price.seconds >= best.seconds:
-                break
+                seen.append((estimated, kept))
+                continue
             lower = self._most(choice, price.bounds(None).least)
             size = self._peak(choice, price) if lower <= self.limit else self._noted(lower, price)
             seen.append((estimated, size if lower <= self.limit else self._most(choice, price.likely)))
             if size <= self.limit:
-                best = Priced(smaller, price.seconds, size)
+                best, kept = Priced(smaller, price.seconds, size), size
             else:
                 too_large = max(too_large, price.seconds)
                 if best is None:

@@ -16,7 +16,7 @@ from typing import Literal
 Mode = Literal["full", "selective"]
 MODES: tuple[Mode, ...] = ("full", "selective")
 CLOSE = 0.97
-"""Of the limit: between a plan that needs so much and a larger one no other is searched."""
+"""Between a plan that needs so much of the limit, or of a larger plan's bytes, and that plan no other is searched."""
 FLATTEST, USUAL = 0.25, 0.65
 """What a rank saves of a byte that the search saves: the least that is believed, and before any plan has shown it (a 7B
 llama on 8 devices: 0.48 to 0.68)."""
@@ -49,7 +49,7 @@ class SearchBudget:
         """
         large = min((one for one in seen if one[1] > self.limit), default=None)
         small = max((one for one in seen if one[1] <= self.limit), default=None)
-        if large is None or (small is not None and small[1] >= CLOSE * self.limit):
+        if large is None or (small is not None and (small[1] >= CLOSE * self.limit or small[0] >= CLOSE * large[0])):
             return None
         if small is not None:
             share = (self.limit - small[1]) / (large[1] - small[1])

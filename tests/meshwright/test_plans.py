@@ -643,6 +643,20 @@ def test_the_best_stage_within_a_limit_is_that_of_the_best_plan(limit: int) -> N
     assert costs[0] <= min(costs[1:]) * (1 + 1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, "auto"])
+def test_a_plan_that_keeps_a_smaller_limit_is_found_for_it(stage: int | str) -> None:
+    """Searches within several budgets may find one plan, and a faster one that fits within the next."""
+    tokens = torch.randint(64, (24, 8))
+    given = {"loss": nn.CrossEntropyLoss(), "mesh": 2, "zero": stage, "plan_cache": None}
+    large, small = (
+        meshwright.plan(Recurrent(), (tokens, tokens.flatten()), memory_limit=limit, **given)  # type: ignore[arg-type]
+        for limit in (966_150, 850_000)
+    )
+    assert large.content["memory"]["peak"] <= 850_000
+    assert small.cost <= large.cost * (1 + 1e-9)
+
+
 def test_a_line_says_which_attribute_of_a_module_is_not_the_planned_one(caplog: pytest.LogCaptureFixture) -> None:
     module = network()
     module.append(nn.Dropout(0.1))
