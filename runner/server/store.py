@@ -30,11 +30,13 @@ DONE: Answer = ({}, ())
 
 @dataclass
 class _Entry:
-    """A shard that this server holds; `replica` leads to who holds it too, where this is the primary."""
+    """A shard that this server holds; `replica` leads to who holds it too, where this is the primary. `alone`: there
+    was one, which is down, as every answer says from then on: the first may be to a worker that waits no more."""
 
     shard: ServedShard
     lock: threading.Lock = field(default_factory=threading.Lock)
     replica: ServerLink | None = None
+    alone: bool = False
 
 
 class Store:
@@ -103,7 +105,10 @@ class Store:
             shard.load(fields, tensors)
             self._entries[number] = _Entry(shard)
             return DONE
-        if op == "ping":
+        if op == "ping":  # no answer while an update hangs, for which workers would ask again and again
+            for entry in [*self._entries.values()]:
+                with entry.lock:
+                    pass
             return DONE
         entry = self._entries[number]
         if op == "pull":  # a lock: an update that is half done would be a version of nobody
@@ -125,8 +130,8 @@ class Store:
             return {"missing": missing}, ()
         total = entry.shard.total
         assert total is not None
-        alone = self._forward(entry, "prepared", total.tensors(), shard=fields["shard"], step=fields["step"])
-        return {"missing": [], "square": total.square(), "alone": alone}, ()
+        self._forward(entry, "prepared", total.tensors(), shard=fields["shard"], step=fields["step"])
+        return {"missing": [], "square": total.square(), "alone": entry.alone}, ()
 
     def _prepared(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """What the primary has prepared."""
@@ -143,10 +148,10 @@ class Store:
         """A slice that updates at once; `pulled` is the version from which its gradient was computed."""
         self._faults.begin(fields["step"])
         self._faults.at("optimizer")
-        staleness, alone = entry.shard.version - fields["pulled"], False
+        staleness = entry.shard.version - fields["pulled"]
         if entry.shard.arrive(fields["unit"], fields["floor"], Gradient.of(tensors)):
-            alone = self._forward(entry, "arrive", tensors, **{k: v for k, v in fields.items() if k != "op"})
-        return {"staleness": staleness, "alone": alone}, ()
+            self._forward(entry, "arrive", tensors, **{k: v for k, v in fields.items() if k != "op"})
+        return {"staleness": staleness, "alone": entry.alone}, ()
 
     def _gradient(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """The prepared gradient."""
@@ -171,16 +176,14 @@ class Store:
             return {"alone": True}, ()
         if entry.replica is not None:
             entry.replica.close()
-        entry.replica = link
+        entry.replica, entry.alone = link, False
         return {"alone": False}, ()
 
-    def _forward(self, entry: _Entry, op: str, tensors: Sequence[Tensor], **fields: Any) -> bool:
-        """Hand a change to the replica. Returns whether there was one that is down now."""
+    def _forward(self, entry: _Entry, op: str, tensors: Sequence[Tensor], **fields: Any) -> None:
+        """Hand a change to the replica, if there is one."""
         if entry.replica is None:
-            return False
+            return
         try:
             entry.replica.request(op, tensors, **fields)
         except BROKEN:
-            entry.replica = None
-            return True
-        return False
+            entry.replica, entry.alone = None, True

@@ -107,6 +107,18 @@ def test_workers_and_servers_that_hang_are_replaced(start, capfd, kept):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("consistency", ["async", "bounded parallel.server.staleness=2"])
+def test_a_server_that_hangs_in_an_update_is_replaced(start, capfd, consistency):
+    """Its process answers, and so do its threads for other requests."""
+    words = f"parallel.server.consistency={consistency} train.steps=12 launch.timeout=3".split()
+    served = (*SERVED, REPLICAS, *words)
+    hit = start(*served, f"launch.faults=[{hang(1, 4, 'optimizer')}]")
+    assert "rank 1 gives no answer" in capfd.readouterr().out
+    assert [one["step"] for one in hit.records] == [*range(1, 13)]
+    assert sum(one["server"].get("servers_lost", 0) for one in hit.records if "server" in one) == 1
+
+
+@pytest.mark.slow
 def test_the_only_worker_hangs(start):
     fault = f"launch.faults=[{hang(2, 2, 'forward')}]"
     with pytest.raises(RunFailed, match=r"failed: the worker on rank 2 gave no answer for \d+ s") as caught:
