@@ -25,7 +25,7 @@ from strategies.core.graph import OperatorGraph, Ref, Source, TensorSpec, rewrit
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.program import Compute, Instruction, Program, Redistribute
-from strategies.core.steps import ALL_REDUCE
+from strategies.core.steps import ALL_REDUCE, LOCAL
 from strategies.lowering.lowering import lower
 from strategies.runtime.simulate import Simulation
 
@@ -172,7 +172,8 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
         program = _PartialLoss(program).result()
         if not program.loss_axes:
             raise _dependent("the loss")
-    program = replace(program, instructions=tuple(map(_alone, program.instructions)))
+    made = {one.id: one for one in program.instructions}
+    program = replace(program, instructions=tuple(_alone(one, made) for one in program.instructions))
     made = {one.id: one for one in program.instructions}
     carrying = [one for one in program.instructions if isinstance(one, Redistribute) and one.collectives]
     behind: dict[str, Instruction] = {}
@@ -353,13 +354,14 @@ def _looks_up(step: Compute, table: str, entries: Mapping[str, int]) -> bool:
     )
 
 
-def _alone(step: Instruction) -> Instruction:
+def _alone(step: Instruction, made: Mapping[str, Instruction]) -> Instruction:
     """`step` without the sum of gradients over slices. The loss is the sum of those of the slices, and so is every
     gradient, wherever on its way back it is added up: here where it has arrived at the parameters."""
     if not isinstance(step, Redistribute) or not step.differentiable:
         return step
     if step.forward:
-        raise _dependent(step.operator)
+        complete = made.get(step.value.id) if all(one.kind in LOCAL for one in step.forward) else None
+        raise _dependent((complete if isinstance(complete, Compute) else step).operator)
     return replace(step, backward=(), scale=1.0)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import get_worker_info
 
+from models.vocabulary import VocabularyFFN
 from strategies import collectives, sharding_rule
 
 FEATURES, CLASSES = 12, 4
@@ -95,6 +96,14 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.drop(functional.gelu(self.norm(self.inner(x)))))
+
+
+class FrequencyScaled(VocabularyFFN):
+    """Gradients of a row are divided by how often the batch names it."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embedding.scale_grad_by_freq = True
 
 
 class WeightedLoss(nn.CrossEntropyLoss):

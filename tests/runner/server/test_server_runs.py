@@ -261,6 +261,13 @@ def test_what_does_not_go_together_is_refused(start, words, code):
     assert caught.value.code == code
 
 
+def test_the_operator_that_needs_all_slices_is_named(start):
+    """Not the one after it, whose operand is sliced again."""
+    with pytest.raises(StrategyError, match="parameter_server: embedding needs values of all slices") as caught:
+        start(*TABLE, "model.target=networks.FrequencyScaled", verb="plan")
+    assert caught.value.code == "MW413"
+
+
 KEEPING = (*SERVED, "parallel.server.parameters=[inner.*]")
 
 
