@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -266,10 +267,11 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             part.register_forward_pre_hook(_receiving(mesh, received))
         if returned:
             part.register_forward_hook(_returning(mesh, returned))
-    if SHARDED:
+    if SHARDED:  # no stripes: those that `fully_shard` makes of rows are blocks in order, as it saves them
         _shard_fully(module, mesh)
-    module.register_state_dict_post_hook(_complete_sections)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_slice_sections)  # type: ignore[no-untyped-call]
+    else:
+        module.register_state_dict_post_hook(_complete_sections)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_slice_sections)  # type: ignore[no-untyped-call]
     return module
 
 
@@ -312,7 +314,7 @@ def _complete_sections(_: nn.Module, state_dict: dict[str, Any], *others: Any) -
 
 
 def _slice_sections(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    for name, own in module.named_parameters():
+    for name, own in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if isinstance(own, DTensor) and _is_striped(own.placements) and not isinstance(value, DTensor | None):
             state_dict[prefix + name] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
@@ -324,29 +326,52 @@ def _shard_fully(module: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
     except ImportError as error:
         raise ImportError("SHARDED needs torch 2.13: fully_shard of this one takes no axes of a mesh") from error
-    axes, numbers = DataParallelMeshDims(shard=SHARDED), {one for one in module.parameters() if one.ndim == 0}
-    for one in numbers:  # which `fully_shard` refuses
+    axes, (parts, complete) = DataParallelMeshDims(shard=SHARDED), _sharded_at_once(module)
+    for one in complete:
         if one.requires_grad:
-            one.register_hook(_complete((Replicate(),) * mesh.ndim))  # type: ignore[no-untyped-call]
+            one.register_hook(_complete(one.placements))
+    for path, inside in parts.items():
+        part: Any = fully_shard(module.get_submodule(path), mesh=mesh, dp_mesh_dims=axes, ignored_params=complete)
+        part.set_gradient_divide_factor(1.0)  # the loss is a mean over all rows already
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other sum
+        own = {
+            (layer, name): placements_of(PARAMETERS, f"{one}.{name}".lstrip("."), (Replicate(),) * mesh.ndim)
+            for one, layer in inside.items()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.requires_grad and parameter not in complete
+        }
+        part.register_forward_pre_hook(_hooking(mesh, own))
+
+
+def _sharded_at_once(module: nn.Module) -> tuple[dict[str, dict[str, nn.Module]], set[Any]]:
+    """The modules whose parameters are gathered at once, by the path of one around them, inner ones first; and the
+    parameters that stay complete. `fully_shard` takes one dtype at once, so layers of another one are apart (norms in
+    fp32), but not the parameters of a module with others in it; and no parameters without dims."""
     paths = [
         path
         for path, part in module.named_modules()
         if re.fullmatch(r"([^.]*[^.\d][^.]*\.)*\d+", path) and type(part).forward is not nn.Module.forward
     ]
-    left = dict(module.named_modules())
+    left, parts = dict(module.named_modules()), {}
+    complete: set[Any] = {one for one in module.parameters() if one.ndim == 0}
     for path in (*paths, ""):
-        part: Any = fully_shard(module.get_submodule(path), mesh=mesh, dp_mesh_dims=axes, ignored_params=numbers)
-        part.set_gradient_divide_factor(1.0)  # the loss is a mean over all rows already
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no other sum
-        inside = [one for one in left if f"{one}.".startswith(f"{path}.") or not path]
+        inside = {one: left.pop(one) for one in [*left] if f"{one}.".startswith(f"{path}.") or not path}
         own = {
-            (left[one], name): placements_of(PARAMETERS, f"{one}.{name}".lstrip("."), (Replicate(),) * mesh.ndim)
-            for one in inside
-            for name, parameter in left[one].named_parameters(recurse=False)
-            if parameter.requires_grad and parameter.ndim
+            one: [each for each in part.parameters(recurse=False) if each.requires_grad and each.ndim]
+            for one, part in inside.items()
         }
-        part.register_forward_pre_hook(_hooking(mesh, own))
-        left = {one: module for one, module in left.items() if one not in inside}
+        sizes = Counter[torch.dtype]()
+        for each in (each for found in own.values() for each in found):
+            sizes[each.dtype] += each.numel()
+        usual = max(sizes, key=lambda one: sizes[one], default=None)
+        for one, found in own.items():
+            others = [each for each in found if each.dtype != usual]
+            if others and len({each.dtype for each in found}) == 1 and not [*inside[one].children()]:
+                parts[one] = {one: inside.pop(one)}
+            else:
+                complete.update(others)
+        parts[path] = inside
+    return parts, complete
 
 
 def _hooking(mesh: DeviceMesh, own: Mapping[tuple[nn.Module, str], Placed]) -> Any:

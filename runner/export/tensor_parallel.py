@@ -13,13 +13,13 @@ from runner.export.changes import Change, between, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from strategies.core.experts import experts
-from strategies.core.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph, Source
 from strategies.core.heads import splitting
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.steps import LOCAL
 from strategies.cost.collectives import step_seconds
-from strategies.cost.styled_modules import is_within
+from strategies.cost.styled_modules import is_within, sliceable
 from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
@@ -55,6 +55,11 @@ def styles_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: tu
     replicated where not all layers whose columns it splits are sliced, as are modules that compute with their sizes."""
     found = tp_plan_of(graph, plan, names, axes)
     unsliced = [numberless(path) for path in graph.unsliced_modules]
+    for operator in graph.operators:
+        if operator.op == "linear" and not sliceable(operator, graph):  # nor may a table be that is tied to its weight
+            weight = graph.by_id[operator.operands[1].id]
+            tied = (weight.name, *weight.aliases) if isinstance(weight, Source) else ()
+            unsliced += [numberless(name.rpartition(".")[0]) for name in tied]
     found |= {key: "replicate" for key in found if is_within(key, unsliced)}
     for layers in () if "packed_colwise" in names else splitting(graph).values():
         split, others = ([numberless(one.module) for one in own] for own in (layers.split, layers.others))

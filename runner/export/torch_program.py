@@ -7,7 +7,7 @@ modules with parameters receive and return is laid out as in the plan; `changes`
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from runner.export.changes import Change, of_optimizer, sent
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.graph import OperatorGraph, TensorSpec
+from strategies.core.graph import OperatorGraph, Source, TensorSpec
 from strategies.core.layout import Layout, stored
 from strategies.core.plan import Plan
 from strategies.cost.collectives import path_seconds
@@ -32,6 +32,8 @@ from strategies.runtime.dtensors import OPAQUE, gathered, placements, unknown
 SKELETON = Path(__file__).with_name("plain_torch.py")
 BEGIN, END = "# The plan\n", "# The end of the plan\n"
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+BLOCK = re.compile(r"(?:(?:[^.]*[^.\d][^.]*\.)*\d+\.)?")
+"""The layer of a list in which a parameter is; empty for others."""
 
 
 def changes(prepared: Prepared) -> list[Change]:
@@ -40,6 +42,7 @@ def changes(prepared: Prepared) -> list[Change]:
     assert graph is not None and plan is not None
     return [
         *_of_sources(prepared, graph, plan),
+        *_of_dtypes(_sharded(prepared, graph, plan), graph, plan),
         *of_operators(prepared, graph, plan, stripes=in_stripes(prepared)),
         *of_optimizer(prepared, {0, 3} if replicas(graph, plan) else {0}),
     ]
@@ -138,6 +141,28 @@ def _of_sources(prepared: Prepared, graph: OperatorGraph, plan: Plan) -> Iterato
         more = source.spec.elements - layout.local_elements(shape, plan.mesh)
         seconds = 0.0 if kind != "input" else path_seconds(path, source.spec.item_bytes, plan.mesh, cluster)
         yield Change(kind, source.name, str(layout), str(replicated), more * source.spec.item_bytes, seconds)
+
+
+def _of_dtypes(sharded: tuple[str, ...], graph: OperatorGraph, plan: Plan) -> Iterator[Change]:
+    """Parameters that `fully_shard` leaves complete, since a module has them beside those of another dtype."""
+    by_part: dict[str, list[Source]] = defaultdict(list)
+    trained = [source for source in graph.of_kind("parameter") if source.trainable and source.spec.shape]
+    for source in trained if sharded else ():
+        by_part[BLOCK.match(source.name)[0]].append(source)  # type: ignore[index]
+    for part in by_part.values():
+        sizes: Counter[str] = Counter()
+        for source in part:
+            sizes[source.spec.dtype] += source.spec.elements
+        usual = max(sizes, key=lambda one: sizes[one])
+        for source in part:
+            module, dot, _ = source.name.rpartition(".")
+            beside = [one for one in trained if one.name.startswith(module + dot) and one is not source]
+            if source.spec.dtype != usual and any(
+                one.spec.dtype != source.spec.dtype or "." in one.name.removeprefix(module + dot) for one in beside
+            ):
+                more = plan.local_bytes(source) * (1 - 1 / plan.mesh.product(sharded))
+                axes = f"sliced over {', '.join(sharded)}"
+                yield Change("parameter", source.name, axes, f"on all ranks, in {source.spec.dtype}", int(more), 0.0)
 
 
 def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan, *, stripes: bool = False) -> Iterator[Change]:

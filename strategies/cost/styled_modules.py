@@ -125,10 +125,14 @@ class ModuleLayouts:
 
 def sliceable(operator: Operator, graph: OperatorGraph) -> bool:
     """Whether styles slice the weight of an operator: a linear layer, or a table whose indices come from outside of its
-    module, since a trainer lays out what a module receives (tables of OPT compute theirs from a mask)."""
-    makers = (graph.by_id[ref.id] for ref in operator.operands)
+    module, since a trainer lays out what a module receives (tables of OPT compute theirs from a mask). Not a layer
+    whose bias is tied to a parameter of another module, whose name comes first (heads of BERT): it is laid out there.
+    """
+    makers = [graph.by_id[ref.id] for ref in operator.operands]
+    if operator.op == "linear":
+        return all(one.name.rpartition(".")[0] == operator.module for one in makers[2:] if isinstance(one, Source))
     inside = any(isinstance(maker, Operator) and maker.module == operator.module for maker in makers)
-    return operator.op == "linear" or (operator.op == "embedding" and not inside)
+    return operator.op == "embedding" and not inside
 
 
 def is_within(module: str, paths: Collection[str]) -> bool:

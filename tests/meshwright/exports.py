@@ -63,6 +63,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return bags, [(x, x[:, 0] % 4) for x, _ in batches]
     if model == "grouped":
         return Grouped(), batches
+    if model == "mixed":
+        return Mixed(), batches
     if model == "attention":
         return Attention(), batches
     if model == "reductions":
@@ -178,6 +180,26 @@ class Grouped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(self.table(x)).split([16, 8, 8], -1)
         logits: Tensor = self.head(query * torch.cat([key, value], -1).sigmoid())
+        return logits
+
+
+class Mixed(nn.Module):
+    """Norms in fp64 between layers in fp32, and a table that is the head: tokens -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.up = (
+            nn.Embedding(TOKENS, 16),
+            nn.LayerNorm(16, dtype=torch.float64),
+            nn.Linear(16, 16),
+        )
+        self.head = nn.Linear(16, TOKENS, bias=False)
+        self.head.weight = self.table.weight
+        self.scale = nn.Parameter(torch.full((16,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.table(x).double()) * self.scale
+        logits: Tensor = self.head(self.up(h.float()).tanh())
         return logits
 
 
@@ -322,6 +344,7 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     eager = copy.deepcopy(module)
     mesh = program.make_mesh("cpu")
     program.parallelize(module, mesh)
+    module.load_state_dict(module.state_dict())
     loss_at = weighed if model == "weighed" else loss_of
     pair = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3) for one in (module, eager)]
     worst = {"loss": 0.0, "gradient": 0.0}

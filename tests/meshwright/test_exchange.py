@@ -104,6 +104,19 @@ def labelled() -> dict[str, torch.Tensor]:
     return {"input_ids": x, "labels": x}
 
 
+def test_a_head_whose_bias_is_tied_to_another_module_is_replicated(tmp_path: Path) -> None:
+    """transformers slices its weight alone, and then adds a plain bias to a DTensor; nor may the table be sliced."""
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True
+    )
+    styles = {"cls.predictions.decoder": "colwise_gather_output"}
+    plan = meshwright.from_tp_plan(styles, transformers.BertLMHeadModel(config), labelled(), mesh={"tp": 2})
+    tied = {"cls.predictions.bias", "bert.embeddings.word_embeddings.weight"}
+    assert {one.name for one in plan.expressible("transformers") if one.kind == "parameter"} == tied
+    file = plan.export("transformers", tmp_path / "distributed.json", allow_changes=True)
+    assert {*json.loads(file.read_text(encoding="utf-8"))["tp_plan"].values()} == {"replicate"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_the_loader_of_transformers_trains_the_export_as_one_device(

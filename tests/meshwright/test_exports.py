@@ -129,6 +129,18 @@ def test_fully_shard_of_weights_that_are_used_without_their_module(
     assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
 
 
+@pytest.mark.slow
+def test_fully_shard_of_dtypes_one_by_one(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """`fully_shard` takes one dtype at once: the norm is apart, and the parameter beside modules stays complete."""
+    styles, mesh = {"table": "embedding_rowwise", "head": "colwise"}, {"dp": 2, "tp": 2}
+    plan = meshwright.from_tp_plan(styles, module_of("mixed"), tokens(), loss=next_token, mesh=mesh, zero=3)
+    changes = plan.expressible("torch")
+    assert [one.name for one in changes if one.kind == "parameter"] == ["scale"]
+    file = plan.export("torch", tmp_path / "exported.py", allow_changes=True)
+    worst = on_ranks("exported", (file, "mixed"), module="exports")
+    assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+
+
 SEARCHED = {"mesh": {"dp": 2, "tp": 2}, "search": "dynamic_programming"}
 COLUMNS = {"up.matmul": [[2, 1, 1], [1, 2]], "head.matmul": [[2, 1, 2], [2, 1]]}
 DATA_PARALLEL = {"mesh": 4, "mode": "data_parallel"}
