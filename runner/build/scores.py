@@ -9,6 +9,7 @@ one device, whatever it holds (counts, lists of scores, boxes), and nothing of i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,13 +95,13 @@ class MeanLoss(Average):
         self._terms: list[Term] | None = None
         self._by_rows = False
 
-    def update(self, rows: int, *given: Any, tokens: float | None = None) -> None:
+    def update(self, rows: int, *given: Any, tokens: Total | None = None) -> None:
         """Add a batch of `rows` rows; `tokens` is what a model that returns its loss has divided by."""
         if tokens is None:
             value, rest, terms = self._parts(given, rows)
         else:
             value = _number(self._function(*given), self._what)
-            rest, terms = 0.0, [_term(value, Total(tokens))]
+            rest, terms = 0.0, [_term(value, tokens)]
         self._total += value * rows
         self._rows += rows
         self._rest += rest * rows
@@ -179,18 +180,20 @@ def _alone() -> bool:
 @dataclass(frozen=True)
 class Scores:
     """The loss (None: the model returns it) and the metrics of a run, by their names in the results; `inputs` makes the
-    arguments of some of them."""
+    arguments of some of them. Of several numbers of a metric that is `named`, those that another one has, too, are
+    called NAME.KEY."""
 
     loss: nn.Module | None
     metrics: Mapping[str, Average | MeanLoss | Updated]
     inputs: Mapping[str, Callable[..., Any]]
+    named: frozenset[str] = frozenset()
 
     def reset(self) -> None:
         """Forget all batches."""
         for metric in self.metrics.values():
             metric.reset()
 
-    def update(self, rows: int, output: Any, target: Sequence[Tensor], tokens: float | None = None) -> None:
+    def update(self, rows: int, output: Any, target: Sequence[Tensor], tokens: Total | None = None) -> None:
         """Add a batch of `rows` rows; `tokens` as `MeanLoss.update` takes it. Raises ConfigError where a user's
         function fails or its result is no number."""
         for name, metric in self.metrics.items():
@@ -211,6 +214,7 @@ class Scores:
             ConfigError: a metric fails or computes no number, or two results have one name.
         """
         found: dict[str, float] = {}
+        every: dict[str, Mapping[Any, Any]] = {}
         for name, metric in self.metrics.items():
             what = f"evaluate: the metric {name}"
             with _named(name):
@@ -220,10 +224,14 @@ class Scores:
                 values = {key: one for key, one in value.items() if not isinstance(one, Tensor) or one.numel() == 1}
                 if not values:
                     raise ConfigError("MW322", f"{what} computes no number: {', '.join(map(str, value)) or 'nothing'}.")
+            every[name] = values
+        counts = Counter(str(key) for values in every.values() for key in values)
+        for name, values in every.items():
             for key, one in values.items():
-                if key in found:
-                    raise _twice("evaluate.metrics", str(key))
-                found[str(key)] = _number(one, what)
+                known = f"{name}.{key}" if counts[str(key)] > 1 and name in self.named else str(key)
+                if known in found:
+                    raise _twice("evaluate.metrics", known)
+                found[known] = _number(one, f"evaluate: the metric {name}")
         return found
 
 
@@ -246,7 +254,7 @@ def scores(forms: Sequence[MetricForm], loss: nn.Module | None) -> Scores:
         metrics[name] = _metric(form, where, name)
         if form.inputs is not None:
             inputs[name] = targets.resolve(form.inputs, f"{where}.inputs")
-    return Scores(loss, metrics, inputs)
+    return Scores(loss, metrics, inputs, frozenset(form.name for form in forms if form.name))
 
 
 @contextmanager

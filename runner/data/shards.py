@@ -211,15 +211,26 @@ def _value(cell: Any) -> Any:
     """The value of an arrow scalar."""
     from pyarrow import types
 
-    if types.is_nested(cell.type) and hasattr(cell, "values") and cell.is_valid:
+    if (_is_list(cell.type) or types.is_map(cell.type)) and cell.is_valid:
         values = cell.values
         if types.is_primitive(values.type) and not values.null_count:
             return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
-        plain = cell.as_py()
-        return torch.tensor(plain) if types.is_nested(values.type) and not types.is_struct(values.type) else plain
+        plain, nulls = cell.as_py(), values.null_count
+        while _is_list(values.type):
+            values = values.flatten()
+            nulls += values.null_count
+        if nulls or not types.is_primitive(values.type):
+            return plain
+        return torch.from_numpy(np.array(plain, values.type.to_pandas_dtype()))
     if cell.is_valid and (types.is_integer(cell.type) or types.is_floating(cell.type) or types.is_boolean(cell.type)):
         return torch.from_numpy(np.array(cell.as_py(), cell.type.to_pandas_dtype()))
     return cell.as_py()
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _lines(system: Any, name: str) -> list[tuple[int, int]]:

@@ -204,10 +204,14 @@ def mean_weights(weights: Sequence[float], precision: str, device: torch.device 
     return [torch.tensor(weight, dtype=dtype, device=device) for weight in weights]
 
 
-def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | None:
+def counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Counted | Divisor | None:
     """What the loss of a training graph counts, None where that is not the same for all of its means: without a mean
-    over classes, with several that count differently, or where classes do not follow from the batch row by row."""
+    over classes or one that is written out and is all of it, with several that count differently, or where classes do
+    not follow from the batch row by row."""
     means = [one for operator, one in _means(graph, tensors) if operator.id in graph.returning]
+    written = [one for one in divisions(graph) if one.id in graph.returning]
+    if not means and len(written) == 1 and not _mixed(graph, {written[0].id}) and not nonlinear_in_means(graph):
+        return _divisor(graph, tensors, written[0].args[1])
     first = means[0] if means else None
     return first if first is not None and all(one is not None and one.same(first) for one in means[1:]) else None
 

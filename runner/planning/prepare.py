@@ -174,7 +174,7 @@ class Prepared:
     single_draws: bool = False
     nudged: bool = False
     short: Short | None = None
-    counted: Counted | None = None
+    counted: Counted | Divisor | None = None
     means: tuple[Counted | Divisor | None, ...] = ()
     together: bool = False
     row_names: frozenset[str] | None = None

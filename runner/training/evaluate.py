@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from runner.build.divisors import Divisors
+from runner.build.divisors import Divisors, EvaluatedMeans, Total
 from runner.build.modules import DTYPES, build_loss, cast_named
 from runner.build.scores import scores
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, global_batch
@@ -29,6 +29,7 @@ from runner.planning.datasets import evaluation_rows
 from runner.planning.prepare import Prepared
 from runner.training.eager import hybrid_inputs, loss_of
 from runner.training.execution import Execution
+from strategies.capture.mean_weights import WeighedMean
 from strategies.core.layout import Layout
 from strategies.core.program import Program
 from strategies.resharding.path import resharding_path
@@ -69,7 +70,7 @@ class Evaluator:
         self._hybrid = config.parallel.mode == "hybrid"
         self._labelled = set(prepared.names) <= set(prepared.evaluated)
         self._complete = config.parallel.mode == "stand_alone" or (self._labelled and rank.rank == 0)
-        self._divisor: float | None = None
+        self._divisor: Total | None = None
         """What the loss of the user's own module has divided by in its last batch."""
 
     @torch.no_grad()
@@ -203,33 +204,39 @@ class Evaluator:
         cast_entries = cast_named(entries, precision, self.prepared.floating)
         return {name: tensor.to(self.rank.device) for name, tensor in cast_entries.items()}
 
-    def _tokens(self, entries: Sequence[Tensor]) -> float | None:
+    def _tokens(self, entries: Sequence[Tensor]) -> Total | None:
         """What a model that returns its loss has divided by, for the batch of these entries: that of its graph, or of
         the module that has just run. None where that is unknown or the loss is a module, which shows it itself."""
         counted = self.prepared.counted
         if self.scores.loss is not None or counted is None or not self.prepared.evaluations:
             return self._divisor
-        return counted.of(entries, tuple((0, size) for size in entries[counted.entry].shape))
+        found = counted.of(entries, tuple((0, size) for size in entries[counted.entry].shape))
+        return Total(found, (lambda sum: torch.tensor(counted.value(float(sum))),))
 
     def _of_module(self, entries: Sequence[Tensor], key: int) -> Any:
         """The output of the user's own module, which shows what a loss in it divides by."""
-        with Divisors() as divisors:
+        with Divisors() as divisors, EvaluatedMeans(WeighedMean()) as seen:
             output = self.execution.module(*entries, key=key, outputs=tuple(self.prepared.evaluated))
-        self._divisor = None if self.scores.loss is not None else divisors.only
+        self._divisor = None if divisors.only is None else Total(divisors.only)
+        if self.scores.loss is not None:
+            self._divisor = None
+        elif len(seen.means) == 1 and seen.written and float(loss_of(output)) == float(seen.means[0][0]):
+            self._divisor = seen.written[0]
         return output
 
     def _mean(self, loss: Tensor) -> Tensor:
         """The mean of the losses of all ranks of a hybrid module: by what each has divided by, if all know that
         (collective). Elements on several ranks count several times, equally many in each batch."""
-        tokens = self._divisor
-        known, weighed = tokens is not None, loss * tokens if tokens else torch.zeros_like(loss)
-        facts = torch.tensor([float(loss), 1.0, float(weighed), tokens or 0.0, float(known)], dtype=torch.float64)
+        known = self._divisor is not None and not self._divisor.functions
+        tokens = self._divisor.sum if self._divisor is not None and known else 0.0
+        weighed = loss * tokens if tokens else torch.zeros_like(loss)
+        facts = torch.tensor([float(loss), 1.0, float(weighed), tokens, float(known)], dtype=torch.float64)
         facts = facts.to(loss.device)
         if self.execution.program.mesh.size > 1:
             dist.all_reduce(facts)
         total, ranks, weighed_total, all_tokens, all_known = facts.tolist()
-        self._divisor = all_tokens if all_known == ranks else None
-        return loss.new_tensor(weighed_total / all_tokens if self._divisor else total / ranks)
+        self._divisor = Total(all_tokens) if all_known == ranks else None
+        return loss.new_tensor(weighed_total / all_tokens if all_known == ranks and all_tokens else total / ranks)
 
     def _of_hybrid(self, entries: Sequence[Tensor], valid: int, key: int) -> Any:
         """The module computes its loss from local outputs and local targets, so outputs have the layout of the

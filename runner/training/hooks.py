@@ -216,6 +216,9 @@ class Hooks:
             ]
             for hook in HOOKS
         }
+        before = [name for name, _ in self._calls["before_evaluation"]]
+        undo = [one for one in reversed(self._calls["evaluation"]) if one[0] in before]  # what they did, last first
+        self._calls["evaluation"] = [undo.pop(0) if one[0] in before else one for one in self._calls["evaluation"]]
         self.measures_norm = any(getattr(callback, "measures_norm", False) for callback in callbacks.values())
         self.repeats = any(getattr(callback, "repeats", False) for callback in callbacks.values())
 
@@ -224,7 +227,7 @@ class Hooks:
         return self._any
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call this hook of all callbacks, in their order.
+        """Call this hook of all callbacks, in their order; `evaluation` of those with `before_evaluation` in reverse.
 
         Raises:
             CallbackFailed: one of them raised an exception; a CodedError is raised as it is.

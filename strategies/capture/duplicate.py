@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ def duplicate(module: M, *, parameters: bool = True) -> M:
     Attributes that Python cannot copy, such as a lock, are shared, as are tensors without numbers, and parameters
     unless `parameters`. Functions that an attribute holds and that close over a part of the module, as a head with the
     weights of an embedding may, close over that of the copy."""
-    attributes = _pytree.tree_leaves([vars(part) for part in module.modules()])
+    attributes = held([vars(part) for part in module.modules()])
     functions = dict(_closures(attributes))
     leaves = [leaf for leaf in attributes if isinstance(leaf, Tensor)]
     kept = FakeTensor if parameters else (FakeTensor, nn.Parameter)
@@ -37,6 +37,21 @@ def duplicate(module: M, *, parameters: bool = True) -> M:
         for cell, new in zip(one.__closure__ or (), made.__closure__ or (), strict=True):
             new.cell_contents = known.get(id(cell.cell_contents), cell.cell_contents)
     return copied
+
+
+def held(values: Any) -> list[Any]:
+    """The leaves of nested containers, and those of what objects in them have as attributes, such as a criterion that
+    is no module; those of modules are not looked for."""
+    waiting, found, seen = [values], list[Any](), set[int]()
+    while waiting:
+        for leaf in _pytree.tree_leaves(waiting.pop()):
+            if id(leaf) in seen:
+                continue
+            seen.add(id(leaf))
+            found.append(leaf)
+            if not isinstance(leaf, nn.Module | Tensor | type | FunctionType | ModuleType):
+                waiting.append(list(getattr(leaf, "__dict__", {}).values()))
+    return found
 
 
 def _deeply(module: M, memo: Mapping[int, Any]) -> tuple[M, dict[int, Any]]:

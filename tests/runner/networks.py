@@ -291,6 +291,15 @@ class OwnLoss(nn.Module):
         return forms.get(self.form, loss)
 
 
+class OwnMean(OwnLoss):
+    """Its loss is a mean that is written out."""
+
+    def forward(self, x: Tensor, label: Tensor) -> Any:
+        counts = label != -100
+        losses = functional.cross_entropy(self.net(x), label.clamp(min=0), reduction="none")
+        return {"loss": (losses * counts).sum() / counts.sum().clamp(min=1)}
+
+
 class Object(Classifier):
     """A classifier that wraps its result."""
 

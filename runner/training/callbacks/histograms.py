@@ -58,8 +58,8 @@ class Histograms(Callback):
         if "tensorboard" in state.config.report.every_logger:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = str(state.run_dir / "tensorboard")
-            self._writer = SummaryWriter(folder, purge_step=state.first, filename_suffix=".histograms")
+            folder = str(state.run_dir / "tensorboard")  # the logger's, which purges what a resumed run writes again
+            self._writer = SummaryWriter(folder, filename_suffix=".histograms")
 
     def before_update(self, state: TrainingState) -> None:
         if self.gradients and state.step % self.every == 0:

@@ -93,3 +93,17 @@ def test_what_cannot_be_read_is_named(tmp_path):
         rows[25]
     with pytest.raises(ConfigError, match=r"the shard .*part-1\.parquet cannot be read: ArrowInvalid"):
         Shards(str(tmp_path), cache=str(tmp_path))
+
+
+def test_nested_columns_have_their_types(tmp_path):
+    columns = {
+        "lists": pyarrow.array([[[0.1, 0.2], [0.3, 0.4]]], pyarrow.list_(pyarrow.list_(pyarrow.float64()))),
+        "ragged": pyarrow.array([[["a"], ["b", "c"]]]),
+        "lacking": pyarrow.array([[[1, None]]]),
+        "struct": pyarrow.array([{"name": "a", "at": 3}]),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    row = Shards(str(tmp_path), cache=str(tmp_path / "cache"))[0]
+    assert torch.equal(row["lists"], torch.tensor([[0.1, 0.2], [0.3, 0.4]], dtype=torch.float64))
+    assert row["ragged"] == [["a"], ["b", "c"]] and row["lacking"] == [[1, None]]
+    assert row["struct"] == {"name": "a", "at": 3}

@@ -237,6 +237,24 @@ def test_a_trace_names_collectives(start, more: tuple[str, ...]) -> None:
             assert {name.split(",")[0] for name in made} == {"inner (linear", "outer (linear", "gelu (gelu"}
 
 
+def test_two_averages_change_no_step(start) -> None:
+    """Each restores what it has found, so the last one that wrote comes first."""
+    words = (*SMALL, *ALONE, "evaluate.every=1", "optimizer.args.lr=0.5")
+    averages = "train.callbacks=[{target: ema, args: {decay: 0.9}}, {target: ema, args: {decay: 0.5}}]"
+    assert start(*words, averages, folder="averaged").losses == start(*words, folder="plain").losses
+
+
+@pytest.mark.slow
+def test_histograms_leave_the_numbers_of_tensorboard_there(start) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = "train.callbacks=[{target: histograms, args: {every: 2}}]"
+    ended = start(*SMALL, *ALONE, "report.loggers=[tensorboard]", "train.log_every=1", shown).folder
+    events = EventAccumulator(str(ended / "tensorboard")).Reload()
+    assert [one.step for one in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [one.step for one in events.Histograms("weights/inner.weight")] == [6]  # it keeps one
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(*MODES["data_parallel"], "parallel.zero.stage=3"), MODES["semi_auto"]])
 def test_histograms_are_those_of_one_device(start, more: tuple[str, ...]) -> None:

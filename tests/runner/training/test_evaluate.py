@@ -1,5 +1,7 @@
 """Evaluation counts every sample exactly once, in every mode, with every form of model, loss and metric."""
 
+from types import SimpleNamespace
+
 import networks
 import pytest
 import torch
@@ -7,6 +9,7 @@ from small import ALONE, HYBRID, MODES, SMALL
 from torch import nn
 from torch.nn import functional
 
+from runner.build.scores import Scores, Updated
 from runner.errors import ConfigError
 
 STILL = ("optimizer.args.lr=0.0", "train.steps=1")
@@ -55,13 +58,18 @@ COUNTING = {
     "loss, sliced": ("auto",),
     "loss of terms": ("stand_alone", "loss.target=networks.MixedLoss", "loss.args={ignore_index: -100}"),
     "loss of terms, sliced": ("auto", "loss.target=networks.MixedLoss", "loss.args={ignore_index: -100}"),
+    "own mean": ("stand_alone", "model.target=networks.OwnMean", *OWN_LOSS),
+    "own mean, sliced": ("data_parallel", "model.target=networks.OwnMean", *OWN_LOSS),
     "own loss, sliced": ("data_parallel", "model.target=networks.OwnLoss", *OWN_LOSS),
     "loss of a hybrid model": ("hybrid",),
     "own loss of a hybrid model": ("hybrid", "model.args={returns_loss: true}", *OWN_LOSS),
 }
 
 
-@pytest.mark.parametrize("way", ["loss", *(pytest.param(way, marks=pytest.mark.slow) for way in [*COUNTING][1:])])
+@pytest.mark.parametrize(
+    "way",
+    [way if way in ("loss", "own mean, sliced") else pytest.param(way, marks=pytest.mark.slow) for way in COUNTING],
+)
 def test_a_mean_over_classes_is_that_of_all_samples_together(evaluate, way):
     """Batches have 12, 9, 6 and 3 rows that count, and the short last one none."""
     mode, *words = COUNTING[way]
@@ -233,3 +241,17 @@ def test_refused_before_training(start, tmp_path, overrides, says):
 def test_accuracy_needs_classes(start):
     with pytest.raises(ConfigError, match=r"accuracy needs class scores \[n, classes, ...\]"):
         start("+recipe=quickstart", "evaluate.metric=accuracy")
+
+
+def test_numbers_of_one_name_take_that_of_their_metric():
+    """A metric may compute several; what no other one computes keeps its name."""
+
+    def metric(*names):
+        values = SimpleNamespace(reset=lambda: None, update=print, compute=lambda: dict.fromkeys(names, 1.0))
+        return Updated(values)
+
+    metrics = {"first": metric("low", "high"), "second": metric("low", "middle")}
+    assert [*Scores(None, metrics, {}, frozenset(["second"])).results()] == ["low", "high", "second.low", "middle"]
+    with pytest.raises(ConfigError, match="two results are called 'low'") as refused:
+        Scores(None, metrics, {}).results()
+    assert refused.value.code == "MW843"
