@@ -49,6 +49,10 @@ def without_training(config: Config) -> Config:
     if config.parallel.elastic:
         workers = server.workers if config.world_size is None else server.working(config.world_size)
         config = config.model_copy(update={"parallel": Parallel(mode="data_parallel"), "world_size": workers})
+    if config.parallel.mode == "data_parallel" and config.world_size and config.parallel.pipeline.known is None:
+        multiple = config.world_size * config.parts  # of rows, which are traced and not trained
+        size = max(config.data.batch_size // multiple, 1) * multiple
+        config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": size})})
     parallel = config.parallel.model_copy(update={name: getattr(defaults, name) for name in TRAINING_ONLY})
     train = config.train.model_copy(update={"resume": None, "compile": False, "measure_memory": False})
     return config.model_copy(update={"parallel": parallel, "train": train})

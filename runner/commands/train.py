@@ -56,7 +56,8 @@ def run(config: Config, run_dir: Path) -> float | None:
 
 
 def _ended(result: dict[str, Any] | None, run_dir: Path) -> float | None:
-    """Print how a run has ended. Returns its last loss, None where another command has it."""
+    """Print how a run has ended. Returns the loss of its last evaluation, or of its last step if it has none, which a
+    sweeper such as Optuna minimises; None where another command has it."""
     if result is None:
         print("done: the ranks of this command; the output of rank 0 is where it was started", flush=True)
         return None
@@ -64,7 +65,7 @@ def _ended(result: dict[str, Any] | None, run_dir: Path) -> float | None:
         print(memory_of(result["memory"], run_dir), flush=True)
     result = with_recorded(result, run_dir)
     print(ending(result, run_dir), flush=True)
-    loss: float = result["loss"]
+    loss: float = result["evaluation"].get("loss", result["loss"])
     return loss
 
 

@@ -240,7 +240,8 @@ def prepare(
     names, tensors = flatten_batch(global_batch(training, collate, first, config.train.seed, 0))
     _check_unbatched(config, collate, names)
     tensors = cast(tensors, DTYPES[config.train.precision])
-    if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
+    trains = config.job.name != "predict"
+    if trains and order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
         say(
             f"data: {order.dropped} of {len(training)} samples fill no complete batch of {config.data.batch_size}; "
             "every epoch drops as many."

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 
 from runner.build import optimizers
 from runner.launch.launchers.connection import SECRET_FILE
@@ -87,7 +86,7 @@ def _serve(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes)
         secret,
         config.launch.timeout,
         rank.address,
-        Faults(config, rank, nn.Module(), Communicator(Mesh((("world", 1),)), 0)),
+        Faults(config, rank, (), Communicator(Mesh((("world", 1),)), 0)),
     )
     server = config.server_ranks.index(rank.rank)
     link.send("server", server=server, address=store.address, **_process(rank, job))

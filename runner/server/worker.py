@@ -53,7 +53,7 @@ class Worker:
         self._rank, self._prepared, self._config = rank, job.prepared, job.prepared.config
         self._coordinator, self._secret = coordinator, secret
         self._inbox = Inbox(coordinator, secret, self._config.launch.timeout, rank.address)
-        self._faults = Faults(self._config, rank, torch.nn.Module(), Communicator(Mesh((("world", 1),)), 0))
+        self._faults = Faults(self._config, rank, (), Communicator(Mesh((("world", 1),)), 0))
         assert job.prepared.step is not None
         self._sliced = sliced(self._config, *job.prepared.step)
         self._program, self._slices = self._sliced.program, self._sliced.slices
@@ -100,7 +100,7 @@ class Worker:
         module = build(program, self._tensors, communicator, self._rank.device)
         entries = self._sliced.entries[: len(self._prepared.names)]  # behind them are the weights of means
         blocks = [program.layouts[one.id].block(one.spec.shape, program.mesh, number) for one in entries]
-        return module, self._batches(blocks), Faults(self._config, self._rank, module, communicator)
+        return module, self._batches(blocks), Faults(self._config, self._rank, (module,), communicator)
 
     def _batches(self, blocks: Sequence[Block]) -> LocalBatches:
         prepared = self._prepared

@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,13 +84,14 @@ def _saves(config: Config, step: int, steps: int) -> bool:
 
 
 class Faults:
-    """The injected faults of `rank`, which runs `module` and its `communicator`; only training has faults.
+    """The injected faults of `rank`, which runs one of `modules` in a step, and its `communicator`; only training has
+    faults.
 
     Each has a mark, the file that records that it was injected: those of equal faults end with different numbers.
     """
 
-    def __init__(self, config: Config, rank: RankContext, module: nn.Module, communicator: Communicator) -> None:
-        self._module, self._communicator, self._saved = module, communicator, rank.run_dir / "checkpoints"
+    def __init__(self, config: Config, rank: RankContext, modules: Sequence[nn.Module], communicator: Communicator):
+        self._modules, self._communicator, self._saved = modules, communicator, rank.run_dir / "checkpoints"
         faults = config.launch.faults if config.job.name == "train" else ()
         marks = {
             rank.run_dir / "faults" / f"{f.kind}-in-{f.phase}-of-{f.step}-on-{f.rank}-{faults[:place].count(f)}": f
@@ -148,8 +149,6 @@ class Faults:
 
     def _inside(self, mark: Path, fault: Fault) -> None:
         """Inject it in the second half of the module's units, or else at the end of the module."""
-        units = [unit for unit in self._module.modules() if unit is not self._module]
-        half = units[len(units) // 2 :]
 
         def reached(*_: Any) -> None:
             self._inject(mark)
@@ -160,12 +159,15 @@ class Faults:
                     tensor.register_hook(reached)  # type: ignore[no-untyped-call]
                     return
 
-        if fault.phase == "forward":
-            hooks = [unit.register_forward_pre_hook(reached) for unit in half]
-            hooks.append(self._module.register_forward_hook(reached))
-        else:
-            hooks = [unit.register_forward_hook(left) for unit in (*half, self._module)]
-        self._undo += [hook.remove for hook in hooks]
+        for module in self._modules:
+            units = [unit for unit in module.modules() if unit is not module]
+            half = units[len(units) // 2 :]
+            if fault.phase == "forward":
+                hooks = [unit.register_forward_pre_hook(reached) for unit in half]
+                hooks.append(module.register_forward_hook(reached))
+            else:
+                hooks = [unit.register_forward_hook(left) for unit in (*half, module)]
+            self._undo += [hook.remove for hook in hooks]
 
     def _before(self, owner: Any, name: str, mark: Path, fault: Fault) -> None:
         """Inject it before the next call of `owner.name`; in a save, once that of the fault's own checkpoint is being

@@ -148,7 +148,9 @@ class Trainer:
                 self.updates.weight,
                 partial(evaluation_data, self.config, len(evaluating)),
             )
-        self.faults = Faults(self.config, rank, self.execution.module, self.execution.communicator)
+        short = None if self.execution.short is None else self.execution.short.module
+        modules = [one for one in (self.execution.module, short) if one is not None]
+        self.faults = Faults(self.config, rank, modules, self.execution.communicator)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
         self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
         self.keeper = Keeper(self.config, rank, self.order, self._content, self._saving)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import torch
-from networks import CLASSES, FEATURES
+from networks import CLASSES, FEATURES, Points
 from torch import Tensor, nn
 
 from runner.build.callbacks import HOOKS
@@ -44,6 +44,14 @@ class Fails:
 
 class NoHooks:
     def before_stp(self) -> None: ...
+
+
+class Holed(Points):
+    """Every row lacks a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x[:, 3] = torch.nan
 
 
 class Logarithm(nn.Module):

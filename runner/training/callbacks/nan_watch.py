@@ -33,6 +33,9 @@ OWN = sys.stdlib_module_names | {"torch", "deepspeed", "meshwright", "runner", "
 """Packages whose lines do not help the user, and whose buffers may hold anything."""
 
 
+GIVEN = "given"
+
+
 class NotFinite(CodedError, FloatingPointError):
     """A loss or gradient that is not finite; `operator` is the first operator whose result is not."""
 
@@ -79,24 +82,25 @@ class NanWatch(Callback):
         all_found = [one for one in ([mine] if state.world_size == 1 else gather(mine)) if one is not None]
         if not all_found:
             return NotFinite("MW719", f"{what}; recomputed, it is finite.")
-        _, _, rank, name, way, value = min(all_found)
-        error = NotFinite(
-            "MW719",
-            f"{what}: the first {'result' if way == 'forward' else 'gradient'} that is not finite ({value}) is made in "
-            f"{way} on rank {rank}",
-        )
+        made = [one for one in all_found if one[4] != GIVEN]
+        _, _, rank, name, way, value = min(made or all_found)
+        kind = "gradient" if way == "backward" else "result"
+        text = f"the first {kind} that is not finite ({value}) is made in {way} on rank {rank}"
+        if not made:
+            text = f"an entry of the batch, a weight or a buffer holds {value} on rank {rank}, where it is first used"
+        error = NotFinite("MW719", f"{what}: {text}")
         error.operator = state.operators.get(name, name)
         return error
 
 
 def first_not_finite(step: Callable[[], Any]) -> tuple[str, str, str] | None:
     """What the forward and backward of `step` make first that is not finite: the operator or the line of code,
-    `forward` or `backward`, and `nan` or `inf`; None if nothing is."""
+    `forward` or `backward`, and `nan` or `inf`; where nothing does, what is `given` nan first; None if nothing is."""
     forward = _Forward()
     backward = _BackwardWatch(forward)
     with backward, forward:
         step()
-    return forward.found or backward.found
+    return forward.found or backward.found or forward.given
 
 
 def _bad(results: Any, given: Any) -> str | None:
@@ -122,6 +126,7 @@ class _Forward(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: tuple[str, str, str] | None = None
+        self.given: tuple[str, str, str] | None = None
         self.starts: list[int] = []
         self.names: list[str] = []
 
@@ -133,6 +138,9 @@ class _Forward(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         made = _get_sequence_nr() > start
         value = None if self.found is not None else _bad(result, given)
+        known = [one for one in given if self.given is None and isinstance(one, Tensor) and _floats(one)]
+        if any(bool(one.isnan().any()) for one in known) and (place := _here()):
+            self.given = place, GIVEN, "nan"
         if made or value is not None:
             name = _here()
             if made:

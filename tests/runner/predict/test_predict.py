@@ -27,6 +27,7 @@ PLACES = {
     "zero": ("parallel=data_parallel", "parallel.zero.stage=3", "parallel.offload.optimizer=host"),
     "recompute": ("parallel=data_parallel", "parallel.recompute=full", "parallel.memory_limit=10MB"),
     "pipeline": ("parallel=data_parallel", "parallel.pipeline={stages: 2, micro_batches: 2, cuts: auto}"),
+    "ranks that do not divide the batch": ("parallel=data_parallel", "world_size=3"),
     "searched": ("parallel=auto", "parallel.search=recursive_programming"),
 }
 ROWS = "predict.data.args={rows: 50, seed: 1}"

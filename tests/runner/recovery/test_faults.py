@@ -9,6 +9,17 @@ from small import ALONE, MODES, SMALL
 
 from runner.errors import ConfigError, RunFailed
 
+
+def test_a_fault_in_a_short_batch_comes_in_its_step(start, tmp_path):
+    words = ("data.args={rows: 56}", "data.drop_last=false", "train.log_every=1")
+    with pytest.raises(RunFailed, match="an injected fault, in forward of step 4"):
+        start(
+            *SMALL, *MODES["data_parallel"], *words, "launch.faults=[{kind: raise, rank: 1, step: 4, phase: forward}]"
+        )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
 FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "checkpoint.every=2", "train.log_every=1")
 
 

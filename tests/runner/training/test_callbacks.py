@@ -237,6 +237,14 @@ def test_a_trace_names_collectives(start, more: tuple[str, ...]) -> None:
             assert {name.split(",")[0] for name in made} == {"inner (linear", "outer (linear", "gelu (gelu"}
 
 
+def test_nan_watch_says_that_the_data_hold_it(start) -> None:
+    with pytest.raises(
+        RunFailed, match=r"an entry of the batch.* holds nan on rank 0.* networks\.py:\d+ \(forward\)"
+    ) as found:
+        start(*SMALL, *ALONE, "data.target=hooked.Holed", "train.callbacks=[nan_watch]")
+    assert found.value.code == "MW719"
+
+
 def test_two_averages_change_no_step(start) -> None:
     """Each restores what it has found, so the last one that wrote comes first."""
     words = (*SMALL, *ALONE, "evaluate.every=1", "optimizer.args.lr=0.5")
