@@ -239,7 +239,7 @@ def test_a_trace_names_collectives(start, more: tuple[str, ...]) -> None:
 
 def test_nan_watch_says_that_the_data_hold_it(start) -> None:
     with pytest.raises(
-        RunFailed, match=r"an entry of the batch.* holds nan on rank 0.* networks\.py:\d+ \(forward\)"
+        RunFailed, match=r"an entry of the batch.* holds nan on rank 0.*networks\.py:\d+ \(forward\)"
     ) as found:
         start(*SMALL, *ALONE, "data.target=hooked.Holed", "train.callbacks=[nan_watch]")
     assert found.value.code == "MW719"
