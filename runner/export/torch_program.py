@@ -154,12 +154,10 @@ def _of_dtypes(sharded: tuple[str, ...], graph: OperatorGraph, plan: Plan) -> It
         for source in part:
             sizes[source.spec.dtype] += source.spec.elements
         usual = max(sizes, key=lambda one: sizes[one])
-        for source in part:
-            module, dot, _ = source.name.rpartition(".")
-            beside = [one for one in trained if one.name.startswith(module + dot) and one is not source]
-            if source.spec.dtype != usual and any(
-                one.spec.dtype != source.spec.dtype or "." in one.name.removeprefix(module + dot) for one in beside
-            ):
+        for source in (one for one in part if one.spec.dtype != usual):
+            module = source.name[: source.name.rfind(".") + 1]
+            beside = [one for one in trained if one.name.startswith(module)]
+            if any(one.spec.dtype != source.spec.dtype or "." in one.name.removeprefix(module) for one in beside):
                 more = plan.local_bytes(source) * (1 - 1 / plan.mesh.product(sharded))
                 axes = f"sliced over {', '.join(sharded)}"
                 yield Change("parameter", source.name, axes, f"on all ranks, in {source.spec.dtype}", int(more), 0.0)

@@ -211,17 +211,17 @@ class Evaluator:
         if self.scores.loss is not None or counted is None or not self.prepared.evaluations:
             return self._divisor
         found = counted.of(entries, tuple((0, size) for size in entries[counted.entry].shape))
-        return Total(found, (lambda sum: torch.tensor(counted.value(float(sum))),))
+        return Total(found, (lambda sum: torch.tensor(counted.value(float(sum)), dtype=torch.float64),))
 
     def _of_module(self, entries: Sequence[Tensor], key: int) -> Any:
         """The output of the user's own module, which shows what a loss in it divides by."""
         with Divisors() as divisors, EvaluatedMeans(WeighedMean()) as seen:
             output = self.execution.module(*entries, key=key, outputs=tuple(self.prepared.evaluated))
-        self._divisor = None if divisors.only is None else Total(divisors.only)
-        if self.scores.loss is not None:
-            self._divisor = None
-        elif len(seen.means) == 1 and seen.written and float(loss_of(output)) == float(seen.means[0][0]):
-            self._divisor = seen.written[0]
+        self._divisor = None
+        if self.scores.loss is None and self._labelled:
+            alone = len(seen.means) == 1 and seen.written and float(loss_of(output)) == float(seen.means[0][0])
+            only = None if divisors.only is None else Total(divisors.only)
+            self._divisor = seen.written[0] if alone else only
         return output
 
     def _mean(self, loss: Tensor) -> Tensor:
