@@ -20,7 +20,7 @@ def duplicate(module: M, *, parameters: bool = True) -> M:
     Attributes that Python cannot copy, such as a lock, are shared, as are tensors without numbers, and parameters
     unless `parameters`. Functions that an attribute holds and that close over a part of the module, as a head with the
     weights of an embedding may, close over that of the copy."""
-    attributes = held([vars(part) for part in module.modules()])
+    attributes = leaves_of([vars(part) for part in module.modules()])
     functions = dict(_closures(attributes))
     leaves = [leaf for leaf in attributes if isinstance(leaf, Tensor)]
     kept = FakeTensor if parameters else (FakeTensor, nn.Parameter)
@@ -39,7 +39,7 @@ def duplicate(module: M, *, parameters: bool = True) -> M:
     return copied
 
 
-def held(values: Any) -> list[Any]:
+def leaves_of(values: Any) -> list[Any]:
     """The leaves of nested containers, and those of what objects in them have as attributes, such as a criterion that
     is no module; those of modules are not looked for."""
     waiting, found, seen = [values], list[Any](), set[int]()

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from strategies.capture.duplicate import held
+from strategies.capture.duplicate import leaves_of
 from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped
 from strategies.rules.module_calls import (
     ModuleCall,
@@ -99,7 +99,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     constants on the host: those go with the copy."""
     parts = list(module.modules())
     hooked = any(one._forward_hooks or one._forward_pre_hooks for one in parts[1:])
-    unregistered = [leaf for leaf in held(attributes_of(module)) if isinstance(leaf, (Tensor, nn.Module))]
+    unregistered = [leaf for leaf in leaves_of(attributes_of(module)) if isinstance(leaf, (Tensor, nn.Module))]
     constants = [leaf for leaf in unregistered if type(leaf) is Tensor and not leaf.requires_grad and leaf.is_cpu]
     if hooked or len(constants) < len(unregistered) or sum(one.nbytes for one in constants) > MOST_CONSTANT:
         raise NotOpaque(type(module))
