@@ -68,10 +68,19 @@ class Average:
 
 @dataclass(frozen=True)
 class Term:
-    """A mean in a loss: what it adds to the loss, times what it divides by, and the sum of which that is a function."""
+    """A mean in a loss: what it adds to the loss, times what it divides by, and the sum of which that is a function.
+
+    `by_rows` is what it adds times the rows. That counts where it divides by a constant, such as the sum of weights of
+    tasks, for which the `first` batch has the same sum as all others; or by what is no function of a sum that all
+    batches have, as a share of the batch.
+    """
 
     added: float
     total: Total
+    by_rows: float
+    first: float
+    varies: bool = False
+    same: bool = True
 
     @property
     def mean(self) -> float | None:
@@ -81,7 +90,14 @@ class Term:
 
     def __add__(self, other: Term) -> Term:
         """The mean over the rows of both."""
-        return Term(self.added + other.added, replace(self.total, sum=self.total.sum + other.total.sum))
+        return Term(
+            self.added + other.added,
+            replace(self.total, sum=self.total.sum + other.total.sum),
+            self.by_rows + other.by_rows,
+            self.first,
+            self.varies or self.first != other.first,
+            self.same and self.total.divisor(other.first) == other.total.divisor(other.first),
+        )
 
 
 class MeanLoss(Average):
@@ -92,6 +108,7 @@ class MeanLoss(Average):
     def reset(self) -> None:
         super().reset()
         self._rest = 0.0
+        self._sizes = set[int]()
         self._terms: list[Term] | None = None
         self._by_rows = False
 
@@ -101,9 +118,10 @@ class MeanLoss(Average):
             value, rest, terms = self._parts(given, rows)
         else:
             value = _number(self._function(*given), self._what)
-            rest, terms = 0.0, [_term(value, tokens)]
+            rest, terms = 0.0, [_term(value, tokens, rows)]
         self._total += value * rows
         self._rows += rows
+        self._sizes.add(rows)
         self._rest += rest * rows
         if self._terms is None:
             self._terms = terms
@@ -119,10 +137,10 @@ class MeanLoss(Average):
             result = self._function(*given)
         means, only, value = seen.means, divisors.only, _number(result, self._what)
         if not means:
-            return (value, value, []) if only is None else (value, 0.0, [_term(value, Total(only))])
+            return (value, value, []) if only is None else (value, 0.0, [_term(value, Total(only), rows)])
         each = [seen.written.get(number) or total(arguments, rows) for number, (_, arguments) in enumerate(means)]
         if len(means) == 1 and value == float(means[0][0]):
-            return value, 0.0, [_term(value, each[0])]
+            return value, 0.0, [_term(value, each[0], rows)]
 
         def with_means(kept: int | None) -> float:
             """The loss with one of its means, or none."""
@@ -131,26 +149,29 @@ class MeanLoss(Average):
                 return _number(self._function(*given), self._what)
 
         rest = with_means(None)
-        terms = [_term(with_means(number) - rest, divides_by) for number, divides_by in enumerate(each)]
+        terms = [_term(with_means(number) - rest, divides_by, rows) for number, divides_by in enumerate(each)]
         parts = [rest, *(term.mean or 0.0 for term in terms)]
         rounding = torch.finfo(result.dtype).eps if isinstance(result, Tensor) else torch.finfo(torch.float64).eps
-        if math.isfinite(value) and abs(sum(parts) - value) > 64 * rounding * (abs(value) + sum(map(abs, parts))):
-            self._by_rows = True  # as in a product of means
+        if math.isfinite(value) and not abs(sum(parts) - value) <= 64 * rounding * (abs(value) + sum(map(abs, parts))):
+            self._by_rows = True  # as in a product of means, or where a part is not finite
         return value, rest, terms
 
     def compute(self) -> float:
         """The mean over all batches so far."""
-        means = [term.mean for term in self._terms or []]
+        means = [
+            term.mean if term.same and (term.varies or len(self._sizes) == 1) else term.by_rows / self._rows
+            for term in self._terms or []
+        ]
         if self._by_rows or not means:
             return super().compute()
         known = [mean for mean in means if mean is not None]
         return super().compute() if len(known) < len(means) else self._rest / self._rows + sum(known)
 
 
-def _term(mean: float, divides_by: Total) -> Term:
+def _term(mean: float, divides_by: Total, rows: int) -> Term:
     """A mean of one batch; of nothing it is not a number."""
     count = divides_by.divisor(divides_by.sum)
-    return Term(mean * count if count else 0.0, divides_by)
+    return Term(mean * count if count else 0.0, divides_by, mean * rows, divides_by.sum)
 
 
 class Updated:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from runner.build.divisors import MEAN, values
 from runner.data.loader import Block
+from strategies.core.errors import StrategyError
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.rules.random import draws
 from strategies.rules.registry import arguments, resolve
@@ -231,6 +232,22 @@ def each_counted(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> tuple[C
     return () if (alone and not any(written.values())) or not any(each) else each
 
 
+def check_weighed(weighed: OperatorGraph, graph: OperatorGraph, weights: Sequence[str]) -> None:
+    """Check that each of the `weights`, inputs of a `weighed` graph, multiplies the mean of the same position of
+    `each_counted` for the `graph` without them. Raises StrategyError for another one: a graph knows divisions by a
+    number of Python, and a forward those by constants and those whose result is not used."""
+    found = {operator.id for operator in (*_class_means(graph), *divisions(graph))}
+    means = [operator for operator in graph.operators if operator.id in found]
+    inputs, names = {source.name: Ref(source.id) for source in weighed.of_kind("input")}, {one.name for one in means}
+    for mean, weight in zip(means, weights, strict=True):
+        products = [user for user, _ in weighed.users.get(inputs[weight], ()) if user.op in PRODUCTS]
+        ref = next((one for user in products for one in user.operands if one != inputs[weight]), None)
+        while ref is not None and isinstance(node := weighed.by_id[ref.id], Operator) and node.name not in names:
+            ref = node.operands[0] if len(node.operands) == 1 else None
+        if ref is None or weighed.by_id[ref.id].name != mean.name:
+            raise StrategyError("MW901", f"the mean at {mean.where} is not the one that its weight multiplies")
+
+
 def divisions(graph: OperatorGraph) -> list[Operator]:
     """The scalars with a gradient that are divided by a scalar without one, as a mean that is written out."""
     return [
@@ -330,9 +347,12 @@ def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Di
 
 def _means(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> list[tuple[Operator, Counted | None]]:
     """The means over classes, in order, with what they count, if that is known."""
+    return [(one, _counted(graph, tensors, arguments(one))) for one in _class_means(graph)]
+
+
+def _class_means(graph: OperatorGraph) -> list[Operator]:
     losses = [operator for operator in graph.operators if operator.op in CLASS_LOSSES]
-    given = [(operator, arguments(operator)) for operator in losses]
-    return [(one, _counted(graph, tensors, own)) for one, own in given if own["reduction"] == MEAN]
+    return [operator for operator in losses if arguments(operator)["reduction"] == MEAN]
 
 
 def _counted(graph: OperatorGraph, tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> Counted | None:

@@ -42,6 +42,7 @@ from runner.planning.counted import (
     Counted,
     Divisor,
     InitialTensors,
+    check_weighed,
     counted,
     each_counted,
     mean_weights,
@@ -382,9 +383,13 @@ def _tried_alone(
     means, precision = each_counted(graph, initial), prepared.config.train.precision
     try:
         if means:
-            run_once(step.weighed(len(means)), [*tensors, *mean_weights([1.0] * len(means), precision)])
+            weighed, entries = step.weighed(len(means)), [*tensors, *mean_weights([1.0] * len(means), precision)]
+            own = capture(weighed, entries, training=True, like=graph).graph
+            check_weighed(own, graph, weighed.inputs[len(weighed.names) :])
+            run_once(weighed, entries)
     except StrategyError as error:
-        say(UNWEIGHED.format(error))
+        if not isinstance(counted(graph, initial), Divisor):
+            say(UNWEIGHED.format(error))
         means = ()
     return replace(prepared, counted=counted(graph, initial), means=means)
 
@@ -466,7 +471,8 @@ def with_plan(
             graph, plan = _weighed(weighed, entries, graph, plan)
             step_of = partial(lowering.training_step, config, weighed, entries, graph)
         except StrategyError as error:
-            say(UNWEIGHED.format(error))
+            if not isinstance(prepared.counted, Divisor):  # by which all of the loss divides
+                say(UNWEIGHED.format(error))
             prepared = replace(prepared, means=())
     in_step = step_of(plan)
     if config.parallel.elastic:
@@ -507,6 +513,7 @@ def _weighed(
     """The graph of an objective whose means over classes take weights, and the plan of `graph` for it. Raises
     StrategyError if other means are computed while it runs."""
     own = capture(step, tensors, training=True, like=graph).graph
+    check_weighed(own, graph, step.inputs[len(step.names) :])
     operators = {name: plan.operators.get(name, OperatorPlan({}, "default")) for name in own.by_name}
     inputs = {source.name: plan.inputs.get(source.name, Layout.replicated(0)) for source in own.of_kind("input")}
     return own, replace(plan, operators=operators, inputs=inputs)

@@ -25,6 +25,7 @@ from runner.data.reading import BatchReader, Load, RowRequest
 from runner.data.row_seeds import EVALUATION
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
+from runner.planning.counted import Divisor
 from runner.planning.datasets import evaluation_rows
 from runner.planning.prepare import Prepared
 from runner.training.eager import hybrid_inputs, loss_of
@@ -205,10 +206,11 @@ class Evaluator:
         return {name: tensor.to(self.rank.device) for name, tensor in cast_entries.items()}
 
     def _tokens(self, entries: Sequence[Tensor]) -> Total | None:
-        """What a model that returns its loss has divided by, for the batch of these entries: that of its graph, or of
-        the module that has just run. None where that is unknown or the loss is a module, which shows it itself."""
+        """What the loss has divided by, for the batch of these entries: that of its graph, or of the module that has
+        just run. None where that is unknown or the loss is a module that shows it itself."""
         counted = self.prepared.counted
-        if self.scores.loss is not None or counted is None or not self.prepared.evaluations:
+        known = self.scores.loss is None or isinstance(counted, Divisor)
+        if counted is None or not known or not self.prepared.evaluations:
             return self._divisor
         found = counted.of(entries, tuple((0, size) for size in entries[counted.entry].shape))
         return Total(found, (lambda sum: torch.tensor(counted.value(float(sum)), dtype=torch.float64),))

@@ -13,7 +13,6 @@ gradients that are not finite.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture import derivatives
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, fakes, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, fakes, file_of, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
 from strategies.rules.registry import PLAIN, function_class
@@ -222,7 +221,7 @@ def _learns(args: Sequence[Any]) -> bool:
 
 def _installed(function: type) -> bool:
     """Whether a class belongs to an installed library."""
-    return "-packages" in (getattr(sys.modules.get(function.__module__), "__file__", None) or "")
+    return "-packages" in file_of(function.__module__)
 
 
 class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -151,10 +151,15 @@ def source_of(node: fx.Node) -> str:
     return ""
 
 
+def file_of(name: str) -> str:
+    """The file of a module of Python; "" without one. Modules that import what they are asked for are not asked."""
+    return str(getattr(sys.modules.get(name), "__dict__", {}).get("__file__") or "")
+
+
 def modules_of(node: fx.Node) -> list[str]:
     """The Python modules outside of torch from which a node was called, innermost first: to import them registers the
     operators that they call."""
-    files = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    files = {file_of(name): name for name in list(sys.modules)}
     frames = re.findall(r'File "([^"]+)", line \d+', node.meta.get("stack_trace") or "")
     called = (files.get(filename) for filename in reversed(frames) if not in_library(filename))
     return list(dict.fromkeys(name for name in called if name is not None))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from strategies.capture.nodes import in_library
+from strategies.capture.nodes import file_of, in_library
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -196,9 +196,7 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 
 def users_files(imported: Iterable[str]) -> list[str]:
     """Which of the imported files, by name, are the user's and not installed."""
-    return [
-        name for name in imported if isabs(file := _file_of(name)) and PACKAGES not in file and not in_library(file)
-    ]
+    return [name for name in imported if isabs(file := file_of(name)) and PACKAGES not in file and not in_library(file)]
 
 
 def _around(
@@ -220,7 +218,7 @@ def _around(
             whose = value.__name__ if isinstance(value, ModuleType) else value.__module__
             if whose == file:
                 yield sys.modules[file], file, name, value
-            elif whose not in files and _of_user(whose) and PACKAGES not in _file_of(whose):
+            elif whose not in files and _of_user(whose) and PACKAGES not in file_of(whose):
                 files[whose] = None
                 waiting.append(whose)
 
@@ -231,9 +229,5 @@ def _members(owner: Any) -> list[tuple[str, Any]]:
 
 def _of_user(name: Any) -> bool:
     """Whether a module of this name, of functions and classes, is none of torch, of Python or of this project."""
-    file = _file_of(name) if isinstance(name, str) else ""
+    file = file_of(name) if isinstance(name, str) else ""
     return name == "__main__" or (file != "" and not in_library(file))
-
-
-def _file_of(name: str) -> str:
-    return str(getattr(sys.modules.get(name), "__file__", None) or "")

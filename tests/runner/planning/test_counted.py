@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from runner.planning.counted import (
     Counted,
     Divisor,
     InitialTensors,
+    check_weighed,
     counted,
     each_counted,
     nonlinear_in_means,
@@ -20,6 +23,7 @@ from runner.planning.counted import (
     unknown_division,
 )
 from strategies.capture.model import Captured, LossFunction, Objective, capture
+from strategies.core.errors import StrategyError
 from strategies.runtime.tensor_files import index
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
@@ -51,6 +55,10 @@ class Tokens(nn.Module):
         if self.loss in ("weights of sum 1", "losses by a sum"):
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), (labels != -100).float()
             return (losses * (mask / mask.sum()) if self.loss == "weights of sum 1" else losses / mask.sum()).sum()
+        if self.loss == "before a mean for a log":
+            losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
+            (logits.square().mean(-1) * mask).sum() / mask.sum()
+            return losses[mask].sum() / losses[mask].numel()
         if self.loss == "rows that have labels":
             rows = (labels[:, 2:] >= 0).any(1)
             return (logits.square().mean((1, 2)) * rows).sum() / rows.sum()
@@ -148,6 +156,16 @@ def test_a_mean_that_is_written_out_counts():
     assert counts == [float((part[1] != -100).sum()) for part in rows]
     assert [divisor.value(count) for count in (0, *counts)] == [1, *counts]  # clamped
     assert shares([0.0, 3.0], divisor) == [1 / 3, 1]
+
+
+@pytest.mark.parametrize(("loss", "matches"), [("written out", True), ("before a mean for a log", False)])
+def test_a_weight_of_another_mean_is_seen(loss, matches):
+    """A forward sees the mean that is not used, a graph that which divides by a number of Python."""
+    model, (ids, labels) = captured(Tokens(loss), None)
+    step = Objective(Tokens(loss), None, ["input_ids", "labels"], []).weighed(1)
+    weighed = capture(step, [ids, labels, torch.tensor(1.0)], training=True).graph
+    with nullcontext() if matches else pytest.raises(StrategyError, match=r"test_counted\.py:\d+"):
+        check_weighed(weighed, model.graph, ["mean_weight_0"])
 
 
 def test_rows_are_counted_by_what_is_reduced_in_each():

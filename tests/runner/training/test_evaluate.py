@@ -243,6 +243,18 @@ def test_accuracy_needs_classes(start):
         start("+recipe=quickstart", "evaluate.metric=accuracy")
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_what_divides_by_no_count_is_a_mean_over_rows(evaluate, share):
+    """In batches of 12 and a short one of 2 rows, though each has a sum behind a division."""
+    words = ("loss.target=networks.WeightsOfTasks", f"loss.args.share={share}", *STILL, "evaluate.batch_size=12")
+    found = evaluate("stand_alone", *words, "evaluate.args={rows: 50, seed: 1}")
+    torch.manual_seed(0)
+    model, data = networks.Classifier(), networks.Points(50, 1)
+    with torch.no_grad():
+        expected = networks.WeightsOfTasks()(model(data.x), data.y).item()
+    assert found == {1: {"loss": pytest.approx(expected, rel=1e-6)}}
+
+
 def test_numbers_of_one_name_take_that_of_their_metric():
     """A metric may compute several; what no other one computes keeps its name."""
 

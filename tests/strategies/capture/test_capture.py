@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +22,21 @@ from strategies.capture import LossFunction, Objective, capture, duplicate, run_
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Ref
 from tests.strategies.simulated_model import TOLERANCE, Model
+
+
+class Lazy(ModuleType):
+    """Imports what it is asked for, as modules of speechbrain do, and lacks the package that this takes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys._getframe(1).f_code.co_filename.endswith("inspect.py"):
+            raise AttributeError(name)
+        raise ImportError(name)
+
+
+def test_modules_that_import_lazily_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lazily_imported", Lazy("lazily_imported"))
+    step = Objective(nn.Linear(8, 4), nn.MSELoss(), ["0", "1"], ["1"])
+    assert len(capture(step, [torch.randn(2, 8), torch.randn(2, 4)], training=True).graph.operators) == 3
 
 
 class Net(nn.Module):
