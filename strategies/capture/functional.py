@@ -179,6 +179,10 @@ class _Rewriting:
             raise StrategyError(
                 "MW903", f"{op}{at(node)} writes in place to several tensors, which cannot be captured."
             )
+        if op == "set_" and isinstance(node.args[1], fx.Node) and self._name(node.args[1]) is self._name(base):
+            self.same[node] = base  # a tensor for itself, as torch.nn.utils.parametrize keeps the original
+            self.replaced.append(node)
+            return
         if torch.Tag.inplace_view in node.target.tags and op != "detach_":
             self._turn(node, base, op)
             return
@@ -236,9 +240,8 @@ class _Rewriting:
         later uses of the tensor itself."""
         target, above = _functional_overload(node.target), self._name(base)
         if target is None or above.op == "placeholder":
-            raise StrategyError(
-                "MW903", f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}."
-            )
+            cure = "the other tensor in its place" if op == "set_" else op.rstrip("_")
+            raise StrategyError("MW903", f"{op}{at(node)} changes the shape of a tensor in place; use {cure}.")
         view = call(self.graph, node, target, self.read(above), *node.args[1:], **node.kwargs)
         self.given[view] = (above, *node.args[1:]), node.kwargs
         self._register(view, above)

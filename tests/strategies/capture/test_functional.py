@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from strategies.capture import LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
@@ -243,8 +244,26 @@ def literals(net: Net, x: Tensor) -> Tensor:
     return net.dense(x) * weights + total * shown.sum() + chosen.sum()
 
 
+class Shifted(nn.Module):
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.shift
+
+
+def adapted(net: Net, x: Tensor) -> Tensor:
+    """A parametrization for one forward, as of peft's `target_parameters`, which sets a tensor to itself."""
+    parametrize.register_parametrization(net.teacher, "weight", Shifted(net.dense.weight.sin()))
+    try:
+        return net.teacher(x)
+    finally:
+        parametrize.remove_parametrizations(net.teacher, "weight", leave_parametrized=False)
+
+
 BODIES = [
-    advantages, literals,
+    adapted, advantages, literals,
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowed, other_names, out_argument, parts_of_complex,
     counting, moving_average, shown_between_writes, following, detached, exchanged, copied, assigned, swapped,
     queue, normed, batch_in_place, data,
@@ -430,6 +449,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "writes in place, through a detached tensor, to a value that needs a gradient",
     ),
     "its shape": (lambda net, x: net.dense(x) + net.old.unsqueeze_(0), "changes the shape of a tensor in place"),
+    "another memory": (lambda net, x: net.dense(x) + net.old.set_(net.mean), "use the other tensor in its place"),
     "under no_grad": (unseen_gradient, "writes in place, under no_grad, to a value that needs a gradient"),
     "several": (
         lambda net, x: net.dense(x) + torch._foreach_add_([net.mean, net.old], 1)[0],
