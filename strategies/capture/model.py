@@ -23,7 +23,7 @@ from torch.utils import _pytree
 
 from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
-from strategies.capture.branches import Branches, NotChosen
+from strategies.capture.branches import MOST_PATHS, Branches, NotChosen
 from strategies.capture.changing_attributes import ChangingAttributes
 from strategies.capture.constant_buffers import ConstantBuffers
 from strategies.capture.conversions import Conversions
@@ -487,10 +487,10 @@ def _capture_failure(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            "graph: all sides of a branch must return tensors of the same shapes, draw no random numbers, change "
-            "tensors alone and train the same parameters. Use torch.where, a Python number or an unsaved buffer "
-            "(persistent=False) for a constant, or decide in a child module or the loss (loss.target): what takes and "
-            "returns tensors of fixed shapes is one operator."
+            f"graph: all sides of a branch (at most {MOST_PATHS} sequences of answers) must return tensors of "
+            "the same shapes, draw no random numbers, change tensors alone and train the same parameters. Use "
+            "torch.where, a Python number or an unsaved buffer (persistent=False) for a constant, or decide in a child "
+            "module or the loss (loss.target): what takes and returns tensors of fixed shapes is one operator."
         )
     if leaves_torch(error):
         return (

@@ -6,9 +6,9 @@ normalizations that average over all batches get a number in place of what pytho
 of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster path to the same
 result, are left out: a graph has no values. Three bugs of torch 2.11 are worked around: a power of a zero-dim tensor,
 the shape of an LSTM's states, and the range check of quantiles. Tensors that index others in masks of positions are
-operators, not a torch.autograd.Function with a rule for vmap. Hugging Face models leave out masks that hide nothing,
-except for exporters, whose graphs serve many shapes and values; this graph serves one shape, and positions that the
-model itself counts have values.
+operators, not a torch.autograd.Function with a rule for vmap. A forward may go on after an error of a child. Hugging
+Face models leave out masks that hide nothing, except for exporters, whose graphs serve many shapes and values; this
+graph serves one shape, and positions that the model itself counts have values.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch._export.passes import replace_autocast_with_hop_pass, replace_set_gra
 from torch._subclasses import fake_impls
 from torch.autograd.grad_mode import inference_mode
 from torch.distributions import Distribution
+from torch.fx import Tracer
 from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -85,9 +86,25 @@ def traceable(objective: nn.Module) -> Iterator[StandIns]:
         stack.enter_context(replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
         stack.enter_context(replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
         stack.enter_context(replaced(nn.Module, "_apply", _converted(nn.Module._apply)))
+        stack.enter_context(replaced(Tracer, "call_module", _left_on_errors(Tracer.call_module)))
         stack.enter_context(asked_of_tensors())
         stack.enter_context(_Unasked(stand_ins))
         yield stand_ins
+
+
+def _left_on_errors(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a module that raises, too: torch's tracer would take it for the caller of those that come next."""
+
+    def called(tracer: Any, *given: Any) -> Any:
+        depth = len(tracer.module_stack)
+        try:
+            return call(tracer, *given)
+        except BaseException:
+            while len(tracer.module_stack) > depth:
+                tracer.module_stack.popitem()
+            raise
+
+    return called
 
 
 def _begin(region: Any) -> None:

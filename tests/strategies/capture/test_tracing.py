@@ -164,3 +164,26 @@ def test_memory_that_changes_is_no_constant(kind: str, name: str) -> None:
     with pytest.raises(StrategyError, match=name) as refused:
         capture(Objective(Copied(kind), None, ("x",), ()), (torch.randn(4, 8),), training=True)
     assert refused.value.code == "MW901"
+
+
+class Tries(nn.Module):
+    """Gives layers what some of them do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Bilinear(8, 8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x, x)
+            except TypeError:
+                x = layer(x)
+        return x
+
+
+def test_a_forward_goes_on_after_an_error_of_a_child(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Tries(), nn.MSELoss(), (torch.randn(8, 8), torch.randn(8, 8)))
+    assert [operator.module for operator in model.graph.operators][:3] == ["layers.0", "layers.1", "layers.2"]
+    assert model.worst(draw, 4) < TOLERANCE
