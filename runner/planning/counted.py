@@ -282,7 +282,20 @@ def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Ope
             by = operator.args[1]
             if _is_untrained_scalar(graph, by) and not entries.isdisjoint(_behind(graph, by)):
                 return operator
+            if isinstance(by, Ref) and by not in graph.trained and _adds_rows(graph, by):
+                return operator
     return None
+
+
+def _adds_rows(graph: OperatorGraph, value: Ref) -> bool:
+    """Whether a tensor holds sums over all rows of the batch, such as those of the labels of each class."""
+    rows = {source.spec.shape[0] for source in graph.of_kind("input") if source.spec.shape}
+    for operator in (graph.by_id[id] for id in _behind(graph, value)):
+        if isinstance(operator, Operator) and operator.op in SUMMED | {"mean"}:
+            before, after = (graph.specs[ref].shape[:1] for ref in (operator.operands[0], Ref(operator.id)))
+            if rows.issuperset(before) and before and before != after:
+                return True
+    return False
 
 
 def _is_untrained_scalar(graph: OperatorGraph, value: Any) -> bool:
