@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from runner.build.divisors import Total
 from runner.build.scores import accuracy, scores, try_evaluation
 from runner.config.schema import MetricForm
 from runner.errors import ConfigError
@@ -155,6 +156,6 @@ def test_means_are_those_over_all_batches(loss: nn.Module) -> None:
 
 def test_a_batch_without_tokens_adds_nothing_to_the_loss_of_a_model() -> None:
     made = scores([], None)
-    made.update(2, torch.tensor(3.0), [], tokens=4)
-    made.update(2, torch.tensor(torch.nan), [], tokens=0)
+    made.update(2, torch.tensor(3.0), [], tokens=Total(4.0))
+    made.update(2, torch.tensor(torch.nan), [], tokens=Total(0.0))
     assert made.results() == {"loss": 3.0}
