@@ -7,13 +7,14 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from strategies.capture.mean_weights import MeanWeights, are_scalars
 
@@ -49,7 +50,8 @@ class Total:
 
 class EvaluatedMeans(MeanWeights):
     """The means of a loss that is computed without gradients: those that are written out are known by their divisors,
-    functions of a sum.
+    functions of a sum. Sums of `constants`, as of weights of tasks, and of what is computed from these alone, count
+    nothing of a batch.
 
     Attributes:
         written: by the number of a mean that is written out, what it divides by.
@@ -57,8 +59,9 @@ class EvaluatedMeans(MeanWeights):
 
     trained = False
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, constants: Iterable[Tensor] = ()) -> None:
         super().__init__(*given)
+        self._constants = {id(one): one for one in constants}
         self.written: dict[int, Total] = {}
         self._totals: dict[int, tuple[Tensor, Total]] = {}
         """Scalars by their ids; they live as long as this does, so that ids stay theirs."""
@@ -66,6 +69,7 @@ class EvaluatedMeans(MeanWeights):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = len(self.means)
         result = super().__torch_function__(func, types, args, kwargs)
+        self._note_constants(getattr(func, "__name__", ""), args, kwargs, result)
         if len(self.means) > number and not self.means[number][1]:
             known = self._totals.get(id(args[-1]))
             self.written[number] = Total(float(args[0].numel())) if known is None else known[1]
@@ -73,10 +77,18 @@ class EvaluatedMeans(MeanWeights):
             self._totals[id(result)] = result, total
         return result
 
+    def _note_constants(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if self._constants.keys() >= {id(one) for one in tensors}:
+            if isinstance(result, Tensor):
+                self._constants[id(result)] = result
+        elif name == "__setitem__" or name.endswith("_"):
+            self._constants.pop(id(args[0]), None)  # written in place with something of the batch
+
     def _total(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Total | None:
         """What a scalar result is of a sum; None where it is not known."""
         tensors = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)]
-        if len(tensors) != 1 or tensors[0] is not args[0]:
+        if len(tensors) != 1 or tensors[0] is not args[0] or id(result) in self._constants:
             return None
         if func in SUMS and tensors[0].dim():
             return Total(float(result))

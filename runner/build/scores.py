@@ -70,16 +70,13 @@ class Average:
 class Term:
     """A mean in a loss: what it adds to the loss, times what it divides by, and the sum of which that is a function.
 
-    `by_rows` is what it adds times the rows. That counts where it divides by a constant, such as the sum of weights of
-    tasks, for which the `first` batch has the same sum as all others; or by what is no function of a sum that all
-    batches have, as a share of the batch.
+    `by_rows` is what it adds times the rows. That counts where the mean does not divide by the `same` function of a sum
+    in all batches, as by a share of the batch.
     """
 
     added: float
     total: Total
     by_rows: float
-    first: float
-    varies: bool = False
     same: bool = True
 
     @property
@@ -94,9 +91,7 @@ class Term:
             self.added + other.added,
             replace(self.total, sum=self.total.sum + other.total.sum),
             self.by_rows + other.by_rows,
-            self.first,
-            self.varies or self.first != other.first,
-            self.same and self.total.divisor(other.first) == other.total.divisor(other.first),
+            self.same and self.total.divisor(other.total.sum) == other.total.divisor(other.total.sum),
         )
 
 
@@ -105,10 +100,13 @@ class MeanLoss(Average):
     batches; its other terms over all rows. All of it is over all rows where it is no sum of means, or batches have
     different numbers of them."""
 
+    def __init__(self, function: Callable[..., Any], what: str, constants: Sequence[Tensor] = ()) -> None:
+        super().__init__(function, what)
+        self._constants = constants
+
     def reset(self) -> None:
         super().reset()
         self._rest = 0.0
-        self._sizes = set[int]()
         self._terms: list[Term] | None = None
         self._by_rows = False
 
@@ -121,7 +119,6 @@ class MeanLoss(Average):
             rest, terms = 0.0, [_term(value, tokens, rows)]
         self._total += value * rows
         self._rows += rows
-        self._sizes.add(rows)
         self._rest += rest * rows
         if self._terms is None:
             self._terms = terms
@@ -133,7 +130,7 @@ class MeanLoss(Average):
     def _parts(self, given: Sequence[Any], rows: int) -> tuple[float, float, list[Term]]:
         """The loss, its terms beside the means, and the means."""
         weighed = WeighedMean()
-        with Divisors() as divisors, EvaluatedMeans(weighed) as seen:
+        with Divisors() as divisors, EvaluatedMeans(weighed, constants=self._constants) as seen:
             result = self._function(*given)
         means, only, value = seen.means, divisors.only, _number(result, self._what)
         if not means:
@@ -145,7 +142,7 @@ class MeanLoss(Average):
         def with_means(kept: int | None) -> float:
             """The loss with one of its means, or none."""
             weights = [torch.full_like(mean, float(number == kept)) for number, (mean, _) in enumerate(means)]
-            with EvaluatedMeans(weighed, weights):
+            with EvaluatedMeans(weighed, weights, constants=self._constants):
                 return _number(self._function(*given), self._what)
 
         rest = with_means(None)
@@ -158,10 +155,7 @@ class MeanLoss(Average):
 
     def compute(self) -> float:
         """The mean over all batches so far."""
-        means = [
-            term.mean if term.same and (term.varies or len(self._sizes) == 1) else term.by_rows / self._rows
-            for term in self._terms or []
-        ]
+        means = [term.mean if term.same else term.by_rows / self._rows for term in self._terms or []]
         if self._by_rows or not means:
             return super().compute()
         known = [mean for mean in means if mean is not None]
@@ -171,7 +165,7 @@ class MeanLoss(Average):
 def _term(mean: float, divides_by: Total, rows: int) -> Term:
     """A mean of one batch; of nothing it is not a number."""
     count = divides_by.divisor(divides_by.sum)
-    return Term(mean * count if count else 0.0, divides_by, mean * rows, divides_by.sum)
+    return Term(mean * count if count else 0.0, divides_by, mean * rows)
 
 
 class Updated:
@@ -264,7 +258,7 @@ def scores(forms: Sequence[MetricForm], loss: nn.Module | None) -> Scores:
     """
     function: Callable[..., Any] = loss_in if loss is None else lambda output, *target: loss_in(loss(output, *target))
     metrics: dict[str, Average | MeanLoss | Updated] = {
-        "loss": MeanLoss(function, "the model's loss" if loss is None else "the loss")
+        "loss": MeanLoss(function, "the model's loss" if loss is None else "the loss", _tensors(loss))
     }
     inputs: dict[str, Callable[..., Any]] = {"loss": lambda output, *_: (output,)} if loss is None else {}
     for number, form in enumerate(forms):
@@ -276,6 +270,10 @@ def scores(forms: Sequence[MetricForm], loss: nn.Module | None) -> Scores:
         if form.inputs is not None:
             inputs[name] = targets.resolve(form.inputs, f"{where}.inputs")
     return Scores(loss, metrics, inputs, frozenset(form.name for form in forms if form.name))
+
+
+def _tensors(loss: nn.Module | None) -> list[Tensor]:
+    return [] if loss is None else [*loss.parameters(), *loss.buffers()]
 
 
 @contextmanager

@@ -42,6 +42,8 @@ INVERSES = frozenset({"pow", "reciprocal", "rsqrt"})
 ADDITIVE = MOVES | frozenset("add masked_fill nan_to_num neg negative positive rsub sub subtract where".split())
 """Operators on scalars that a loss may compute from a mean and stay a sum of means."""
 SUMMED = frozenset({"sum", "count_nonzero"})
+SHIFTS, SAFE = frozenset({"add", "rsub", "sub", "subtract"}), 1
+"""Numbers that are no larger are none of a batch's sizes, but of a loss, as in `mask.sum() + 1e-8`."""
 FIRST = 1 << 40
 """Marks of elements are no less than this, and no class is as large."""
 
@@ -353,6 +355,8 @@ def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Di
         below = [one for one in node.operands if not inputs.isdisjoint(_behind(graph, one))]
         if node.op not in ELEMENTWISE | MOVES or len({*node.operands}) != 1 or len(below) != 1:
             return None
+        if node.op in SHIFTS and any(isinstance(one, int | float) and abs(one) > SAFE for one in node.args):
+            return None  # perhaps a size of the batch, as of `mask.sum() - len(mask)`
         chain.append(node)
         ref = below[0]
     return None

@@ -181,8 +181,8 @@ class Fleet:
         unit = self._busy.pop(link)
         self.results[unit] = fields
         self._computed.setdefault(link, set()).add(unit[1])
-        for shard in fields["alone"]:
-            self._keep_primary(shard)
+        for shard, replica in fields["alone"]:
+            self._keep_primary(shard, replica)
 
     def _send(self, link: ServerLink, op: str, **fields: Any) -> None:
         with suppress(*BROKEN):  # its end is in the queue, too
@@ -251,9 +251,11 @@ class Fleet:
                         "keeps a second copy on another server.",
                     )
 
-    def _keep_primary(self, shard: int) -> None:
-        """The primary of `shard` does not reach its replica any more: what it acknowledges from now on is not there."""
-        self._holders[shard] = self._holders[shard][:1]
+    def _keep_primary(self, shard: int, replica: Sequence[Any]) -> None:
+        """The primary of `shard` does not reach the replica at this address any more: what it acknowledges from now on
+        is not there. Workers may report one that has been replaced since."""
+        primary, *others = self._holders[shard]
+        self._holders[shard] = [primary, *(one for one in others if self._addresses[one] != tuple(replica))]
 
     def _replicate(self) -> None:
         """Give every shard its replica, on another host than its primary's if there is one, and there on the server
@@ -360,8 +362,8 @@ class Fleet:
         """The answer of the first holder of `shard` that answers."""
         while True:
             if (answer := self.request(self._holders[shard][0], op, shard=shard, **fields)) is not None:
-                if answer[0].get("alone"):
-                    self._keep_primary(shard)
+                if (replica := answer[0].get("alone")) is not None:
+                    self._keep_primary(shard, replica)
                 return answer
 
     def send_to_holders(self, op: str, **fields: Any) -> None:

@@ -30,13 +30,15 @@ DONE: Answer = ({}, ())
 
 @dataclass
 class _Entry:
-    """A shard that this server holds; `replica` leads to who holds it too, where this is the primary. `alone`: there
-    was one, which is down, as every answer says from then on: the first may be to a worker that waits no more."""
+    """A shard that this server holds; `replica` leads to who holds it too, where this is the primary, at `address`.
+    `alone`: the address of one that is down, in every answer until there is another: the first may be to a worker that
+    waits no more."""
 
     shard: ServedShard
     lock: threading.Lock = field(default_factory=threading.Lock)
     replica: ServerLink | None = None
-    alone: bool = False
+    address: Address | None = None
+    alone: Address | None = None
 
 
 class Store:
@@ -168,15 +170,16 @@ class Store:
     def _replicate(self, entry: _Entry, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> Answer:
         """Give the server at `address` the shard as it is now, and from now on every change."""
         state, found = entry.shard.state()
+        address = tuple(fields["address"])
         try:
-            link = connect(tuple(fields["address"]), self._secret, self._timeout)
+            link = connect(address, self._secret, self._timeout)
             link.send("replica")
             link.request("load", found, shard=fields["shard"], **state)
         except BROKEN:
             return {"alone": True}, ()
         if entry.replica is not None:
             entry.replica.close()
-        entry.replica, entry.alone = link, False
+        entry.replica, entry.address, entry.alone = link, address, None
         return {"alone": False}, ()
 
     def _forward(self, entry: _Entry, op: str, tensors: Sequence[Tensor], **fields: Any) -> None:
@@ -186,4 +189,4 @@ class Store:
         try:
             entry.replica.request(op, tensors, **fields)
         except BROKEN:
-            entry.replica, entry.alone = None, True
+            entry.replica, entry.alone = None, entry.address

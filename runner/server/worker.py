@@ -218,7 +218,7 @@ class Worker:
         return {
             "loss": loss,
             "staleness": max(answer.get("staleness", 0) for answer in answers),
-            "alone": [shard for shard, answer in enumerate(answers) if answer.get("alone")],
+            "alone": [(shard, one["alone"]) for shard, one in enumerate(answers) if one.get("alone") is not None],
             "pushed": sum(link.sent for link in self._servers) - sum(sent),
             "pulled": sum(link.received for link in self._servers) - sum(received),
         }

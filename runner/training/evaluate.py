@@ -37,6 +37,9 @@ from strategies.resharding.path import resharding_path
 from strategies.rules.random import mix
 from strategies.runtime.pipeline_stage import StageRunner
 
+CONSTANT = 4096
+"""Elements of a model's tensors that are followed where its loss divides by their sum."""
+
 
 class Evaluator:
     """Evaluates one run. Every rank calls `run`; rank 0 gets the results, the others an empty dict.
@@ -217,8 +220,10 @@ class Evaluator:
 
     def _of_module(self, entries: Sequence[Tensor], key: int) -> Any:
         """The output of the user's own module, which shows what a loss in it divides by."""
-        with Divisors() as divisors, EvaluatedMeans(WeighedMean()) as seen:
-            output = self.execution.module(*entries, key=key, outputs=tuple(self.prepared.evaluated))
+        module = self.execution.module
+        small = [one for one in (*module.parameters(), *module.buffers()) if one.numel() <= CONSTANT]
+        with Divisors() as divisors, EvaluatedMeans(WeighedMean(), constants=small) as seen:
+            output = module(*entries, key=key, outputs=tuple(self.prepared.evaluated))
         self._divisor = None
         if self.scores.loss is None and self._labelled:
             alone = len(seen.means) == 1 and seen.written and float(loss_of(output)) == float(seen.means[0][0])

@@ -119,6 +119,16 @@ def test_a_server_that_hangs_in_an_update_is_replaced(start, capfd, consistency)
 
 
 @pytest.mark.slow
+def test_a_server_is_killed_after_another_is_back(start):
+    """Workers may still report that the first one was down, when the second has its replica anew."""
+    words = "parallel.server.consistency=async train.steps=120 launch.timeout=4".split()
+    kills = f"launch.faults=[{kill(1, 3, 'optimizer')}, {kill(2, 118, 'optimizer')}]"
+    hit = start(*SERVED, REPLICAS, *words, kills)
+    assert hit.records[-1]["step"] == 120
+    assert sum(one["server"].get("servers_lost", 0) for one in hit.records if "server" in one) == 2
+
+
+@pytest.mark.slow
 def test_the_only_worker_hangs(start):
     fault = f"launch.faults=[{hang(2, 2, 'forward')}]"
     with pytest.raises(RunFailed, match=r"failed: the worker on rank 2 gave no answer for \d+ s") as caught:

@@ -159,3 +159,33 @@ def test_a_batch_without_tokens_adds_nothing_to_the_loss_of_a_model() -> None:
     made.update(2, torch.tensor(3.0), [], tokens=Total(4.0))
     made.update(2, torch.tensor(torch.nan), [], tokens=Total(0.0))
     assert made.results() == {"loss": 3.0}
+
+
+class Scaled(nn.Module):
+    """A mean over what `target` marks or labels, by a share of weights that no batch decides."""
+
+    def __init__(self, classes: bool) -> None:
+        super().__init__()
+        self.classes = classes
+        self.register_buffer("weights", torch.tensor([3.0, 1.0]))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.classes:
+            mean = functional.cross_entropy(output, target)
+        else:
+            mean = (output * target).sum() / target.sum()
+        return mean * self.weights[0] / (2 * self.weights).sum()
+
+
+@pytest.mark.parametrize("classes", [False, True])
+def test_what_counts_is_of_the_batch(classes: bool) -> None:
+    """Marks that are as many in batches of other sizes, and constants that are the same in all."""
+    if classes:
+        outputs, target = torch.randn(6, 3), torch.tensor([0, -100, -100, -100, 2, 1])
+    else:
+        outputs, target = torch.tensor([1.0, 2.0, 9.0, 9.0, 3.0, 5.0]), torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    loss = Scaled(classes)
+    made = scores([], loss)
+    for part in (slice(0, 4), slice(4, 6)):
+        made.update(part.stop - part.start, outputs[part], [target[part]])
+    assert made.results() == {"loss": pytest.approx(loss(outputs, target).item())}
