@@ -20,6 +20,7 @@ from strategies.capture.mean_weights import MeanWeights, are_scalars
 
 CLASS_LOSSES = frozenset({torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default})
 MEAN = 1
+IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 SUMS = frozenset({torch.sum, torch.count_nonzero, Tensor.sum, Tensor.count_nonzero})
 
 
@@ -82,8 +83,8 @@ class EvaluatedMeans(MeanWeights):
         if self._constants.keys() >= {id(one) for one in tensors}:
             if isinstance(result, Tensor):
                 self._constants[id(result)] = result
-        elif name == "__setitem__" or name.endswith("_"):
-            self._constants.pop(id(args[0]), None)  # written in place with something of the batch
+        elif args and (name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
+            self._constants.pop(id(args[0]), None)  # it holds something of the batch now
 
     def _total(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Total | None:
         """What a scalar result is of a sum; None where it is not known."""
