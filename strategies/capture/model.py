@@ -487,10 +487,10 @@ def _capture_failure(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            f"graph: all sides of a branch (at most {MOST_PATHS} paths) must return tensors of equal shapes, draw no random "
-            "numbers, change tensors alone and train the same parameters. Use torch.where, a Python number or an "
-            "unsaved buffer (persistent=False) for a constant, or decide in a child module or the loss (loss.target): "
-            "what takes and returns tensors of fixed shapes is one operator."
+            f"graph: all sides of a branch (at most {MOST_PATHS} paths) must return tensors of equal shapes, draw no "
+            "random numbers, change tensors alone and train the same parameters. Use torch.where, a Python number or "
+            "an unsaved buffer (persistent=False) for a constant, or decide in a child module or the loss "
+            "(loss.target): what takes and returns tensors of fixed shapes is one operator."
         )
     if leaves_torch(error):
         return (
