@@ -51,7 +51,7 @@ class Total:
 
 class EvaluatedMeans(MeanWeights):
     """The means of a loss that is computed without gradients: those that are written out are known by their divisors,
-    functions of a sum. Sums of `constants`, as of weights of tasks, and of what is computed from these alone, count
+    functions of a sum. Sums of `constants`, as of weights of tasks, and of values computed from these alone, count
     nothing of a batch.
 
     Attributes:

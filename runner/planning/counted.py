@@ -42,8 +42,6 @@ INVERSES = frozenset({"pow", "reciprocal", "rsqrt"})
 ADDITIVE = MOVES | frozenset("add masked_fill nan_to_num neg negative positive rsub sub subtract where".split())
 """Operators on scalars that a loss may compute from a mean and stay a sum of means."""
 SUMMED = frozenset({"sum", "count_nonzero"})
-SHIFTS, SAFE = frozenset({"add", "rsub", "sub", "subtract"}), 1
-"""Numbers that are no larger are none of a batch's sizes, but of a loss, as in `mask.sum() + 1e-8`."""
 FIRST = 1 << 40
 """Marks of elements are no less than this, and no class is as large."""
 
@@ -355,11 +353,21 @@ def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Di
         below = [one for one in node.operands if not inputs.isdisjoint(_behind(graph, one))]
         if node.op not in ELEMENTWISE | MOVES or len({*node.operands}) != 1 or len(below) != 1:
             return None
-        if node.op in SHIFTS and any(isinstance(one, int | float) and abs(one) > SAFE for one in node.args):
-            return None  # perhaps a size of the batch, as of `mask.sum() - len(mask)`
+        if node.op not in MOVES | PRODUCTS | DIVISIONS and any(_may_be_a_size(graph, node, one) for one in node.args):
+            return None
         chain.append(node)
         ref = below[0]
     return None
+
+
+def _may_be_a_size(graph: OperatorGraph, operator: Operator, number: Any) -> bool:
+    """Whether a number of Python may be a size of the batch that was captured, as in `mask.sum() - len(mask)`, and so
+    another one in other batches; not one below 1, as in `mask.sum() + 1e-8`, nor 1 where there are several rows, or as
+    a bound (`clamp(min=1)`)."""
+    if not isinstance(number, int | float) or abs(number) < 1:
+        return False
+    several = all(source.spec.shape[:1] > (1,) for source in graph.of_kind("input"))
+    return abs(number) > 1 or not (several or operator.op.startswith("clamp"))
 
 
 def _means(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> list[tuple[Operator, Counted | None]]:

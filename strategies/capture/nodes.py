@@ -152,7 +152,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def file_of(name: str) -> str:
-    """The file of a module of Python; "" without one. Modules that import what they are asked for are not asked."""
+    """The file of a module of Python; "" without one. From its dict: `__getattr__` of a lazy module may raise."""
     return str(getattr(sys.modules.get(name), "__dict__", {}).get("__file__") or "")
 
 

@@ -49,6 +49,9 @@ class Tokens(nn.Module):
         logits: Tensor = self.table(input_ids)
         if labels is None:
             return logits
+        if self.loss == "written out, smoothed":
+            mask = labels != -100
+            return (logits.square().mean(-1) * mask).sum() / (mask.sum() + 1)
         if self.loss == "written out":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
             return (losses * mask).sum() / mask.float().sum().clamp(min=1)
@@ -98,11 +101,11 @@ class Tokens(nn.Module):
         return loss
 
 
-def captured(model: nn.Module, loss: nn.Module | None) -> tuple[Captured, list[Tensor]]:
+def captured(model: nn.Module, loss: nn.Module | None, rows: int = ROWS) -> tuple[Captured, list[Tensor]]:
     torch.manual_seed(0)
     labels = torch.randint(CLASSES, (ROWS, LENGTH))
     labels[0, 0] = labels[1, 2:] = -100
-    batch = [torch.randint(CLASSES, (ROWS, LENGTH)), labels]
+    batch = [torch.randint(CLASSES, (ROWS, LENGTH))[:rows], labels[:rows]]
     objective = Objective(model, loss, ("input_ids", "labels"), () if loss is None else ("labels",))
     return capture(objective, batch, training=True), batch
 
@@ -205,6 +208,14 @@ def test_a_division_by_what_is_no_sum_is_seen(loss):
     captured_model, _ = captured(Tokens(loss), None)
     division = unknown_division(captured_model.graph, captured_model.tensors)
     assert (division is not None) == (loss in UNKNOWN)
+
+
+def test_a_size_of_one_row_is_no_number_of_the_loss():
+    """But one that bounds a divisor is, however many rows there are."""
+    smoothed, bounded = Tokens("written out, smoothed"), Tokens("written out")
+    for net, rows, known in ((smoothed, 1, False), (smoothed, ROWS, True), (bounded, 1, True)):
+        model, _ = captured(net, None, rows)
+        assert [one is not None for one in each_counted(model.graph, model.tensors)] == [True] * known
 
 
 def test_computed_labels_need_the_same_complete_rows_of_every_entry():
