@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import Node as Backward
@@ -34,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture import derivatives
-from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, fakes, file_of, replaced
+from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, fakes, file_of, proxy_mode, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
 from strategies.rules.registry import PLAIN, function_class
@@ -61,7 +60,7 @@ def functions_as_operators(training: bool) -> Iterator[None]:
 
     def apply(cls: Any, *args: Any) -> Any:
         run = super(_SingleLevelFunction, cls).apply
-        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        tracing = proxy_mode()
         if tracing is None and derivatives.RECORDING:
             if not cls.__name__.startswith(LIBRARY):
                 raise _refusal(cls, "is called in a function that torch.func or torch.vmap transforms", CALL_OUTSIDE)
@@ -82,7 +81,7 @@ def functions_as_operators(training: bool) -> Iterator[None]:
             return run(*args)
 
     def without_reentry(*args: Any, **kwargs: Any) -> Iterator[None]:
-        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        tracing = proxy_mode()
         nodes = tracing.tracer.graph.nodes if tracing and training and torch.is_grad_enabled() else ()
         before = len(nodes)
         yield from generator(*args, **kwargs)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -45,6 +45,7 @@ from strategies.capture.nodes import (
     forwards_wrapped,
     inferred,
     op_of,
+    proxy_mode,
     replaced,
     shaped_by_values,
 )
@@ -157,7 +158,7 @@ class Branches:
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+            tracing = proxy_mode()
             if tracing is None or id(vars(module)) not in self.known:
                 return forward(module, *args, **kwargs)
             try:

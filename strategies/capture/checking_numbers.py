@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from strategies.capture.constants import goes_on
-from strategies.capture.nodes import asked_by_user, replaced
+from strategies.capture.nodes import asked_by_user, proxy_mode, replaced
 
 SYMBOLS = (torch.SymFloat, torch.SymInt)
 ASKING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,11 +57,6 @@ def asked_of_tensors() -> Iterator[None]:
         yield
 
 
-def _traced() -> bool:
-    mode = torch._C._TorchDispatchModeKey.PROXY
-    return _get_dispatch_mode_pre_dispatch(mode) is not None  # type: ignore[no-untyped-call]
-
-
 def _tensor(number: Any) -> Tensor:
     return torch.full((), number, dtype=torch.float64)
 
@@ -78,7 +72,7 @@ def _of_symbols(
 
 def _equal(equal: Callable[..., bool]) -> Callable[..., bool]:
     def call(one: Tensor, other: Tensor) -> bool:
-        if not _traced():
+        if not (proxy_mode() is not None):
             return equal(one, other)
         return one.shape == other.shape and bool((one == other).all())
 
@@ -87,7 +81,7 @@ def _equal(equal: Callable[..., bool]) -> Callable[..., bool]:
 
 def _close(close: Callable[..., bool]) -> Callable[..., bool]:
     def call(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
-        if not _traced():
+        if not (proxy_mode() is not None):
             return close(input, other, *args, **kwargs)
         return bool(torch.isclose(input, other, *args, **kwargs).all())
 

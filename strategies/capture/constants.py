@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture.nodes import fakes, in_library
+from strategies.capture.nodes import fakes, in_library, proxy_mode
 from strategies.capture.repeated_modules import NOTE, NotRepeated
 
 QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
@@ -59,6 +59,10 @@ TRIES: tuple[type[ast.Try], ...] = ast.Try, getattr(ast, "TryStar", ast.Try)
 EXITS = frozenset({"exit", "quit", "sys.exit", "os._exit"})
 VALUES, HAS_DECIDED = "constant_buffer", "has_decided"
 """What the node of a constant buffer says of itself: the buffer, and that an answer has depended on it."""
+BATCH = "entry_of_batch"
+"""What the node of an entry of the batch has whose numbers may be read (`sizes_of_batch`)."""
+CLASSES = {"one_hot": ("num_classes", 1), "bincount": ("minlength", 2)}
+"""Functions that look for the largest of classes where this argument does not say how many there are, and its place."""
 OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
 """Operators that read no value of their first operand."""
 
@@ -70,7 +74,7 @@ def has_values(tensor: Any) -> bool:
 
 def traced(tensor: Any) -> tuple[fx.Proxy | None, Any]:
     """What stands for a tensor in the graph that is traced, and the literals of that graph."""
-    tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    tracing = proxy_mode()
     proxy = None if tracing is None else tracing.tracer.unwrap_proxy(tensor)
     return (proxy, tracing.tracer.root) if isinstance(proxy, fx.Proxy) else (None, None)
 
@@ -79,7 +83,10 @@ def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
     """The answer of a traced tensor to one of `QUESTIONS`, or None if its values are not known."""
     if traced(tensor)[0] is None:
         return None
-    if (value := values_of(tensor)) is not None:
+    value = values_of(tensor)
+    if value is None and tensor.dtype in INTEGERS:
+        value = _compared(tensor)
+    if value is not None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return (QUESTIONS[question](value),)
     asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)
@@ -107,6 +114,17 @@ def literal(function: Any, args: Any, kwargs: Any) -> Any:
         results = function(*args, **kwargs)
     device = leaves[0].device
     return tree_map_only(Tensor, lambda one: _as_literal(one, device), results)
+
+
+def repeated(x: Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Tensor | None:
+    """torch.repeat_interleave where it is known how often each row is repeated, as an index; None where it is not."""
+    unknown = isinstance(x, Tensor) and isinstance(repeats, Tensor) and values_of(x) is None
+    if not unknown or (answer := answered(Tensor.tolist, repeats)) is None:
+        return None
+    x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        index = torch.arange(x.shape[dim]).repeat_interleave(torch.tensor(answer[0]))
+    return x.index_select(dim, _as_literal(index, x.device))
 
 
 def _as_literal(value: Tensor, device: torch.device) -> Tensor:
@@ -154,6 +172,17 @@ def counted(function: Any, args: Any, kwargs: Any) -> Any:
     return args, {key: one if key == "input" else tree_map_only(Tensor, number, one) for key, one in kwargs.items()}
 
 
+def with_classes(name: str, args: Any, kwargs: Any) -> Any:
+    """The keyword arguments of a function of `CLASSES`, with the number of classes that integers of the batch say."""
+    key, place = CLASSES[name]
+    proxy, _ = traced(args[0]) if args else (None, None)
+    given = args[place] if len(args) > place else kwargs.get(key, 0)
+    if proxy is None or given > 0 or all(BATCH not in node.meta for node in proxy.node.graph.nodes):
+        return kwargs
+    largest = answered(Tensor.item, args[0].max())
+    return kwargs if largest is None else {**kwargs, key: largest[0] + 1}
+
+
 def number(leaf: Any) -> Any:
     """An integer in place of a tensor that has it in every step."""
     single = isinstance(leaf, Tensor) and not leaf.dim() and leaf.dtype in INTEGERS
@@ -166,9 +195,26 @@ def values_of(tensor: Any) -> Tensor | None:
     proxy, root = traced(tensor)
     if proxy is not None:
         return _value(proxy.node, root)
-    tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    tracing = proxy_mode()
     plain = tracing is not None and type(tensor) is Tensor and not tensor.requires_grad
     return tensor if plain else None
+
+
+def _compared(tensor: Tensor) -> Tensor | None:
+    """The values that integers have in the batch that is captured, with which every step compares its own."""
+    proxy, literals = traced(tensor)
+    assert proxy is not None
+    nodes = list(proxy.node.graph.nodes)
+    needed = behind(proxy.node, nodes)
+    entries = [one.meta[BATCH] for one in nodes if one in needed and BATCH in one.meta]
+    value = (
+        _constants([one for one in nodes if one in needed], literals, of_batch=True).get(proxy.node)
+        if entries
+        else None
+    )
+    if value is not None:
+        entries[-1].compare(tensor, value)
+    return value
 
 
 def _value(node: fx.Node, literals: nn.Module) -> Tensor | None:
@@ -217,8 +263,9 @@ def behind(node: fx.Node, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return behind
 
 
-def _constants(nodes: Sequence[fx.Node], literals: nn.Module) -> dict[fx.Node, Any]:
-    """What those of `nodes` that depend on nothing that changes hold after the last of them."""
+def _constants(nodes: Sequence[fx.Node], literals: nn.Module, of_batch: bool = False) -> dict[fx.Node, Any]:
+    """What those of `nodes` that depend on nothing that changes hold after the last of them; `of_batch` on nothing but
+    entries of the batch that changes."""
     known: dict[fx.Node, Any] = {}
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         for node in nodes:
@@ -228,6 +275,8 @@ def _constants(nodes: Sequence[fx.Node], literals: nn.Module) -> dict[fx.Node, A
                     known[node] = literal.cpu().clone()
             elif VALUES in node.meta:
                 known[node] = node.meta[VALUES].detach().cpu().clone()
+            elif BATCH in node.meta and of_batch:
+                known[node] = node.meta[BATCH].value.cpu().clone()
             elif node.target is getitem and node.args[0] in known:
                 known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
             elif isinstance(node.target, OpOverload):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental.proxy_tensor import make_fx, track_tensor_tree
@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.capture.constants import behind
-from strategies.capture.nodes import beneath_tracing, draws, fakes, op_of, replaced, users_line
+from strategies.capture.nodes import beneath_tracing, draws, fakes, op_of, proxy_mode, replaced, users_line
 from strategies.capture.repeated_modules import NOTE, NotRepeated
 from strategies.core.errors import StrategyError
 
@@ -56,7 +56,7 @@ def derivatives_as_operators() -> Iterator[None]:
     captured."""
 
     def run(outputs: Any, upstream: Any, retain: bool, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
-        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        tracing = proxy_mode()
         if tracing is not None:
             tracer = tracing.tracer
         elif RECORDING and all(_proxy(RECORDING[-1].tracer, one) is not None for one in (*outputs, *inputs)):

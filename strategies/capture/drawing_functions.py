@@ -24,13 +24,12 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from strategies.capture.nodes import FUNCTION_CALL, beneath_tracing, replaced, users_line
+from strategies.capture.nodes import FUNCTION_CALL, beneath_tracing, proxy_mode, replaced, users_line
 from strategies.core.errors import StrategyError
 from strategies.rules.drawing_calls import INSTANCES, Interval, called_name, drawing_call, fits, noticing
 from strategies.rules.function_calls import FunctionCall, drawn_function, tensors_in
@@ -156,7 +155,7 @@ def _own(kind: str) -> StrategyError:
 
 
 def _tracer() -> Any:
-    tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    tracing = proxy_mode()
     return None if tracing is None else tracing.tracer
 
 

@@ -10,7 +10,8 @@ import inspect
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,6 +43,7 @@ from strategies.capture.packed_sequences import packed_as_padded
 from strategies.capture.packed_weights import packed, sections_of
 from strategies.capture.repeated_modules import NotRepeated, RepeatedModules
 from strategies.capture.sizes_as_numbers import with_unsliced_modules
+from strategies.capture.sizes_of_batch import SizesOfBatch
 from strategies.capture.strided import replace_strides
 from strategies.capture.tracing import traceable
 from strategies.capture.transforms import transforms_as_operators
@@ -224,16 +226,52 @@ def _capture(objective: Objective, batch: Sequence[Tensor], training: bool, like
     _check_calls(objective)
     check_scripted(objective)
     written = frozenset() if like is None else {like.by_id[buffer].name for buffer, _ in like.updates}
-    constant = ConstantBuffers(objective, written)
+    constant, sizes = ConstantBuffers(objective, written), SizesOfBatch(objective, batch)
     while True:
-        opaque, drawing = OpaqueModules(objective), DrawingFunctions(objective)
-        branches, conversions = Branches(objective), Conversions()
+        deciding = _Deciding(objective, constant, sizes)
         try:
-            return _chosen(objective, batch, training, like, opaque, drawing, constant, branches, conversions)
+            return _chosen(objective, batch, training, like, deciding)
         except StrategyError as error:
             unknown = isinstance(error.__cause__, UNKNOWN) or error.code == "MW902"
-            if not (unknown or opaque.chosen or branches.chosen) or not constant.widen():
+            if not (unknown or deciding.opaque.chosen or deciding.branches.chosen) or not deciding.widen():
                 raise
+
+
+class _Deciding:
+    """What a capture knows, and has chosen, where a forward decides by values."""
+
+    def __init__(self, objective: Objective, constant: ConstantBuffers, sizes: SizesOfBatch) -> None:
+        self.constant, self.sizes = constant, sizes
+        self.opaque, self.drawing = OpaqueModules(objective), DrawingFunctions(objective)
+        self.branches, self.conversions = Branches(objective), Conversions()
+
+    def widen(self) -> bool:
+        """Know more values from now on; False where there are none."""
+        return self.constant.widen() or self.sizes.widen()
+
+    def choose(self, cause: BaseException) -> bool:
+        """Choose what is to be an operator or a branch, after an error; False where there is nothing."""
+        running, guard = _running(cause), isinstance(cause, GuardOnDataDependentSymNode)
+        branching = guard and (self.conversions.choose(cause) or self.branches.choose(running))
+        return branching or self.drawing.choose(cause) or self.opaque.choose(running)
+
+    @property
+    def values_are_read(self) -> bool:
+        """Whether every layer is traced: what these read is not seen where one layer stands for others."""
+        return bool(self.opaque.chosen or self.drawing.chosen or self.branches.chosen or self.sizes.known)
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Export within this context."""
+        with (
+            self.constant.known(),
+            self.opaque.as_nodes(),
+            self.drawing.as_nodes(),
+            self.branches.as_choices(),
+            self.conversions.as_symbols(),
+            self.sizes.read(),
+        ):
+            yield
 
 
 def _chosen(
@@ -241,36 +279,26 @@ def _chosen(
     batch: Sequence[Tensor],
     training: bool,
     like: OperatorGraph | None,
-    opaque: OpaqueModules,
-    drawing: DrawingFunctions,
-    constant: ConstantBuffers,
-    branches: Branches,
-    conversions: Conversions,
+    deciding: _Deciding,
 ) -> Captured:
     """The captured objective, where what decides by values is chosen to be an operator, or a branch."""
     while True:
         try:
-            if (
-                captured := _captured(objective, batch, training, opaque, drawing, constant, branches, conversions)
-            ) is not None:
+            if (captured := _captured(objective, batch, training, deciding)) is not None:
                 given = objective.sections if like is None else sections_of(like)
                 graph = packed(captured.graph, given)
                 if objective.target in ON_SLICES:
                     graph = ON_SLICES[objective.target](graph, objective, batch)
                 return replace(captured, graph=graph)
         except DrawsIn as error:
-            drawing.chosen.add(error.name)
+            deciding.drawing.chosen.add(error.name)
         except NotOpaque as error:
-            opaque.refuse(error.owner)
+            deciding.opaque.refuse(error.owner)
         except NotChosen as error:
-            branches.refuse(error.owner)
+            deciding.branches.refuse(error.owner)
         except StrategyError as error:
             cause = error.__cause__
-            if cause is None or not (isinstance(cause, UNKNOWN) or leaves_torch(cause)):
-                raise
-            running, guard = _running(cause), isinstance(cause, GuardOnDataDependentSymNode)
-            branching = guard and (conversions.choose(cause) or branches.choose(running))
-            if not (branching or drawing.choose(cause) or opaque.choose(running)):
+            if cause is None or not (isinstance(cause, UNKNOWN) or leaves_torch(cause)) or not deciding.choose(cause):
                 raise
 
 
@@ -278,11 +306,7 @@ def _captured(
     objective: Objective,
     batch: Sequence[Tensor],
     training: bool,
-    opaque: OpaqueModules,
-    drawing: DrawingFunctions,
-    constant: ConstantBuffers,
-    branches: Branches,
-    conversions: Conversions,
+    deciding: _Deciding,
 ) -> Captured | None:
     """The captured objective; None where other modules must be one node, other buffers are no constants, or other
     branches cannot be captured."""
@@ -297,18 +321,14 @@ def _captured(
         with (
             traceable(objective) as stand_ins,
             assigned.written(),
-            constant.known(),
             changing.watched(),
             refusing_unseen(training),
             packed_as_padded(),
             functions_as_operators(training),
             derivatives_as_operators(),
             transforms_as_operators(stand_ins),
-            opaque.as_nodes(),
-            drawing.as_nodes(),
-            branches.as_choices(),
-            conversions.as_symbols(),
-            forwards_wrapped([Objective], partial(by_places, selections=branches.selections)),
+            deciding.traced(),
+            forwards_wrapped([Objective], partial(by_places, selections=deciding.branches.selections)),
             warnings.catch_warnings(),
         ):
             # recurrent layers store their weights anew under export, which does no harm
@@ -317,8 +337,7 @@ def _captured(
             warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
             export = partial(torch.export.export, objective, tuple(map(_copied, batch)), strict=False)
             try:
-                # what these read is not seen while they are traced
-                if opaque.chosen or drawing.chosen or branches.chosen:
+                if deciding.values_are_read:
                     raise NotRepeated
                 try:
                     with repeated.traced_once():
@@ -340,7 +359,7 @@ def _captured(
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    if branches.refuse_others(exported, training):
+    if deciding.branches.refuse_others(exported, training):
         return None
     around = _shaped_by_values(objective, exported.graph)
     assigned.copy_old_values(exported)
@@ -349,10 +368,10 @@ def _captured(
     try:
         graph, tensors = read(exported, objective, objective.inputs, "training" if training else "evaluation")
     except StrategyError:
-        if opaque.choose(around):
+        if deciding.opaque.choose(around):
             return None
         raise
-    if constant.are_written(graph, tensors, assigned.names):
+    if deciding.constant.are_written(graph, tensors, assigned.names):
         return None
     buffers = objective.named_buffers(remove_duplicate=False)
     taken = {name for name, buffer in buffers if id(buffer) in stand_ins.taken}
@@ -360,12 +379,12 @@ def _captured(
     check_operands(graph)
     graph = unmerged(_needed(graph))
     try:
-        changing.check(graph, tensors, batch, training, bool(opaque.chosen))
+        changing.check(graph, tensors, batch, training, bool(deciding.opaque.chosen))
     except StrategyError:
         raise
     except Exception as error:  # as above, on the example batch
         raise StrategyError("MW901", _capture_failure(error)) from error
-    return Captured(graph, tensors, constant.decided)
+    return Captured(graph, tensors, deciding.constant.decided)
 
 
 def _running(error: BaseException) -> list[nn.Module]:
@@ -465,10 +484,10 @@ def _described(output: object) -> str:
 
 def _needed(graph: OperatorGraph) -> OperatorGraph:
     """The graph without operators whose results neither an output nor a buffer needs. Those that draw random numbers
-    stay."""
+    or compare the batch stay."""
     wanted, kept = {ref.id for ref in (*graph.outputs, *(value for _, value in graph.updates))}, []
     for operator in reversed(graph.operators):
-        if operator.id in wanted or draws(operator):
+        if operator.id in wanted or draws(operator) or operator.op == "compared":
             kept.append(operator)
             wanted.update(ref.id for ref in operator.operands)
     return replace(graph, operators=tuple(reversed(kept)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +58,9 @@ class OpaqueCall(HigherOrderOperator):
 
 
 MODULE_CALL, FUNCTION_CALL = OpaqueCall("called_module"), OpaqueCall("drawn_function")
+COMPARED = OpaqueCall("compared")
 fx.node.has_side_effect(FUNCTION_CALL)  # like all that draws
+fx.node.has_side_effect(COMPARED)
 
 
 def draws(node: fx.Node) -> bool:
@@ -106,6 +108,11 @@ def forwards_wrapped(
                 del cls.forward
             else:
                 cls.forward = forward
+
+
+def proxy_mode() -> Any:
+    """The mode that records what is traced now; None where nothing is."""
+    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

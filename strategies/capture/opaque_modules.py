@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.capture.duplicate import leaves_of
-from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped
+from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped, proxy_mode
 from strategies.rules.module_calls import (
     ModuleCall,
     Results,
@@ -99,7 +98,12 @@ def _skeleton(module: nn.Module) -> nn.Module:
     constants on the host: those go with the copy."""
     parts = list(module.modules())
     hooked = any(one._forward_hooks or one._forward_pre_hooks for one in parts[1:])
-    unregistered = [leaf for leaf in leaves_of(attributes_of(module)) if isinstance(leaf, (Tensor, nn.Module))]
+    registered = set(parts)
+    unregistered = [
+        leaf
+        for leaf in leaves_of(attributes_of(module))
+        if isinstance(leaf, (Tensor, nn.Module)) and leaf not in registered
+    ]
     constants = [leaf for leaf in unregistered if type(leaf) is Tensor and not leaf.requires_grad and leaf.is_cpu]
     if hooked or len(constants) < len(unregistered) or sum(one.nbytes for one in constants) > MOST_CONSTANT:
         raise NotOpaque(type(module))
@@ -118,7 +122,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def _watched(forward: Callable[..., Any], skeletons: dict[int, nn.Module]) -> Callable[..., Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        tracing = proxy_mode()
         skeleton = skeletons.get(id(vars(module)))
         if tracing is None or skeleton is None:
             return forward(module, *args, **kwargs)

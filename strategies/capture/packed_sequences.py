@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.nn import functional
 from torch.nn.utils import rnn
 
 from strategies.capture.constants import number, values_of
 from strategies.capture.masked import SELECTIONS, equal_masks
-from strategies.capture.nodes import forwards_wrapped, replaced, users_line
+from strategies.capture.nodes import forwards_wrapped, proxy_mode, replaced, users_line
 from strategies.core.errors import StrategyError
 from strategies.rules.packed_sequences import packed_network
 
@@ -205,7 +204,7 @@ def packed_as_padded() -> Iterator[None]:
     pack, pad = map(_copied, (rnn.pack_padded_sequence, rnn.pad_packed_sequence))
 
     def packed(*args: Any) -> Any:
-        traced = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        traced = proxy_mode()
         return pack(*args) if traced is None else _pack(*args)
 
     def padded(sequence: Any, *args: Any) -> Any:

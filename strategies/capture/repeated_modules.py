@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.capture.nodes import beneath_tracing, forwards_wrapped, in_library
+from strategies.capture.nodes import beneath_tracing, forwards_wrapped, in_library, proxy_mode
 from strategies.rules.registry import PLAIN
 
 LEAST_LAYERS = 6
@@ -97,7 +97,7 @@ class RepeatedModules:
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            tracing = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+            tracing = proxy_mode()
             place = self.places.get(id(vars(module)))  # the tracer's stand-ins share it
             if tracing is None or place is None:
                 return forward(module, *args, **kwargs)

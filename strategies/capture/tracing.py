@@ -39,7 +39,18 @@ from torch.utils._pytree import tree_map
 from strategies.capture.bags import embedding_bag
 from strategies.capture.checking_numbers import asked_of_tensors
 from strategies.capture.checking_operators import WITHOUT_QUESTIONS, bincount, narrow
-from strategies.capture.constants import QUESTIONS, answered, counted, has_values, literal, places, traced
+from strategies.capture.constants import (
+    CLASSES,
+    QUESTIONS,
+    answered,
+    counted,
+    has_values,
+    literal,
+    places,
+    repeated,
+    traced,
+    with_classes,
+)
 from strategies.capture.functional import CUMULATIVE
 from strategies.capture.logged_arrays import LoggedArray
 from strategies.capture.nodes import beneath_tracing, replaced
@@ -257,6 +268,8 @@ class _Unasked(TorchFunctionMode):
             return LoggedArray()
         if function is functional.embedding_bag:
             return embedding_bag(*args, **(kwargs or {}))
+        if name in CLASSES:
+            kwargs = with_classes(name, args, kwargs or {})
         if function in (torch.bincount, Tensor.bincount) and (len(args) > 2 or (kwargs or {}).get("minlength", 0)):
             return bincount(*args, **(kwargs or {}))
         if name in ("quantile", "nanquantile"):
@@ -266,6 +279,8 @@ class _Unasked(TorchFunctionMode):
             return answer[0]
         if (found := literal(function, args, kwargs or {})) is not None:
             return found
+        if name == "repeat_interleave" and len(args) > 1 and (made := repeated(*args, **(kwargs or {}))) is not None:
+            return made
         function, args = places(function, args)
         args, kwargs = counted(function, args, kwargs)
         if function in (torch.narrow, Tensor.narrow):

@@ -19,7 +19,7 @@ import torch
 import torch.autograd.functional
 from torch import Tensor, _vmap_internals, fx
 from torch._functorch import eager_transforms, vmap
-from torch._ops import OpOverload, _get_dispatch_mode_pre_dispatch, _set_mode_pre_dispatch, unset_mode_pre_dispatch
+from torch._ops import OpOverload, _set_mode_pre_dispatch, unset_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, ProxyTorchDispatchMode
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture import derivatives
 from strategies.capture.derivatives import formulas, known_by_rules
-from strategies.capture.nodes import replaced, users_line
+from strategies.capture.nodes import proxy_mode, replaced, users_line
 from strategies.capture.tracing import StandIns
 from strategies.core.errors import StrategyError
 
@@ -105,7 +105,7 @@ def _made_beneath(transform: Callable[..., Any], *args: Any, **options: Any) -> 
 @contextmanager
 def _beneath() -> Iterator[None]:
     """Record operators below all transforms, not above; nothing where no graph is traced, or where that is done."""
-    above = _get_dispatch_mode_pre_dispatch(PROXY)  # type: ignore[no-untyped-call]
+    above = proxy_mode()
     if above is None:
         yield
         return

@@ -38,6 +38,7 @@ from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.sharded import ShardedUpdates
 from strategies.optimizer.updates import BucketLimits
+from strategies.rules.compared import without_a_batch
 from strategies.runtime.activation_offload import Activations, look_up_parameters, matching_modules
 from strategies.runtime.communicator import Communicator, Landing, Launcher
 from strategies.runtime.disk import Disk, Extent
@@ -104,7 +105,8 @@ def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Pro
                 shapes.cache_enabled = settings.offload.activations == "none"  # else it would keep storages alive
                 return work(program, need)
         except NEEDS_NUMBERS:
-            return work(program, need)
+            with without_a_batch():
+                return work(program, need)
 
 
 def without_updates(program: Program) -> Program:
