@@ -45,7 +45,20 @@ def with_fixed_sizes(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tens
             break  # or it does not run without numbers at all, so nothing is known
         owners = ({name for name in left if views[name].module in paths} for paths in failed)
         fixed |= next(filter(None, owners), {*left})
-    return replace(graph, fixed_sizes=frozenset(fixed)) if fixed else graph
+    return replace(graph, fixed_sizes=graph.fixed_sizes | fixed) if fixed else graph
+
+
+def with_unknown_layers(graph: OperatorGraph, step: nn.Module) -> OperatorGraph:
+    """The graph whose `fixed_sizes` have the linear layers of modules without `in_features` and `out_features`, such as
+    routers that keep a weight of their own: a trainer that slices modules refuses these, or leaves them as they are."""
+    modules = {path.removeprefix("model."): module for path, module in step.named_modules()}
+    unknown = {
+        operator.id
+        for operator in graph.operators
+        if operator.op == "linear"
+        and not all(hasattr(modules.get(operator.module), name) for name in ("in_features", "out_features"))
+    }
+    return replace(graph, fixed_sizes=graph.fixed_sizes | unknown) if unknown else graph
 
 
 def _shares(layers: Mapping[str, str], views: Mapping[str, Operator], graph: OperatorGraph) -> dict[str, int]:

@@ -32,7 +32,7 @@ from strategies.capture.derivatives import derivatives_as_operators
 from strategies.capture.drawing_functions import DrawingFunctions, DrawsIn
 from strategies.capture.duplicate import duplicate
 from strategies.capture.exported import check_constants, dtype_of, read
-from strategies.capture.fixed_sizes import with_fixed_sizes
+from strategies.capture.fixed_sizes import with_fixed_sizes, with_unknown_layers
 from strategies.capture.indexed import by_places
 from strategies.capture.logged_arrays import leaves_torch
 from strategies.capture.mean_weights import MeanWeights, WeighedMean
@@ -286,7 +286,7 @@ def _chosen(
         try:
             if (captured := _captured(objective, batch, training, deciding)) is not None:
                 given = objective.sections if like is None else sections_of(like)
-                graph = packed(captured.graph, given)
+                graph = with_unknown_layers(packed(captured.graph, given), objective)
                 if objective.target in ON_SLICES:
                     graph = ON_SLICES[objective.target](graph, objective, batch)
                 return replace(captured, graph=graph)

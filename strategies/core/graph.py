@@ -170,7 +170,8 @@ class OperatorGraph(Memo):
     updates: tuple[tuple[str, Ref], ...] = ()
     """The id of every buffer that is written, and its new value."""
     fixed_sizes: frozenset[str] = frozenset()
-    """The ids of views that split a dim by a size that the model fixes, as far as that is known."""
+    """The ids of views that split a dim by a size that the model fixes, as far as that is known, and of linear layers
+    in modules that do not say their sizes."""
     unsliced_modules: frozenset[str] = frozenset()
     """The paths of modules in which a trainer that changes their sizes may slice nothing."""
 

@@ -126,11 +126,14 @@ class ModuleLayouts:
 def sliceable(operator: Operator, graph: OperatorGraph) -> bool:
     """Whether styles slice the weight of an operator: a linear layer, or a table whose indices come from outside of its
     module, since a trainer lays out what a module receives (tables of OPT compute theirs from a mask). Not a layer
-    whose bias is tied to a parameter of another module, whose name comes first (heads of BERT): it is laid out there.
+    whose bias is tied to a parameter of another module, whose name comes first (heads of BERT): it is laid out there;
+    nor one whose module does not say its sizes (routers of OLMoE).
     """
     makers = [graph.by_id[ref.id] for ref in operator.operands]
     if operator.op == "linear":
-        return all(one.name.rpartition(".")[0] == operator.module for one in makers[2:] if isinstance(one, Source))
+        return operator.id not in graph.fixed_sizes and all(
+            one.name.rpartition(".")[0] == operator.module for one in makers[2:] if isinstance(one, Source)
+        )
     inside = any(isinstance(maker, Operator) and maker.module == operator.module for maker in makers)
     return operator.op == "embedding" and not inside
 

@@ -35,7 +35,7 @@ def sharding_rule(*lines: str) -> Callable[[T], T]:
     Args:
         lines: such as `"b s d, !d -> b s d"`; the first one that fits the shapes of a call is taken, and a call that
             fits none runs replicated. Dims with one letter have one size (an operand may have 1, which is broadcast),
-            and every letter of a result stands in an operand.
+            every letter of a result stands in an operand, and all results have the same letters.
 
     Returns:
         A decorator for a torch.autograd.Function, for what `torch.library.custom_op` or `triton_op` returns, and for an
@@ -132,3 +132,9 @@ def _check(line: str) -> None:
     carried = {word for word in words(read.results) if not word.startswith("!")}
     if lacking := sorted(carried - words(read.operands)):
         raise ValueError(f"{wrong}no operand carries {lacking[0]}; write !{lacking[0]} where the result has it.")
+    for number, term in enumerate(read.results, 1):
+        if lacking := sorted(carried - {*term.words}):
+            raise ValueError(
+                f"{wrong}result {number} lacks {lacking[0]}, which another result carries, so a slice of {lacking[0]} "
+                f"would have a part of result {number} or all of it; write !{lacking[0]} in operands and results."
+            )

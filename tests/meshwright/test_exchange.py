@@ -117,6 +117,17 @@ def test_a_head_whose_bias_is_tied_to_another_module_is_replicated(tmp_path: Pat
     assert {*json.loads(file.read_text(encoding="utf-8"))["tp_plan"].values()} == {"replicate"}
 
 
+def test_a_router_that_says_no_sizes_is_replicated(tmp_path: Path) -> None:
+    """transformers refuses to slice the columns of a module without `out_features`."""
+    model = routed("olmoe")
+    styles = dict.fromkeys((f"model.layers.{layer}.mlp.gate" for layer in (0, 1)), "colwise_gather_output")
+    plan = meshwright.from_tp_plan(styles, model, labelled(), mesh={"tp": 2})
+    found = {one.name for one in plan.expressible("transformers") if one.kind == "parameter"}
+    assert found == {f"{module}.weight" for module in styles}
+    file = plan.export("transformers", tmp_path / "distributed.json", allow_changes=True)
+    assert {*json.loads(file.read_text(encoding="utf-8"))["tp_plan"].values()} == {"replicate"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_the_loader_of_transformers_trains_the_export_as_one_device(

@@ -43,6 +43,7 @@ FAMILIES = (
 WITHOUT = {
     "_grouped_mm": "its kernel takes no double precision",
     "cauchy": "its numbers are too far apart to compare",
+    "compared": "it raises for other numbers than those of a batch",
     "empty": "what it returns is not defined",
     "empty_like": "what it returns is not defined",
     "transformers::grouped_mm_fallback": "it exists only where transformers is imported",

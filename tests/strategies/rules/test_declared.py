@@ -136,6 +136,7 @@ def test_a_name_of_torch_has_no_rule_of_torch(draw: Any) -> None:
         (("b !s -> b s",), "s is sliced in one place"),
         (("b 2 -> b",), "is no dim"),
         (("b b -> b",), "b stands twice"),
+        (("b s d -> b s d, b s",), "result 2 lacks d"),
         (("... b ... -> b",), "at most one"),
         ((5,), "operands -> results"),
     ],
