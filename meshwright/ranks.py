@@ -828,10 +828,12 @@ def _rank_of(mesh: Mesh, device_mesh: DeviceMesh | None, planned: str) -> tuple[
         )
     ranks = list(range(dist.get_world_size())) if device_mesh is None else device_mesh.mesh.flatten().tolist()
     if len(ranks) != mesh.size or dist.get_world_size() != mesh.size:
-        where = f"the default group has {dist.get_world_size()} ranks"
-        if device_mesh is not None:
+        world = dist.get_world_size()
+        where, remedy = f"the default group has {world} ranks", f"plan with mesh={world}, or start {mesh.size} ranks"
+        if len(ranks) != world:
             where += f" and device_mesh {len(ranks)}"
-        raise ConfigError("MW461", f"{wanted}, but {where}; plan with mesh={len(ranks)}, or start {mesh.size} ranks.")
+            remedy = "give a device_mesh of all ranks" + f", and {remedy}" * (mesh.size != world)
+        raise ConfigError("MW461", f"{wanted}, but {where}; {remedy}.")
     if ranks != sorted(ranks):
         raise ConfigError(
             "MW461", f"{wanted} in their order, but device_mesh has them as {ranks}; use init_device_mesh."

@@ -1,9 +1,9 @@
-"""A plan as the placements file of AutoParallel: for every node of a graph the placements of its result and operands.
+"""A plan as the placements file of AutoParallel: the placements of parameters, buffers and the entries of a batch.
 
 The format is that of `save_placements` (autoparallel.serialization): the mesh, and by the name of a node `output` and
-`inputs`, each a placement per mesh axis (`RS(0)`), of several results `(..., ...)`. Parameters, buffers and entries of
-the batch have the names that they have in a joint graph of torch, `primals_1` and so on. Operators have those of the
-plan: AutoParallel decomposes them, so its `load_placements` knows the primals alone.
+`inputs`, each a placement per mesh axis (`RS(0)`). Nodes are those that every joint graph of torch has for a model,
+`primals_1` and so on. AutoParallel decomposes operators, and its `load_placements` refuses names that its graph lacks,
+so the file has none of the plan's: its optimizer places operators between what the file says.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.tensor import Placement
-
 from runner.errors import ConfigError
 from runner.export.torch_program import placed, replicas
 from runner.planning.prepare import Prepared
-from strategies.core.graph import Operator, OperatorGraph, Source, TensorSpec
+from strategies.core.graph import OperatorGraph, Source
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
-from strategies.planner.declared_layouts import operand_layouts
-from strategies.rules import rule_of
 
 ONE = re.compile(r"R|_?S\((\d+)(?:, *\d+)?\)|P(?:\(\w+\))?")
 """A placement as torch prints it; a slice with its dim."""
@@ -40,10 +36,8 @@ def content(prepared: Prepared, title: str) -> str:
         layout = (plan.inputs if source.kind == "input" else plan.tensors)[source.name]
         if source.kind == "parameter" and prepared.config.parallel.zero.known == 3:
             layout = _sliced(layout, source, graph, plan)
-        text = _text([layout], [source.spec], prepared)
+        text = "".join(map(str, placed(prepared, layout, source.spec)))
         nodes[f"primals_{number}"] = {"output": text, "inputs": [text]}
-    for operator in graph.operators:
-        nodes[re.sub(r"\W", "_", operator.name)] = _node(operator, graph, plan, prepared)
     names, sizes = zip(*plan.mesh.axes, strict=True)
     return (
         json.dumps({"version": 1, "mesh_shape": sizes, "mesh_dim_names": names, "placements": nodes}, indent=2) + "\n"
@@ -101,16 +95,6 @@ def _layout(text: str, names: Sequence[str]) -> Layout | None:
     return Layout(tuple(dims))
 
 
-def _node(operator: Operator, graph: OperatorGraph, plan: Plan, prepared: Prepared) -> dict[str, Any]:
-    chosen = plan.operators[operator.name]
-    results = rule_of(operator, graph).result_layouts(chosen.assignment)
-    taken = operand_layouts(operator, graph, plan)
-    specs = graph.operand_specs(operator)
-    output = _text(results, operator.results, prepared)
-    inputs = [_text([one], [spec], prepared) for one, spec in zip(taken, specs, strict=True)]
-    return {"output": output, "inputs": inputs}
-
-
 def _sliced(layout: Layout, source: Source, graph: OperatorGraph, plan: Plan) -> Layout:
     """The layout of a parameter under ZeRO 3: also sliced over replicas, along the first dim that they divide."""
     over = replicas(graph, plan)
@@ -119,12 +103,3 @@ def _sliced(layout: Layout, source: Source, graph: OperatorGraph, plan: Plan) ->
         if size % plan.mesh.product(axes) == 0:
             return Layout((*layout.dims[:dim], axes, *layout.dims[dim + 1 :]))
     return layout
-
-
-def _text(layouts: Sequence[Layout], specs: Sequence[TensorSpec], prepared: Prepared) -> str:
-    words = [_word(placed(prepared, one, spec)) for one, spec in zip(layouts, specs, strict=True)]
-    return words[0] if len(words) == 1 else f"({', '.join(words)})"
-
-
-def _word(one: Iterable[Placement]) -> str:
-    return "".join(map(str, one))

@@ -39,6 +39,8 @@ class Change:
     seconds: float
 
     def __str__(self) -> str:
+        if self.planned == self.exported:
+            return f"{self.kind} {self.name}: {self.planned} in the plan, where the target has slices or partial sums"
         return (
             f"{self.kind} {self.name}: {self.planned} in the plan, {self.exported} as exported; {self.bytes:,} bytes, "
             f"{self.seconds * 1e3:.3g} ms"
