@@ -56,6 +56,7 @@ class RowwiseValues:
         constants: by id of a source, a tensor that is the same in every step.
         operators: compute them, in order.
         target: the values, rows outermost.
+        by_element: whether each follows from the same element of all entries, so that parts of rows have theirs.
     """
 
     rows: int
@@ -63,6 +64,14 @@ class RowwiseValues:
     constants: Mapping[str, Tensor]
     operators: tuple[Operator, ...]
     target: Ref
+    by_element: bool = False
+
+    def readable(self, layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
+        """Whether ranks can compute those of their blocks, where these are the axes that slice each dim of each entry:
+        of complete rows, or of any equal slices by element."""
+        sliced = [tuple(layouts[position]) for position in self.entries.values()]
+        complete = not any(any(dims[1:]) for dims in sliced)
+        return len({dims[0] for dims in sliced}) == 1 and (complete or (self.by_element and len({*sliced}) == 1))
 
     def of(self, batch: Sequence[Tensor]) -> Tensor:
         """The values [rows, values of a row] for any number of rows."""
@@ -107,7 +116,7 @@ class Divisor:
 
     def readable(self, layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
         """As for `Counted`."""
-        return _complete(self.entries, layouts)
+        return self.computed.readable(layouts)
 
     def of(self, entries: Sequence[Tensor], block: Block) -> float:
         """The sum over a block of rows."""
@@ -143,9 +152,8 @@ class Counted:
         return frozenset([self.entry] if self.computed is None else self.computed.entries.values())
 
     def readable(self, layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
-        """Whether ranks can count in their blocks, where these are the axes that slice each dim of each entry: of
-        computed classes complete rows are needed, the same of every entry."""
-        return self.computed is None or _complete(self.entries, layouts)
+        """Whether ranks can count in their blocks, where these are the axes that slice each dim of each entry."""
+        return self.computed is None or self.computed.readable(layouts)
 
     def value(self, total: float) -> float:
         """What a mean divides by, where the elements of a batch count `total`."""
@@ -185,12 +193,6 @@ class InitialTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._made)
-
-
-def _complete(entries: Collection[int], layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
-    """Whether ranks have complete rows of these entries, the same of each."""
-    sliced = [layouts[position] for position in entries]
-    return len({dims[0] for dims in sliced}) == 1 and not any(any(dims[1:]) for dims in sliced)
 
 
 def shares(counts: Sequence[float], mean: Counted | Divisor) -> list[float]:
@@ -429,7 +431,15 @@ def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) 
         ):
             return None
         by_row.add(Ref(operator.id))
-    return RowwiseValues(rows, entries, constants, operators, target) if target in by_row else None
+    if target not in by_row:
+        return None
+    shapes = {graph.specs[ref].shape for ref in by_row}
+    reading = [operator for operator in operators if not by_row.isdisjoint(operator.operands)]
+    by_element = len(shapes) == 1 and all(
+        operator.op in ELEMENTWISE and all(ref in by_row or not graph.specs[ref].shape for ref in operator.operands)
+        for operator in reading
+    )
+    return RowwiseValues(rows, entries, constants, operators, target, by_element)
 
 
 def _elementwise(graph: OperatorGraph, operator: Operator, rows: int, by_row: Collection[Ref]) -> bool:

@@ -501,8 +501,8 @@ def _with_readable_counts(prepared: Prepared, plan: Plan, say: Callable[[str], N
     means = [one if one is not None and one.readable(layouts) else None for one in prepared.means]
     if (own, *means) != (prepared.counted, *prepared.means):
         say(
-            "train: labels of the loss are computed from entries of which ranks hold different rows, or parts of rows; "
-            "micro-batches count by their rows, not by the labels that count."
+            "train: labels of a mean of the loss are computed from entries of which ranks hold different rows, or "
+            "parts of rows; micro-batches count by their rows in that mean, not by the labels that count."
         )
     return replace(prepared, counted=own, means=tuple(means) if any(means) else ())
 

@@ -226,6 +226,15 @@ def test_computed_labels_need_the_same_complete_rows_of_every_entry():
         assert count.readable([first, second]) == readable
 
 
+def test_a_divisor_by_element_is_that_of_all_parts_of_rows():
+    model, batch = captured(Tokens("written out"), None)
+    (divisor,) = each_counted(model.graph, model.tensors)
+    columns, complete = ((), ("cp",)), ((), ())
+    assert isinstance(divisor, Divisor) and divisor.readable([complete, columns])
+    parts = [[entry[:, first : first + 2] for entry in batch] for first in range(0, LENGTH, 2)]
+    assert sum(divisor.of(part, ()) for part in parts) == ROWS * LENGTH - 5 == divisor.of(batch, ())
+
+
 @pytest.mark.parametrize("loss", ["two", "mixed rows", "reversed rows"])
 def test_nothing_where_means_differ_or_rows_mix(loss):
     assert found(Tokens(loss), None)[0] is None
