@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -52,7 +53,7 @@ from runner.launch.logs import keep_open
 from runner.report.units import shown_path
 from runner.run_folder import CONFIG_FILE
 from runner.run_folder.metrics import records
-from runner.sweep.job import SweepJob, folder_of, typed
+from runner.sweep.job import EXCLUDED, Status, SweepJob, folder_of, typed
 from runner.sweep.results import Sweep, mark_of
 from strategies.core.errors import CodedError
 
@@ -246,7 +247,8 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
         _record(failure, run_dir)
         _print([f"{name}: {paragraph}" for paragraph in failure.paragraphs])
         seconds = time.monotonic() - start
-        replace(job, status="failed", error=failure.paragraphs[0].splitlines()[0], seconds=seconds).write(run_dir)
+        status: Status = "excluded" if isinstance(error, ConfigError) and {*error.codes} == {EXCLUDED} else "failed"
+        replace(job, status=status, error=failure.paragraphs[0].splitlines()[0], seconds=seconds).write(run_dir)
         return None
     measured = [one["evaluation"] for one in records(run_dir) if "evaluation" in one]
     evaluation = measured[-1] if measured else None
@@ -301,7 +303,7 @@ class CheckConfig(Callback):
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         swept += given(config)
         (jobs,) = BasicSweeper.split_arguments(OverridesParser.create(loader).parse_overrides(swept), None)
-        faults: list[str] = []
+        faults: list[list[str]] = []
         for number, overrides in enumerate(jobs):
             try:
                 found = _faults(loader.load_sweep_config(config, list(overrides)))
@@ -309,8 +311,9 @@ class CheckConfig(Callback):
                 found = reword(error, list(overrides)).marked
             except ConfigError as error:
                 found = error.marked
-            faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
-        _refuse(faults)
+            faults.append([f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found])
+        wrong = [found for found in faults if not all(f"[{EXCLUDED}]" in fault.splitlines()[0] for fault in found)]
+        _refuse([*chain(*(faults if all(faults) else wrong))])  # the others leave excluded jobs out
         return len(jobs)
 
 

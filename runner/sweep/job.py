@@ -22,7 +22,9 @@ STARTED = "sweep.json"
 GOES_ON = ["train.resume=auto"]
 """Where the continuation of a job begins, wherever the job itself began."""
 
-Status = Literal["running", "done", "failed", "stopped"]
+Status = Literal["running", "done", "failed", "excluded", "stopped"]
+EXCLUDED = "MW205"
+"""The code of a job whose keys exclude each other, as some of a grid may: a sweep leaves it out."""
 
 
 @dataclass(frozen=True)

@@ -81,13 +81,14 @@ class Sweep:
                 f"Pareto front of step time and peak memory: {sum(one.best for one in plans)} of {len(plans)} plans\n"
             )
         mine = [job.status for _, job in all_jobs if job.sweep == self.mark]
-        done, count = mine.count("done"), self.count or len(mine)
+        done, count, excluded = mine.count("done"), self.count or len(mine), mine.count("excluded")
+        left_out = f", {excluded} left out, whose keys exclude each other" if excluded else ""
         print(
-            f"sweep: {done} of {count} jobs done; results in {shown_path(self.folder / TABLE)} and "
+            f"sweep: {done} of {count} jobs done{left_out}; results in {shown_path(self.folder / TABLE)} and "
             f"{shown_path(self.folder / PAGE)}",
             flush=True,
         )
-        return done == count
+        return done + excluded == count and done > 0
 
 
 def mark_of(folder: Path) -> str:

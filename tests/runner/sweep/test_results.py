@@ -151,6 +151,18 @@ def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):
     }
 
 
+def test_jobs_whose_keys_exclude_each_other_are_left_out(command, job, tmp_path):
+    job(lambda config, run_dir: 0.5)
+    words = ("-m", "+recipe=data_parallel", "world_size=2", "parallel.pipeline.stages=2")
+    done = command(*words, "parallel.zero.stage=0,3", "hydra.sweep.dir=mine")
+    assert (done.code, "1 of 2 jobs done, 1 left out" in done.out) == (0, True)
+    assert [row["status"] for row in rows_of(tmp_path / "mine")] == ["done", "excluded"]
+    assert "parallel.pipeline.stages = 2 does not go with parallel.zero.stage = 3" in done.err
+    for others in ("parallel.zero.stage=2,3", "parallel.zero.stage=0,3,5"):
+        assert command(*words, others, "hydra.sweep.dir=other").code == 2
+        assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.slow
 def test_a_job_whose_config_has_changed_runs_again(command, job, tmp_path):
     seen = []
