@@ -281,7 +281,7 @@ RULES: tuple[Rule, ...] = (
         ("launch.rescue", ON, "the state is on the servers, not on rank 0", "use launch.rescue=false"),
         ("job.name", any_of("calibrate"), "it is a way to train", "use parallel=data_parallel"))),
     *(Rule(f"parallel.server.{name}", kind, MODE, none_of(SERVER), "there are no servers",
-           "choose parallel=parameter_server, or drop it") for name, kind in (
+           "choose parallel=parameter_server, or drop all with ~parallel.server") for name, kind in (
                ("workers", GIVEN), ("servers", ABOVE_1), ("consistency", none_of("sync")), ("replicas", ABOVE_0),
                ("cache_rows", ABOVE_0), ("parameters", GIVEN))),
     Rule("parallel.server.parameters", GIVEN, "parallel.server.consistency", none_of("sync"),
