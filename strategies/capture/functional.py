@@ -395,6 +395,12 @@ def _put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, index: Any, base:
         order = [PRIMES.index(size) for size in target(labels, *args, **kwargs).shape]
         return make(aten.permute.default, value, [order.index(dim) for dim in range(len(order))])
     bits = getattr(target, "_overloadname", "") == "dtype" and op == "view"
+    if any(isinstance(one, torch.SymInt | fx.Node) for one in (*shape, *own, *args)):
+        raise StrategyError(
+            "MW902",
+            f"{op_of(writer)}{at(writer)} writes to a slice that the values of a tensor bound, which are not known "
+            "when the model is captured; write by a mask (torch.where), or take bounds that are Python numbers.",
+        )
     if own == shape and value.meta["val"].dtype == base.meta["val"].dtype and not bits:
         return value  # the view shows all of it
     if op == "slice":

@@ -56,6 +56,15 @@ def steps(net: Net, x: Tensor, n: Tensor) -> Tensor:
     return h
 
 
+def counted(net: Net, x: Tensor, n: Tensor) -> Tensor:
+    """Where each class begins, written into a slice as long as there are classes."""
+    count = int(n.max()) + 1
+    begins = x.new_empty(count + 1)
+    begins[:1] = 0
+    begins.narrow(0, 1, count).copy_(x.new_zeros(count).index_add(0, n, torch.ones_like(x[:, 0])).cumsum(0))
+    return net.first(x) * begins[n][:, None]
+
+
 class Net(nn.Module):
     def __init__(self, body: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -71,6 +80,7 @@ class Net(nn.Module):
         (pooled, CLASSES),
         (of_the_last, CLASSES),
         (one_hot, CLASSES),
+        (counted, CLASSES),
         (cut, LENGTHS),
         (repeated, LENGTHS),
         (parts, LENGTHS),
