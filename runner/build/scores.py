@@ -236,7 +236,7 @@ class Scores:
                 value = metric.compute()
             values: Mapping[Any, Any] = {name: value}
             if isinstance(value, Mapping):
-                values = {key: one for key, one in value.items() if not isinstance(one, Tensor) or one.numel() == 1}
+                values = {key: one for key, one in value.items() if _is_number(one)}
                 if not values:
                     raise ConfigError("MW322", f"{what} computes no number: {', '.join(map(str, value)) or 'nothing'}.")
             every[name] = values
@@ -366,6 +366,16 @@ def try_evaluation(
             for buffer, before in buffers:
                 buffer.copy_(before)
     return Structure.of(output), output
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str)
 
 
 def _number(value: Any, what: str) -> float:

@@ -100,7 +100,8 @@ def compare(
             "MW607",
             f"The checkpoint {path} cannot be continued by this run: {key} was {_shown(was)} and is now "
             f"{_shown(is_now)}. Plan, mode, number of ranks, ZeRO stage and precision may be others; the model's "
-            "parameters and the optimizer must be those of the checkpoint.",
+            "parameters and the optimizer must be those of the checkpoint. Of its weights alone a run begins with "
+            f"model.weights={path}.",
         )
     had = saved.get("samples")
     if None not in (had, samples) and had != samples:

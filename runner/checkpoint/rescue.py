@@ -29,6 +29,7 @@ from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
 
 RESCUED = "rescued.json"
+FOLDERS = ".step-*.rescue"
 UPDATE = 5.0
 """Seconds for an update that is under way to end."""
 
@@ -50,6 +51,11 @@ class Intact:
             with self._changed:
                 self.step, self._random = step, rng_state.states()
                 self._changed.notify_all()
+
+    def trained(self, step: int) -> None:
+        """Record that `step` is the last one, so that its state is saved where what follows fails."""
+        self._enabled = True
+        self.after(step)
 
     def changes(self, *, brief: bool = True) -> None:
         """Record that the state is being modified; `brief`: until the next call of `after`, which waits for no other
@@ -105,7 +111,7 @@ def collect(place: Path, branch: Lineage | None) -> Path | None:
     """Make checkpoints of the complete rescue folders of the run of `branch` in `place`, and remove the rest. Returns
     the newest one made. For one process, when no rank runs. Prints the outcome."""
     made = None
-    for partial in sorted(place.glob(".step-*.rescue")):
+    for partial in sorted(place.glob(FOLDERS)):
         try:
             made = _complete(partial, branch) or made
         except (SaveFailed, *READING) as error:

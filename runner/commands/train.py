@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
+from runner.checkpoint import rescue
 from runner.cli.arguments import DRY_RUN
 from runner.cli.run_folders import remove_if_unused, without_trace
 from runner.config.schema import Config
@@ -49,7 +50,12 @@ def run(config: Config, run_dir: Path) -> float | None:
         offload_folder(config, run_dir) as offload,
     ):
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
-        result = restarting.train(config, run_dir, payload)
+        try:
+            result = restarting.train(config, run_dir, payload)
+        except RunFailed:
+            if any((run_dir / "checkpoints").glob(rescue.FOLDERS)):
+                print("checkpoint: ranks have saved what was trained; train.resume=auto goes on from it", flush=True)
+            raise
         if result is not None and result["stopped"] is not None:
             raise stopped(result["stopped"], Interrupts.requested or result["signal"])
         return _ended(result, run_dir)

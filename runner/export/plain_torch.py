@@ -464,7 +464,8 @@ class _Complete(TorchFunctionMode):
     """Runs on a rank's slices what needs some dims, or all of a tensor, complete. Of dims that are counted from the
     last, DTensor (torch 2.13) adds up every slice for itself, products end in an error in backward, as do quantiles,
     shifts return shifted values, gradients of adaptive pools have the sizes of slices, fewer places than a tensor
-    has rows are sliced as these, and the places of extremes in stripes end in an error."""
+    has rows are sliced as these, the places of extremes in stripes end in an error, as do counts of values, and
+    repeats."""
 
     SCANS = torch.cumprod, torch.cumsum, torch.logcumsumexp, Tensor.cumprod, Tensor.cumsum, Tensor.logcumsumexp
     POOLS: Mapping[Any, int] = {
@@ -482,11 +483,16 @@ class _Complete(TorchFunctionMode):
         *(Tensor.__lshift__, Tensor.__rshift__, torch.mvlgamma, Tensor.mvlgamma, torch.fft.ihfft),
         *(torch.linalg.householder_product, torch.linalg.ldl_solve, torch.linalg.solve_triangular),
         *(torch.select_scatter, torch.slice_scatter, Tensor.select_scatter, Tensor.slice_scatter),
+        *(torch.bincount, Tensor.bincount),
     )
+    REPEATS = torch.repeat_interleave, Tensor.repeat_interleave
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
-        if func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.EXTREMES, *self.OTHERS):
+        if func is Tensor.tolist and isinstance(args[0], DTensor):
+            return args[0].full_tensor().tolist()
+        repeats = func in self.REPEATS and isinstance(given.get("repeats", args[-1]), Tensor)
+        if not repeats and func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.EXTREMES, *self.OTHERS):
             return func(*args, **given)
         args = args or (given.pop("input"),)
         value = next((one for one in args if isinstance(one, DTensor)), None)

@@ -141,7 +141,7 @@ class Keeper:
     @contextmanager
     def rescuing(self) -> Iterator[None]:
         """Write a rescue checkpoint before an error leaves the block, or when the command asks for it
-        (`launch.rescue`)."""
+        (`launch.rescue`; always after the last step, where only the evaluation is missing)."""
         leave = partial(self.intact.leave, self._place, self._content, self._position)
         with leaving.saving(partial(leave, UPDATE)):
             try:

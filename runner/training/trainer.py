@@ -343,6 +343,8 @@ class Trainer:
                     last = step
                 evaluated = self.keeper.pending or (self.evaluator is not None and step == last)
                 if self.evaluator is not None and evaluated:
+                    if step == last and self.config.job.name == "train":
+                        self.keeper.intact.trained(step)
                     results = self._evaluated(self.evaluator, step, metrics)
                     if step < last and hooks.stopping():
                         last = step

@@ -173,6 +173,16 @@ def test_reductions_of_slices_are_those_of_one_device(on_ranks: Callable[..., An
 
 
 @pytest.mark.slow
+def test_counts_and_repeats_are_those_of_one_device(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    module, batches = built("repeated")
+    options = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": COLUMNS}
+    plan = meshwright.plan(module, batches[0], loss=loss_of, plan_cache=None, **options)
+    file = plan.export("torch", tmp_path / "exported.py", allow_changes=True)
+    worst = on_ranks("exported", (file, "repeated"), module="exports")
+    assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+
+
+@pytest.mark.slow
 def test_what_a_model_writes_into_slices_arrives(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
     options = {"mesh": {"dp": 2, "tp": 2}, "search": "sharding_propagation", "strategies": COLUMNS}
     more_sent(on_ranks, tmp_path / "exported.py", "written", options)

@@ -84,6 +84,19 @@ class PartlyIgnored(Points):
             self.y[index % 12 < 3 * (index // 12)] = -100
 
 
+class Broken(Points):
+    """Points of which the rows from `broken` on cannot be read."""
+
+    def __init__(self, rows: int = 64, broken: int | None = None) -> None:
+        super().__init__(rows)
+        self.broken = rows if broken is None else broken
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.broken:
+            raise ValueError("broken")
+        return super().__getitem__(index)
+
+
 class Classifier(nn.Module):
     """x [rows, 12] -> [rows, 4]."""
 

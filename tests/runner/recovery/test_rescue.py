@@ -11,6 +11,7 @@ from small import MODES, SMALL
 from runner.checkpoint import rescue
 from runner.checkpoint.manifest import Stamp
 from runner.checkpoint.saving import Mark
+from runner.errors import RunFailed
 from runner.launch import local
 from strategies.runtime.tensor_files import Part, StoredTensor
 
@@ -206,3 +207,18 @@ def test_what_replicas_have_left_is_kept_once(tmp_path):
 def test_other_launchers_refuse(command):
     done = command(*PLAIN, "launch=torchrun", "launch.rescue=true")
     assert done.code == 2 and "launch.rescue = true does not go with launch.launcher = 'torchrun'" in done.err
+
+
+def test_an_evaluation_that_fails_after_the_last_step_loses_no_training(start, capfd):
+    def measured(folder):
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [(one["step"], one.get("loss"), one.get("evaluation")) for one in map(json.loads, lines)]
+
+    evaluation = ("data.target=networks.Broken", "evaluate.args={rows: 32, broken: 32}", "evaluate.batch_size=16")
+    words = (*SMALL, *MODES["data_parallel"], ADAM, *evaluation)
+    expected = measured(start(*words, folder="undisturbed").folder)
+    with pytest.raises(RunFailed, match="ValueError: broken"):
+        start(*words, "evaluate.args.broken=20")
+    assert "train.resume=auto goes on from it" in capfd.readouterr().out
+    assert measured(start(*words, "train.resume=auto").folder) == expected
+    assert "step-00000006 is made of what the ranks had in memory" in capfd.readouterr().out

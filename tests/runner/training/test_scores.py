@@ -103,6 +103,26 @@ def test_a_metric_of_several_numbers_has_their_names() -> None:
     assert {*found} == {"loss", "MulticlassRecall", "MulticlassPrecision"}
 
 
+class Described:
+    """Counts rows; beside them `compute` returns what is no number."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def reset(self) -> None:
+        self.rows = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.rows += len(output)
+
+    def compute(self) -> dict[str, object]:
+        return {"rows": self.rows, "name": "outputs", "nothing": None, "matrix": torch.eye(2), "both": [1, 2]}
+
+
+def test_what_is_no_number_beside_others_is_left_out() -> None:
+    assert {*measured({"target": f"{__name__}.Described"})} == {"loss", "rows"}
+
+
 @pytest.mark.parametrize(
     ("form", "code", "words"),
     [
