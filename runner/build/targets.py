@@ -94,7 +94,7 @@ def call(
         complete: Applied to the functions of nested objects before they are called, e.g. to pass schedulers their
             optimizer.
     """
-    made = nested(args, f"{what}.args", complete)
+    made = _each_nested(args, f"{what}.args", complete)
     _refuse_unknown(function, made, target, f"{what}.args")
     _refuse_lacking(function, made, target, f"{what}.args")
     try:
@@ -157,9 +157,14 @@ def nested(value: Any, what: str, complete: Completion | None = None) -> Any:
             function, args = functools.partial(function, **args), {}
         function = functools.partial(complete(function) if complete else function, *positional)
         if value.get("_partial_"):
-            return functools.partial(function, **nested(args, what, complete))
+            return functools.partial(function, **_each_nested(args, what, complete))
         return call(function, args, str(name), what, complete)
-    return {key: nested(inner, f"{what}.{key}", complete) for key, inner in value.items()}
+    return _each_nested(value, what, complete)
+
+
+def _each_nested(values: Mapping[str, Any], what: str, complete: Completion | None) -> dict[str, Any]:
+    """Arguments by name, one of which may have the name `target`."""
+    return {key: nested(inner, f"{what}.{key}", complete) for key, inner in values.items()}
 
 
 def _is_dotted(name: object) -> bool:

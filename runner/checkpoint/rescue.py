@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runner import run_folder
 from runner.checkpoint import content, folder, rng_state, saving, writing
 from runner.checkpoint import manifest as header
 from runner.checkpoint.branch import on_branch
@@ -29,7 +30,6 @@ from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
 
 RESCUED = "rescued.json"
-FOLDERS = ".step-*.rescue"
 UPDATE = 5.0
 """Seconds for an update that is under way to end."""
 
@@ -111,7 +111,7 @@ def collect(place: Path, branch: Lineage | None) -> Path | None:
     """Make checkpoints of the complete rescue folders of the run of `branch` in `place`, and remove the rest. Returns
     the newest one made. For one process, when no rank runs. Prints the outcome."""
     made = None
-    for partial in sorted(place.glob(FOLDERS)):
+    for partial in sorted(place.glob(run_folder.RESCUED)):
         try:
             made = _complete(partial, branch) or made
         except (SaveFailed, *READING) as error:

@@ -127,7 +127,14 @@ def check_options(words: Sequence[str]) -> str | None:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            config_dir: str | None = get_args_parser().parse_args(list(words)).config_dir
+            given = get_args_parser().parse_args(list(words))
+        if given.config_path is not None:
+            raise ConfigError(
+                "MW101",
+                f"--config-path {given.config_path} would replace the config of run itself; --config-dir "
+                f"{given.config_path} adds a folder with configs of your own (recipe/NAME.yaml is +recipe=NAME).",
+            )
+        config_dir: str | None = given.config_dir
         return config_dir
     except SystemExit as exit_:
         if exit_.code:

@@ -65,13 +65,26 @@ def catalogue() -> dict[str, Path]:
 def description(file: Path) -> str:
     """The one-line description of a recipe: its first comment that is neither an `@package` header nor for editors, or
     nothing."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        text = text_of(file)
+    except ConfigError:
+        return "(cannot be read)"
+    for line in text.splitlines():
         comment = line.removeprefix("#").strip()
         if line and not line.startswith("#"):
             break
         if comment and not comment.startswith(("@package", "yaml-language-server:")):
             return comment
     return ""
+
+
+def text_of(file: Path) -> str:
+    """The text of a recipe, without the mark that some editors put before it. Raises ConfigError if it cannot be
+    read."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("MW111", f"the recipe {shown_path(file)} cannot be read: {error}.") from None
 
 
 def table() -> str:
@@ -138,11 +151,9 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
     """The content of a recipe and its header. Raises ConfigError for a file that is no recipe."""
     where = shown_path(file)
     READ[where] = None
+    text = text_of(file)
     try:
-        text = file.read_text(encoding="utf-8")
         config = OmegaConf.create(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("MW111", f"the recipe {where} cannot be read: {error}.") from None
     except OmegaConfBaseException as error:
         what = str(error).splitlines()[0].replace("Incompatible key type 'NoneType'", "null cannot be a key")
         raise ConfigError("MW111", f"the recipe {where}: {error.full_key}: {what}.") from None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli.recipes import GROUP, catalogue, shipped, table
+from runner.cli.recipes import GROUP, catalogue, shipped, table, text_of
 from runner.errors import ConfigError, allowed
 
 COPY = "--copy"
@@ -20,7 +20,7 @@ def run(words: Sequence[str]) -> int:
         The exit code 0.
 
     Raises:
-        ConfigError: A recipe does not exist, or a file is in the way of its copy or cannot be written.
+        ConfigError: A recipe does not exist or cannot be read, or a file is in the way of its copy or cannot be written.
     """
     found = catalogue()
     names = [word for word in words if word != COPY]
@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
             _copy(name, found[name])
         return 0
     for name in names:
-        print(found[name].read_text(encoding="utf-8"), end="")
+        print(text_of(found[name]), end="")
     if not words:
         print(table())
     return 0
@@ -45,7 +45,7 @@ def _copy(name: str, file: Path) -> None:
     target = Path("recipes", f"{name}.yaml")
     if target.exists():
         raise ConfigError("MW860", f"recipes: {target} is there already; remove or rename it.")
-    text = file.read_text(encoding="utf-8")
+    text = text_of(file)
     if file.is_relative_to(shipped()):
         text = re.sub(r"\b(target|inputs): models[.]", r"\1: meshwright.models.", text)
     try:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
-from runner.checkpoint import rescue
 from runner.cli.arguments import DRY_RUN
 from runner.cli.run_folders import remove_if_unused, without_trace
 from runner.config.schema import Config
@@ -27,6 +26,7 @@ from runner.launch.startup import begin, marked
 from runner.launch.temporary_folder import offload_folder, own_folder
 from runner.recovery import restarting
 from runner.report.units import shown_path
+from runner.run_folder import RESCUED
 from runner.run_folder.metrics import records
 from runner.training.loggers import require_loggers
 
@@ -53,7 +53,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         try:
             result = restarting.train(config, run_dir, payload)
         except RunFailed:
-            if any((run_dir / "checkpoints").glob(rescue.FOLDERS)):
+            if any((run_dir / "checkpoints").glob(RESCUED)):
                 print("checkpoint: ranks have saved what was trained; train.resume=auto goes on from it", flush=True)
             raise
         if result is not None and result["stopped"] is not None:

@@ -2,3 +2,5 @@
 
 CONFIG_FILE = "config.json"
 """All that was configured."""
+RESCUED = ".step-*.rescue"
+"""In its folder of checkpoints, what ranks have saved from memory when a run failed."""

@@ -57,6 +57,8 @@ def test_objects_are_made_wherever_they_stand():
             ],
             "partial": {"_target_": "networks.Shift", "_partial_": True, "by": 2.0},
             "positional": {"_target_": "networks.Shift", "_args_": [3.0]},
+            "named": {"_target_": "builtins.dict", "target": {"_target_": "networks.Shift", "by": 4.0}},
+            "dotted": {"_target_": "builtins.dict", "target": "networks.Shift"},
             "data": {
                 "_target_": "builtins.dict",
                 "_recursive_": False,
@@ -69,6 +71,7 @@ def test_objects_are_made_wherever_they_stand():
     assert made["plain"] == {"target": "label", "args": 3, "b": [1, (2, {"target": 5})]}
     assert [one.by for one in made["inner"]] == [1.0, 0.0]
     assert made["data"] == {"a": {"_target_": "networks.Shift"}}
+    assert made["named"]["target"].by == 4.0 and made["dotted"] == {"target": "networks.Shift"}
     assert made["partial"]().by == 2.0 and made["positional"].by == 3.0
 
 

@@ -207,3 +207,18 @@ def test_a_file_without_comment_has_no_description(tmp_path):
     file = Path(tmp_path, "bare.yaml")
     file.write_text("# @package _global_\ntrain: {}\n# late\n", encoding="utf-8")
     assert recipes.description(file) == ""
+
+
+def test_a_recipe_that_cannot_be_read_leaves_the_others(command, tmp_path):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "latin.yaml").write_bytes(b"# @package _global_\n# caf\xe9\nworld_size: 2\n")
+    (folder / "gone.yaml").symlink_to(tmp_path / "nothing")
+    (folder / "marked.yaml").write_bytes(b"\xef\xbb\xbf# @package _global_\n# Mine\ndefaults: [quickstart, _self_]\n")
+    lines = {line.split()[0]: line for line in command("recipes").out.splitlines()}
+    assert "(cannot be read)" in lines["latin"] and "(cannot be read)" in lines["gone"] and "Mine" in lines["marked"]
+    assert "latin" in command("--help").out
+    for name in ("latin", "gone"):
+        done = command("recipes", name)
+        assert done.code == 2 and "MW111" in done.err
+    assert command("plan", "+recipe=marked", "--cfg", "job").code == 0
