@@ -20,7 +20,7 @@ def run(words: Sequence[str]) -> int:
         The exit code 0.
 
     Raises:
-        ConfigError: A recipe does not exist or cannot be read, or a file is in the way of its copy or cannot be written.
+        ConfigError: A recipe does not exist or cannot be read; a file is in the way of its copy, which is not written.
     """
     found = catalogue()
     names = [word for word in words if word != COPY]
