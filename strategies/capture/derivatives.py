@@ -106,22 +106,29 @@ def _proxy(tracer: Any, tensor: Tensor) -> fx.Proxy | None:
 
 
 def _between(outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """The operators through which `outputs` depend on `inputs`, in order."""
+    """The operators through which `outputs` depend on `inputs`, in order; and those that make what these write into."""
     nodes = list(outputs[0].graph.nodes)
     if any(node.target is NOTE for node in nodes):
         raise NotRepeated
     needed = {one for output in outputs for one in behind(output, nodes)}
-    depending, differentiable = set(inputs), True
-    for node in nodes:
-        if node.target is torch._C._set_grad_enabled:
-            differentiable = bool(node.args[0])
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
-            raise _refusal("it is under autocast")
-        elif node in depending or not differentiable or node.target is aten.detach.default:
-            continue
-        elif not depending.isdisjoint(node.all_input_nodes) and any(map(_floating, fakes(node.meta.get("val")))):
-            depending.add(node)
-    between = [node for node in nodes if node in depending and node in needed and node not in inputs]
+    made = set[fx.Node]()
+    while True:
+        depending, differentiable = {*inputs, *made}, True
+        for node in nodes:
+            if node.target is torch._C._set_grad_enabled:
+                differentiable = bool(node.args[0])
+            elif node.target is torch.amp.autocast_mode._enter_autocast:
+                raise _refusal("it is under autocast")
+            elif node in depending or not differentiable or node.target is aten.detach.default:
+                continue
+            elif not depending.isdisjoint(node.all_input_nodes) and any(map(_floating, fakes(node.meta.get("val")))):
+                depending.add(node)
+        between = [node for node in nodes if node in depending and node in needed and node not in inputs]
+        if not (outside := {one for node in between for one in _written(node)} - {*between}):
+            break
+        if any(one.op != "call_function" for one in outside):
+            raise _refusal("it goes through a write into a tensor that it does not make")
+        made |= outside
     for node in between:
         if node.target is getitem:
             continue
@@ -130,6 +137,18 @@ def _between(outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.N
         if draws(node):
             raise _refusal(f"it goes through {op_of(node)}, which draws random numbers")
     return between
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """What an operator writes into, and what that is a view of."""
+    schema = node.target._schema if isinstance(node.target, OpOverload) else None
+    for argument, given in zip(schema.arguments if schema is not None else (), node.args, strict=False):
+        info = argument.alias_info
+        while info is not None and info.is_write and isinstance(given, fx.Node):
+            yield given
+            viewed = given.target._schema.arguments if isinstance(given.target, OpOverload) else ()
+            info = info if any(one.alias_info is not None for one in viewed[:1]) else None
+            given = given.args[0] if given.args else None
 
 
 def _floating(value: Tensor) -> bool:

@@ -44,6 +44,24 @@ class Forces(nn.Module):
         return (force / 800 - x).square().mean()
 
 
+class Summed(nn.Module):
+    """Forces of energies that are written into sums that the forward makes, as graph networks add up messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        h = self.inner(x)
+        sums = torch.zeros(4, 8, dtype=x.dtype)
+        sums += 0.5
+        sums.scatter_add_(0, (torch.arange(len(x)) % 4)[:, None].expand_as(h), h)
+        sums[1:3].mul_(h[:2])
+        (force,) = grad(sums.square().sum(), x, create_graph=True)
+        return (force / 8 - x).square().mean() + sums.mean()
+
+
 class Adapted(nn.Module):
     """The weights after a step on half of the batch, by one gradient with and one without a graph."""
 
@@ -78,7 +96,8 @@ class Penalty(nn.Module):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("net", "shape"), [(Residual, (8, 2)), (Forces, (4, 4, 8)), (Adapted, (8, 8)), (Penalty, (8, 200))]
+    ("net", "shape"),
+    [(Residual, (8, 2)), (Forces, (4, 4, 8)), (Summed, (8, 8)), (Adapted, (8, 8)), (Penalty, (8, 200))],
 )
 def test_a_derivative_is_that_of_eager_torch(net: type[nn.Module], shape: tuple[int, ...], draw: Any) -> None:
     torch.manual_seed(0)
