@@ -69,6 +69,22 @@ def test_trains_like_the_model(draw: Any) -> None:
     assert model.worst(draw, 4) < TOLERANCE
 
 
+class Owner:
+    """Refers to the module of a parameter."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def test_a_module_may_refer_to_itself(draw: Any) -> None:
+    torch.manual_seed(0)
+    experts = Experts(torch.tanh)
+    experts.owner = Owner(experts)  # type: ignore[assignment]
+    model = Model(nn.Sequential(Layer(experts), nn.Linear(4, 1)), Squares(), (torch.randn(16, 4), torch.randn(16, 1)))
+    assert [op.op for op in model.graph.operators].count("called_module") == 1
+    assert model.worst(draw, 2) < TOLERANCE
+
+
 def test_modules_of_torch_that_decide_by_values(draw: Any) -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
