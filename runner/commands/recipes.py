@@ -20,7 +20,7 @@ def run(words: Sequence[str]) -> int:
         The exit code 0.
 
     Raises:
-        ConfigError: A recipe does not exist or cannot be read; a file is in the way of its copy, which is not written.
+        ConfigError: A recipe does not exist or cannot be read, or its copy cannot be written or is there already.
     """
     found = catalogue()
     names = [word for word in words if word != COPY]

@@ -491,8 +491,9 @@ class _Complete(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is Tensor.tolist and isinstance(args[0], DTensor):
             return args[0].full_tensor().tolist()
-        repeats = func in self.REPEATS and isinstance(given.get("repeats", args[-1]), Tensor)
-        if not repeats and func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.EXTREMES, *self.OTHERS):
+        repeats = given.get("repeats", (*args[1:2], *args, None)[0])
+        repeated = func in self.REPEATS and isinstance(repeats, Tensor)
+        if not repeated and func not in (*self.SCANS, *self.POOLS, *self.PLACES, *self.EXTREMES, *self.OTHERS):
             return func(*args, **given)
         args = args or (given.pop("input"),)
         value = next((one for one in args if isinstance(one, DTensor)), None)

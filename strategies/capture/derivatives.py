@@ -126,7 +126,7 @@ def _between(outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.N
         between = [node for node in nodes if node in depending and node in needed and node not in inputs]
         if not (outside := {one for node in between for one in _written(node)} - {*between}):
             break
-        if any(one.op != "call_function" for one in outside):
+        if any(one.op != "call_function" or one in inputs for one in outside):
             raise _refusal("it goes through a write into a tensor that it does not make")
         made |= outside
     for node in between:
@@ -146,9 +146,9 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
         info = argument.alias_info
         while info is not None and info.is_write and isinstance(given, fx.Node):
             yield given
-            viewed = given.target._schema.arguments if isinstance(given.target, OpOverload) else ()
-            info = info if any(one.alias_info is not None for one in viewed[:1]) else None
-            given = given.args[0] if given.args else None
+            first = given.target._schema.arguments[:1] if isinstance(given.target, OpOverload) else ()
+            is_view = given.target is getitem or any(one.alias_info is not None for one in first)
+            given = given.args[0] if is_view else None
 
 
 def _floating(value: Tensor) -> bool:

@@ -51,7 +51,7 @@ def with_fixed_sizes(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tens
 def with_unknown_layers(graph: OperatorGraph, step: nn.Module) -> OperatorGraph:
     """The graph whose `fixed_sizes` have the linear layers of modules without `in_features` and `out_features`, such as
     routers that keep a weight of their own: a trainer that slices modules refuses these, or leaves them as they are."""
-    modules = {path.removeprefix("model."): module for path, module in step.named_modules()}
+    modules = {"" if path == "model" else path.removeprefix("model."): module for path, module in step.named_modules()}
     unknown = {
         operator.id
         for operator in graph.operators

@@ -56,7 +56,7 @@ class SizesOfBatch:
 
 
 class Entry:
-    """An entry of the batch as it is traced, and its values in the example."""
+    """A traced entry of the batch, and its values in the example."""
 
     def __init__(self, tensor: Tensor, value: Tensor, name: str) -> None:
         self.tensor, self.value, self.name = tensor, value, name
