@@ -203,6 +203,8 @@ def _top_level(name: str, target: str, what: str) -> ModuleType:
     installed = {module.name for module in pkgutil.iter_modules()} | sys.stdlib_module_names
     near = difflib.get_close_matches(name, sorted(installed), n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
+    if Path("src", name).is_dir() or Path("src", f"{name}.py").is_file():
+        guess = f" It is in src: install it (pip install -e .), set PYTHONPATH=src, or write src.{target}."
     if name in EXTRAS:
         guess = f' It is an optional part: pip install "meshwright[{EXTRAS[name]}]".'
     raise ConfigError(

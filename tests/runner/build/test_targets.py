@@ -94,6 +94,12 @@ def test_a_file_behind_an_installed_package_is_pointed_out(workplace: Path) -> N
     assert "xml/mine.py is not searched" in text and "rename yours" in text
 
 
+def test_a_package_below_src_is_pointed_out(workplace: Path) -> None:
+    (workplace / "src" / "acme_of_mine").mkdir(parents=True)
+    text = message("acme_of_mine.nets.Net")
+    assert "no module 'acme_of_mine'" in text and "PYTHONPATH=src" in text and "src.acme_of_mine.nets.Net" in text
+
+
 def test_wrong_arguments_are_named() -> None:
     assert "takes no argument 'widht'. Known: width, height. Did you mean 'width'?" in message(
         "shapes_of_mine.plain", widht=1
