@@ -310,8 +310,14 @@ class Trainer:
                 self.keeper.before_update()
                 measure = hooks.measures_norm or step % self.config.train.log_every == 0 or step == self.prepared.steps
                 every = self.config.checkpoint.every
+                drawn = torch.get_rng_state() if step == first and self.rank.world_size > 1 else None
                 with self._phase("update"):
                     norm = self.updates.update(measure=measure or (every is not None and step % every == 0))
+                if drawn is not None and metrics is not None and not torch.equal(drawn, torch.get_rng_state()):
+                    metrics.say(
+                        f"optimizer: {self.config.optimizer.target} draws random numbers, which are others than on one "
+                        "device; those of replicas are equal"
+                    )
                 self._check_norm(step, loss, norm)
                 seen.grad_norm = norm
                 self._schedule(step)

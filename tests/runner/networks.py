@@ -97,6 +97,18 @@ class Broken(Points):
         return super().__getitem__(index)
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise to every weight, as Langevin dynamics do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight += 1e-3 * torch.randn_like(weight)
+        return loss
+
+
 class Classifier(nn.Module):
     """x [rows, 12] -> [rows, 4]."""
 

@@ -4,7 +4,7 @@ device, and go on after a restart with the numbers that an uninterrupted run dra
 from __future__ import annotations
 
 import pytest
-from small import ALONE, DOUBLE, MODES
+from small import ALONE, DOUBLE, MODES, SMALL
 
 FRONT = "conv_dim: [8, 8], conv_stride: [5, 2], conv_kernel: [5, 3], num_feat_extract_layers: 2"
 SIZES = (
@@ -47,3 +47,11 @@ def test_ranks_train_as_one_device_and_resume(start):
         folder, saving = "of_" + str(len(how)), ("checkpoint.every=2",)
         start(*speech("Wav2Vec2"), *how, *saving, "train.steps=2", folder=folder)
         assert start(*speech("Wav2Vec2"), *how, *saving, "train.resume=auto", folder=folder).losses == complete
+
+
+def test_an_optimizer_that_draws_is_named(start, capfd):
+    words = (*SMALL, *MODES["data_parallel"], "world_size=2", "train.steps=2")
+    start(*words, "optimizer.target=networks.Noisy", folder="noisy")
+    assert "optimizer: networks.Noisy draws random numbers" in capfd.readouterr().out
+    start(*words)
+    assert "draws random numbers" not in capfd.readouterr().out
