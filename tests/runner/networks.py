@@ -97,7 +97,7 @@ class Broken(Points):
         return super().__getitem__(index)
 
 
-class Noisy(torch.optim.SGD):
+class Langevin(torch.optim.SGD):
     """Adds noise to every weight, as Langevin dynamics do."""
 
     @torch.no_grad()

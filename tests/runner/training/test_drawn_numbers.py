@@ -51,7 +51,7 @@ def test_ranks_train_as_one_device_and_resume(start):
 
 def test_an_optimizer_that_draws_is_named(start, capfd):
     words = (*SMALL, *MODES["data_parallel"], "world_size=2", "train.steps=2")
-    start(*words, "optimizer.target=networks.Noisy", folder="noisy")
-    assert "optimizer: networks.Noisy draws random numbers" in capfd.readouterr().out
+    start(*words, "optimizer.target=networks.Langevin", folder="noisy")
+    assert "optimizer: networks.Langevin draws random numbers" in capfd.readouterr().out
     start(*words)
     assert "draws random numbers" not in capfd.readouterr().out
