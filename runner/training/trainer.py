@@ -310,10 +310,10 @@ class Trainer:
                 self.keeper.before_update()
                 measure = hooks.measures_norm or step % self.config.train.log_every == 0 or step == self.prepared.steps
                 every = self.config.checkpoint.every
-                drawn = torch.get_rng_state() if step == first and self.rank.world_size > 1 else None
+                drawn = _random_state() if step == first and self.rank.world_size > 1 else None
                 with self._phase("update"):
                     norm = self.updates.update(measure=measure or (every is not None and step % every == 0))
-                if drawn is not None and metrics is not None and not torch.equal(drawn, torch.get_rng_state()):
+                if drawn is not None and metrics is not None and drawn != _random_state():
                     metrics.say(
                         f"optimizer: {self.config.optimizer.target} draws random numbers, which are others than on one "
                         "device; those of replicas are equal"
@@ -754,6 +754,11 @@ def _found_in_training() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise InputError(error.code, str(error)) from error
+
+
+def _random_state() -> bytes:
+    """The state of torch's generator, as no tensor, which would be counted as memory."""
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:
