@@ -2,7 +2,8 @@
 
 A tensor that is computed from Python numbers, literals and constant buffers alone has the same values in every step:
 the operators behind it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends
-on the batch, on parameters or on other buffers has no values here. What has as many elements as values say
+on the batch, on parameters or on other buffers has no values here, but integers of the batch may (`sizes_of_batch`):
+every step compares what they answer. What has as many elements as values say
 (repeat_interleave, a mask as index) becomes a literal where these are known, and so does a size that is a tensor. Of a
 tensor or a number without values only the question of an `assert`, or of an `if` that comes to nothing but to raise
 what no `try` around it catches, is answered, by whatever goes on: the graph holds for every batch for which the model
