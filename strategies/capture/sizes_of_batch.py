@@ -1,9 +1,9 @@
 """Numbers that a forward reads from integers of the batch, such as how many graphs it has (`int(index.max()) + 1`),
 where a capture fails without them.
 
-The graph has the numbers of the batch that is captured. So that no step has others, the entries that say them go on
-through an operator that compares, and raises where a number is another one.
-Invariant: a forward that reads a number has it compared before it computes with what says it.
+The graph has the numbers of the batch that is captured. So that no step has others, an entry that says one goes on
+through an operator that compares, and raises where it is another one; no pass drops it where nothing follows.
+Invariant: a number is compared where it is read, before what the forward computes with it.
 """
 
 from __future__ import annotations
