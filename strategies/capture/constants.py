@@ -207,12 +207,9 @@ def _compared(tensor: Tensor) -> Tensor | None:
     assert proxy is not None
     nodes = list(proxy.node.graph.nodes)
     needed = behind(proxy.node, nodes)
-    entries = [one.meta[BATCH] for one in nodes if one in needed and BATCH in one.meta]
-    value = (
-        _constants([one for one in nodes if one in needed], literals, of_batch=True).get(proxy.node)
-        if entries
-        else None
-    )
+    nodes = [one for one in nodes if one in needed]
+    entries = [one.meta[BATCH] for one in nodes if BATCH in one.meta]
+    value: Tensor | None = _constants(nodes, literals, of_batch=True).get(proxy.node) if entries else None
     if value is not None:
         entries[-1].compare(tensor, value)
     return value
