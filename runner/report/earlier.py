@@ -1,9 +1,10 @@
 """The report of a plan that was made before, in the plan cache: `run plan` need not import, capture and plan again.
 
 The question is the config, the shapes of a batch of the user's data, and python's paths. An entry also names every file
-that was read to answer it: modules, what they opened, and the folders in which another module might now be found. One
-that has changed since, by its time or size, makes the entry useless. Invariant: what depends on more than files (the
-devices of this machine) is not kept.
+that was read to answer it: modules, what they opened, and the folders of packages. One that has changed since, by its
+time or size, makes the entry useless, and so does a file or folder of `sys.path` that is new and has a name that was
+imported or looked for (no other: run folders are made in the working directory). Invariant: what depends on more than
+files (the devices of this machine) is not kept.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ class PlanReport:
     page: str
     seconds: float
     files: dict[str, Any]
+    names: Sequence[str]
+    folders: dict[str, Any]
 
     def give(self, run_dir: Path) -> float:
         """Print it and write it to a run folder. Returns the seconds."""
@@ -62,7 +65,7 @@ class Reports:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.run_dir, self.folder = run_dir, _folder(config)
-        self.opened, self.said = set[str](), list[str]()
+        self.opened, self.sought, self.said = set[str](), set[str](), list[str]()
         if self.folder is not None:
             self.key = hashlib.sha256(repr(_question(config)).encode()).hexdigest()[:32]
 
@@ -71,10 +74,16 @@ class Reports:
         if self.folder is None:
             return None
         report = plan_cache.load(self.folder, self.key, print, lambda content: PlanReport(**content))
-        return report if report is not None and report.files == _state(report.files) else None
+        if report is None or report.files != _state(report.files):
+            return None
+        return report if report.folders == _found(report.folders, report.names) else None
 
     def watch(self) -> Callable[[str], None]:
-        """Note from now on which files are opened. Returns what prints a notice and keeps it for the report."""
+        """Note from now on which files are opened and which modules imported.
+
+        Returns:
+            What prints a notice and keeps it for the report.
+        """
         if self.folder is not None:
             sys.addaudithook(self._note)
         return self._say
@@ -89,6 +98,7 @@ class Reports:
         search = content["search"] | LOADED
         plan = (self.run_dir / PLAN).read_text(encoding="utf-8")
         before, after = (json.dumps(some, indent=2).replace("\n", "\n  ") for some in (content["search"], search))
+        names = sorted({name.partition(".")[0] for name in (*sys.modules, *self.sought)})
         report = PlanReport(
             [line for line in self.said if not line.startswith(PROGRESS)],
             text.headline(loaded, self.run_dir).replace(shown_path(self.run_dir), HERE) + f"\n{tables}",
@@ -96,12 +106,16 @@ class Reports:
             plan_files.page(content | {"search": search}, prepared),
             content["cost"]["total"],
             _state({*self._lasting(), *_modules()}),
+            names,
+            _found({*map(os.path.abspath, sys.path)}, names),
         )
         plan_cache.store(self.folder, self.key, vars(report), print)
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
             self.opened.add(os.path.abspath(args[0]))
+        elif event == "import":
+            self.sought.add(args[0])
 
     def _lasting(self) -> list[str]:
         """The opened files that the next command meets as this one has left them."""
@@ -143,14 +157,14 @@ def _batch(config: Config) -> object:
 
 
 def _modules() -> set[str]:
-    """The files of all modules that are loaded, and the folders where modules are looked for."""
+    """The files and folders of all modules that are loaded."""
     known = [vars(module) for module in list(sys.modules.values())]
     files = [file for module in known if (file := module.get("__file__"))]
     folders = [folder for module in known for folder in module.get("__path__", ())]
-    return {*map(os.path.abspath, (*files, *folders, *sys.path))}
+    return {*map(os.path.abspath, (*files, *folders))}
 
 
-def _state(files: Any) -> dict[str, Any]:
+def _state(files: Iterable[str]) -> dict[str, Any]:
     """Time and size of the files and folders that exist."""
     state = {}
     for file in sorted(files):
@@ -158,3 +172,12 @@ def _state(files: Any) -> dict[str, Any]:
             found = os.stat(file)
             state[file] = [found.st_mtime_ns, found.st_size]
     return state
+
+
+def _found(folders: Iterable[str], names: Iterable[str]) -> dict[str, Any]:
+    """What folders of `sys.path` have under these names of modules."""
+    known, found = {*names}, {}
+    for folder in sorted(folders):
+        with suppress(OSError):
+            found[folder] = sorted(one for one in os.listdir(folder) if one.partition(".")[0] in known)
+    return found

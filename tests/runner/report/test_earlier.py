@@ -24,15 +24,17 @@ class Net(nn.Sequential):
 def planned(tmp_path, monkeypatch, capsys):
     """Plans a model of the user's: the content of plan.json, the printed text, and whether it was planned anew."""
     (tmp_path / "own_net.py").write_text(NET, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    searched = [*sys.path]
     prepare, made = joint.prepare_decided, []
     monkeypatch.setattr(joint, "prepare_decided", lambda *args: made.append(1) or prepare(*args))
 
     def plan(name: str, *words: str):
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
+        folder = tmp_path / f"run_{name}"
+        folder.mkdir()
         cache = f"parallel.plan_cache={tmp_path / 'cache'}"
         config = compose_config("+recipe=data_parallel", "job=plan", "model.target=own_net.Net", cache, *words)
+        monkeypatch.setattr(sys, "path", [*searched])  # as in a new process: a command adds its working directory
         before = len(made)
         seconds = planning.run(config, folder)
         content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
@@ -51,14 +53,17 @@ def test_report_is_found_until_a_file_changes(planned, tmp_path):
     assert not anew
     assert again["search"].pop("loaded_from") == "the plan cache"
     assert again == content
-    assert text.splitlines()[-1] == printed.splitlines()[-1].replace("runs/a", "runs/b")
-    assert [line for line in printed.splitlines() if "found in" not in line and "runs/" not in line] == [
-        line for line in text.splitlines() if "loaded from the plan cache" not in line and "runs/" not in line
+    assert text.splitlines()[-1] == printed.splitlines()[-1].replace("run_a", "run_b")
+    assert [line for line in printed.splitlines() if "found in" not in line and "run_" not in line] == [
+        line for line in text.splitlines() if "loaded from the plan cache" not in line and "run_" not in line
     ]
     assert planned("c", *described, "optimizer.args.lr=0.5")[2]
     file = tmp_path / "own_net.py"
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
     assert planned("d", *described)[2]
+    assert not planned("e", *described)[2]
+    (tmp_path / "own_net").mkdir()
+    assert planned("f", *described)[2]
 
 
 @pytest.mark.slow
