@@ -220,6 +220,7 @@ def _spans(
     return starts, np.minimum(starts + length, size)
 
 
+@cache
 def common_prefix(x: Axes, y: Axes) -> int:
     """How many axes two dims have in common at their beginning."""
     for position, (a, b) in enumerate(zip(x, y, strict=False)):

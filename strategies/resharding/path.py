@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -171,12 +171,29 @@ def _steps(moves: Iterable[_Move], before: Layout, shape: tuple[int, ...], order
     return tuple(steps)
 
 
+class _Products(dict[Iterable[str], int]):
+    """The number of slices that axes make together, by the axes."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+
+    def __missing__(self, axes: Iterable[str]) -> int:
+        self[axes] = made = math.prod(map(self.sizes.__getitem__, axes))
+        return made
+
+
+@cache
+def _products(mesh: tuple[tuple[str, int], ...]) -> Callable[[Iterable[str]], int]:
+    """As `Mesh.product`, looked up: a search asks for few products many times."""
+    return _Products(dict(mesh)).__getitem__
+
+
 class _PathSearch:
     """The search from `start` to `target`; what a step sends depends on the kind of tensor."""
 
-    def __init__(self, sizes: dict[str, int], start: State, target: State) -> None:
-        self.sizes, self.start, self.target = sizes, start, target
-        self.order = {name: position for position, name in enumerate(sizes)}
+    def __init__(self, mesh: tuple[tuple[str, int], ...], start: State, target: State) -> None:
+        self.start, self.target, self.product = start, target, _products(mesh)
+        self.order = {name: position for position, (name, _) in enumerate(mesh)}
         self.wanted = frozenset(axis for dim in target[0] for axis in dim)
 
     def divides(self, dim: int, axes: Axes) -> bool:
@@ -194,9 +211,6 @@ class _PathSearch:
     def bound(self, state: State) -> int:
         """Elements that the busiest rank at least has to send from here on."""
         return 0
-
-    def product(self, axes: Iterable[str]) -> int:
-        return math.prod(map(self.sizes.__getitem__, axes))
 
     def sorted(self, axes: frozenset[str]) -> Axes:
         return tuple(sorted(axes, key=self.order.__getitem__))
@@ -254,7 +268,7 @@ class _PathSearch:
         """Every step from `state` that leads towards the target, but for an exchange."""
         dims, partial = state
         pending = partial - self.target[1]
-        sliced = frozenset(axis for dim in dims for axis in dim)
+        sliced = frozenset[str]().union(*dims)
         reduced, free = self.sorted(pending), self.sorted(self.wanted - sliced - partial)
         if pending:
             yield _Move(ALL_REDUCE, reduced, 0, 0, dims, partial - pending)
@@ -304,7 +318,7 @@ class _Padded(_PathSearch):
     """A search for a tensor with padded slices, or with so few elements that the volume of a step is rounded."""
 
     def __init__(self, before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
-        super().__init__(mesh.sizes, (before.dims, before.partial), (after.dims, after.partial))
+        super().__init__(mesh.axes, (before.dims, before.partial), (after.dims, after.partial))
         self.shape, self.mesh = shape, mesh
 
     def divides(self, dim: int, axes: Axes) -> bool:
@@ -323,9 +337,9 @@ class _Even(_PathSearch):
     part of its target slice that it does not hold, on average; a sum over n ranks adds n - 1 messages per element."""
 
     def __init__(self, pattern: Pattern) -> None:
-        super().__init__(dict(pattern.mesh), (pattern.before, pattern.partial), (pattern.after, pattern.remaining))
+        super().__init__(pattern.mesh, (pattern.before, pattern.partial), (pattern.after, pattern.remaining))
         self.pattern = pattern
-        self.ranks = math.prod(self.sizes.values())
+        self.ranks = math.prod([size for _, size in pattern.mesh])
         self.unit = self.ranks * self.ranks
         """Elements of the tensor: every share of it that a step may send is an integer."""
         self.slice = self.unit // self.product(self.wanted)
@@ -356,7 +370,7 @@ class _Even(_PathSearch):
 
     def _missing(self, dims: Dims) -> int:
         """Elements of its slice of the target that a rank at least does not hold, on average."""
-        now = frozenset(axis for dim in dims for axis in dim)
+        now = frozenset[str]().union(*dims)
         cut = 1
         for have, want in zip(dims, self.target[0], strict=True):
             if have == want:

@@ -4,9 +4,9 @@ it among few candidates.
 Costs are reparametrised between factors and variables: an amount subtracted from a factor is added to one of its
 variables, so all totals stay the same, and the sum of the minima of all parts is a lower bound. A sweep visits the
 variables in order: each collects the min-marginals of the factors towards earlier variables, and distributes its cost
-in equal parts to those towards later ones. Source: V. Kolmogorov, "A new look at reweighted message passing" (2015).
-Invariant: the bound never falls, and a solution with a candidate costs at least the bound plus the candidate's reduced
-cost.
+in equal parts to those towards later ones. Then the least of every factor is 0, so the bound is the sum of the minima
+of the variables. Source: V. Kolmogorov, "A new look at reweighted message passing" (2015). Invariant: the bound never
+falls, and a solution with a candidate costs at least the bound before a sweep plus the candidate's reduced cost.
 
 Variables that are cheap to eliminate are eliminated before: of thousands of operators most follow a few others. Exact
 elimination then runs on the candidates of least reduced cost, as many as are cheap to eliminate. Where the solution
@@ -34,8 +34,8 @@ from strategies.search.elimination import (
     elimination_effort,
 )
 
-SWEEPS, MOST_SWEEPS = 2, 60
-"""Between two evaluations of the bound, and in all."""
+MOST_SWEEPS = 30
+"""In each direction."""
 RISE = 1e-5
 """Relative gain of the bound below which no more sweeps are made, at least."""
 RISE_SHARE = 0.1
@@ -69,7 +69,9 @@ class DualBound:
         """The other factors of every variable, and its dim in each."""
         self.several: list[_Messages] = []
         self.reduced_costs: list[Seconds] = [np.zeros(size) for size in self.sizes]
-        """Seconds that a solution with a candidate costs above the bound, at least."""
+        """Seconds that a solution with a candidate costs above `before`, at least."""
+        self.before = -math.inf
+        """The bound before the last sweep."""
         for one in graph.factors:
             if len(one.variables) == 1:
                 self.unary[one.variables[0]].append(one)
@@ -86,17 +88,17 @@ class DualBound:
             np.minimum(sum((one.seconds for one in factors), np.zeros(size)), MOST_SECONDS)
             for factors, size in zip(self.unary, self.sizes, strict=True)
         ]
-        found = self._sum()
-        for _ in range(MOST_SWEEPS // SWEEPS):
-            for sweep in range(SWEEPS):
-                self._sweep(sweep % 2 == 0)
-            before, found = found, self._sum()
-            if found - before <= self.rise * abs(found) or found >= enough:
+        found = self._sweep(True)
+        for _ in range(MOST_SWEEPS):
+            known, self.before = found, self._sweep(False)
+            found = self._sweep(True)
+            if found - known <= self.rise * abs(found) or found >= enough:
                 break
-        self._sweep(True)
         return found
 
-    def _sweep(self, forward: bool) -> None:
+    def _sweep(self, forward: bool) -> float:
+        """The bound after a sweep."""
+        found = 0.0
         order = range(len(self.sizes))
         for v in order if forward else reversed(order):
             seconds, behind, before = self.own[v].copy(), [], 0
@@ -108,17 +110,13 @@ class DualBound:
                 if dim != (last if forward else 0):
                     behind.append((factor, dim))
                 seconds += factor.moved[dim]
-            seconds -= seconds.min()
+            least = float(seconds.min())
+            found += least
+            seconds -= least
             self.reduced_costs[v] = seconds
             part = seconds / max(before, len(behind), 1)
             for factor, dim in behind:
                 factor.moved[dim] = factor.moved[dim] - part
-
-    def _sum(self) -> float:
-        """The bound with the messages as they are."""
-        found = sum(float(one.table.least(one.moved)) for one in self.several)
-        for own, around in zip(self.own, self.around, strict=True):
-            found += float(sum((factor.moved[dim] for factor, dim in around), own).min())
         return found
 
 
@@ -180,7 +178,7 @@ class ReducedCostFixing:
             candidates, beyond = self._taken(effort)
             self._take(candidates)
             indices, seconds = self._best()
-            self.lower_bound = max(bound, min(seconds, bound + beyond))
+            self.lower_bound = max(bound, min(seconds, self.dual.before + beyond))
             if seconds <= self.lower_bound or self.lower_bound >= enough:
                 break
         return self._completed(indices), self.lower_bound
