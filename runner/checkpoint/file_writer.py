@@ -50,15 +50,15 @@ def write(path: str, pieces: Sequence[Piece], memory: memoryview, parent: int) -
 
 
 def main(control: int, shared: int, size: int, parent: int) -> None:
-    """Serve the parent until it closes `control`."""
+    """Serve the parent until it sends None or is down."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent ends once its save is complete
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
     memory = memoryview(mmap.mmap(shared, size, prot=mmap.PROT_READ))
     with Connection(control) as connection, suppress(EOFError, ConnectionError):
-        while True:
-            path, pieces = connection.recv()
+        while (order := connection.recv()) is not None:
+            path, pieces = order
             try:
                 for answer in write(path, pieces, memory, parent):
                     connection.send(answer)

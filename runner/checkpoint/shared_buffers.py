@@ -15,6 +15,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -140,15 +141,19 @@ class _Writer:
             pass_fds=words[:2],
         )
         far.close()
-        self._finalizer = weakref.finalize(self, _end, self.connection, self._process)
+        self._finalizer = weakref.finalize(self, _end, self.connection, self._process, os.getpid())
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
-    connection.close()
-    process.wait()
+def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+    """End the process. It would wait for as long as a data worker, which is forked with the socket, keeps that open."""
+    if os.getpid() == owner:  # not in such a worker
+        with suppress(OSError):
+            connection.send(None)
+        connection.close()
+        process.wait()
 
 
 @dataclass

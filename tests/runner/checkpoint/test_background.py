@@ -3,8 +3,10 @@
 import errno
 import hashlib
 import math
+import multiprocessing
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -104,6 +106,22 @@ def test_another_process_writes_the_copies(tmp_path):
     again = buffers._writer._process
     buffers.close()
     assert again.poll() == 0
+
+
+def test_the_process_ends_though_a_data_worker_has_its_socket(tmp_path):
+    buffers = SharedBuffers({"model/a": [((2, 3), torch.float32)]}, False)
+    buffers.tensors["model/a"][0].fill_(1.0)
+    path, found = tmp_path / "rank.safetensors", {"model/a": [replicated(buffers.tensors["model/a"][0])]}
+    writing.write(path, writing.of_shards(found), buffers.opener())
+    writer = buffers._writer._process
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10,))
+    worker.start()
+    try:
+        buffers.close()
+        assert writer.poll() == 0 and worker.is_alive()
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def test_a_system_that_refuses_shared_memory_has_its_own(monkeypatch):
