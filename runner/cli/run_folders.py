@@ -11,11 +11,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError
 from runner.run_folder import CONFIG_FILE, lineage
 from runner.run_folder import lock as occupancy
 from strategies.core.errors import StrategyError
+
+if TYPE_CHECKING:
+    from runner.config.schema import Config
 
 FILES = (CONFIG_FILE, "plan.json", "run.json", "metrics.jsonl", "restarts.jsonl", "error.txt", "job.json")
 """Files that a command or its ranks read or write."""
@@ -96,19 +100,22 @@ def remove_if_unused(run_dir: Path) -> None:
 
 
 @contextmanager
-def without_trace(run_dir: Path) -> Iterator[None]:
+def without_trace(config: Config, run_dir: Path) -> Iterator[None]:
     """Leave `run_dir` as it was before the block if the block raises ConfigError or StrategyError: wrong input may show
-    only after the first files are written, because some of it is found in the ranks."""
+    only after the first files are written, because some of it is found in the ranks. Where other commands start their
+    ranks by hand, the one of rank 0 leaves folders to them, and the others remove nothing."""
     before = set(run_dir.iterdir())
     contents = {file: file.read_bytes() for name in EARLIER if (file := run_dir / name).is_file()}
     try:
         yield
     except (ConfigError, StrategyError):
+        if not lineage.leads(config):
+            raise
         for path in set(run_dir.iterdir()) - before:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
+            if not path.is_dir():
                 path.unlink()
+            elif not config.launch.by_hand:
+                shutil.rmtree(path)
         for file, content in contents.items():
             file.write_bytes(content)
         raise

@@ -25,7 +25,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     """
     launch.warm()
     config = without_training(config)
-    with without_trace(run_dir), own_folder(run_dir, "start") as folder:
+    with without_trace(config, run_dir), own_folder(run_dir, "start") as folder:
         ready = make_ready(config, run_dir, folder)
         found = start("runner.commands.entries:predict_prepared", ready, config, run_dir, {"folder": str(folder)})
     rate = found["rows"] / found["seconds"]

@@ -45,7 +45,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     launch.warm()
     with (
         logs.console_may_close(),
-        without_trace(run_dir),
+        without_trace(config, run_dir),
         own_folder(run_dir, "start") as folder,
         offload_folder(config, run_dir) as offload,
     ):

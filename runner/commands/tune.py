@@ -82,7 +82,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             "parallel.mode=auto.",
         )
     launch.warm()
-    with without_trace(run_dir):
+    with without_trace(config, run_dir):
         found = sorted(candidates(config), key=lambda one: one.predicted)
         chosen = list(islice((one for one in found if one.fits), config.tune.plans))
         if not chosen:

@@ -77,7 +77,7 @@ def run(config: Config, run_dir: Path) -> float | None:
 
     sharded = _changed(config, train={"random": "exact"})
     with (
-        without_trace(run_dir),
+        without_trace(config, run_dir),
         tempfile.TemporaryDirectory(prefix=".verify-", dir=run_dir) as scratch,
         offload_folder(config, run_dir) as offload,
     ):

@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
+from composing import compose_config
 
+from runner.cli.run_folders import without_trace
 from runner.errors import ConfigError
 from runner.run_folder import lineage
 from runner.run_folder import lock as occupancy
+from runner.run_folder.atomic import replace_text
 from runner.run_folder.lock import Occupant
 
 QUICK = "+recipe=quickstart"
@@ -65,6 +69,32 @@ def test_a_folder_in_use_is_refused(command, tmp_path, verb):
         for said in (str(other.pid), who["run"], who["started"], "recipe mine", "hydra.run.dir=", "train.resume=auto"):
             assert said in done.err
         assert sorted((tmp_path / "out").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ((), {"kept"}),
+        (("launch.rank=0",), {"checkpoints", "kept"}),
+        (("launch.rank=1",), {"checkpoints", "kept", "plan.json"}),
+    ],
+)
+def test_a_refused_command_removes_what_is_its_own(tmp_path, words, left):
+    """Commands that start their ranks by hand share the folder, and only that of rank 0 has locked it."""
+    hosts = ("launch=rank_table", "launch.hosts=[127.0.0.1:1,127.0.0.2:1]", "launch.port=29543", "world_size=2")
+    config = compose_config("+recipe=data_parallel", *(hosts if words else ()), *words)
+    (tmp_path / "kept").touch()
+    with pytest.raises(ConfigError, match="refused"), without_trace(config, tmp_path):
+        (tmp_path / "plan.json").touch()
+        (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+        raise ConfigError("MW310", "refused")
+    assert {one.name for one in tmp_path.iterdir()} == left
+
+
+def test_commands_may_write_a_file_at_once(tmp_path):
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda number: replace_text(tmp_path / "config.json", str(number)), range(800)))
+    assert [one.name for one in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.slow
