@@ -77,6 +77,15 @@ class LaunchedSupervision(Supervision):
         """The ranks that have not joined yet."""
         return [rank for rank in self.ranks if rank.connection is None]
 
+    @property
+    def joining(self) -> bool:
+        """Whether ranks are absent without which none begins."""
+        return self.ranks[0] in self.absent if self.group.elastic else bool(self.absent)
+
+    def stop_ranks(self, number: int) -> bool:
+        """As `Supervision.stop_ranks`; also False while ranks join: those that are absent would not be requested."""
+        return not self.joining and super().stop_ranks(number)
+
     def nothing_to_save(self) -> bool:
         visible = any(rank.flight_record.exists() for rank in self.ranks)
         return visible and super().nothing_to_save()
@@ -124,7 +133,7 @@ class LaunchedSupervision(Supervision):
             self.ended_at = self.ended_at or now  # its ranks may have something to say
             if now >= self.ended_at + ECHO:
                 raise self._ended(*ended[0])
-        elif now >= self.join_by and (self.ranks[0] in self.absent if self.group.elastic else self.absent):
+        elif now >= self.join_by and self.joining:
             raise RunFailed(
                 "MW714",
                 f"{by_host(self.absent, len(self.ranks))} did not join within {self.join_limit:g} s."
@@ -145,9 +154,9 @@ class LaunchedSupervision(Supervision):
     def stop(self, patience: float) -> None:
         """Give launchers `patience` seconds to exit; close all connections; kill the remaining local processes."""
         self._wait_for_launchers(patience)
-        self.acceptor.close()
         for rank in self.ranks:
             rank.close()
+        self.acceptor.close()
         for number, seconds in ((None, END), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
             for _, process in self.processes:
                 if number is not None and process.poll() is None:

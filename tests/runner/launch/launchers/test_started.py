@@ -137,6 +137,19 @@ def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
 HERE = ["launch=rank_table", "launch.hosts=[127.0.0.1:2,127.0.0.2:2]", "launch.timeout=20"]
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_ranks_join(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    process = start("train.steps=100000", "launch=torchrun")
+    while not (tmp_path / "run" / "launch.log").exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert of_run(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_a_hang_is_reported_with_call_and_location(start: Start, tmp_path: Path) -> None:
     fault = "launch.faults=[{kind: hang, rank: 2, step: 3, phase: forward}]"
