@@ -112,7 +112,9 @@ number of threads."""
 LOG_LINES = 15
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Characters that a log may hold and a terminal would obey."""
-_LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing", "pydantic"})
+_CONNECTED = frozenset({"torch", "deepspeed", "runner", "strategies", "multiprocessing"})
+"""Packages whose code raises where a connection between ranks breaks."""
+_LIBRARIES = frozenset({*_CONNECTED, "numpy", "pydantic"})
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
@@ -123,8 +125,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     text = _first_paragraph(error) + _limits(chain)
     name = "" if isinstance(error, CodedError) else type(error).__name__  # whose text is a sentence
     refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
-    # Only runtime errors (torch's distributed ones are) and broken sockets can be the echo of another rank's end.
-    echoes = [str(link) for link in chain if isinstance(link, RuntimeError | ConnectionError)]
+    echoes = [str(link) for link in chain if _may_echo(link)]
     full = any(getattr(link, "errno", None) in FULL for link in chain)
     code = DISK_FULL if full else NOT_FINITE if isinstance(error, FloatingPointError) else RAISED_CODE
     return Failure(
@@ -137,6 +138,19 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         text=text_of(error),
         code=error.code if isinstance(error, CodedError) else code,
     )
+
+
+def _may_echo(link: BaseException) -> bool:
+    """Whether it may be the echo of another rank's end: a runtime error (torch's distributed ones are) or a broken
+    socket, raised by torch or this project. Code of the user has connections of its own."""
+    if not isinstance(link, RuntimeError | ConnectionError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(link.__traceback__)]
+    if not frames or type(link).__module__.startswith("torch.") or re.search(r"\.cc:\d+\]", str(link)):
+        return True
+    package = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
+    of_worker = frames[-1].f_code.co_name == "reraise"  # by torch, what a data worker has raised
+    return package in _CONNECTED and not of_worker
 
 
 def _limits(chain: Sequence[BaseException]) -> str:

@@ -345,6 +345,23 @@ def test_root_cause() -> None:
     assert message(cause, [3, 5], 8) == "rank 2 of 8 cause (ranks 3, 5 too)."
 
 
+def test_connections_of_the_user_are_no_echoes() -> None:
+    def caught(code: str, package: str) -> BaseException:
+        try:
+            exec(code, {"__name__": package})
+        except Exception as error:
+            return error
+        raise AssertionError(code)
+
+    refused = "raise ConnectionRefusedError(111, 'Connection refused')"
+    late = "raise RuntimeError('request timed out after 5000ms')"
+    gloo = "raise RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9999')"
+    assert [from_exception(0, caught(code, "my_store")).order for code in (refused, late, gloo)] == [0, 0, 2]
+    assert [from_exception(0, caught(code, "torch.distributed")).order for code in (refused, late)] == [2, 1]
+    worker = f"def reraise(): {refused}\nreraise()"
+    assert from_exception(0, caught(worker, "torch._utils")).order is CauseOrder.CAUSE
+
+
 @pytest.mark.parametrize(
     ("error", "order"),
     [
