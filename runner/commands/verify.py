@@ -167,6 +167,8 @@ def leave_out_overflows(ours: Path, theirs: Path) -> str:
     """
     import torch
 
+    from strategies.runtime.tensor_files import save
+
     files = {int(file.stem.removeprefix("step-")): file for file in theirs.glob("step-*.pt")}
     left_out = []
     for number, file in sorted(files.items()):
@@ -175,7 +177,7 @@ def leave_out_overflows(ours: Path, theirs: Path) -> str:
         if not all(bool(one.isfinite().all()) for one in gradients):
             left_out.append(number)
             for path, record in records.items():
-                torch.save(record | {"gradients": {}}, path)
+                save(record | {"gradients": {}}, path)
     if len(left_out) == len(files):
         raise RunFailed(
             "MW731",

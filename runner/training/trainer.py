@@ -62,6 +62,7 @@ from strategies.runtime.flight_recorder import DATA, EVALUATION, FORWARD, PHASES
 from strategies.runtime.module_tree import COPIED
 from strategies.runtime.naming import parameters_by_name
 from strategies.runtime.offload import Offload, OffloadTraffic
+from strategies.runtime.tensor_files import save
 
 OVERFLOWS = 3
 """Steps in a row that a constant loss scale may lose."""
@@ -726,7 +727,7 @@ class Trainer:
     def _write(self, content: Any, name: str) -> None:
         if self.rank.rank == 0:
             assert self.job.record is not None
-            torch.save(content, self.job.record / name)
+            save(content, self.job.record / name)
 
     def _follow(self, step: int) -> None:
         """Pass the optimizer the gradients of the compared run, so that rounding does not compound."""

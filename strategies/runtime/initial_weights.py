@@ -17,7 +17,7 @@ from torch import Tensor
 from strategies.core.layout import indices
 from strategies.core.program import Program
 from strategies.runtime.slices import as_owned
-from strategies.runtime.tensor_files import Part, StoredTensor, TensorReader
+from strategies.runtime.tensor_files import Part, StoredTensor, TensorReader, save
 from strategies.runtime.transfer import cut
 
 
@@ -25,7 +25,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored
     """Write unsharded tensors by name, and the file locations of those in `stored`, which override `tensors`."""
     places = dict(stored or {})
     own = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name not in places}
-    torch.save({"tensors": own, "stored": {name: astuple(one) for name, one in places.items()}}, path)
+    save({"tensors": own, "stored": {name: astuple(one) for name, one in places.items()}}, path)
 
 
 def read_all(path: Path) -> dict[str, Tensor]:

@@ -126,6 +126,17 @@ def _mapped(file: str, offset: int, block: Block, name: str, cut: tuple[slice, .
     return torch.from_numpy(np.array(numbers[cut], order="C")).view(dtype)
 
 
+def save(content: Any, path: Path) -> None:
+    """`torch.save`. Raises OSError where the disk is full, for which torch has other words."""
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        raise
+
+
 def index(path: Path) -> dict[str, StoredTensor]:
     """Every tensor in `path` by name: a safetensors file, a torch state dict, an index of several files of either kind,
     or a folder with one of these.

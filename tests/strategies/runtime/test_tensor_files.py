@@ -33,6 +33,12 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_a_full_disk_is_named(elements: int) -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        stored.save({"a": torch.zeros(elements)}, Path("/dev/full"))
+
+
 @pytest.fixture(params=FORMS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write(request.param, tmp_path, tensors())
