@@ -43,6 +43,8 @@ NO_NAME = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?|null|true|false|nan|[+-]?inf", r
 """What Hydra does not take for a name."""
 TUPLE = re.compile(r"\s*\(.*,.*\)\s*", re.DOTALL)
 DRY_RUN = "launch.dry_run=true"
+BY_HAND = ("launch.rank=", "launch.host=")
+"""The part of a command that is one of several for a run."""
 SLICES = "explain.slices"
 FLAGS = {("launch", "--dry-run"): DRY_RUN, ("calibrate", "--force"): "calibrate.force=true"}
 """Options of single verbs, and the overrides that they are."""
@@ -159,8 +161,10 @@ def values(line: str) -> list[str]:
     return [f"{key}={option}" for option in options if option.startswith(start)]
 
 
-def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if another launcher started this process as one of several."""
+def refuse_launcher(typed: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if another launcher started this process as one of several, unless it names its part."""
+    if any(word.startswith(BY_HAND) for word in typed):
+        return
     for rank, (size, launcher) in LAUNCHERS.items():
         if rank in environment and environment.get(size) != "1":
             ranks = f"world_size={environment[size]} " if environment.get(size, "").isdecimal() else ""

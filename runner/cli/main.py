@@ -153,7 +153,7 @@ def _command(typed: list[str]) -> None:
         sys.stdout.flush()
         sys.exit(code)
     if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
-        words.refuse_launcher()
+        words.refuse_launcher(typed)
     sys.argv[1:] = words.for_hydra(verb, rest)
     config_dir = words.check_options(sys.argv[1:])
     recipes.search(config_dir)

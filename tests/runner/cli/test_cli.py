@@ -245,6 +245,12 @@ def test_a_launcher_with_one_process_is_no_harm(command, job):
     assert command(QUICK, SLURM_PROCID="0", SLURM_NTASKS="1").code == 0
 
 
+def test_a_launcher_may_start_the_parts_of_a_run(command, job):
+    job(lambda config, run_dir: None)
+    hosts = ("launch=rank_table", "launch.hosts=[a:1,b:1]", "world_size=2", "launch.port=29400")
+    assert command("+recipe=data_parallel", *hosts, "launch.rank=1", SLURM_PROCID="1", SLURM_NTASKS="2").code == 0
+
+
 def test_help_shows_verbs_recipes_and_examples(command):
     text = command("--help").out
     assert "143" in text
