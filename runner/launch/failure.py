@@ -126,13 +126,16 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     name = "" if isinstance(error, CodedError) else type(error).__name__  # whose text is a sentence
     refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
     echoes = [str(link) for link in chain if _may_echo(link)]
-    full = any(getattr(link, "errno", None) in FULL for link in chain)
+    errors = {getattr(link, "errno", None) for link in chain}
+    full = (
+        "a file may not be larger (ulimit -f)" if errno.EFBIG in errors else "the disk is full" if FULL & errors else ""
+    )
     code = DISK_FULL if full else NOT_FINITE if isinstance(error, FloatingPointError) else RAISED_CODE
     return Failure(
         rank=rank,
         at=time.monotonic(),
         order=_order("\n".join(echoes)),
-        what=RAISED + ": ".join(filter(None, ("the disk is full" if full else "", name, text))),
+        what=RAISED + ": ".join(filter(None, (full, name, text))),
         where=_where(chain),
         refusal=refusal,
         text=text_of(error),

@@ -89,7 +89,9 @@ def test_a_fork_server_that_is_stopped_is_named(run):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_without_room_for_its_log_names_the_disk(run, world_size):
     who = "the search for a checkpoint" if world_size == 1 else "rank [01] of 2"
-    with pytest.raises(RunFailed, match=rf"^{who} failed: the disk is full: OSError: \[Errno 27\] File too large"):
+    with pytest.raises(
+        RunFailed, match=rf"^{who} failed: a file may not be larger \(ulimit -f\): OSError: \[Errno 27\]"
+    ):
         run("full_log", world_size=world_size)
 
 
