@@ -127,9 +127,9 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
     echoes = [str(link) for link in chain if _may_echo(link)]
     errors = {getattr(link, "errno", None) for link in chain}
-    full = (
-        "a file may not be larger (ulimit -f)" if errno.EFBIG in errors else "the disk is full" if FULL & errors else ""
-    )
+    full = "the disk is full" if FULL & errors else ""
+    if errno.EFBIG in errors:
+        full = "a file may not be larger (ulimit -f)"
     code = DISK_FULL if full else NOT_FINITE if isinstance(error, FloatingPointError) else RAISED_CODE
     return Failure(
         rank=rank,
