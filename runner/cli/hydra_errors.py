@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
@@ -55,6 +56,8 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
         right = allowed(name, error.options)
         own = OPTIONAL if name in OPTIONAL_PARTS.get(group, ()) else OWN.get(group, "")
         own = "" if "Did you mean" in right and own != OPTIONAL else own
+        if group == "recipe" and (found := Path("recipes", f"{name}.yml")).is_file():
+            own = f" {found} is there: recipes end in .yaml."
         return ConfigError("MW106", f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
     if isinstance(error, MissingConfigException):
         return ConfigError("MW803", f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")
@@ -115,6 +118,8 @@ def _grammar(override: str, text: str) -> str:
     near = "" if found is None else found[1]
     if not re.sub(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", "", override).isascii():  # values are quoted
         problem = "keys on the command line are ASCII; give this one in a recipe"
+        if override.partition("=")[0].isascii():
+            problem += ". Or quote the value, within quotes for the shell: 'key=\"é\"'"
     elif "=" not in override:
         problem = "write KEY=VALUE"
     elif (

@@ -166,6 +166,14 @@ def test_jobs_of_a_sweep_show_what_was_typed():
 def test_keys_that_hydra_cannot_read_are_refused_for_that_reason(command, word):
     done = command(FFN, word)
     assert done.code == 2 and "keys on the command line are ASCII" in done.paragraphs[0]
+    assert ("quote the value" in done.paragraphs[0]) == ("{" in word)
+
+
+def test_a_recipe_with_another_ending_is_pointed_out(command, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yml").write_text("defaults: [ffn_auto]\n", encoding="utf-8")
+    done = command("plan", "+recipe=mine")
+    assert done.code == 2 and "recipes/mine.yml is there" in done.paragraphs[0]
 
 
 def test_words_behind_a_verb_may_hold_anything(command, tmp_path):
