@@ -56,8 +56,8 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
         right = allowed(name, error.options)
         own = OPTIONAL if name in OPTIONAL_PARTS.get(group, ()) else OWN.get(group, "")
         own = "" if "Did you mean" in right and own != OPTIONAL else own
-        if group == "recipe" and (found := Path("recipes", f"{name}.yml")).is_file():
-            own = f" {found} is there: recipes end in .yaml."
+        if group == "recipe" and (other := Path("recipes", f"{name}.yml")).is_file():
+            own = f" {other} is there: recipes end in .yaml."
         return ConfigError("MW106", f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
     if isinstance(error, MissingConfigException):
         return ConfigError("MW803", f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")
