@@ -155,11 +155,19 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
 
     Raises:
         ConfigError: a glob of parallel.server.parameters matches nothing.
-        StrategyError: slices would need one another's values, or a buffer is written.
+        StrategyError: slices would need one another's values, a buffer is written, or parameters have several dtypes.
     """
     complete = lower(graph, plan, lowering.training_options(config))
     served = _served(config, complete)
     program, tables = _with_tables(complete, served)
+    trained = {one.spec.dtype: one.name for one in program.parameters if one.name in program.trainable_names}
+    if len(trained) > 1 or any(dtype.startswith("complex") for dtype in trained):
+        shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(trained.items()))
+        raise StrategyError(
+            "MW454",
+            f"parallel.mode = parameter_server: servers hold trained parameters of one dtype, real numbers, but {shown}"
+            ". Use parallel=data_parallel.",
+        )
     if program.updates:
         name = next(source.name for source in program.sources if source.id == program.updates[0][0])
         raise StrategyError(

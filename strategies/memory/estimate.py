@@ -204,7 +204,7 @@ class KnownBytes:
 
     Attributes:
         need: What the optimizer needs per element.
-        sizes: Elements of every trainable parameter.
+        sizes: Elements of every trainable parameter, as `need` counts them.
         zero: The stand-in for ZeRO, where there is any.
         persistent: What stays from step to step.
         joined: Bytes of the largest bucket of several gradients at stage 0.
@@ -214,7 +214,7 @@ class KnownBytes:
         tensors, self.need = local_tensors(program, "meta"), optimizer_need(program, settings)
         parameters = parameters_of(tensors)
         trained = [parameters[name] for name in program.trainable_names]
-        self.sizes = [one.numel() for one in trained]
+        self.sizes = [self.need.elements(one.numel(), one.dtype) for one in trained]
         self.zero: ZeroBuffers | ShardedBytes | None = None
         if trained and settings.native:
             self.zero = ShardedBytes(program, self.need, settings)

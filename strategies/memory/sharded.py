@@ -6,6 +6,8 @@ rank 0, whose parts have no more padding than any other's.
 
 from __future__ import annotations
 
+import torch
+
 from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
 from strategies.memory.zero import PersistentBytes
@@ -25,7 +27,7 @@ class ShardedBytes:
         self.buckets = sharded_buckets(program, groups, self.limit, self.stage, settings.complete)
         self.need = need
         self.updated = [
-            sum(one.count for one in ranges)
+            need.elements(sum(one.count for one in ranges), getattr(torch, bucket.dtype))
             for bucket in self.buckets
             for (group, _), ranges in bucket.of_units(0).items()
             if group != FROZEN

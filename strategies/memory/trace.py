@@ -231,7 +231,7 @@ def persistent_bytes(
         others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in parameters)
         return replace(persistent, parameters=persistent.parameters + others, buffers=persistent.buffers + workspaces)
     trained = [parameters[name] for name in program.trainable_names]
-    states = sum(int(one.numel() * need.kept) for one in trained)
+    states = sum(int(need.elements(one.numel(), one.dtype) * need.kept) for one in trained)
     masters = sum(FP32 * one.numel() for one in trained if one.element_size() < FP32)
     return PersistentBytes(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, workspaces)
 
@@ -347,7 +347,8 @@ class Trace:
         if zero is not None:
             update = zero.during_update()
         else:
-            update = gradients + self.need.during([self.parameters[name].numel() for name in program.trainable_names])
+            trained = [self.parameters[name] for name in program.trainable_names]
+            update = gradients + self.need.during([self.need.elements(one.numel(), one.dtype) for one in trained])
         peaks = {"forward": 0, "backward": 0, "update": update}
         for name, events in self.phases:
             peaks[name] = max(peaks[name], *(now for _, now in self.with_ahead(events)))

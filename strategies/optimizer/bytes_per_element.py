@@ -28,7 +28,8 @@ SIDE = 64
 class Need:
     """Bytes per element: `kept` between updates; while a tensor is updated, `alone` for it and `before` for the one
     before it, whose temporaries a loop may still hold; `together` of all tensors where one call updates them all;
-    `moved` is what its calls read and write. An update makes `calls` of operators, and `each` more per tensor."""
+    `moved` is what its calls read and write. An update makes `calls` of operators, and `each` more per tensor. An
+    element has `item` bytes."""
 
     kept: float
     alone: float
@@ -37,6 +38,12 @@ class Need:
     moved: float
     calls: float
     each: float
+    item: int
+
+    def elements(self, count: int, dtype: torch.dtype) -> int:
+        """The elements of `item` bytes that take as much as `count` of `dtype`, in fp32 or wider: complex numbers are
+        two."""
+        return count * torch.promote_types(dtype, torch.float32).itemsize // self.item
 
     def during(self, sizes: Sequence[int]) -> int:
         """Temporary bytes of an update of tensors with `sizes` elements, in this order."""
@@ -63,6 +70,7 @@ def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dt
         one.moved / elements,
         one.calls - per_tensor,
         per_tensor,
+        dtype.itemsize,
     )
 
 

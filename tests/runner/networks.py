@@ -389,6 +389,19 @@ class Product(nn.Module):
         return (functional.gelu(x @ w) + self.bias).square().mean()
 
 
+class Spectral(nn.Module):
+    """Weighs frequencies by complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES // 2 + 1, dtype=torch.complex64))
+        self.outer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weighed: Tensor = self.outer(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=FEATURES))
+        return weighed
+
+
 class TwoHeads(nn.Module):
     """Returns {"first", "second"}: two [rows, 4]. Has a non-persistent buffer and an unused parameter."""
 

@@ -174,7 +174,8 @@ def check_parameters(
         shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
         raise StrategyError(
             "MW451",
-            f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0.",
+            f"DeepSpeed's ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use "
+            "parallel.zero.engine=native, which offloads nothing (drop parallel.offload), or parallel.zero.stage=0.",
         )
 
 

@@ -263,6 +263,7 @@ def test_a_fault_that_never_happens_on_a_rank_is_refused(start, rank, phase):
         (("parallel=data_parallel", "world_size=4"), "MW205"),
         (("+model.args.norm=true",), "MW413"),
         (("loss.target=networks.SquaredLoss",), "MW413"),
+        (("model.target=networks.Spectral",), "MW454"),
     ],
 )
 def test_what_does_not_go_together_is_refused(start, words, code):

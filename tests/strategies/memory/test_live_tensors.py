@@ -87,11 +87,11 @@ def test_a_step_takes_the_same_without_numbers():
     [
         (
             lambda groups: torch.optim.SGD(groups, lr=0.1),
-            Need(0, 0, 0, 0, 12, 2, 1),  # two are read, one is written
+            Need(0, 0, 0, 0, 12, 2, 1, 4),  # two are read, one is written
         ),
-        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), Need(4, 0, 0, 0, 32, 2, 3)),
-        (lambda groups: torch.optim.AdamW(groups, lr=0.1), Need(8, 8, 4, 0, 80, 2, 10)),
-        (lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True), Need(8, 0, 0, 0, 32, 4, 0)),
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), Need(4, 0, 0, 0, 32, 2, 3, 4)),
+        (lambda groups: torch.optim.AdamW(groups, lr=0.1), Need(8, 8, 4, 0, 80, 2, 10, 4)),
+        (lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True), Need(8, 0, 0, 0, 32, 4, 0, 4)),
     ],
 )
 def test_memory_needs_of_an_optimizer(optimizer, need):
@@ -100,15 +100,17 @@ def test_memory_needs_of_an_optimizer(optimizer, need):
 
 def test_a_gpu_updates_all_at_once():
     need = needed(lambda groups: torch.optim.AdamW(groups, lr=0.1), torch.float32, "foreach")
-    assert need == Need(8, 0, 0, 4, 80, 12, 2)
+    assert need == Need(8, 0, 0, 4, 80, 12, 2, 4)
     assert need.during([10, 30]) == 160
-    assert Need(8, 8, 4, 0, 80, 2, 10).during([30, 10]) == 240
-    assert Need(8, 8, 4, 0, 80, 2, 10).during([30, 20]) == 280
+    assert Need(8, 8, 4, 0, 80, 2, 10, 4).during([30, 10]) == 240
+    assert Need(8, 8, 4, 0, 80, 2, 10, 4).during([30, 20]) == 280
+    dtypes = (torch.bfloat16, torch.float32, torch.complex64, torch.float64)
+    assert [Need(8, 8, 4, 0, 80, 2, 10, 4).elements(3, dtype) for dtype in dtypes] == [3, 3, 6, 6]
 
 
 def test_a_fused_kernel_needs_no_temporaries_on_a_gpu():
     for kind in (torch.optim.AdamW, torch.optim.Adam):
-        assert needed(partial(kind, lr=0.1), torch.float32, "fused") == Need(8, 0, 0, 0, 32, 4, 0)
+        assert needed(partial(kind, lr=0.1), torch.float32, "fused") == Need(8, 0, 0, 0, 32, 4, 0, 4)
     assert needed(partial(torch.optim.SGD, lr=0.1), torch.float32, "fused").moved == 16
     loop = needed(partial(torch.optim.Adagrad, lr=0.1, foreach=False), torch.float32, "fused")
     assert loop == needed(partial(torch.optim.Adagrad, lr=0.1), torch.float32)
