@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.build.targets import build
+from runner.build.targets import build, resolve
 from runner.config.schema import CALLBACKS, Config
 from runner.errors import ConfigError, allowed
 
@@ -23,6 +23,13 @@ def followed(config: Config) -> dict[str, str]:
     made = enumerate(callbacks(config).items())
     names = {f"train.callbacks[{n}] ({name})": getattr(one, "follows", None) for n, (name, one) in made}
     return {where: name for where, name in names.items() if name is not None}
+
+
+def copies(config: Config) -> int:
+    """How many copies of what the optimizer updates the callbacks keep. Raises ConfigError for an unknown target."""
+    forms = enumerate(config.train.callbacks)
+    made = (resolve(CALLBACKS.get(form.target, form.target), f"train.callbacks[{n}].target") for n, form in forms)
+    return sum(getattr(one, "copies", 0) for one in made)
 
 
 def callbacks(config: Config) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from runner.build import optimizers
+from runner.build import callbacks, optimizers
 from runner.build.modules import offload_of
 from runner.config.schema import Config
 from runner.planning import lowering
@@ -87,6 +87,7 @@ def settings_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerS
         device,
         config.zero_engine,
         complete,
+        copies=callbacks.copies(config),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import home
-from runner.build import optimizers
+from runner.build import callbacks, optimizers
 from runner.config.parallel import RecomputeForm
 from runner.config.schema import Config
 from runner.planning import lowering
@@ -69,7 +69,7 @@ def request_of(config: Config, world_size: int) -> Request:
         wanted_recompute(parallel.recompute),
         zero_stage=parallel.zero.known,
         zero_engine=config.zero_engine,
-        optimizer_state_factor=need.kept / MASTER,
+        optimizer_state_factor=need.kept / MASTER + callbacks.copies(config),
         optimizer_bytes=need.moved,
         overlap_gradients=lowering.overlaps_backward(config) and not parallel.pipeline.known,
         micro_batches=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),

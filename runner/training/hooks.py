@@ -144,9 +144,11 @@ class Callback:
         measures_norm: whether `grad_norm` is needed at every step.
         repeats: whether it may call `state.repeat`, for which the batch of a step is kept.
         follows: the result of the evaluations that it needs; a run without it is refused.
+        copies: how many copies it keeps of what the optimizer updates; predictions of memory count them.
     """
 
     follows: str | None = None
+    copies = 0
     ranks = "all"
     measures_norm = False
     repeats = False

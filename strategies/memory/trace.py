@@ -115,10 +115,11 @@ def without_updates(program: Program) -> Program:
 
 
 def optimizer_need(program: Program, settings: OptimizerSettings) -> Need:
-    """What the optimizer needs for the parameters of a program."""
+    """What the optimizer needs for the parameters of a program, with what callbacks keep of them."""
     owned = next((source.spec.dtype for source in program.parameters), "float32")
     wide = torch.promote_types(getattr(torch, owned), torch.float32)
-    return needed(settings.factory, wide, settings.kernels)
+    need = needed(settings.factory, wide, settings.kernels)
+    return replace(need, kept=need.kept + settings.copies * need.item)
 
 
 class _ShapeCommunicator(Communicator):

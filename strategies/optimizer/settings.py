@@ -30,7 +30,8 @@ class OptimizerSettings:
     `accumulate` are the micro-batches of a step. Stage 0 cuts gradients into buckets as `cut` says and adds them during
     backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number). `engine` is
     that of the stages from 1 on, `complete` how many elements stay complete at stage 3: of our own all together, of
-    DeepSpeed's those of a parameter that does, at most. A pipeline stage may run backward in two halves, `split`."""
+    DeepSpeed's those of a parameter that does, at most. A pipeline stage may run backward in two halves, `split`.
+    Callbacks keep `copies` of what is updated."""
 
     stage: int = 0
     factory: OptimizerFactory = torch.optim.SGD
@@ -44,6 +45,7 @@ class OptimizerSettings:
     engine: Engine = "deepspeed"
     complete: int = 0
     split: bool = False
+    copies: int = 0
 
     @property
     def limit(self) -> int | None:

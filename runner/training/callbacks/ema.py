@@ -33,6 +33,8 @@ class Ema(Callback):
         ValueError: decay out of its range.
     """
 
+    copies = 1
+
     def __init__(self, decay: float = 0.999, warmup: bool = False, evaluate: bool = True) -> None:
         if not 0 < decay < 1:
             raise ValueError(f"decay = {decay} must be between 0 and 1")

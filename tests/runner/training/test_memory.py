@@ -13,6 +13,7 @@ from runner.config.section import Section
 
 SOME_COMPLETE = "{reduce_bucket_size: 20000, stage3_model_persistence_threshold: 60000}"
 SMALL_COMPLETE = "{stage3_param_persistence_threshold: 20000}"
+AVERAGED = "train.callbacks=[{target: ema}]"
 
 
 class Limited(Section):
@@ -71,7 +72,7 @@ def test_auto_keeps_the_limit(command, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel.zero.stage=0", "parallel.recompute=full"),
+        ("parallel.zero.stage=0", "parallel.recompute=full", AVERAGED),
         pytest.param(
             ("parallel.zero.stage=2", "train.accumulate=2", "parallel.offload.optimizer=host"), marks=pytest.mark.slow
         ),
@@ -82,7 +83,7 @@ def test_auto_keeps_the_limit(command, tmp_path):
             (f"parallel.zero={{stage: 3, engine: deepspeed, options: {SMALL_COMPLETE}}}",), marks=pytest.mark.slow
         ),
         pytest.param(("parallel.zero.stage=1", "train.accumulate=2"), marks=pytest.mark.slow),
-        pytest.param(("parallel.zero.stage=2", "train.precision=bf16"), marks=pytest.mark.slow),
+        pytest.param(("parallel.zero.stage=2", "train.precision=bf16", AVERAGED), marks=pytest.mark.slow),
     ],
 )
 def test_real_ranks_take_what_was_predicted(start, words):
