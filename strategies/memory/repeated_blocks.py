@@ -40,7 +40,7 @@ from strategies.core.program import (
 from strategies.lowering.recompute import parts_of, region_of
 from strategies.memory.estimate import KnownBytes
 from strategies.memory.sharded import ShardedBytes
-from strategies.memory.trace import Events, Trace, Traced, TracedStep, on_shapes, trace, trace_step, without_updates
+from strategies.memory.trace import Events, Trace, Traced, TracedStep, on_shapes, trace, trace_step
 from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
@@ -268,15 +268,24 @@ def trace_repeated(
     `recorded` are the programs with few repetitions that were traced before: plans that recompute other numbers of
     layers share them."""
     uneven = settings.offload.activations != "none" or settings.complete  # some layers are complete, others not
-    program = without_updates(program)
-    if uneven or repeated_blocks(program) is None:
+    repeating = replace(program, updates=()) if program.updates else program
+    if uneven or repeated_blocks(repeating) is None:
         return trace(program, settings)
-    known = KnownBytes(program, settings)
+    known = KnownBytes(repeating, settings)
     if known.joined and settings.overlap and not slack:
         return trace(program, settings)
     recording = _Recordings(settings, known, {} if recorded is None else recorded)
-    traced = on_shapes(program, settings, lambda program, _: _extrapolated(program, recording))
-    return trace(program, settings) if traced is None else traced
+    traced = on_shapes(repeating, settings, lambda program, _: _extrapolated(program, recording))
+    if traced is None or _written(program) > slack * max(traced.peaks.values()):
+        return trace(program, settings)
+    return traced
+
+
+def _written(program: Program) -> int:
+    """Bytes of the new values of buffers, which wait for the end of forward."""
+    sources = {one.id: one.spec for one in program.sources}
+    written = [(sources[id], program.layouts[id]) for id, _ in program.updates]
+    return sum(one.item_bytes * layout.local_elements(one.shape, program.mesh) for one, layout in written)
 
 
 @dataclass(frozen=True)
@@ -304,7 +313,7 @@ class Traces:
     def _step(self, program: Program, settings: OptimizerSettings, signature: Hashable) -> TracedStep:
         key = _varying(replace(settings, complete=0)), signature
         if key not in self.steps:
-            self.steps[key] = trace_step(without_updates(program), settings)
+            self.steps[key] = trace_step(program, settings)
         return self.steps[key]
 
 

@@ -95,9 +95,8 @@ def trace(program: Program, settings: OptimizerSettings) -> Traced:
 
 
 def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
-    """`work` of a program without its updates, on tensors without numbers if that is possible, whether or not the user
-    has autograd look for anomalies, which are numbers."""
-    program = without_updates(program)
+    """`work` of a program on tensors without numbers if that is possible, whether or not the user has autograd look for
+    anomalies, which are numbers."""
     need = optimizer_need(program, settings)
     with torch.autograd.set_detect_anomaly(False):
         try:
@@ -107,11 +106,6 @@ def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Pro
         except NEEDS_NUMBERS:
             with without_a_batch():
                 return work(program, need)
-
-
-def without_updates(program: Program) -> Program:
-    """Writing into buffers stores nothing, and looks at memory that does not exist."""
-    return replace(program, updates=()) if program.updates else program
 
 
 def optimizer_need(program: Program, settings: OptimizerSettings) -> Need:

@@ -95,9 +95,9 @@ def store(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     It ends a step: every operator reads the old value of a buffer, and operators that need the new value take it as an
     operand. Autograd keeps no old value of a buffer that one device would not keep too.
     """
-    written = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    written = {buffer.untyped_storage()._cdata for buffer in buffers}  # tensors without numbers have no data_ptr
     with torch.no_grad():
-        fresh = [value.clone() if value.untyped_storage().data_ptr() in written else value for value in values]
+        fresh = [value.clone() if value.untyped_storage()._cdata in written else value for value in values]
         for buffer, value in zip(buffers, fresh, strict=True):
             buffer.copy_(value)
 

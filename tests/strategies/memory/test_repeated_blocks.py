@@ -272,6 +272,33 @@ def test_programs_that_repetitions_cannot_predict_are_traced():
     assert trace_repeated(program, settings) == trace(program, settings)
 
 
+class Averaged(nn.Module):
+    """A layer with the average of its weights in a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.register_buffer("average", torch.zeros(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.layer.weight, 0.1)
+        return x + torch.tanh(self.layer(x)) + x @ self.average
+
+
+def test_new_values_of_buffers_wait_for_the_end_of_forward():
+    """Here they are most of what forward takes, so the complete program is traced."""
+    rows = torch.zeros(4, 64, device="meta")
+    with torch.device("meta"):
+        net = nn.Sequential(*(Averaged(64) for _ in range(8)))
+    graph = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), (rows, rows), training=True).graph
+    program = lower(graph, make_plan(graph, Request("data_parallel", 2)), LoweringOptions(partial_loss=True))
+    assert repeated_blocks(replace(program, updates=())) is not None
+    found = trace_repeated(program, OptimizerSettings())
+    assert found == trace(program, OptimizerSettings())
+    assert found.peaks["forward"] >= 8 * 4 * 64 * 64
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_layers_of_two_plans_are_predicted_from_more_repetitions(contracted_only, share):
