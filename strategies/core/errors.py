@@ -65,11 +65,13 @@ class TooLarge(StrategyError):
 
 
 def closest(word: str, options: Iterable[str]) -> str:
-    """A sentence that lists `options` (at most twelve) and the one nearest to `word`, or nothing if there are none."""
+    """A sentence that lists `options` (at most twelve) and those within `word`, or else the one nearest to it; nothing
+    if there are no options."""
     known = list(dict.fromkeys(options))
     if not known:
         return ""
+    within = [one for one in known if one.startswith(f"{word}.")]
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
+    guess = f" {word} has {', '.join(within[:4])}." if within else f" Did you mean {near[0]!r}?" if near else ""
     shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return f" Known: {shown}.{guess}"
