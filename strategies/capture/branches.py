@@ -541,7 +541,7 @@ class _Merger:
             proxy.proxy.node = self._now(proxy.proxy.node)
         with _disable_current_modes(), beneath_tracing():
             for node in self.graph.nodes:
-                if _memory(node) in self.memory:  # which shows what it is a view of
+                if node.op == "call_function" and _memory(node) in self.memory:  # which shows what it is a view of
                     node.meta["val"] = inferred(self.graph, node.target, node.args, node.kwargs)
 
 

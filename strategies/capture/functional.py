@@ -29,7 +29,14 @@ CUMULATIVE = -1.0
 """The momentum that capture gives a batch normalization without one, which averages over all its batches."""
 UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"})
 """Operators that write running statistics although their schema does not say so, and that no module of torch calls."""
-OTHERWISE = {"normal_": "normal_functional"}
+OTHERWISE = {
+    "normal_": "normal_functional",
+    "__iand__": "bitwise_and",
+    "__ior__": "bitwise_or",
+    "__ixor__": "bitwise_xor",
+    "__ilshift__": "bitwise_left_shift",
+    "__irshift__": "bitwise_right_shift",
+}
 """In-place operators whose functional overload has another name."""
 LITERALS = frozenset({"lift_fresh", "lift_fresh_copy"})
 """Operators that return what `torch.tensor(numbers)` makes: in every step anew, whatever was written there."""
@@ -333,8 +340,6 @@ def _written_argument(target: OpOverload) -> str | None:
 def _functional_overload(target: OpOverload) -> OpOverload | None:
     """The operator that returns a new tensor with what `target` writes in place (or to `out`), or None."""
     space, _, name = target._schema.name.partition("::")
-    if name.startswith("__i") and name.endswith("__"):
-        name = f"__{name[3:]}"
     packet = getattr(getattr(torch.ops, space), OTHERWISE.get(name, name.removesuffix("_")), None)
     if packet is None:
         return None

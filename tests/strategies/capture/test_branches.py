@@ -207,10 +207,22 @@ def checked(model: Model, batches: int, draw: Any) -> float:
     return worst
 
 
+class Shown(Net):
+    """Views of a parameter, anew on every side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[:2].mean(1) > 0
+        if not kept[0]:
+            x = x + x * self.a.bias[None, :]
+        if not kept[1]:
+            x = x + x * self.a.bias[None, :]
+        return self.b(self.a(x))
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "net",
-    [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Placed, Nested],
+    [Clamped, Guarded, Numbers, Breaking, Initialized, Assigned, Centers, Regions, Masked, Placed, Nested, Shown],
     ids=lambda n: n.__name__,
 )
 def test_trains_like_the_model_on_every_batch(draw: Any, net: type[nn.Module]) -> None:

@@ -200,6 +200,18 @@ def queue(net: Net, x: Tensor) -> Tensor:
     return h @ net.table.t()
 
 
+def combined(net: Net, x: Tensor) -> Tensor:
+    """Operators with an equals sign, between truths and between integers."""
+    mask, other, bits = x > -1, x < 1, (4 * x).long()
+    mask &= other
+    other |= mask
+    other ^= x > 0
+    bits <<= 1
+    bits >>= other.long()
+    bits &= 7
+    return net.dense(x).masked_fill(mask, 0.5) * bits
+
+
 def normed(net: Net, x: Tensor) -> Tensor:
     return net.norm(net.dense(x)) + net.norm(x)
 
@@ -266,7 +278,7 @@ BODIES = [
     adapted, advantages, literals,
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowed, other_names, out_argument, parts_of_complex,
     counting, moving_average, shown_between_writes, following, detached, exchanged, copied, assigned, swapped,
-    queue, normed, batch_in_place, data,
+    queue, combined, normed, batch_in_place, data,
 ]  # fmt: skip
 
 
