@@ -141,7 +141,10 @@ class _Rewriting:
         parameter = self.kinds.get(base_tensor.name) == "parameter"  # whose writes are refused below
         if op_of(view) == "detach" and not parameter and self._needs_gradient(self.read(base_tensor)):
             raise StrategyError("MW903", _unknown_to_gradient(writer, "through a detached tensor", "to a clone of it"))
-        complete = _put_back(self.graph, writer, view, piece, self.read(above), value)
+        known = value
+        if op_of(view) == "detach" and self._needs_gradient(value):  # only the detached tensor has its gradient
+            known = call(self.graph, writer, aten.detach.default, value)
+        complete = _put_back(self.graph, writer, view, piece, self.read(above), known)
         self._write(above, complete, writer)
         self.seen[node] = self.version[self._base_of(node)], value
 

@@ -291,7 +291,7 @@ class _Unasked(TorchFunctionMode):
             if _same(*args) and args[0].stride() == args[1].stride():  # `w.data = w.data.to(dtype)`
                 return None
             with torch.no_grad():
-                return args[0].copy_(args[1])
+                return args[0].copy_(args[1].detach())
         return function(*args, **(kwargs or {}))
 
 
