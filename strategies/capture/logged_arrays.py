@@ -1,7 +1,7 @@
 """Arrays that a forward makes of tensors (`h.detach().cpu().numpy()`) for a log alone, while it is traced.
 
 What has no values while it is traced may be stored, printed, and computed with, to nothing but such again. Whoever asks
-for a number, or makes a tensor of it, decides by values.
+for a number, or makes a tensor of it, decides by values. Lengths by which a sequence is packed may be an array.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from torch import Tensor
 
 
 class LoggedArray:
-    """Stands for an array, or a number that is computed from one. Raises RuntimeError where a number is asked for."""
+    """Stands for an array, or a number that is computed from one. Raises RuntimeError where a number is asked for.
+
+    Attributes:
+        tensor: the one of which it is the array; None where it is computed.
+    """
+
+    def __init__(self, tensor: Tensor | None = None) -> None:
+        self.tensor = tensor
 
     def _same(self, *others: Any, **_: Any) -> LoggedArray:
         if any(isinstance(one, Tensor) for one in others):
             self._refuse()
-        return self
+        return LoggedArray()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"a {type(self).__name__} has no values")
@@ -25,7 +32,7 @@ class LoggedArray:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self
+        return LoggedArray()
 
     def __format__(self, form: str) -> str:
         return "?"

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 
 from strategies.capture.constants import number, values_of
+from strategies.capture.logged_arrays import LoggedArray
 from strategies.capture.masked import SELECTIONS, equal_masks
 from strategies.capture.nodes import forwards_wrapped, proxy_mode, replaced, users_line
 from strategies.core.errors import StrategyError
@@ -124,6 +125,8 @@ class SequenceOrder:
 
 
 def _pack(input: Tensor, lengths: Any, batch_first: bool, enforce_sorted: bool) -> PackedAsPadded:
+    if isinstance(lengths, LoggedArray) and lengths.tensor is not None:
+        lengths = lengths.tensor
     if any(isinstance(one, torch.SymInt) for one in lengths):  # of Tensor.tolist
         lengths = torch.stack([torch.full((), one, dtype=torch.int64) for one in lengths])
     lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)

@@ -265,7 +265,7 @@ class _Unasked(TorchFunctionMode):
         if function in WITHOUT_QUESTIONS:
             return WITHOUT_QUESTIONS[function](*args, **(kwargs or {}))
         if function is Tensor.numpy and traced(args[0])[0] is not None:
-            return LoggedArray()
+            return LoggedArray(args[0])
         if function is functional.embedding_bag:
             return embedding_bag(*args, **(kwargs or {}))
         if name in CLASSES:

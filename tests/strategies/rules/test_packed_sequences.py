@@ -39,7 +39,8 @@ class Sequences(nn.Module):
 
 
 def classified(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    _, (h, c) = net.layer(pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False))
+    """By an array of lengths."""
+    _, (h, c) = net.layer(pack_padded_sequence(x, lengths.cpu().numpy(), batch_first=True, enforce_sorted=False))
     return torch.cat((h, c))
 
 
