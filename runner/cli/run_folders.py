@@ -25,6 +25,8 @@ FILES = (CONFIG_FILE, "plan.json", "run.json", "metrics.jsonl", "restarts.jsonl"
 """Files that a command or its ranks read or write."""
 EARLIER = (lineage.FILE, "plan.json")
 """Files about the earlier run in a folder, which a refused run restores."""
+START = "start"
+"""Of the folder for what a command prepares; see `own_folder`."""
 ROOM = 1 << 16
 """Bytes that must fit, so that a full disk is noticed before anything starts."""
 
@@ -102,19 +104,21 @@ def remove_if_unused(run_dir: Path) -> None:
 @contextmanager
 def without_trace(config: Config, run_dir: Path) -> Iterator[None]:
     """Leave `run_dir` as it was before the block if the block raises ConfigError or StrategyError: wrong input may show
-    only after the first files are written, because some of it is found in the ranks. Where other commands start their
-    ranks by hand, the one of rank 0 leaves folders to them, and the others remove nothing."""
+    only after the first files are written, because some of it is found in the ranks. Other commands of the same run,
+    started by hand, may use the folder: then that of rank 0 leaves them the folders in it, and the others all."""
     before = set(run_dir.iterdir())
     contents = {file: file.read_bytes() for name in EARLIER if (file := run_dir / name).is_file()}
     try:
         yield
     except (ConfigError, StrategyError):
-        if not lineage.leads(config):
+        leads, now = lineage.leads(config), set(run_dir.iterdir())
+        others = config.launch.by_hand and any(one.name.startswith(f".{START}-") for one in now)
+        if not leads and (others or (run_dir / occupancy.FILE).exists()):
             raise
-        for path in set(run_dir.iterdir()) - before:
+        for path in now - before:
             if not path.is_dir():
                 path.unlink()
-            elif not config.launch.by_hand:
+            elif not others:
                 shutil.rmtree(path)
         for file, content in contents.items():
             file.write_bytes(content)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from runner import launch
-from runner.cli.run_folders import without_trace
+from runner.cli.run_folders import START, without_trace
 from runner.config.parallel import Parallel
 from runner.config.schema import Config
 from runner.launch.launchers.start import make_ready, start
@@ -25,7 +25,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     """
     launch.warm()
     config = without_training(config)
-    with without_trace(config, run_dir), own_folder(run_dir, "start") as folder:
+    with without_trace(config, run_dir), own_folder(run_dir, START) as folder:
         ready = make_ready(config, run_dir, folder)
         found = start("runner.commands.entries:predict_prepared", ready, config, run_dir, {"folder": str(folder)})
     rate = found["rows"] / found["seconds"]

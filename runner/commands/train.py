@@ -14,7 +14,7 @@ from typing import Any
 
 from runner import launch
 from runner.cli.arguments import DRY_RUN
-from runner.cli.run_folders import remove_if_unused, without_trace
+from runner.cli.run_folders import START, remove_if_unused, without_trace
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed, Stopped
 from runner.launch import logs
@@ -46,7 +46,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     with (
         logs.console_may_close(),
         without_trace(config, run_dir),
-        own_folder(run_dir, "start") as folder,
+        own_folder(run_dir, START) as folder,
         offload_folder(config, run_dir) as offload,
     ):
         payload = {"folder": str(folder), "marks": marks, "offload": offload}

@@ -75,15 +75,20 @@ def test_a_folder_in_use_is_refused(command, tmp_path, verb):
     ("words", "left"),
     [
         ((), {"kept"}),
-        (("launch.rank=0",), {"checkpoints", "kept"}),
-        (("launch.rank=1",), {"checkpoints", "kept", "plan.json"}),
+        (("launch.rank=0",), {"kept"}),
+        (("launch.rank=1",), {"kept"}),
+        (("launch.rank=1", ".lock"), {".lock", "checkpoints", "kept", "plan.json"}),
+        (("launch.rank=1", ".start-7-a"), {".start-7-a", "checkpoints", "kept", "plan.json"}),
+        (("launch.rank=0", ".start-7-a"), {".start-7-a", "checkpoints", "kept"}),
     ],
 )
 def test_a_refused_command_removes_what_is_its_own(tmp_path, words, left):
-    """Commands that start their ranks by hand share the folder, and only that of rank 0 has locked it."""
+    """Commands that start their ranks by hand may share the folder: that of rank 0 has locked it, and others that wait
+    have folders there."""
     hosts = ("launch=rank_table", "launch.hosts=[127.0.0.1:1,127.0.0.2:1]", "launch.port=29543", "world_size=2")
-    config = compose_config("+recipe=data_parallel", *(hosts if words else ()), *words)
-    (tmp_path / "kept").touch()
+    config = compose_config("+recipe=data_parallel", *(hosts if words else ()), *words[:1])
+    for name in ("kept", *words[1:]):
+        (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="refused"), without_trace(config, tmp_path):
         (tmp_path / "plan.json").touch()
         (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
