@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, default_collate
 from runner.build import targets
 from runner.data.lines import tensors_of
 from runner.data.row_seeds import EVALUATION, row_seeds, unseeded, watched
-from runner.data.streams import Stream, numbered
+from runner.data.streams import Stream, numbered, own
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
 
@@ -163,7 +163,7 @@ def global_batch(
         for row in rows:
             begin(row)
             try:
-                samples.append(dataset[row])
+                samples.append(own(dataset[row]))
             except ConfigError:
                 raise
             except Exception as error:

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy
@@ -23,6 +23,11 @@ from runner.errors import ConfigError
 
 EVERY = 10.0
 """Seconds between lines of progress while samples are counted."""
+
+
+def own(sample: Any) -> Any:
+    """A sample to whose entries a collate may assign: others read the same one again."""
+    return copy(sample) if isinstance(sample, dict | list) else sample
 
 
 class Stream:
@@ -87,7 +92,7 @@ class Stream:
         Raises ConfigError: the stream ends too early, or yields nothing. Exceptions of the dataset are passed on.
         """
         if index in self._recent:
-            return self._recent[index]
+            return own(self._recent[index])
         if index < self._next:
             self._begin(0 if self._length is None else self._epoch)
         while True:
@@ -99,7 +104,7 @@ class Stream:
                     sample = self._recent[index] = sample if self._convert is None else self._convert(sample)
                 if len(self._recent) > self._window:
                     self._recent.popitem(last=False)
-                return sample
+                return own(sample)
 
     def _begin(self, epoch: int, first: int = 0) -> None:
         """A new pass, whose first sample has the number `first`."""

@@ -54,6 +54,20 @@ def test_random_numbers_follow_from_the_sample():
     assert random.getstate() == state
 
 
+def popping(samples):
+    return torch.stack([sample.pop("x") for sample in samples])
+
+
+@pytest.mark.parametrize("of", [list, lambda rows: Stream(rows, "rows")], ids=["dicts", "stream"])
+def test_a_collate_may_take_samples_apart(of):
+    """A trial of it changes no sample that is read again."""
+    rows = [{"x": torch.full((2,), float(row))} for row in range(3)]
+    dataset = of(rows if of is list else (dict(row) for row in rows))
+    for _ in range(2):
+        assert torch.equal(global_batch(dataset, popping, [0, 1]), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    assert [*dataset[1]] == ["x"]
+
+
 def test_the_last_samples_can_be_read_again_without_another_pass():
     passes = []
 
