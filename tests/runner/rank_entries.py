@@ -73,6 +73,8 @@ def hang() -> None:
 
 
 def fail_everywhere(rank: RankContext, payload: None) -> None:
+    dist.barrier()
+    time.sleep(0.3)  # a rank that ends while another one connects would break its start
     raise ValueError("nobody can do this")
 
 
