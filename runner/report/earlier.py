@@ -67,7 +67,8 @@ class Reports:
         self.run_dir, self.folder = run_dir, _folder(config)
         self.opened, self.sought, self.said = set[str](), set[str](), list[str]()
         if self.folder is not None:
-            self.key = hashlib.sha256(repr(_question(config)).encode()).hexdigest()[:32]
+            question = *PlanReport.__annotations__, _question(config)  # other versions keep other entries
+            self.key = hashlib.sha256(repr(question).encode()).hexdigest()[:32]
 
     def find(self) -> PlanReport | None:
         """One whose files are as they were."""

@@ -11,6 +11,7 @@ from composing import compose_config
 
 from runner.commands import plan as planning
 from runner.planning import joint
+from runner.report.earlier import PlanReport
 
 NET = """
 from torch import nn
@@ -64,6 +65,15 @@ def test_report_is_found_until_a_file_changes(planned, tmp_path):
     assert not planned("e", *described)[2]
     (tmp_path / "own_net").mkdir()
     assert planned("f", *described)[2]
+
+
+def test_reports_of_another_version_are_not_looked_at(planned, monkeypatch):
+    described = ("cluster=dgx_h100", "world_size=4", "data.batch_size=64")
+    with monkeypatch.context() as before:
+        before.setattr(PlanReport, "__annotations__", {"text": "str"})
+        planned("a", *described)
+    _, text, anew = planned("b", *described)
+    assert anew and "cannot be used" not in text
 
 
 @pytest.mark.slow
