@@ -86,15 +86,18 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     weights = {("weight", name): value for name, value in differences(buffers, written).items()}
     comparison = Comparison(gap, found | weights, limit, 1, small=below(theirs["gradients"], SMALL))
     magnified = comparison.may_be_rounding and tolerance is None
+    kind: str = precision
     if magnified and precision == "fp64" and (less := computes_in_less(planned.prepared.graph)) is not None:
-        limit = TOLERANCE[less[0]]
-        gap, found = of_step(ours, theirs, limit, ROUNDING[less[0]])
+        kind = less[0]
+        limit, rounding = TOLERANCE[kind], ROUNDING[kind]
+        gap, found = of_step(ours, theirs, limit, rounding)
         comparison = Comparison(gap, found | weights, limit, 1)
-    elif magnified and precision == "fp64" and comparison.worst <= MAGNIFIED_FP64:
+        magnified = comparison.may_be_rounding
+    if magnified and precision == "fp64" and (kind == "fp32" or comparison.worst <= MAGNIFIED_FP64):
         near = Eager(duplicate(planned.step_of(module)).train())
-        nudge(near)
+        nudge(near, kind)
         distance = of_step(_trained(_on_one_device(near, tensors, key), ours), theirs, limit, rounding)[1]
-        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=precision)
+        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=kind)
     elif magnified and precision in FINER:
         widen = methodcaller("double" if FINER[precision] == "fp64" else "float")
         exact = Eager(widen(duplicate(planned.step_of(module)).train()), single_draws=True)
@@ -103,7 +106,9 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         zero = below(truth["gradients"], ROUNDING[FINER[precision]])
         gap, found = of_step(ours, theirs, limit, rounding, zero)
         distance = of_step(theirs, truth, limit, rounding, zero)[1]
-        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=precision)
+        comparison = Comparison(
+            gap, found | weights, limit, 1, rounding=distance, precision=precision, finer=FINER[precision]
+        )
     if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
         first = first_not_finite(lambda: eager(*(tensor.clone() for tensor in tensors), key=key).backward())
         where = "" if first is None else f": the first {first[2]} is made in {first[1]} at {first[0]}"

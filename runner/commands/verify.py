@@ -38,6 +38,7 @@ from runner.report.comparison import (
     LOSS,
     MAGNIFIED,
     MAGNIFIED_FP64,
+    NEIGHBOUR,
     ROUNDING,
     SMALL,
     TIMES,
@@ -107,21 +108,24 @@ def run(config: Config, run_dir: Path) -> float | None:
             print(f"verify: gradients of step {overflowed} overflow in fp16, so they are not compared", flush=True)
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision], published)
         magnified = comparison.may_be_rounding and config.verify.tolerance is None
+        kind: str = precision
         if magnified and precision == "fp64" and (less := computes_in_less(prepared.graph)) is not None:
             kind, where = less
+            tolerance = TOLERANCE[kind]
             print(
-                f"verify: a difference is beyond {tolerance:g}, but the model itself computes in {kind} in "
+                f"verify: a difference is beyond {TOLERANCE[precision]:g}, but the model itself computes in {kind} in "
                 f"{where}; compared as that",
                 flush=True,
             )
-            comparison = compare(ours, theirs, TOLERANCE[kind], ROUNDING[kind], published)
-        elif magnified and (precision in FINER or comparison.worst <= MAGNIFIED_FP64):
+            comparison = compare(ours, theirs, tolerance, ROUNDING[kind], published)
+            magnified = comparison.may_be_rounding
+        if magnified and (precision in FINER or kind == "fp32" or comparison.worst <= MAGNIFIED_FP64):
             finer = FINER.get(precision)
             other = "with neighbouring weights" if finer is None else f"in {finer}"
             print(f"verify: a difference is beyond {tolerance:g}; now the same on one process {other}", flush=True)
             try:
                 if finer is None:
-                    fine = replace(reference, nudged=True)
+                    fine = replace(reference, nudged=kind)
                 else:
                     fine = prepare(_changed(reference.config, train={"precision": finer}), None, say=lambda _: None)
                     fine = replace(fine, single_draws=True)
@@ -130,11 +134,12 @@ def run(config: Config, run_dir: Path) -> float | None:
                 zero = frozenset[str]()
                 if finer is not None:
                     zero = frozenset.intersection(*(below(one["gradients"], ROUNDING[finer]) for one in _steps(exact)))
-                comparison = compare(ours, theirs, tolerance, ROUNDING[precision], published, zero)
-                rounding = compare(theirs, exact, tolerance, ROUNDING[precision], published, zero).differences
-                comparison = replace(comparison, rounding=rounding, precision=precision)
+                comparison = compare(ours, theirs, tolerance, ROUNDING[kind], published, zero)
+                rounding = compare(theirs, exact, tolerance, ROUNDING[kind], published, zero).differences
+                comparison = replace(comparison, rounding=rounding, precision=kind, finer=finer)
             except (ConfigError, StrategyError, RunFailed) as error:
-                comparison = replace(comparison, unmeasured=str(error).partition("\n")[0], precision=precision)
+                unmeasured = str(error).partition("\n")[0]
+                comparison = replace(comparison, unmeasured=unmeasured, precision=kind, finer=finer)
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
     print(table(comparison))
     if not comparison.passed:
@@ -142,7 +147,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             "MW731",
             f"verify: the sharded run differs from one process beyond {comparison.tolerance:g} (see the table above "
             f"and {run_dir / 'verify.json'}). `run explain` shows how each operator is sliced."
-            + _about_rounding(comparison, precision),
+            + _about_rounding(comparison),
         )
     return comparison.worst
 
@@ -198,13 +203,13 @@ def _check_finite(sharded: RunFailed | None, alone: RunFailed | None) -> None:
         raise RunFailed("MW731", f"verify: not finite in the sharded run alone; on one process all is. {sharded}")
 
 
-def _about_rounding(comparison: Comparison, precision: str) -> str:
+def _about_rounding(comparison: Comparison) -> str:
     if comparison.rounding is not None:
         return (
             f" It is more than {TIMES:g} times the distance of one process from its own "
-            f"{FINER.get(precision, 'with neighbouring weights')}, so it is not rounding alone."
+            f"{comparison.finer or NEIGHBOUR}, so it is not rounding alone."
         )
-    if precision == "fp64" or comparison.worst >= MAGNIFIED:
+    if comparison.precision == "fp64" or comparison.worst >= MAGNIFIED:
         return ""
     text = (
         " Networks that magnify rounding (batch norms over few samples, relus near zero) differ by that much from "
@@ -212,8 +217,10 @@ def _about_rounding(comparison: Comparison, precision: str) -> str:
     )
     if comparison.unmeasured is None:
         return text + "train.precision=fp64 shows which it is."
-    finer = FINER[precision]
-    return text + f"by how much this one does is not known, because it does not run in {finer}: {comparison.unmeasured}"
+    return (
+        f"{text}by how much this one does is not known, because it does not run in {comparison.finer}: "
+        f"{comparison.unmeasured}"
+    )
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, strided
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from runner.build import targets
 from runner.data.lines import tensors_of
@@ -95,14 +95,14 @@ def build_dataset(
     convert = None
     if type(dataset).__module__.partition(".")[0] == "datasets":
         dataset, convert = _of_huggingface(dataset, target, what)
-    if isinstance(dataset, IterableDataset) or _only_iterated(dataset):
+    if _only_iterated(dataset):
         return Stream(dataset, target, seed=seed, window=window, convert=convert)
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-    if lacking:
-        kind = type(dataset).__name__
+    cause = _without_rows(dataset) or (f"without {' and '.join(lacking)}" if lacking else "")
+    if cause:
         raise ConfigError(
             "MW305",
-            f"{what}.target = {target!r} makes a {kind} without {' and '.join(lacking)}; a dataset with len() and "
+            f"{what}.target = {target!r} makes a {type(dataset).__name__} {cause}; a dataset with len() and "
             "dataset[i], or one that can be iterated again and again, is needed.",
         )
     try:
@@ -117,8 +117,24 @@ def build_dataset(
     return checked
 
 
+def _without_rows(dataset: Any) -> str:
+    """Why dataset[i] is no sample, for objects that people have at hand; else nothing."""
+    if isinstance(dataset, DataLoader):
+        return "of batches, where samples are needed: return its dataset (data.batch_size, data.workers load it)"
+    if hasattr(dataset, "iloc"):
+        return "whose dataset[i] is a column: return its rows, such as frame.to_dict('records')"
+    columns = type(dataset) is tuple and all(isinstance(one, Tensor) and one.dim() for one in dataset)
+    if columns and len({len(one) for one in dataset}) == 1 and len(dataset) < len(dataset[0]):
+        return "of columns: return torch.utils.data.TensorDataset(*columns)"
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        return "of columns: return its rows, a list of dicts"
+    return ""
+
+
 def _only_iterated(dataset: Any) -> bool:
-    return isinstance(dataset, Iterable) and not isinstance(dataset, Iterator) and not hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset | Iterator | DataLoader) or hasattr(dataset, "__getitem__"):
+        return isinstance(dataset, IterableDataset)
+    return isinstance(dataset, Iterable)
 
 
 def _of_huggingface(dataset: Any, target: str, what: str) -> tuple[Any, Callable[[Any], Any] | None]:

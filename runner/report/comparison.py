@@ -68,9 +68,9 @@ def _to_json(differences: Differences) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The content of verify.json. `rounding` is the distance of the reference in `precision` from its `FINER` run, in
-    fp64 from one with neighbouring weights, where it was measured, and `unmeasured` says why it could not be; gradients
-    of the reference that are `small` may cancel out."""
+    """The content of verify.json. `rounding` is the distance of the reference, which computes in `precision`, from its
+    run in the `finer` one, without one from a run with neighbouring weights, where it was measured, and `unmeasured`
+    says why it could not be; gradients of the reference that are `small` may cancel out."""
 
     loss_max_abs_diff: float
     differences: Differences
@@ -80,6 +80,7 @@ class Comparison:
     unmeasured: str | None = None
     small: Set[str] = frozenset()
     precision: str = "fp32"
+    finer: str | None = None
 
     def own(self, key: tuple[str, str]) -> float:
         """The reference's own rounding; 0 where it was not measured."""
@@ -209,7 +210,7 @@ def _finite(value: float) -> float:
 def table(comparison: Comparison) -> str:
     """The verdict and the worst offenders."""
     verdict, differences = "passed" if comparison.passed else "FAILED", comparison.differences
-    finer = FINER.get(comparison.precision, NEIGHBOUR)
+    finer = comparison.finer or NEIGHBOUR
 
     def shown(key: tuple[str, str]) -> str:
         text = f"{differences[key]:.2e}"

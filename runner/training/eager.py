@@ -60,14 +60,15 @@ class Eager(nn.Module):
         return _Current(self)
 
 
-def nudge(module: nn.Module) -> None:
+def nudge(module: nn.Module, precision: str) -> None:
     """Multiply every parameter of a module in fp64 by 1 + 2**-50 or 1 - 2**-50, at random: four neighbouring numbers,
-    by which sums of some 16 terms differ in another order."""
+    by which sums of some 16 terms differ in another order. One that computes in fp32 in between: by 1 +- 2**-21."""
+    distance = 4 * torch.finfo(torch.float32 if precision == "fp32" else torch.float64).eps
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
             signs = 2 * torch.randint(2, parameter.shape, generator=draw, dtype=torch.float64) - 1
-            parameter.mul_(1 + 2.0**-50 * signs.to(parameter.device))
+            parameter.mul_(1 + distance * signs.to(parameter.device))
 
 
 class _Current(Mapping[str, Tensor]):

@@ -286,8 +286,8 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
         step = step.weighed(len(prepared.means))
     module = eager.Eager(step, single_draws=prepared.single_draws)
     eager.start_from(module, weights.read_all(folder / WEIGHTS))
-    if prepared.nudged:
-        eager.nudge(module)
+    if prepared.nudged is not None:
+        eager.nudge(module, prepared.nudged)
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})
     tensors, blocks = module.tensors(), _blocks(prepared, program, 0)

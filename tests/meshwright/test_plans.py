@@ -312,18 +312,39 @@ def test_verify_says_what_is_not_finite_on_one_device(scale: float, what: str) -
 
 
 class Magnifying(nn.Module):
-    """Magnifies the order of a sum a million times, as deep networks of batch norms over few rows do."""
+    """Magnifies the order of a sum, as deep networks of batch norms over few rows do, in `precision`."""
+
+    def __init__(self, times: float, precision: torch.dtype) -> None:
+        super().__init__()
+        self.times, self.precision = times, precision
 
     def forward(self, x: Tensor) -> Tensor:
-        return (1e6 * x).sin()
+        return (self.times * x.to(self.precision)).sin().to(x.dtype)
 
 
-@pytest.mark.parametrize(("wrong", "passes"), [(0.0, True), (1e-11, False)])
-def test_verify_allows_what_fp64_itself_magnifies(monkeypatch: pytest.MonkeyPatch, wrong: float, passes: bool) -> None:
+class InPrecision(nn.Linear):
+    """A layer that computes in single precision, whatever its weights are in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.float(), self.weight.float(), self.bias.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("layer", "magnifying", "wrong", "passes"),
+    [
+        (nn.Linear, Magnifying(1e6, torch.float64), 0.0, True),
+        (nn.Linear, Magnifying(1e6, torch.float64), 1e-11, False),
+        (InPrecision, Magnifying(1e3, torch.float32), 0.0, True),
+        (InPrecision, Magnifying(1e3, torch.float32), 1e-2, False),
+    ],
+)
+def test_verify_allows_what_rounding_itself_magnifies(
+    monkeypatch: pytest.MonkeyPatch, layer: type[nn.Linear], magnifying: Magnifying, wrong: float, passes: bool
+) -> None:
     from meshwright import proof
 
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 4), Magnifying()).double()
+    module = nn.Sequential(layer(64, 4), magnifying).double()
     batch = torch.randn(8, 64).double(), points()[1]
     plan = meshwright.from_tp_plan({"0": "rowwise"}, module, batch, mesh=2, loss=nn.MSELoss())
     real = proof._on_simulated_ranks

@@ -251,6 +251,8 @@ def test_errors_in_user_code_are_reported() -> None:
 
 
 DATASETS = """
+import torch
+
 class Plain(list):
     def __init__(self, rows=2):
         super().__init__(range(rows))
@@ -270,6 +272,18 @@ class Folder(Plain):
 class Lazy(Plain):
     def __len__(self):
         raise NotImplementedError("no length yet")
+
+class Table(Plain):
+    iloc = None
+
+def batches():
+    return torch.utils.data.DataLoader([1, 2, 3])
+
+def columns():
+    return torch.zeros(9, 2), torch.zeros(9)
+
+def named():
+    return {"x": torch.zeros(9, 2)}
 """
 
 
@@ -289,6 +303,10 @@ def own_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("Plain", {}, "here", r"data\.path = 'here', but datasets_of_mine\.Plain takes no argument 'path'"),
         ("Plain", {"row": 1}, None, "takes no argument 'row'"),
         ("Once", {}, None, "makes a Once without __len__ and __getitem__"),
+        ("batches", {}, None, "makes a DataLoader of batches"),
+        ("Table", {}, None, "makes a Table whose .* is a column"),
+        ("columns", {}, None, "makes a tuple of columns"),
+        ("named", {}, None, "makes a dict of columns"),
         ("Folder", {}, "absent", "FileNotFoundError.*absent"),
         ("Folder", {"path": "a"}, "b", r"data\.path and data\.args\.path are both set"),
         ("Lazy", {}, None, "length of datasets_of_mine.Lazy cannot be had: NotImplementedError: no length yet"),
