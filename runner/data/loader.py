@@ -132,9 +132,10 @@ def _without_rows(dataset: Any) -> str:
 
 
 def _only_iterated(dataset: Any) -> bool:
-    if isinstance(dataset, IterableDataset | Iterator | DataLoader) or hasattr(dataset, "__getitem__"):
-        return isinstance(dataset, IterableDataset)
-    return isinstance(dataset, Iterable)
+    if isinstance(dataset, IterableDataset):
+        return True
+    refused = isinstance(dataset, Iterator | DataLoader)
+    return isinstance(dataset, Iterable) and not refused and not hasattr(dataset, "__getitem__")
 
 
 def _of_huggingface(dataset: Any, target: str, what: str) -> tuple[Any, Callable[[Any], Any] | None]:

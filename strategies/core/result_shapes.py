@@ -20,6 +20,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from strategies.core.lstm_workspace import LAYER, with_workspace
+
 MOST = 1 << 16
 """Calls that are remembered; then all are forgotten."""
 WRITES_NUMBERS = frozenset(("add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"))
@@ -52,11 +54,11 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence
     """`func(*args, **kwargs)` on tensors of `mode`, of which `given` are all. Where torch's cache is off, because
     memory is given away meanwhile and a remembered view would make it anew, nothing is remembered here either."""
     if not mode.cache_enabled or not _plain(func):
-        return func(*args, **kwargs)
+        return _called(func, args, kwargs)
     try:
-        key = func, _key(args, func.is_view), _key(tuple(kwargs.items()))
+        key = func, _key(args, func.is_view), _key(tuple(kwargs.items())), torch.get_default_dtype()
     except _NotPlain:
-        return func(*args, **kwargs)
+        return _called(func, args, kwargs)
     known = _known.get(key)
     if known is _FIRST:
         return args[0]
@@ -65,12 +67,17 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence
         with no_dispatch():
             cached = [None if one is None else _new(one, given, mode) for one in made]
         return cached[0] if kind is None else kind(cached)
-    results = func(*args, **kwargs)
+    results = _called(func, args, kwargs)
     if key not in _known:
         if len(_known) >= MOST:
             forget()
         _known[key] = _FIRST if results is args[0] else _remembered(results, given)
     return results
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    results = func(*args, **kwargs)
+    return with_workspace(results, args) if func is LAYER and args[-1] else results
 
 
 def forget() -> None:
