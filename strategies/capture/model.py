@@ -142,11 +142,15 @@ class Objective(nn.Module):
             output = self.model(*inputs.values())
         else:
             output = self.model(**inputs)
-        return (
-            output
-            if self.loss is None
-            else self.loss(output, *(batch[name] for name in self.names if name in self.targets))
-        )
+        targets = (batch[name] for name in self.names if name in self.targets)
+        return output if self.loss is None else self._loss_of(output, *targets)
+
+    def _loss_of(self, *given: Any) -> Any:
+        assert self.loss is not None
+        return self.loss(*given)
+
+
+OF_LOSS = Objective._loss_of.__code__
 
 
 def _check_calls(objective: Objective) -> None:
@@ -535,4 +539,9 @@ def _capture_failure(error: BaseException) -> str:
             "shape, so it is not one graph; compute it outside of the model, or with an operator of fixed shape."
         )
     what = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
-    return f"The model or its loss failed on the example batch{where} ({what})."
+    given = [frame.f_locals["given"] for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is OF_LOSS]
+    if given:
+        output, *targets = map(_described, given[-1])
+        beside = f" and {', '.join(targets)}" if targets else ""
+        return f"The loss failed on the model's output, {output},{beside}{where} ({what})."
+    return f"The model failed on the example batch{where} ({what})."

@@ -37,13 +37,17 @@ BAD = [
     ((*QUICK, "model.target=models.ffn.FFN"), "models.ffn.FFN needs 'sizes'; set model.args.sizes=VALUE"),
     ((*PARALLEL, "model.target=faults.Raises"), "(ValueError: nothing works today)"),
     ((*PARALLEL, "model.target=faults.Branches"), "takes a branch or a shape from the values of a tensor"),
-    ((*PARALLEL, "model.target=faults.Shapes"), "The model or its loss failed on the example batch"),
+    ((*PARALLEL, "model.target=faults.Shapes"), "The model failed on the example batch at "),
     # the loss
     ((*PARALLEL, "loss.target=null"), "The model's forward takes (x), but is called with the entries 0, 1"),
     ((*PARALLEL, "loss.target=null", "model.target=faults.Scores"), "so it must return its loss) returned a tensor"),
     ((*PARALLEL, "loss.args.reduction=none"), "returned a tensor float32[16]; training needs one floating-point"),
     ((*PARALLEL, "loss.target=networks.padded"), "The loss takes (samples), but is called with the model's output and"),
     ((*PARALLEL, "loss.target=torch.nn.CrossEntropy"), "Did you mean 'CrossEntropyLoss'?"),
+    (
+        (*PARALLEL, "loss.target=torch.nn.MultiLabelMarginLoss"),
+        "The loss failed on the model's output, a tensor float32[16, 4], and a tensor int64[16] (RuntimeError: ",
+    ),
     ((*PARALLEL, "loss.args.reductoin=sum"), "takes no argument 'reductoin'"),
     # the data
     ((*DIGITS, "data.path=nowhere"), "nowhere: there is no such folder"),
