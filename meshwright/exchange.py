@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from strategies.planner.declared_layouts import Declared, declared_plan
 _log = logging.getLogger("meshwright")
 
 AXIS = "tp"
+DECIDED = ("mode", "search", "plan", "strategies", "layouts", "set_data_parallel", "dataset_strategy")
+"""Keys of the section `parallel` that say what a plan that is read says."""
 
 
 def from_tp_plan(
@@ -161,11 +165,19 @@ def from_dtensor(
                 f"meshwright.from_dtensor: {name} is a DTensor of shape {list(one.shape)}, and in the module {known}; "
                 f"give the same module without DTensors, and a state dict with its names.",
             )
+        if any(placed.is_partial() for placed in one.placements):
+            raise ConfigError(
+                "MW882",
+                f"meshwright.from_dtensor: {name} is a sum that is not made yet ({one.placements}); redistribute it, "
+                "as every rank needs its part of a parameter.",
+            )
     if not isinstance(mesh, Mapping | None):
         raise ConfigError(
             "MW882", f"meshwright.from_dtensor: mesh = {mesh!r}; give the axes of all ranks, {{axis: size}}."
         )
     rows = (rows,) if isinstance(rows, str) else rows
+    if not isinstance(rows, Sequence) or not all(isinstance(axis, str) for axis in rows):
+        raise ConfigError("MW882", f"meshwright.from_dtensor: rows = {rows!r}; give the names of axes.")
     along = {name: _along(one.device_mesh, {*(mesh or ()), *rows}) for name, one in tensors.items()}
     meshes = {name: {axis: size for one in dims for axis, size in one.items()} for name, dims in along.items()}
     axes = dict(mesh or max(meshes.values(), key=len))
@@ -284,13 +296,18 @@ def _named(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def _layout(tensor: DTensor, along: Sequence[Iterable[str]]) -> Layout:
-    """The layout of a DTensor, with the axes along each dim of its device mesh."""
-    dims: list[tuple[str, ...]] = [()] * tensor.ndim
-    for axes, placed in zip(along, tensor.placements, strict=True):
+def _layout(tensor: DTensor, along: Sequence[Mapping[str, int]]) -> Layout:
+    """The layout of a DTensor, with the axes along each dim of its device mesh. One that is strided slices what those
+    behind it in the mesh have sliced before, as `fully_shard` does with the parts of `parallelize_module`."""
+    dims: list[list[tuple[str, int]]] = [[] for _ in range(tensor.ndim)]
+    for axes, placed in reversed([*zip(along, tensor.placements, strict=True)]):
         if isinstance(placed, Shard | _StridedShard):
-            dims[placed.dim] += tuple(axes)
-    return Layout(tuple(dims))
+            outer, before = dims[placed.dim], 0
+            if isinstance(placed, _StridedShard):
+                parts = [*accumulate((size for _, size in outer), mul)]
+                before = parts.index(placed.split_factor) + 1 if placed.split_factor in parts else 0
+            outer[before:before] = axes.items()
+    return Layout(tuple(tuple(axis for axis, _ in outer) for outer in dims))
 
 
 def _striped(tensor: DTensor, packed: FusedSections) -> bool:
@@ -312,6 +329,11 @@ def _declared(
     known = {"cluster": None, "optimizer": torch.optim.AdamW, "seed": 0, "device": "auto"}
     given = {name: options.get(name, value) for name, value in known.items()}
     parallel = {name: value for name, value in options.items() if name not in known}
+    if decided := [name for name in DECIDED if name in parallel]:
+        raise ConfigError(
+            "MW882",
+            f"meshwright: {decided[0]} is decided by the plan that is read; leave it out, or use meshwright.plan.",
+        )
     config = config_of(module, tensors, loss, axes, parallel=parallel, **given)
 
     def plan_of(graph: OperatorGraph) -> tuple[OperatorGraph, OperatorPlans]:

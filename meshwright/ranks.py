@@ -537,7 +537,7 @@ class ShardedModule(nn.Module):
         program = self.execution.program
         source = self._sources[name]
         layout, shape = program.layouts[source.id], source.spec.shape
-        placed = placements(layout, shape, program.mesh)
+        placed = placements(layout, shape, program.mesh, any_order=True)
         if program.mesh.size == 1:
             return slice_
         if placed is None:
@@ -552,7 +552,7 @@ class ShardedModule(nn.Module):
         program, source = self.execution.program, self._sources[name]
         layout, shape, mesh = program.layouts[source.id], source.spec.shape, program.mesh
         if isinstance(value, DTensor) and mesh.size > 1 and value.device_mesh == self.grid():
-            if tuple(value.placements) == placements(layout, shape, mesh):
+            if tuple(value.placements) == placements(layout, shape, mesh, any_order=True):
                 return filled(value.to_local(), layout.local_shape(shape, mesh))
         return cut(global_tensor(value), layout, mesh, self.execution.communicator.rank)
 
@@ -873,11 +873,9 @@ def _register(module: ShardedModule, objective: Objective, slices: Mapping[str, 
 
 def _no_dtensors(program: Program) -> list[Source]:
     """The tensors whose layouts no DTensor has."""
-    return [
-        source
-        for source in program.sources
-        if source.kind != "input" and placements(program.layouts[source.id], source.spec.shape, program.mesh) is None
-    ]
+    tensors = [source for source in program.sources if source.kind != "input"]
+    layouts, mesh = program.layouts, program.mesh
+    return [one for one in tensors if placements(layouts[one.id], one.spec.shape, mesh, any_order=True) is None]
 
 
 def _to_dtensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -11,15 +11,20 @@ from torch import Tensor
 
 from runner.config.schema import Config
 from runner.planning import lowering
-from runner.planning.clusters import device_of
+from runner.planning.clusters import cluster_of, device_of
+from runner.planning.estimate import Programs, estimate, settings_of
 from runner.planning.joint import JointDecision, choice_of, with_choice
 from runner.planning.prepare import Prepared, check_model, with_plan
 from runner.planning.sources import request_of, with_recompute
 from strategies.capture import Captured, Objective, capture
+from strategies.core.errors import StrategyError
+from strategies.core.gc_paused import gc_paused
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import check
 from strategies.lowering.device_placement import on_host
+from strategies.memory.parts import over
+from strategies.memory.repeated_blocks import Traces
 
 
 def prepare_given(
@@ -76,4 +81,22 @@ def prepare_given(
         steps=1,
         published=frozenset(step.model.state_dict()),
     )
-    return with_plan(prepared, step, tensors, captured.graph, plan, say), captured
+    prepared = with_plan(prepared, step, tensors, captured.graph, plan, say)
+    if plan_of is not None and config.parallel.memory_limit is not None:
+        _check_limit(prepared, config.parallel.memory_limit)
+    return prepared, captured
+
+
+def _check_limit(prepared: Prepared, limit: int) -> None:
+    """Raises StrategyError where a plan that was not searched needs more bytes of a rank than the limit."""
+    assert prepared.step is not None
+    config, (graph, plan) = prepared.config, prepared.step
+    cluster, settings = (
+        cluster_of(config, prepared.device, prepared.world_size),
+        settings_of(config, graph, prepared.device),
+    )
+    with gc_paused():
+        found = estimate(config, prepared.step, settings, cluster, Programs(), Traces(), prepared.schedule)
+    needed = max(found.memories, key=lambda one: one.peak)
+    if needed.peak > limit:
+        raise StrategyError("MW501", over(needed, limit, settings, recomputes=plan.recompute is not None))

@@ -2,11 +2,12 @@
 state that it left behind, a running average in a plain tensor.
 
 A graph is the same in every step, so it would have what the first one has found. The exporter restores attributes after
-it has traced a forward, not the content of lists, classes or globals. So where a forward has changed anything, the
-module is called twice, and put back: what a forward sets once, such as the length of a cached table, is the same in the
-second call. Numbers and flags that are read must be, but for a number of calls or steps to which a forward only adds.
-What the first call has left behind may not matter to the second one: it computes the same where tensors of it are not
-numbers, and with what was added to lists. What it computes may not follow a clock or what else it reads of the system.
+it has traced a forward, not new ones, nor the content of lists, classes or globals. So where a forward has changed
+anything, the module is called twice, and put back: what a forward sets once, such as the length of a cached table, is
+the same in the second call. Numbers and flags that are read must be, but for a number of calls or steps to which a
+forward only adds. What the first call has left behind may not matter to the second one: it computes the same where
+tensors of it are not numbers, and with what was added to lists. What it computes may not follow a clock or what else it
+reads of the system.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class ChangingAttributes:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._first: PythonState | None = None
+        self._names: list[tuple[dict[str, Any], Set[str]]] = []
+        """The tables of every module, and what of them there is when forward begins."""
         self._before: State = {}
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._counts = self._keeps = False
@@ -61,14 +64,20 @@ class ChangingAttributes:
             self.restore()
 
     def restore(self) -> None:
-        """Take back what an export leaves outside of modules' attributes, and in containers of these: traced
-        tensors."""
+        """Take back what an export leaves outside of modules' attributes, in containers of these, and in attributes
+        that a forward is the first to set: traced tensors."""
         if self._first is not None:
             self._first.restore()
+        for table, before in self._names:
+            for name in table.keys() - before:
+                del table[name]
 
     def _begin(self, *_: Any) -> None:
         self._system.in_forward, now = True, PythonState(self._root)
-        self._first, self._before, self._tensors = self._first or now, now.values, _tensors(self._root)
+        if self._first is None:
+            tables = [table for part in self._root.modules() for table in _tables(part)]
+            self._first, self._names = now, [(table, {*table}) for table in tables]
+        self._before, self._tensors = now.values, _tensors(self._root)
 
     def _end(self, *_: Any) -> None:
         self._system.in_forward = False
@@ -197,7 +206,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 def _restoring(module: nn.Module) -> Callable[[], None]:
     """What gives a module its present state back, but for what only an optimizer changes."""
     python, values = PythonState(module), _values(module)
-    tables = [(table, dict(table)) for part in module.modules() for table in (vars(part), part._buffers)]
+    tables = [(table, dict(table)) for part in module.modules() for table in _tables(part)]
 
     def restore() -> None:
         python.restore()
@@ -207,6 +216,11 @@ def _restoring(module: nn.Module) -> Callable[[], None]:
         values()
 
     return restore
+
+
+def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    """The attributes of a module by name."""
+    return vars(part), part._buffers, part._parameters, part._modules
 
 
 def _values(module: nn.Module) -> Callable[[], None]:

@@ -1,9 +1,9 @@
 """Layouts as placements of torch's DTensor.
 
-DTensor slices a tensor once per mesh axis, from the first axis to the last, and keeps no padding. A layout whose dims
-are sliced by axes in another order, or a dim that several axes slice into unequal parts, is no DTensor. Stripes of
-sections of one size over one axis are `_StridedShard`, which torch.distributed.checkpoint (torch 2.13) takes for one
-block.
+DTensor slices a tensor once per mesh axis, from the first axis to the last, and keeps no padding; `_StridedShard` says
+that an axis slices what later ones have sliced. A dim that several axes slice into unequal parts is no DTensor. Stripes
+of sections of one size over one axis are `_StridedShard`, too, which torch.distributed.checkpoint (torch 2.13) takes
+for one block.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _decomposed(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def placements(
-    layout: Layout, shape: Sequence[int], mesh: Mesh, *, stripes: bool = False
+    layout: Layout, shape: Sequence[int], mesh: Mesh, *, stripes: bool = False, any_order: bool = False
 ) -> tuple[Placement, ...] | None:
     """The placement on every axis of the mesh, outermost first; None where no DTensor has this layout.
 
@@ -171,6 +171,7 @@ def placements(
         shape: the global one.
         mesh: the plan's.
         stripes: whether `_StridedShard` may say slices of every section.
+        any_order: whether it may say that an axis slices what later ones have sliced, as `fully_shard` has it.
     """
     if isinstance(layout, Stripes) and not (stripes and len({*layout.packed.sizes}) == 1):
         return None
@@ -179,9 +180,13 @@ def placements(
         slicing = tuple(axis for axis in axes if mesh.sizes[axis] > 1)
         uneven = size % mesh.product(slicing) != 0
         sections = len(layout.packed.sizes) if isinstance(layout, Stripes) and dim == layout.packed.dim else 0
-        if slicing != mesh.sorted(slicing) or ((uneven or sections) and len(slicing) > 1):
+        in_order = slicing == mesh.sorted(slicing)
+        if not (in_order or any_order) or ((uneven or sections) and len(slicing) > 1):
             return None
-        found |= dict.fromkeys(slicing, _StridedShard(dim, split_factor=sections) if sections else Shard(dim))
+        for number, axis in enumerate(slicing):
+            later = [one for one in slicing[:number] if mesh.names.index(one) > mesh.names.index(axis)]
+            factor = sections or mesh.product(later)
+            found[axis] = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
     return tuple(found.get(axis, Replicate()) for axis in mesh.names)
 
 

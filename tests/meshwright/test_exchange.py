@@ -20,7 +20,7 @@ from meshwright.models.gpt import GPT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -390,6 +390,20 @@ def test_a_plan_that_cannot_be_read_is_refused(code: str, tp_plan: Any, mesh: An
     assert error.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [({"memory_limit": 1000}, "MW501"), ({"memory_limit": 10**7}, None), ({"strategies": {"loss": [[1]]}}, "MW882")],
+)
+def test_options_of_a_plan_that_is_read_count_or_are_refused(options: dict[str, Any], code: str | None) -> None:
+    module, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.ones(8, 8), torch.ones(8, 8))
+    found = None
+    try:
+        meshwright.from_tp_plan({"0": "colwise"}, module, batch, loss=nn.MSELoss(), mesh=2, **options)
+    except meshwright.CodedError as error:
+        found = error.code
+    assert found == code
+
+
 def test_a_plan_of_experts_is_that_of_a_model_that_has_one() -> None:
     options: dict[str, Any] = {"loss": next_token, "mesh": 2, "ep_plan": "auto"}
     with pytest.raises(meshwright.CodedError, match="there is no ep_plan") as error:
@@ -482,6 +496,21 @@ def test_dtensors_are_read_as_the_plan_that_made_them(pretended: None) -> None:
     again = meshwright.from_dtensor(sharded, gpt(torch.float32), tokens(), rows=("dp",), **common)
     assert again.content["tensors"] == read.content["tensors"]
     assert again.content["memory"]["parameters"] < read.content["memory"]["parameters"]
+
+
+def test_a_dim_keeps_the_order_of_the_axes_that_slice_it(pretended: None) -> None:
+    """`fully_shard` slices what `parallelize_module` has sliced."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module, batch, common = nn.Linear(8, 8), (torch.randn(8, 8), torch.randn(8, 8)), {"loss": nn.MSELoss()}
+    weight = DTensor.from_local(torch.zeros(2, 8), device_mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+    plan = meshwright.from_dtensor({"weight": weight}, module, batch, **common)  # type: ignore[arg-type]
+    assert plan.content["tensors"]["weight"]["dims"] == [["tp", "dp"], []]
+    assert meshwright.verify(module, batch, plan).passed
+    unfinished = DTensor.from_local(torch.zeros(8, 8), device_mesh, [Partial(), Replicate()])
+    for state, rows in ({"weight": unfinished}, ()), ({"weight": weight}, 3):
+        with pytest.raises(meshwright.CodedError) as error:
+            meshwright.from_dtensor(state, module, batch, rows=rows, **common)  # type: ignore[arg-type]
+        assert error.value.code == "MW882"
 
 
 @pytest.mark.parametrize("rows", [("dp", "tp"), "rows"])

@@ -360,6 +360,26 @@ def test_verify_allows_what_rounding_itself_magnifies(
         assert "verify FAILED" in refused("MW731", lambda: meshwright.verify(module, batch, plan))
 
 
+class Teacher(nn.Module):
+    """Moves a frozen layer after the trained one in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(64, 4), nn.Linear(64, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+        return self.student(x) - self.teacher(x)
+
+
+def test_a_frozen_parameter_that_forward_writes_is_written_once() -> None:
+    module, batch = Teacher().double(), (torch.randn(8, 64).double(), points()[1].double())
+    before = module.teacher.weight.clone()
+    found = meshwright.verify(module, batch, meshwright.plan(module, batch, loss=nn.MSELoss(), mesh=2))
+    assert ("weight", "teacher.weight") in found.differences and torch.equal(before, module.teacher.weight)
+
+
 class Overwriting(nn.Module):
     """Writes what its backward needs, which only eager torch refuses."""
 

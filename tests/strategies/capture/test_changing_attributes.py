@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import builtins
+import copy
 import itertools
 import os
 import secrets
@@ -349,6 +350,28 @@ def test_large_models_are_called_only_where_values_of_python_change(monkeypatch:
     captured(hidden, False)
     with pytest.raises(StrategyError, match="counts in calls"):
         captured(number, False)
+
+
+class First(nn.Module):
+    """Sets attributes that it did not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.attention = self.inner(x).softmax(-1).detach()
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.calls = getattr(self, "calls", 0) + 1
+        return (self.attention * self.inner(x) * self.scale).sum()
+
+
+def test_attributes_that_a_forward_is_the_first_to_set_are_not_left() -> None:
+    net = First()
+    before = {*vars(net), *net.state_dict()}
+    capture(Objective(net, None, ("x",), ()), (torch.ones(2, 4),), training=True)
+    assert {*vars(net), *net.state_dict()} == before
+    copy.deepcopy(net)
 
 
 NAMESPACE = vars(builtins)
