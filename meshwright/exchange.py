@@ -17,12 +17,21 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.paths import path_of
-from meshwright.plans import Batch, Loss, Plan, config_of, loss_module, planned, require_module, require_plan
+from meshwright.plans import (
+    Batch,
+    Loss,
+    Plan,
+    config_of,
+    entries_of,
+    loss_module,
+    planned,
+    require_module,
+    require_plan,
+)
 from runner.build.modules import target_names
 from runner.commands.diff import differences
 from runner.config.load import validated
 from runner.config.origins import Origins
-from runner.data.loader import flatten_batch
 from runner.errors import ConfigError
 from runner.export import autoparallel_placements
 from strategies.capture.packed_weights import packed, sections_of
@@ -236,7 +245,7 @@ def from_autoparallel(
     """
     require_module(module, "meshwright.from_autoparallel")
     axes, nodes, striped = autoparallel_placements.read(path_of(file, "meshwright.from_autoparallel"))
-    names, tensors = flatten_batch(batch)
+    names, tensors = entries_of(batch, "meshwright.from_autoparallel")
     config = config_of(module, tensors, loss, axes, None, torch.optim.AdamW, 0, "cpu", {})
     targets, grid = target_names(config, module, loss_module(loss), names), Mesh(tuple(axes.items()))
     given = [tensor for name, tensor in zip(names, tensors, strict=True) if name not in targets]
@@ -325,7 +334,7 @@ def _declared(
     loss: Loss | None,
     options: Mapping[str, Any],
 ) -> Plan:
-    names, tensors = flatten_batch(batch)
+    names, tensors = entries_of(batch, "meshwright")
     known = {"cluster": None, "optimizer": torch.optim.AdamW, "seed": 0, "device": "auto"}
     given = {name: options.get(name, value) for name, value in known.items()}
     parallel = {name: value for name, value in options.items() if name not in known}

@@ -310,6 +310,20 @@ def require_module(given: object, what: str) -> None:
         raise ConfigError("MW204", f"{what}: module = {given!r} is no torch.nn.Module{made}.")
 
 
+def entries_of(batch: Batch, what: str, order: Sequence[str] | None = None) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The names and tensors of a batch, as `flatten_batch`. Raises ConfigError for what is no tensor."""
+    entries = [*batch.values()] if isinstance(batch, Mapping) else [batch]
+    entries = [*batch] if isinstance(batch, tuple | list) else entries
+    for one in entries:
+        if not isinstance(one, Tensor):
+            raise ConfigError(
+                "MW312",
+                f"{what}: the batch has a {type(one).__name__}; give tensors (torch.as_tensor makes them of arrays), "
+                "alone, as a tuple, or as a dict by argument of forward.",
+            )
+    return flatten_batch(batch, order)
+
+
 def require_plan(given: object, what: str) -> None:
     """Raises ConfigError unless it is a plan."""
     if not isinstance(given, Plan):
@@ -372,7 +386,7 @@ def plan(
     Raises:
         ConfigError, StrategyError: one paragraph and a code; docs/troubleshooting.md lists all.
     """
-    names, tensors = flatten_batch(batch)
+    names, tensors = entries_of(batch, "meshwright.plan")
     _check_device(module, "meshwright.plan")
     _check_modes(module)
     if not isinstance(strategies, Mapping | None):
@@ -381,6 +395,8 @@ def plan(
             f"meshwright.plan: strategies = {strategies!r} is no mapping; give one of operator paths, such as "
             "{'layers.0.matmul': [[2, 4], [4, 1]]}.",
         )
+    if isinstance(zero, bool | float) or zero is None:
+        raise ConfigError("MW204", f'meshwright.plan: zero = {zero!r}; give the stage, 0 to 3, or "auto".')
     options = {"search": search, "strategies": dict(strategies or {}), "memory_limit": memory_limit, "zero": zero}
     config = config_of(module, tensors, loss, mesh, cluster, optimizer, seed, device, options | parallel)
     return planned(config, module, names, tensors, loss)
@@ -427,10 +443,9 @@ def config_of(
     Raises:
         ConfigError: a key that only `run train` carries out, or a value that the config refuses.
     """
-    if not (loss is None or callable(loss)):
-        raise ConfigError(
-            "MW204", f"meshwright.plan: loss = {loss!r} is not callable; give a function or module, or None."
-        )
+    if isinstance(loss, type) or not (loss is None or callable(loss)):
+        what = "a class (make one)" if isinstance(loss, type) else "not callable"
+        raise ConfigError("MW204", f"meshwright.plan: loss = {loss!r} is {what}; give a function or module, or None.")
     if not isinstance(mesh, int | Mapping | str | Path | None):
         raise ConfigError(
             "MW204",
@@ -511,7 +526,7 @@ def load(
         return Plan(content)
     check_form(content, name)
     _check_device(module, "meshwright.load")
-    names, tensors = flatten_batch(batch)
+    names, tensors = entries_of(batch, "meshwright.load")
     sections = content.get("config") or {
         "world_size": math.prod(content["mesh"].values()),
         "model": {"target": _name(type(module))},

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.plans import Batch, Plan, Planned, check_signature, require_plan
+from meshwright.plans import Batch, Plan, Planned, check_signature, entries_of, require_plan
 from runner.build.targets import describe
 from runner.config.schema import Config
-from runner.data.loader import flatten_batch
 from runner.errors import ConfigError, RunFailed
 from runner.planning import lowering
 from runner.report.comparison import (
@@ -67,7 +66,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         )
     planned = plan.planned("verify")
     check_signature(planned.signature, module, "meshwright.verify")
-    names, tensors = flatten_batch(batch, planned.prepared.names)
+    names, tensors = entries_of(batch, "meshwright.verify", planned.prepared.names)
     check_shapes(planned, tensors, "meshwright.verify")
     precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
     eager = Eager(duplicate(planned.step_of(module)).train())

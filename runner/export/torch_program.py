@@ -165,10 +165,13 @@ def _of_dtypes(sharded: tuple[str, ...], graph: OperatorGraph, plan: Plan) -> It
 
 def of_operators(prepared: Prepared, graph: OperatorGraph, plan: Plan, *, stripes: bool = False) -> Iterator[Change]:
     """Operators with an operand in a layout that no DTensor has, or that DTensor does not keep there, as for those that
-    it does not know; and modules that are one operator, since DTensor has no operators whose shapes values decide.
+    it does not know; modules that are one operator, and lines that the graph computes by other operators, since DTensor
+    has none whose shapes values decide and runs no transforms.
     `stripes`: sections of one size are taken apart as they are."""
     cluster, mesh = cluster_of(prepared.config, prepared.device, prepared.world_size), plan.mesh
     unsliced = gathered(graph, prepared.device)
+    for line in sorted(graph.rewritten):
+        yield Change("operator", line, "other operators", "operators of DTensor, which may lack them", 0, 0.0)
     for operator in graph.operators:
         if operator.op in OPAQUE:
             yield Change("operator", operator.name, "one operator", "operators of DTensor, which may lack them", 0, 0.0)

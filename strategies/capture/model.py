@@ -37,7 +37,7 @@ from strategies.capture.indexed import by_places
 from strategies.capture.logged_arrays import leaves_torch
 from strategies.capture.mean_weights import MeanWeights, WeighedMean
 from strategies.capture.merged_dims import unmerged
-from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short
+from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short, source_of
 from strategies.capture.opaque_modules import NotOpaque, OpaqueModules
 from strategies.capture.packed_sequences import packed_as_padded
 from strategies.capture.packed_weights import packed, sections_of
@@ -366,6 +366,7 @@ def _captured(
     if deciding.branches.refuse_others(exported, training):
         return None
     around = _shaped_by_values(objective, exported.graph)
+    lines = {source_of(node) for node in exported.graph.nodes if shaped_by_values(node)} | stand_ins.transforms
     assigned.copy_old_values(exported)
     replace_strides(exported.graph)
     check_nodes(exported.graph, training)
@@ -381,7 +382,7 @@ def _captured(
     taken = {name for name, buffer in buffers if id(buffer) in stand_ins.taken}
     check_constants(graph, tensors, taken, assigned.names)
     check_operands(graph)
-    graph = unmerged(_needed(graph))
+    graph = replace(unmerged(_needed(graph)), rewritten=frozenset(lines - {""}))
     try:
         changing.check(graph, tensors, batch, training, bool(deciding.opaque.chosen))
     except StrategyError:

@@ -134,6 +134,7 @@ class StandIns:
 
     Attributes:
         taken: the ids of the parameters and buffers that were taken so.
+        transforms: the lines that transform functions, whose operators are traced instead.
     """
 
     def __init__(self, objective: nn.Module) -> None:
@@ -141,6 +142,7 @@ class StandIns:
         self.owned = {(id(table), key): tensor for table in tables for key, tensor in table.items()}
         self.by_id: dict[int, Tensor] = {}
         self.taken: set[int] = set()
+        self.transforms: set[str] = set()
 
     def note(self, table: Mapping[str, Tensor | None], key: str, value: Tensor) -> None:
         """Note the tensor that a module has now."""

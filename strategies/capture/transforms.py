@@ -65,6 +65,7 @@ def transforms_as_operators(stand_ins: StandIns) -> Iterator[None]:
     def nesting(enter: Callable[..., AbstractContextManager[int]]) -> Callable[..., AbstractContextManager[int]]:
         @contextmanager
         def call(*args: Any) -> Iterator[int]:
+            stand_ins.transforms.add(users_line().removeprefix(" at "))
             with _beneath(), enter(*args) as level:
                 yield level
 

@@ -174,6 +174,8 @@ class OperatorGraph(Memo):
     in modules that do not say their sizes."""
     unsliced_modules: frozenset[str] = frozenset()
     """The paths of modules in which a trainer that changes their sizes may slice nothing."""
+    rewritten: frozenset[str] = frozenset()
+    """The lines of code that torch runs by other operators: what a mask selects, and transforms of functions."""
 
     @cached_property
     def specs(self) -> dict[Ref, TensorSpec]:

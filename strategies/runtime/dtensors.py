@@ -56,8 +56,8 @@ FAULTY = ("aten.native_group_norm_backward.default",)
 """Operators that DTensor (torch 2.13) takes apart with sizes that are not those of a slice."""
 WRITTEN_OUT = "batch_norm", "batch_norm_training"
 """Operators that exported programs compute by sums and products."""
-OPAQUE = ("called_module", "drawn_function", "meshwright::packed_network")
-"""Operators that run code of the user, or networks of torch on what has as many elements as values say."""
+OPAQUE = ("called_module", "drawn_function", "meshwright::packed_network", "meshwright::ctc")
+"""Operators that run code of the user, or what of torch makes as many elements as values say."""
 
 
 def gathered(graph: OperatorGraph, device: str) -> Mapping[str, tuple[int | str, ...]]:

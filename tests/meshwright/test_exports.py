@@ -636,6 +636,34 @@ def test_modules_that_are_one_operator_are_listed(target: str) -> None:
     assert (change.kind, change.name) == ("operator", "1")
 
 
+class ByValues(nn.Module):
+    """Computes what DTensor cannot: what a mask selects, a transform of a function, or paths of all lengths."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.layer(x)
+        if self.kind == "mask":
+            return rows[x > 0].mean()
+        if self.kind == "transform":
+            return (torch.vmap(lambda row: self.layer(row).tanh().sum())(x) * rows.sum(1)).mean()
+        lengths = torch.full((8,), 5), torch.full((8,), 2)
+        scores = rows.log_softmax(-1).expand(5, 8, 4)
+        return nn.functional.ctc_loss(scores, torch.ones(8, 2, dtype=torch.long), *lengths)
+
+
+@pytest.mark.parametrize("kind", ["mask", "transform", "paths"])
+def test_lines_that_torch_runs_by_other_operators_are_listed(tmp_path: Path, kind: str) -> None:
+    plan = meshwright.plan(ByValues(kind), (torch.randn(8, 4),), mesh=2, mode="data_parallel")
+    (change,) = [one for one in plan.expressible("torch") if "may lack them" in str(one)]
+    assert change.name.startswith("ctc" if kind == "paths" else "meshwright/test_exports.py:")
+    with pytest.raises(meshwright.CodedError) as error:
+        plan.export("torch", tmp_path / "program.py")
+    assert error.value.code == "MW465" and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.slow
 def test_collectives_are_counted_where_autograd_has_threads_for_gpus(monkeypatch):
     """A fork of such a process cannot compute gradients; a new one counts the same."""

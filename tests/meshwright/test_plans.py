@@ -434,6 +434,9 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     refused("MW204", lambda: planned(search="fastest"))
     refused("MW106", lambda: planned(cluster="dgx"))
     refused("MW901", lambda: planned(loss=None))
+    refused("MW204", lambda: planned(loss=nn.MSELoss))
+    refused("MW312", lambda: meshwright.plan(module, tuple(one.numpy() for one in points()), mesh=2))
+    assert "0 to 3" in refused("MW204", lambda: planned(zero=True))
     for mesh in (0, True, {}, {"dp": 0}, {"dp": 2.0}):
         assert f"mesh = {mesh!r}" in refused("MW204", partial(planned, mesh=mesh))
     refused("MW204", lambda: planned(mesh=2.5))
