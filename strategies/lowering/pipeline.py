@@ -177,10 +177,10 @@ class _Cutting:
                     "(without a gradient) in another one; put both uses into one stage with parallel.pipeline.cuts.",
                 )
         for number in range(self.count):
-            if not any(number in self._stages_of(source) for source in self.graph.sources if source.trainable):
+            if not any(number in self._stages_of(source) for source in self.graph.of_kind("parameter")):
                 raise StrategyError(
                     "MW430",
-                    f"parallel.pipeline: stage {number} of {self.count} has no trainable parameter; cut elsewhere with "
+                    f"parallel.pipeline: stage {number} of {self.count} has no parameter; cut elsewhere with "
                     "parallel.pipeline.cuts, or take fewer stages.",
                 )
 
@@ -270,7 +270,11 @@ def in_stages(
     if virtual > 1:
         count = f"parallel.pipeline.stages x virtual_stages = {stages} x {virtual} = {stages * virtual}"
     if cuts == "auto":
-        flops = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
+        learns = {ref.id for ref in graph.trained}  # backward takes twice as long as forward
+        flops = [
+            float(rule_of(operator, graph).flops) * (3 if operator.id in learns else 1) + 1.0
+            for operator in graph.operators
+        ]
         return _balanced(graph, seconds or [flops] * (stages * virtual), count)
     return _as_configured(graph, stages * virtual, cuts, count)
 
@@ -370,13 +374,10 @@ def _as_configured(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], c
 def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str) -> dict[str, int]:
     """Consecutive stages whose heaviest is as light as possible, cut between modules as far up the tree as is even,
     and not where a stage would need the buffer of another; `work` is that of every operator, by stage. Each stage
-    has a trainable parameter, where there are any."""
+    has a parameter, where there are any."""
     stages, found = len(work), None
-    learns = [
-        any(isinstance(o := graph.by_id[ref.id], Source) and o.trainable for ref in one.operands)
-        for one in graph.operators
-    ]
-    learning = sum(learns)
+    parameters = {source.id for source in graph.of_kind("parameter")}
+    users = [any(ref.id in parameters for ref in one.operands) for one in graph.operators]
     even = 1 / sum(1 / sum(own) for own in work)  # of every stage, if operators could be divided
     spans = _spans_of_one_stage(graph)
     deepest = max(len(operator.path) for operator in graph.operators)
@@ -386,7 +387,7 @@ def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str)
             if len(units) < stages:
                 continue
             sums = [[sum(own[i] for i in unit) for unit in units] for own in work]
-            ends = _lightest(sums, [not learning or any(learns[i] for i in unit) for unit in units])
+            ends = _lightest(sums, [not any(users) or any(users[i] for i in unit) for unit in units])
             if not ends:
                 continue
             heaviest = max(sum(own[a:b]) for own, a, b in zip(sums, (0, *ends), ends, strict=False))
@@ -397,7 +398,7 @@ def _balanced(graph: OperatorGraph, work: Sequence[Sequence[float]], count: str)
     if found is None:
         few = f"{len(graph.operators)} operators"
         if len(graph.operators) >= stages:
-            few = f"{learning} operators with a trainable parameter, of which every stage needs one"
+            few = f"{sum(users)} operators with a parameter, of which every stage needs one"
         raise StrategyError("MW431", f"{count}, but the model has only {few}; take fewer stages.")
     _, units, ends = found
     return {

@@ -167,7 +167,7 @@ class BucketedUpdates(OwnUpdates):
         self._optimizer.zero_grad(set_to_none=True)
 
     def _squares(self) -> Tensor:
-        device = next(iter(self._owned.values())).device
+        device = next(iter(self._parameters.values())).device
         if not (gradients := self._present()):
             return torch.zeros((), dtype=torch.float64, device=device)
         replicas = [float(self._replicas[name]) for name, holder in self._owned.items() if holder.grad is not None]

@@ -223,7 +223,7 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
     empty, since schedulers may have an entry for each group.
 
     Raises:
-        StrategyError: a trainable parameter is in no group or in two, or no parameter is trainable.
+        StrategyError: a trainable parameter is in no group or in two.
     """
     trainable = program.trainable_names
     given = Counter(name for group in groups for name in group["names"])
@@ -233,11 +233,6 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
                 "MW323",
                 f"Parameter {name} is in {given[name]} groups of the optimizer; it must be in exactly one.",
             )
-    if not trainable:
-        raise StrategyError(
-            "MW321",
-            "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train.",
-        )
     return [
         (
             [name for name in group["names"] if name in trainable],

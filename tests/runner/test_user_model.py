@@ -145,6 +145,14 @@ def test_parameters_of_no_dims_under_zero(start, words):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("parallel.zero.stage=1", "parallel.pipeline.schedule=zero_bubble")])
+def test_a_stage_of_a_pipeline_that_is_frozen(start, words):
+    given = ("optimizer.freeze=[inner.*]", "parallel.pipeline.stages=2", "parallel.pipeline.cuts={outer: 1}")
+    ended = start(*SMALL, "parallel=data_parallel", *given, *words, "train.clip=0.01", verb="verify")
+    assert ended.verdict["passed"] and {*ended.verdict["grad_max_rel_diff"]} == {"outer.weight", "outer.bias"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words", STAGES, ids=["1", "2", "3"])
 def test_checkpoints_of_parameters_of_no_dims(start, words):
     words = (*NO_DIMS, *words, "checkpoint.every=2", "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}")

@@ -301,7 +301,7 @@ def test_stages_are_as_long_as_their_devices_are_fast(speeds: tuple[int, ...], l
     assert list(split.values()) == layers
 
 
-def test_every_balanced_stage_learns() -> None:
+def test_every_balanced_stage_has_a_parameter() -> None:
     """Fast devices would take all layers, and leave the loss to slow ones."""
     graph = Pipeline(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))]
@@ -309,7 +309,19 @@ def test_every_balanced_stage_learns() -> None:
     flops = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
     placed = in_stages(graph, 2, "auto", seconds=[flops, [1000 * one for one in flops]])
     assert [placed[o.id] for o in graph.operators if o.module.startswith("2")] == [1]
-    assert "only 3 operators with a trainable parameter" in refused(lambda: in_stages(graph, 4, "auto"))
+    assert "only 3 operators with a parameter" in refused(lambda: in_stages(graph, 4, "auto"))
+
+
+@pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (2, 3)])
+def test_frozen_stages_only_run_forward_or_hand_gradients_back(frozen: tuple[int, ...]) -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    for number in frozen:
+        net[number].requires_grad_(False)
+    pipeline = Pipeline(net, nn.MSELoss(), [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)])
+    assert pipeline.difference(DATA, 3, {"2": 1, "4": 2}) <= TOLERANCE
+    placed = in_stages(pipeline.captured.graph, 2, "auto")
+    split = [placed[o.id] for o in pipeline.captured.graph.operators if o.module.isdigit()]
+    assert split == ([0, 0, 0, 0, 1, 1] if len(frozen) == 4 else [0, 0, 0, 1, 1, 1])
 
 
 class Codebook(nn.Module):
