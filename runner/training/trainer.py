@@ -363,6 +363,9 @@ class Trainer:
             hooks.call("end")
             if metrics is not None and (moved := self._moved()):
                 metrics.say(traffic_summary(moved, self.offload))
+            scale = self.updates.loss_scale
+            if metrics is not None and scale is not None and scale.skipped:
+                metrics.say(f"fp16: gradients overflowed in {scale.skipped} of {last} steps, which changed no weight")
         if ended and self.config.train.resume not in (None, "auto"):
             raise ConfigError(
                 "MW608",

@@ -407,7 +407,9 @@ class Planning:
         for dim, (size, count) in enumerate(zip(spec.shape, layout.counts(self.mesh), strict=True)):
             if size % count:
                 raise StrategyError(
-                    "MW402", f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices."
+                    "MW402",
+                    f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices; take a count "
+                    "that divides it, or 1.",
                 )
         return layout
 

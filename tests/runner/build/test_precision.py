@@ -35,7 +35,7 @@ def scales(ended):
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_steps_that_overflow_are_left_out(start, stage):
+def test_steps_that_overflow_are_left_out(start, stage, capfd):
     """A skipped step halves the scale and records no gradient norm."""
     ended = start(*SMALL, *SUMMED, HALF, *MODES["data_parallel"], f"parallel.zero.stage={stage}", "train.log_every=1")
     found = scales(ended)
@@ -46,6 +46,7 @@ def test_steps_that_overflow_are_left_out(start, stage):
     for record, was in zip(ended.records, before[:-1], strict=True):
         assert (record["grad_norm"] is None) == (record["skipped_steps"] > was)
     assert ended.losses[-1] != ended.losses[0]
+    assert f"overflowed in {last} of 8 steps" in capfd.readouterr().out
 
 
 def test_a_constant_scale_stays(start):
