@@ -152,7 +152,8 @@ def _trained(record: Record, ours: Record) -> Record:
 
 
 def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int) -> tuple[Record, dict[str, Tensor]]:
-    """One step of the plan's program with the random numbers of one device: its record, and the buffers after it."""
+    """One step of the plan's program with the random numbers of one device: its record, and the buffers after it.
+    Raises RunFailed where it fails, as where backward needs a buffer that forward writes through `.data`."""
     assert planned.prepared.step is not None
     content = planned.prepared.config.model_dump()
     content["train"]["random"] = "exact"
@@ -160,8 +161,12 @@ def _on_simulated_ranks(planned: Planned, values: Mapping[str, Tensor], key: int
     content["parallel"]["offload"] |= {"optimizer": "none", "parameters": "none"}
     program = lowering.training_program(Config.model_validate(content), *planned.prepared.step)
     ranks = Simulation(program, values)
-    (losses,) = ranks.run(key)
-    ranks.backward(losses)
+    try:
+        (losses,) = ranks.run(key)
+        ranks.backward(losses)
+    except RuntimeError as error:
+        text = f"meshwright.verify: the plan's program fails on simulated ranks: {describe(error)}."
+        raise RunFailed("MW710", text) from error
     loss = assemble([one.detach() for one in losses], Layout((), frozenset(program.loss_axes)), (), program.mesh)
     return {"loss": loss.item(), "gradients": ranks.gradients()}, ranks.buffers()
 

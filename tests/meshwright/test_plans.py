@@ -380,6 +380,26 @@ def test_a_frozen_parameter_that_forward_writes_is_written_once() -> None:
     assert ("weight", "teacher.weight") in found.differences and torch.equal(before, module.teacher.weight)
 
 
+class Decaying(nn.Module):
+    """Writes a buffer that backward needs, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * self.scale
+        self.scale.data.mul_(0.9)
+        return y.square().mean()
+
+
+def test_a_program_that_fails_on_simulated_ranks_has_a_code() -> None:
+    module, batch = Decaying(), (torch.randn(8, 64),)
+    plan = meshwright.plan(module, batch, mesh=2)
+    assert "simulated ranks" in refused("MW710", lambda: meshwright.verify(module, batch, plan))
+
+
 class Overwriting(nn.Module):
     """Writes what its backward needs, which only eager torch refuses."""
 
