@@ -70,10 +70,8 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     check_shapes(planned, tensors, "meshwright.verify")
     precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
     eager = Eager(duplicate(planned.step_of(module)).train())
-    own = {  # a forward writes buffers, and parameters that are not trained
-        name: one.detach() if isinstance(one, nn.Parameter) and one.requires_grad else one.detach().clone()
-        for name, one in eager.tensors().items()
-    }
+    graph, own = planned.captured.graph, {name: one.detach() for name, one in eager.tensors().items()}
+    own |= {(name := graph.by_id[id].name): own[name].clone() for id, _ in graph.updates}  # forward writes them
     values = {**planned.captured.tensors, **own}
     entries = zip(names, tensors, strict=True)  # a forward on one device may mark its own as requiring gradients
     values |= {f"input.{name}" if name in values else name: one.detach() for name, one in entries}

@@ -217,6 +217,10 @@ class ShardedModule(nn.Module):
         key = mix(self.prepared.config.train.seed, self._step + 1, 0)
         called = self.execution.module if self._updates is None else self._updates.module
         loss: Tensor = self.execution.forward(called, local, key)
+        written = {id for id, _ in self.execution.program.updates}
+        for name, parameter in self.named_parameters() if written and self._weights else ():
+            if self._sources[self.name_of(name)].id in written:  # by the forward itself
+                self._weights[name] = mark(parameter)
         self._step += 1
         loss = self._over_ranks(loss)
         if loss.requires_grad:

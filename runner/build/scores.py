@@ -24,6 +24,7 @@ from runner.build.divisors import Divisors, EvaluatedMeans, Total, total
 from runner.config.schema import MetricForm
 from runner.errors import ConfigError
 from strategies.capture import Objective, loss_in, plain_outputs
+from strategies.capture.changing_attributes import unchanged
 from strategies.capture.mean_weights import WeighedMean
 
 
@@ -338,10 +339,9 @@ def try_evaluation(
     Raises ConfigError for a model, loss or metric that cannot be evaluated.
     """
     kept = [name for name in batch if name not in step.targets]
-    buffers = [(buffer, buffer.clone()) for buffer in step.buffers()]  # which forward may write, also in evaluation
-    step.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(()):
+        with torch.no_grad(), torch.random.fork_rng(()), unchanged(step):
+            step.eval()
             output = Objective(step.model, None, kept, (), step.autocast)(*(batch[name] for name in kept))
             if step.loss is not None and type(output) is not type(plain_outputs(output)):
                 raise ConfigError(
@@ -360,11 +360,7 @@ def try_evaluation(
         raise ConfigError(
             "MW322", f"{what}: the first batch cannot be evaluated: {targets.describe(error)}."
         ) from error
-    finally:
-        step.train()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    step.train()
     return Structure.of(output), output
 
 

@@ -504,6 +504,8 @@ class JointDecision:
                 continue  # a stage boundary would cut a layer
             if parallel.recompute.operators == "auto" and choice.recompute != "none" and not repeated:
                 continue
+            if parallel.zero.stage == "auto" and choice.zero and graph.written:
+                continue  # the optimizer's own copies would not follow
             ranks, again = self.ranks // choice.stages, parallel.recompute.operators == "full"
             settings = self._settings(choice)
             bounds[choice] = Bound(
@@ -514,6 +516,7 @@ class JointDecision:
                 found.persistent(choice.stages, ranks, settings, sliced=parallel.mode != "data_parallel"),
             )  # fmt: skip
         if not bounds:
+            lowering.check_written(with_choice(self.config, self.choices[-1]), graph)
             raise StrategyError(
                 "MW431",
                 f"parallel.pipeline.stages = auto, but neither 1 nor a divisor of {self.ranks} ranks divides the "

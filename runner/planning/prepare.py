@@ -457,6 +457,7 @@ def with_plan(
         ConfigError, StrategyError: as `prepare`.
     """
     config, device, world_size = prepared.config, prepared.device, prepared.world_size
+    lowering.check_written(config, graph)
     step_of = partial(lowering.training_step, config, step, tensors, graph)
     if plan is None:
         cluster = cluster_of(config, device, world_size)

@@ -172,7 +172,7 @@ def sliced(config: Config, graph: OperatorGraph, plan: Plan) -> SlicedProgram:
         name = next(source.name for source in program.sources if source.id == program.updates[0][0])
         raise StrategyError(
             "MW413",
-            f"parallel.mode = parameter_server: the model writes its buffer {name} in every step, which workers would "
+            f"parallel.mode = parameter_server: the model writes its {name} in every step, which workers would "
             "have to agree on. Use norms without running statistics, such as LayerNorm or GroupNorm, or "
             "parallel=data_parallel.",
         )

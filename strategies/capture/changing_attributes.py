@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from strategies.capture.python_state import ENTRIES, INTERNAL, Place, PythonState, State, changed
 from strategies.capture.repeated_modules import reading
 from strategies.capture.system_reads import AHEAD, SystemReads, controlled
+from strategies.capture.written_parameters import WrittenParameters
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.rules.drawing_calls import begin_at, restored
@@ -119,26 +120,33 @@ class ChangingAttributes:
         if shapes_alone:
             return
         if self._counts or ((self._keeps or decides) and small):
-            with controlled(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
-                self._call_twice(batch, training)
+            with (
+                controlled(0),
+                torch.random.fork_rng([]),
+                restored(),
+                torch.no_grad(),
+                unchanged(self._root) as written,
+            ):
+                self._call_twice(batch, training, written)
         if self._system.read and small:
-            with torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
-                self._call_later(batch, training)
+            with torch.random.fork_rng([]), restored(), torch.no_grad(), unchanged(self._root) as written:
+                self._call_later(batch, training, written)
 
     def _cast(self, key: tuple[str, str], value: Tensor, batch: Sequence[Tensor], training: bool) -> bool:
         """Whether a call replaces a tensor by itself, but for the dtype: `self.mean = self.mean.type_as(x)`."""
-        with controlled(0), torch.random.fork_rng([]), restored(), torch.no_grad(), _unchanged(self._root):
+        with controlled(0), torch.random.fork_rng([]), restored(), torch.no_grad(), unchanged(self._root):
             _called(self._root.train(training), batch)
             now = _tensors(self._root).get(key)
         return now is not None and now.shape == value.shape and torch.equal(now, value.to(now.dtype))
 
-    def _call_later(self, batch: Sequence[Tensor], training: bool) -> None:
+    def _call_later(self, batch: Sequence[Tensor], training: bool, written: WrittenParameters) -> None:
         module = self._root.train(training)
         put_back, results = _restoring(module), []
         for seconds in (0, AHEAD):
             with controlled(seconds):
                 results.append(_called(module, batch))
             put_back()
+            written.restore()
         if not _equal(*results):
             raise StrategyError(
                 "MW906",
@@ -147,10 +155,15 @@ class ChangingAttributes:
                 "draw numbers with torch, and give the constructor what does not change.",
             )
 
-    def _call_twice(self, batch: Sequence[Tensor], training: bool) -> None:
+    def _call_twice(self, batch: Sequence[Tensor], training: bool, written: WrittenParameters) -> None:
         module, read = self._root.train(training), dict[int, set[str]]()
         states, results = [PythonState(module).values], list[list[Any]]()
-        put_back, between = _values(module), None
+        buffers, between = _buffers(module), None
+
+        def put_back() -> None:
+            buffers()
+            written.restore()
+
         for number in range(2):
             if number and any(isinstance(one, Tensor) for one in changed(*states).values()):
                 between = _restoring(module)
@@ -192,20 +205,22 @@ class ChangingAttributes:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave a module as it was."""
+def unchanged(module: nn.Module) -> Iterator[WrittenParameters]:
+    """Leave a module as it was after calls in this context, which may know what of its parameters they write."""
     restore, modes = _restoring(module), {part: part.training for part in module.modules()}
     try:
-        yield
+        with WrittenParameters(module) as own:
+            yield own
     finally:
         restore()
+        own.restore()
         for part, mode in modes.items():
             part.training = mode
 
 
 def _restoring(module: nn.Module) -> Callable[[], None]:
-    """What gives a module its present state back, but for what only an optimizer changes."""
-    python, values = PythonState(module), _values(module)
+    """What gives a module its present state back, but for the values of parameters."""
+    python, buffers = PythonState(module), _buffers(module)
     tables = [(table, dict(table)) for part in module.modules() for table in _tables(part)]
 
     def restore() -> None:
@@ -213,7 +228,7 @@ def _restoring(module: nn.Module) -> Callable[[], None]:
         for table, entries in tables:
             table.clear()
             table.update(entries)
-        values()
+        buffers()
 
     return restore
 
@@ -223,12 +238,12 @@ def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
     return vars(part), part._buffers, part._parameters, part._modules
 
 
-def _values(module: nn.Module) -> Callable[[], None]:
-    """What gives buffers and frozen parameters their present values back."""
+def _buffers(module: nn.Module) -> Callable[[], None]:
+    """What gives buffers their present values back."""
     tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    frozen = [one for one in module.parameters() if not one.requires_grad]
-    values = [(one, one.detach().clone()) for one in (*module.buffers(), *frozen)]
+    values = [(one, one.detach().clone()) for one in module.buffers()]
 
+    @torch.no_grad()
     def restore() -> None:
         for table, entries in tables:
             table.update(entries)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from strategies.capture.causal import shorten_masks
-from strategies.capture.functional import make_functional
+from strategies.capture.functional import TIED, make_functional
 from strategies.capture.nodes import AUTOGRAD_FUNCTION, OpaqueCall, at, function_target, modules_of, op_of, source_of
 from strategies.capture.numbers import resolve_numbers
 from strategies.capture.regions import flatten
@@ -119,8 +119,9 @@ class _Reader:
         """What each placeholder that holds state is. A frozen parameter is a buffer to those who write it."""
         signature = self.signature
         frozen = [name for name in signature.inputs_to_parameters if not self.owners[name][1].requires_grad]
+        names = Counter(self.owners[name][0] for name in signature.inputs_to_parameters)
         return (
-            dict.fromkeys(signature.inputs_to_parameters, "parameter")
+            {name: TIED if names[self.owners[name][0]] > 1 else "parameter" for name in signature.inputs_to_parameters}
             | dict.fromkeys(frozen, "buffer")
             | dict.fromkeys(signature.inputs_to_buffers, "buffer")
             | dict.fromkeys(signature.inputs_to_lifted_tensor_constants, "constant")
@@ -170,7 +171,7 @@ class _Reader:
             self.sources[position] = replace(known, aliases=(*known.aliases, alias))
             return
         constant = node.name in self.constants
-        trained = isinstance(tensor, nn.Parameter) and node not in self.written
+        trained = isinstance(tensor, nn.Parameter) and (tensor.requires_grad or node not in self.written)
         kind: Kind = "constant" if constant else "parameter" if trained else "buffer"
         self.values[node] = Ref(node.name)
         self.tensors[name] = tensor.detach()

@@ -1,11 +1,13 @@
 """A captured graph without writes: what the model writes in place becomes new values.
 
-Every tensor of the graph has a base tensor, whose memory it shows, and the view that it takes of it. A write
-through a view computes the view's new value and puts it back along the views into a new value of the base tensor;
-whoever reads the base tensor or any other view of it afterwards takes the same view of the new value. So gradients come
-out as in eager torch: none for what was overwritten. The last value of a buffer that was written is an update; the
-batch itself stays as it was. Batch normalization in training, which writes its running statistics unseen, returns them
-instead. In-place operators and the operators that return what they write are paired by their schemas.
+Every tensor of the graph has a base tensor, whose memory it shows, and the view that it takes of it. A write through a
+view computes the view's new value and puts it back along the views into a new value of the base tensor; whoever reads
+the base tensor or any other view of it afterwards takes the same view of the new value. So gradients come out as in
+eager torch: none for what was overwritten. The last value of a buffer that was written is an update; the batch itself
+stays as it was. A parameter that learns is written without autograd (a temperature that is clamped, rows of an
+embedding with max_norm): forward goes on with its new value, whose gradient is the parameter's. Batch normalization in
+training, which writes its running statistics unseen, returns them instead. In-place operators and the operators that
+return what they write are paired by their schemas.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from strategies.rules.traits import traits
 aten = torch.ops.aten
 CUMULATIVE = -1.0
 """The momentum that capture gives a batch normalization without one, which averages over all its batches."""
+TIED = "parameter under several names"
 UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"})
 """Operators that write running statistics although their schema does not say so, and that no module of torch calls."""
 OTHERWISE = {
@@ -49,12 +52,12 @@ PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 def make_functional(
     graph: fx.Graph, kinds: dict[str, str], buffers: dict[str, str], trainable: Callable[[fx.Node], bool]
 ) -> dict[fx.Node, fx.Node]:
-    """Rewrite `graph` in place; returns the new value of every buffer that is written, by its placeholder.
+    """Rewrite `graph` in place; returns the new value of every buffer and parameter that is written.
 
     `kinds` says what each placeholder is that holds state (parameter, buffer or constant; the others are the batch),
     `buffers` the names of buffers by placeholder, `trainable` which placeholders need a gradient. Raises StrategyError
-    for writes that are no plain value: to parameters, to constants, through views that cannot be put back, to several
-    tensors at once, and under no_grad or through a detached tensor to what needs a gradient.
+    for writes that are no plain value: to parameters of several names, to constants, through views that cannot be put
+    back, to several tensors at once, and under no_grad or through a detached tensor to what else needs a gradient.
     """
     return _Rewriting(graph, kinds, buffers, trainable).updates
 
@@ -71,6 +74,8 @@ class _Rewriting:
         self.seen: dict[fx.Node, tuple[int, fx.Node]] = {}  # a view -> its value at a version of its base tensor
         self.given: dict[fx.Node, Any] = {}  # a view -> its arguments as they were
         self.replaced: list[fx.Node] = []
+        self.learned: dict[fx.Node, fx.Node] = {}
+        """The new values of parameters that learn."""
         for node in list(graph.nodes):
             with graph.inserting_before(node):
                 if node.op == "call_function":
@@ -80,7 +85,7 @@ class _Rewriting:
                 else:
                     self._register(node, None)
         written = [base for base in self.now if base.name in kinds and self.version[base] > 0]
-        self.updates = {base: self._computed(self.now[base]) for base in written}
+        self.updates = {base: self._computed(self.learned.get(base, self.now[base])) for base in written}
         for node in reversed(self.replaced):
             graph.erase_node(node)
 
@@ -130,7 +135,7 @@ class _Rewriting:
         node = self._name(node)
         if node not in self.parent:
             self._check(node, writer)
-            self.now[node] = value
+            self.now[node] = self._with_gradient(node, value, writer) if self._learns(node) else value
             self.version[node] += 1
             return
         view, piece = node, None
@@ -138,8 +143,7 @@ class _Rewriting:
             view, piece = self.parent[node], node.args[1]
         above = self.parent[view]
         base_tensor = self._base_of(view)
-        parameter = self.kinds.get(base_tensor.name) == "parameter"  # whose writes are refused below
-        if op_of(view) == "detach" and not parameter and self._needs_gradient(self.read(base_tensor)):
+        if op_of(view) == "detach" and not self._learns(base_tensor) and self._needs_gradient(self.read(base_tensor)):
             raise StrategyError("MW903", _unknown_to_gradient(writer, "through a detached tensor", "to a clone of it"))
         known = value
         if op_of(view) == "detach" and self._needs_gradient(value):  # only the detached tensor has its gradient
@@ -148,11 +152,24 @@ class _Rewriting:
         self._write(above, complete, writer)
         self.seen[node] = self.version[self._base_of(node)], value
 
+    def _learns(self, base_tensor: fx.Node) -> bool:
+        return self.kinds.get(base_tensor.name) in ("parameter", TIED)
+
+    def _with_gradient(self, parameter: fx.Node, value: fx.Node, writer: fx.Node) -> fx.Node:
+        """A new value of a parameter, of which the gradient is the parameter's: zeros that depend on it are added."""
+        self.learned[parameter] = value = call(self.graph, writer, aten.detach.default, value)
+        before = call(self.graph, writer, aten.detach.default, parameter)
+        zeros = call(self.graph, writer, aten.sub.Tensor, parameter, before)
+        learned = call(self.graph, writer, aten.add.Tensor, value, zeros)
+        for node in (zeros, learned):  # whatever the writer is in
+            node.meta.pop("without_grad", None)
+        return learned
+
     def _check(self, base_tensor: fx.Node, writer: fx.Node) -> None:
         kind = self.kinds.get(base_tensor.name, "batch tensor") if base_tensor.op == "placeholder" else None
-        if kind in ("parameter", "constant"):
+        if kind in (TIED, "constant"):
             cure = {
-                "parameter": "use the new value in its place (torch.nn.utils.parametrize), let the optimizer "
+                TIED: "use the new value in its place (torch.nn.utils.parametrize), let the optimizer "
                 "write it, freeze it, or hold it in a buffer",
                 "constant": "register it as a buffer (register_buffer)",
             }
@@ -200,8 +217,7 @@ class _Rewriting:
         value = self._new_value(node, op, old, name)
         if node.meta.get("without_grad") and floating(value.meta["val"]):
             base_tensor = self._base_of(base)
-            parameter = self.kinds.get(base_tensor.name) == "parameter"  # whose writes are refused below
-            if not parameter and self._needs_gradient(self.read(base_tensor)):
+            if not self._learns(base_tensor) and self._needs_gradient(self.read(base_tensor)):
                 raise StrategyError(
                     "MW903",
                     _unknown_to_gradient(node, "under no_grad", "outside of no_grad, or to a detached copy"),

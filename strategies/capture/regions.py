@@ -42,7 +42,7 @@ def flatten(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
     """
     _note(graph)
     _write_casts(graph, trainable)
-    _write_detach(graph)
+    _write_detach(graph, trainable)
 
 
 def _note(graph: fx.Graph) -> None:
@@ -64,9 +64,9 @@ def _note(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _write_detach(graph: fx.Graph) -> None:
+def _write_detach(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
     for node in reversed(list(graph.nodes)):
-        if not node.meta.get("without_grad") or not floating(node.meta.get("val")):
+        if not node.meta.get("without_grad") or not floating(node.meta.get("val")) or _shows(node, trainable):
             continue
         outside = [user for user in node.users if not user.meta.get("without_grad")]
         if outside:
@@ -77,6 +77,15 @@ def _write_detach(graph: fx.Graph) -> None:
                 cut.meta = dict(node.meta)
             for user in outside:
                 user.replace_input_with(node, cut)
+
+
+def _shows(node: fx.Node, trainable: Callable[[fx.Node], bool]) -> bool:
+    """Whether a node is a parameter that learns, which operators have written in place."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if not isinstance(above := node.args[0], fx.Node):
+            return False
+        node = above
+    return node.op == "placeholder" and trainable(node)
 
 
 def _returned(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

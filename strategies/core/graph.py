@@ -211,6 +211,12 @@ class OperatorGraph(Memo):
                 trained |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
         return frozenset(trained)
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of parameters that learn and that forward writes."""
+        sources = (self.by_id[id] for id, _ in self.updates)
+        return tuple(source.name for source in sources if isinstance(source, Source) and source.trainable)
+
     @cached_property
     def returning(self) -> frozenset[str]:
         """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices,

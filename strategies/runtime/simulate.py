@@ -210,13 +210,14 @@ class Simulation:
         torch.autograd.backward(list(losses), [torch.ones_like(loss) for loss in losses])
 
     def buffers(self) -> dict[str, Tensor]:
-        """Every global buffer, by name."""
+        """Every global buffer, and parameter that forward writes, by name."""
+        written = {id for id, _ in self.program.updates}
         return {
             source.name: assemble(
                 self.slices[Ref(source.id)], self.program.layouts[source.id], source.spec.shape, self.mesh
             )
             for source in self.program.sources
-            if source.kind == "buffer"
+            if source.kind == "buffer" or source.id in written
         }
 
     def gradients(self) -> dict[str, Tensor]:

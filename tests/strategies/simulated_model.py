@@ -49,7 +49,8 @@ class Model:
             f"input.{k}" if k in self.values else k: entry for k, entry in zip(names, self.batch, strict=True)
         }
         self.loss, self.gradients = self._eager()
-        self.buffers = {k: v.detach().clone() for k, v in _buffers(self.objective)}
+        parameters = self.net.named_parameters(remove_duplicate=False)  # which forward may write
+        self.buffers = {k: v.detach().clone() for k, v in (*_buffers(self.objective), *parameters)}
 
     @property
     def graph(self) -> OperatorGraph:

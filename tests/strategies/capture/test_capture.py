@@ -379,10 +379,6 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         lambda net, x: CheckpointFunction.apply(F.dropout, 1, net.dense(x)),
         "draws other random numbers in backward",
     ),
-    "in place on a parameter": (
-        lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1),
-        "writes in place to a parameter",
-    ),
     "nothing trains": (lambda net, x: net.dense(x).detach(), "depends on no trainable parameter"),
 }
 
