@@ -465,6 +465,7 @@ class Trainer:
                     weights = self._mean_weights(means, own, rows)
                 elif self.prepared.counted is not None:
                     shares = self._shares(self.prepared.counted, own, rows)
+                del own  # entries go as they are used
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             recorder.at(DATA)

@@ -198,6 +198,7 @@ class StageRunner:
                 received[at] = receive(at, True) if action.stage else []
                 entries, key = load(action.micro_batch)
                 made[at] = unit.outputs(entries, received[at], key)
+                del entries  # what is not saved for backward is gone
                 if not self._last(unit):
                     following = action.stage + 1
                     if following in units:

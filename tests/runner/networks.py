@@ -560,6 +560,18 @@ class Pixels(nn.Module):
         return self.outer(self.flat(image.square()))
 
 
+class Averaged(nn.Module):
+    """images [rows, 1, h, w] -> [rows, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.AvgPool2d(8), nn.Linear(64, CLASSES)
+        self.scale = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.scale(self.inner(x).flatten(1)))
+
+
 class Words:
     """Samples (list of 1 to 6 numbers, class): only `padded` converts them to tensors."""
 

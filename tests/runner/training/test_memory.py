@@ -110,6 +110,18 @@ def test_tensors_of_a_dataset_are_not_measured(start):
     assert [one["peak"] for one in content["measured"]] == pytest.approx([content["predicted"]["peak"]] * 2, rel=0.02)
 
 
+@pytest.mark.parametrize("words", [("train.accumulate=4",), ("parallel.pipeline.micro_batches=4",)], ids=["", "staged"])
+def test_micro_batches_are_not_kept_for_their_counts(start, words):
+    """The mean over labels reads those of all micro-batches before the first."""
+    images = "data.args={rows: 16, channels: 1, height: 64, width: 64, classes: 4}"
+    staged = ("parallel.pipeline.stages=2", "parallel.pipeline.cuts={outer: 1}") if "pipeline" in words[0] else ()
+    few = ("parallel=data_parallel", "world_size=2", "train.steps=2", "train.measure_memory=true", *staged)
+    data = ("data.target=runner.data.synthetic.LargeImages", images, "model.target=networks.Averaged")
+    ended = start(*SMALL, *few, *data, *words)
+    content = json.loads((ended.folder / "memory.json").read_text(encoding="utf-8"))
+    assert content["predicted"]["peak"] == pytest.approx(max(one["peak"] for one in content["measured"]), rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "most"),
     [
