@@ -138,14 +138,17 @@ def _check_known(kind: type, config: Any, given: Mapping[str, Any], where: str) 
             raise ConfigError("MW306", f"{where}: {kind.__name__} has no {key!r}.{closest(key, sorted(declared))}")
         inner = getattr(config, key, None)
         if isinstance(value, Mapping) and key in getattr(kind, "sub_configs", {}) and inner is not None:
-            _check_known(type(inner), inner, value, f"{where}.{key}")
+            within = {name: one for name, one in value.items() if name != "model_type"}  # which has chosen the class
+            _check_known(type(inner), inner, within, f"{where}.{key}")
 
 
 def _read_by_models(kind: type, key: str) -> bool:
     """Whether models read a key that their config class does not declare, as T5 reads `decoder_start_token_id`."""
     file = Path(inspect.getfile(kind))
     models = file.with_name(file.name.replace("configuration_", "modeling_"))
-    return models.is_file() and bool(re.search(rf"\bconfig\.{re.escape(key)}\b", models.read_text(encoding="utf-8")))
+    name = re.escape(key)
+    read = rf"""\bconfig\.{name}\b|\bgetattr\([\w.]*config, *["']{name}["']"""
+    return models.is_file() and bool(re.search(read, models.read_text(encoding="utf-8")))
 
 
 def _declared(kind: type) -> set[str]:

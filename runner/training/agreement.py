@@ -76,16 +76,22 @@ def agree_on_data(
 
 def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Check that the ranks of a group, which run one program, generated the same code for it (collective). Raises
-    RuntimeError. Numbers and local names are left out: offsets differ from rank to rank, and with them which units
-    share the code that was generated for the first of them."""
+    RuntimeError. Numbers and the names of values and tensors are left out: offsets differ from rank to rank, and with
+    them which units share the code that was generated for the first of them."""
     codes = {unit.code for unit in module.modules() if isinstance(unit, GraphModule)}
     text = "\n".join(sorted(set(map(_without_names, codes))))
     agree({"the generated code": digest(text)}, "The ranks were started with different versions of the program.", group)
 
 
 def _without_names(code: str) -> str:
-    """Generated code with # for every number, and its local names in the order in which they are first used."""
+    """Generated code with # for every number, and its local names in the order in which they are first used, as are
+    those of what modules own."""
     tree = ast.parse(code)
+    owners = {node.args.args[0].arg for node in tree.body if isinstance(node, ast.FunctionDef)}
+    owned: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in owners:
+            node.attr = owned.setdefault(node.attr, f"o{len(owned)}".translate(LETTERS))
     nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Name, ast.arg))]
     local = {node.arg for node in nodes if isinstance(node, ast.arg)}
     local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -255,6 +255,11 @@ class KnownBytes:
         """Elements of all trainable parameters."""
         return sum(self.sizes)
 
+    @property
+    def kept(self) -> int:
+        """Bytes that adding up the first bucket leaves behind until the update."""
+        return self.zero.parts * MASTER if isinstance(self.zero, ZeroBuffers) and self.zero.compact else 0
+
     def copied(self, elements: int) -> int:
         """Bytes of the copies of a bucket while it is added up."""
         return elements * sum(one.itemsize for one in self.zero.copied) if isinstance(self.zero, ZeroBuffers) else 0

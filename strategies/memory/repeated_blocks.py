@@ -400,14 +400,17 @@ def _peaks(
 ) -> Traced | None:
     """The peaks with all `segments`; None where a joined bucket is too large to be counted without a moment."""
     peaks, filled = {name: 0 for name in traced.peaks}, 0
+    first = known.kept if settings.accumulate == 1 else 0  # later micro-batches find what the first has left
+    kept = 0
     for segment in segments:
         phase = segment.phase
-        peaks[phase] = max(peaks[phase], *(now for _, now in segment.moments))
         for _, elements, now in segment.arrivals:
             if filled and filled + elements > known.bucket:
-                peaks[phase] = max(peaks[phase], now + known.copied(filled))
+                kept = first
+                peaks[phase] = max(peaks[phase], now + known.copied(filled) + kept)
                 filled = 0
             filled += elements
+        peaks[phase] = max(peaks[phase], *(now + (0 if segment.flushed else kept) for _, now in segment.moments))
         for now in segment.flushed:
             peaks[phase] = max(peaks[phase], now + known.copied(filled or known.trainable))
             filled = 0
@@ -509,6 +512,8 @@ class _RecordingBuffers(ZeroBuffers):
         self.filled += elements
 
     def _flush(self) -> None:
+        if self.filled and self.compact and not self.pieces:
+            self.pieces = self.taken()
         if self.filled:
             self.recording.segments[-1].flushed.append(self.recording.live.now)
         self.filled = 0

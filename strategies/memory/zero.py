@@ -115,6 +115,8 @@ class ZeroBuffers:
         first = next(iter(parameters.values()))
         self.dtype, self.item, self.device = first.dtype, first.itemsize, torch.device(settings.device)
         self.low = self.item < FP32
+        self.compact = self.low and self.stage == 2
+        """Whether gradients are added up in a rank's part in fp32, from the first bucket to the update."""
         every = sum(parameter.numel() for parameter in parameters.values())
         self.bucket = settings.bucket or min(every + every % 2, LARGEST_BUCKET)
         self.names = [name for group in self.groups for name in group.elements]
@@ -204,11 +206,15 @@ class ZeroBuffers:
     @property
     def copied(self) -> list[torch.dtype]:
         """The copies of a bucket while it is added up: one is sent, in fp32; gloo works on one more."""
-        wide = self.low or (self.stage == 3 and self.device.type == "cpu")
+        if self.stage == 3 and self.device.type == "cpu":
+            return [torch.float32, torch.float32]
+        wide = self.low
         return [self.dtype, torch.float32] if wide else [self.dtype]
 
     def _flush(self) -> None:
         """Add up the bucket."""
+        if self.filled and self.compact and not self.pieces:
+            self.pieces = self.taken()
         if self.filled:
             copies = [self._empty(self.filled, dtype) for dtype in self.copied]
             del copies
@@ -228,7 +234,7 @@ class ZeroBuffers:
             self._flush()
         if self.stage == 1 and last:
             self.pieces = self.taken()
-        elif self.stage == 2:
+        elif self.stage == 2 and not self.compact:
             taken = self.taken()
             self.pieces = self.pieces or taken
             del taken
@@ -237,19 +243,19 @@ class ZeroBuffers:
 
     def taken(self) -> list[Tensor]:
         """What the rank keeps of the sums: its part in fp32, or else all parameters that overlap it."""
+        if self.compact:
+            return [self._empty(group.part, torch.float32) for group in self.groups]
         if not self.on_device:
             return []
-        if self.low and self.stage == 2:
-            return [self._empty(group.part, torch.float32) for group in self.groups]
         return [self._empty(self.touched, self.dtype)]
 
     def during_update(self) -> int:
         """Bytes beside the persistent ones while the groups are updated one after the other, at most."""
         if not self.on_device:
-            return 0
+            return self.parts * FP32 if self.compact else 0
         if self.stage == 3:
             gradients = 0
-        elif self.low and self.stage == 2:
+        elif self.compact:
             gradients = self.parts * FP32
         else:
             gradients = self.touched * self.item

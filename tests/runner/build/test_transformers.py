@@ -49,10 +49,22 @@ def test_an_automatic_class_goes_by_the_type():
     assert all(torch.equal(equal[name], one) for name, one in model.state_dict().items())
 
 
+ENCODER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
 def test_a_key_that_models_read_needs_no_declaration():
     small = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     model = built("T5ForConditionalGeneration", small | {"decoder_start_token_id": 0})
     assert model.config.decoder_start_token_id == 0
+    model = built("DebertaV2Model", ENCODER | {"vocab_size": 32} | {"position_buckets": 4, "relative_attention": True})
+    assert model.encoder.position_buckets == 4
+
+
+def test_a_type_within_chooses_a_config():
+    text = ENCODER | {"model_type": "qwen2", "vocab_size": 32, "num_key_value_heads": 2}
+    vision = ENCODER | {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}
+    model = built("LlavaForConditionalGeneration", {"text_config": text, "vision_config": vision})
+    assert type(model.config.text_config).__name__ == "Qwen2Config"
 
 
 @pytest.mark.parametrize(

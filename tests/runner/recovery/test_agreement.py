@@ -37,11 +37,11 @@ def test_a_rank_with_another_program(start, monkeypatch, entry, message):
         start(*SMALL, *MODES["semi_auto"], "train.steps=2")
 
 
-def test_code_is_compared_without_numbers_and_local_names():
+def test_code_is_compared_without_numbers_and_names_of_values():
     first = (
         "def forward(self, add):\n    dropout = local.dropout(add, 16, self._own_1);  add = None\n    return dropout\n"
     )
-    renamed = first.replace("add", "linear_1").replace("16", "32")
+    renamed = first.replace("add", "linear_1").replace("16", "32").replace("_own_1", "other_bias")
     assert _without_names(first) == _without_names(renamed)
     assert _without_names(first) != _without_names(first.replace("local.dropout", "local.relu"))
     assert _without_names(first) != _without_names(first.replace("return dropout", "return self"))

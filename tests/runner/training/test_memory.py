@@ -97,6 +97,18 @@ def test_real_ranks_take_what_was_predicted(start, words):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [("train.accumulate=1",), ("train.accumulate=2", "parallel.offload.optimizer=host")])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_set_the_peak_in_bf16_are_predicted(start, stage, words):
+    """Of many weights and few rows, by DeepSpeed."""
+    few = ("parallel=data_parallel", "world_size=2", "train.steps=2", "train.measure_memory=true", *words)
+    zero = (f"parallel.zero={{stage: {stage}, engine: deepspeed}}", "train.precision=bf16", "model.args.hidden=20000")
+    ended = start(*SMALL, *few, *zero)
+    content = json.loads((ended.folder / "memory.json").read_text(encoding="utf-8"))
+    assert content["predicted"]["peak"] == pytest.approx(max(one["peak"] for one in content["measured"]), rel=0.01)
+
+
+@pytest.mark.slow
 def test_tensors_of_a_dataset_are_not_measured(start):
     ended = start(
         *SMALL,
