@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import methodcaller
 from typing import Any
 
@@ -92,22 +93,27 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         gap, found = of_step(ours, theirs, limit, rounding)
         comparison = Comparison(gap, found | weights, limit, 1)
         magnified = comparison.may_be_rounding
-    if magnified and precision == "fp64" and (kind == "fp32" or comparison.worst <= MAGNIFIED_FP64):
+    if magnified and precision in FINER:
+        widen = methodcaller("double" if FINER[precision] == "fp64" else "float")
+        exact = Eager(widen(duplicate(planned.step_of(module)).train()), single_draws=True)
+        wide = [widen(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+        try:
+            truth = _trained(_on_one_device(exact, wide, key), ours)
+        except RunFailed as error:  # in that precision alone
+            comparison = replace(comparison, unmeasured=str(error), precision=precision, finer=FINER[precision])
+        else:
+            zero = below(truth["gradients"], ROUNDING[FINER[precision]])
+            gap, found = of_step(ours, theirs, limit, rounding, zero)
+            distance = of_step(theirs, truth, limit, rounding, zero)[1]
+            comparison = Comparison(
+                gap, found | weights, limit, 1, rounding=distance, precision=precision, finer=FINER[precision]
+            )
+            magnified = False
+    if magnified and (kind == "fp32" or (kind == "fp64" and comparison.worst <= MAGNIFIED_FP64)):
         near = Eager(duplicate(planned.step_of(module)).train())
         nudge(near, kind)
         distance = of_step(_trained(_on_one_device(near, tensors, key), ours), theirs, limit, rounding)[1]
         comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=kind)
-    elif magnified and precision in FINER:
-        widen = methodcaller("double" if FINER[precision] == "fp64" else "float")
-        exact = Eager(widen(duplicate(planned.step_of(module)).train()), single_draws=True)
-        wide = [widen(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
-        truth = _trained(_on_one_device(exact, wide, key), ours)
-        zero = below(truth["gradients"], ROUNDING[FINER[precision]])
-        gap, found = of_step(ours, theirs, limit, rounding, zero)
-        distance = of_step(theirs, truth, limit, rounding, zero)[1]
-        comparison = Comparison(
-            gap, found | weights, limit, 1, rounding=distance, precision=precision, finer=FINER[precision]
-        )
     if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
         first = first_not_finite(lambda: eager(*(tensor.clone() for tensor in tensors), key=key).backward())
         where = "" if first is None else f": the first {first[2]} is made in {first[1]} at {first[0]}"

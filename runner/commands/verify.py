@@ -119,8 +119,10 @@ def run(config: Config, run_dir: Path) -> float | None:
             )
             comparison = compare(ours, theirs, tolerance, ROUNDING[kind], published)
             magnified = comparison.may_be_rounding
-        if magnified and (precision in FINER or kind == "fp32" or comparison.worst <= MAGNIFIED_FP64):
-            finer = FINER.get(precision)
+        finer_runs: list[str | None] = [FINER[precision]] if precision in FINER else []
+        if kind == "fp32" or (kind == "fp64" and comparison.worst <= MAGNIFIED_FP64):
+            finer_runs.append(None)  # neighbouring weights, also where the finer precision does not run
+        for finer in finer_runs if magnified else ():
             other = "with neighbouring weights" if finer is None else f"in {finer}"
             print(f"verify: a difference is beyond {tolerance:g}; now the same on one process {other}", flush=True)
             try:
@@ -137,6 +139,7 @@ def run(config: Config, run_dir: Path) -> float | None:
                 comparison = compare(ours, theirs, tolerance, ROUNDING[kind], published, zero)
                 rounding = compare(theirs, exact, tolerance, ROUNDING[kind], published, zero).differences
                 comparison = replace(comparison, rounding=rounding, precision=kind, finer=finer)
+                break
             except (ConfigError, StrategyError, RunFailed) as error:
                 unmeasured = str(error).partition("\n")[0]
                 comparison = replace(comparison, unmeasured=unmeasured, precision=kind, finer=finer)

@@ -360,6 +360,25 @@ def test_verify_allows_what_rounding_itself_magnifies(
         assert "verify FAILED" in refused("MW731", lambda: meshwright.verify(module, batch, plan))
 
 
+class Tabled(Magnifying):
+    """Runs in single precision alone, in which its table stays."""
+
+    def __init__(self) -> None:
+        super().__init__(1e3, torch.float32)
+        self.table = torch.eye(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.table
+
+
+def test_verify_measures_rounding_where_a_finer_precision_does_not_run() -> None:
+    torch.manual_seed(0)
+    module, batch = nn.Sequential(nn.Linear(64, 4), Tabled()), (torch.randn(8, 64), points()[1].float())
+    plan = meshwright.from_tp_plan({"0": "rowwise"}, module, batch, mesh=2, loss=nn.MSELoss())
+    found = meshwright.verify(module, batch, plan)
+    assert found.worst > found.tolerance and "neighbouring weights" in str(found)
+
+
 class Teacher(nn.Module):
     """Moves a frozen layer after the trained one in forward."""
 
