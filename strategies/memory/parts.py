@@ -138,6 +138,8 @@ def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes:
     reducible = [name for name in order if name != "buffers" or settings.stage]  # cuBLAS's own have one size
     largest = max(reducible, key=lambda name: parts[name])
     shown = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
+    if (rest := needed.peak - sum(parts.values())) > 0:
+        shown += f", {in_words(rest)} for a moment, in operators and gradients on their way"
     what = "even with all repeated layers recomputed the plan" if all_of_it else "the plan"
     return (
         f"parallel.memory_limit = {in_words(limit)} per rank, but {what} needs {in_words(needed.peak)} at once, in "

@@ -154,7 +154,7 @@ def _nothing_fits(needs: Mapping[Choice, float], limit: float) -> str:
     return (
         f"Nothing that parallel.zero.stage, parallel.pipeline and parallel.recompute leave open fits into "
         f"{in_words(int(limit))} per rank (parallel.memory_limit, or the memory of a device of the cluster): of "
-        f"{len(needs)} choices the smallest need found is {in_words(int(needs[least]))} ({least}). More ranks, a "
+        f"{len(needs)} choices the smallest needs {in_words(int(needs[least]))} or more ({least}). More ranks, a "
         "smaller data.batch_size or more train.accumulate, parallel.offload, a higher limit, or auto for more of these "
         "keys would help."
     )
