@@ -508,6 +508,12 @@ def _capture_failure(error: BaseException) -> str:
         and "/triton/" not in frame.filename
     ]
     where = f" at {short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    if isinstance(error, GuardOnDataDependentSymNode) and "ctc_loss(" in where:
+        return (
+            f"The model's forward gives CTC targets that are concatenated, as many as values say{where}, so it is not "
+            "one graph. Give them padded, one row per sample, with their lengths: "
+            "ctc_loss(log_probs, labels.clamp(min=0), input_lengths, (labels >= 0).sum(-1))."
+        )
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "

@@ -379,6 +379,15 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         lambda net, x: CheckpointFunction.apply(F.dropout, 1, net.dense(x)),
         "draws other random numbers in backward",
     ),
+    "targets of CTC one behind the other": (
+        lambda net, x: F.ctc_loss(
+            net.dense(x).expand(9, *x.shape).log_softmax(-1),
+            (x > 0).long()[x > 0],
+            torch.full(x.shape[:1], 9),
+            (x > 0).sum(1),
+        ),
+        "Give them padded, one row per sample",
+    ),
     "nothing trains": (lambda net, x: net.dense(x).detach(), "depends on no trainable parameter"),
 }
 
