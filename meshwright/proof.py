@@ -72,7 +72,8 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     precision, key = planned.prepared.config.train.precision, mix(planned.prepared.config.train.seed, 1, 0)
     eager = Eager(duplicate(planned.step_of(module)).train())
     graph, own = planned.captured.graph, {name: one.detach() for name, one in eager.tensors().items()}
-    own |= {(name := graph.by_id[id].name): own[name].clone() for id, _ in graph.updates}  # forward writes them
+    written = (*dict(eager.named_buffers()), *(graph.by_id[id].name for id, _ in graph.updates))  # by forward
+    own |= {name: own[name].clone() for name in written}
     values = {**planned.captured.tensors, **own}
     entries = zip(names, tensors, strict=True)  # a forward on one device may mark its own as requiring gradients
     values |= {f"input.{name}" if name in values else name: one.detach() for name, one in entries}
@@ -82,8 +83,8 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
     theirs = _trained(alone, ours)
     limit, rounding = tolerance or TOLERANCE[precision], ROUNDING[precision]
     gap, found = of_step(ours, theirs, limit, rounding)
-    written = {name: eager.tensors()[name] for name in buffers}
-    weights = {("weight", name): value for name, value in differences(buffers, written).items()}
+    after = {name: eager.tensors()[name] for name in buffers}
+    weights = {("weight", name): value for name, value in differences(buffers, after).items()}
     comparison = Comparison(gap, found | weights, limit, 1, small=below(theirs["gradients"], SMALL))
     magnified = comparison.may_be_rounding and tolerance is None
     kind: str = precision

@@ -91,10 +91,8 @@ def _check_limit(prepared: Prepared, limit: int) -> None:
     """Raises StrategyError where a plan that was not searched needs more bytes of a rank than the limit."""
     assert prepared.step is not None
     config, (graph, plan) = prepared.config, prepared.step
-    cluster, settings = (
-        cluster_of(config, prepared.device, prepared.world_size),
-        settings_of(config, graph, prepared.device),
-    )
+    cluster = cluster_of(config, prepared.device, prepared.world_size)
+    settings = settings_of(config, graph, prepared.device)
     with gc_paused():
         found = estimate(config, prepared.step, settings, cluster, Programs(), Traces(), prepared.schedule)
     needed = max(found.memories, key=lambda one: one.peak)

@@ -141,7 +141,7 @@ class Prepared:
         companions: what the library of the model needs beside merged weights.
         data: the description of the data, which every rank must match.
         single_draws: whether a module that runs alone in fp64 draws the random numbers of fp32.
-        nudged: the precision of which the weights of a module that runs alone in fp64 are neighbouring numbers.
+        nudged: the precision in which the weights of a module that runs alone are neighbouring numbers.
         short: the short last micro-batch of an epoch, where there is one.
         together: whether the collate needs all rows of a batch, because it makes rows of several samples.
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.

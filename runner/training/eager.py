@@ -61,8 +61,8 @@ class Eager(nn.Module):
 
 
 def nudge(module: nn.Module, precision: str) -> None:
-    """Multiply every parameter of a module in fp64 by 1 + 2**-50 or 1 - 2**-50, at random: four neighbouring numbers,
-    by which sums of some 16 terms differ in another order. One that computes in fp32 in between: by 1 +- 2**-21."""
+    """Multiply every parameter of a module by 1 + 2**-50 or 1 - 2**-50, at random: four neighbouring numbers of fp64,
+    by which sums of some 16 terms differ in another order. Of one that computes in fp32, by 1 +- 2**-21."""
     distance = 4 * torch.finfo(torch.float32 if precision == "fp32" else torch.float64).eps
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
