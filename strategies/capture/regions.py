@@ -82,7 +82,9 @@ def _write_detach(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None
 def _shows(node: fx.Node, trainable: Callable[[fx.Node], bool]) -> bool:
     """Whether a node is a parameter that learns, which operators have written in place."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        if not isinstance(above := node.args[0], fx.Node):
+        written = node.target._schema.arguments[0].alias_info
+        above = node.args[0] if node.args and written is not None and written.is_write else None
+        if not isinstance(above, fx.Node):
             return False
         node = above
     return node.op == "placeholder" and trainable(node)
