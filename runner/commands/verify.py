@@ -142,6 +142,7 @@ def run(config: Config, run_dir: Path) -> float | None:
                 break
             except (ConfigError, StrategyError, RunFailed) as error:
                 unmeasured = str(error).partition("\n")[0]
+                print(f"verify: one process {other} does not run: {unmeasured}", flush=True)
                 comparison = replace(comparison, unmeasured=unmeasured, precision=kind, finer=finer)
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
     print(table(comparison))

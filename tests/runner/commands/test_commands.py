@@ -163,12 +163,11 @@ def test_verify_of_a_table_that_grows(start):
     assert ended.verdict["passed"]
 
 
-def test_verify_keeps_its_bound_where_a_model_has_no_fp64(start, tmp_path, capfd):
-    with pytest.raises(RunFailed, match=r"does not run in fp64: .*no kernel for Double"):
-        start(*CANCELLING, *MODES["data_parallel"], "+model.args.single=true", verb="verify")
-    verdict = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
-    assert not verdict["passed"] and "no kernel for Double" in verdict["rounding"]["unmeasured"]
-    assert "no kernel for Double" in capfd.readouterr().out
+def test_verify_measures_by_neighbouring_weights_where_a_model_has_no_fp64(start, capfd):
+    ended = start(*CANCELLING, *MODES["data_parallel"], "+model.args.single=true", verb="verify")
+    own, out = ended.verdict["rounding"]["grad_max_rel_diff"], capfd.readouterr().out
+    assert ended.verdict["passed"] and 1e-5 < max(ended.verdict["grad_max_rel_diff"].values()) <= 3 * max(own.values())
+    assert "no kernel for Double" in out and "from one with neighbouring weights" in out
 
 
 @pytest.mark.slow
