@@ -196,18 +196,16 @@ def check_written(config: Config, graph: OperatorGraph) -> None:
     """Raises ConfigError where forward writes a parameter that learns, of which there are copies: the optimizer's, or
     what a compiled backward computes with."""
     stage, precision = config.parallel.zero.known, config.train.precision
-    copies = {
-        f"parallel.zero.stage = {stage}": stage > 0,
-        f"train.precision = {precision}": precision in ("bf16", "fp16"),
-        "train.compile = true": config.train.compile,
-    }
-    for name in graph.written[:1]:
-        for cause in [cause for cause, holds in copies.items() if holds]:
-            raise ConfigError(
-                "MW451",
-                f"{cause}: the model's forward writes its parameter {name}, and copies of it would not follow; use "
-                "parallel.zero.stage=0 in fp32, fp64 or bf16_autocast without train.compile, or freeze the parameter.",
-            )
+    causes = [f"parallel.zero.stage = {stage}"] if stage else []
+    causes += [f"train.precision = {precision}"] if precision in ("bf16", "fp16") else []
+    causes += ["train.compile = true"] if config.train.compile else []
+    if causes and graph.written:
+        raise ConfigError(
+            "MW451",
+            f"{causes[0]}: the model's forward writes its parameter {graph.written[0]}, and copies of it would not "
+            "follow; use parallel.zero.stage=0 in fp32, fp64 or bf16_autocast without train.compile, or freeze the "
+            "parameter.",
+        )
 
 
 def cut_of(config: Config, graph: OperatorGraph, plan: Plan, owners: Sequence[int]) -> tuple[Stage, ...]:

@@ -83,7 +83,7 @@ def make_updates(
     check_slices(optimizer_factory, groups, program, stage, device, staged=peers is not None)
     given = module, program, communicator, optimizer_factory, groups
     scale = scale_of(loss_scale) if precision == "fp16" else None
-    if stage == 0 or not program.trainable_names:  # a stage of a pipeline may be frozen
+    if stage == 0 or not program.trainable_names:  # of a frozen stage of a pipeline ZeRO has nothing to divide
         return BucketedUpdates(*given, cut=cut, overlap=overlap, scale=scale, **shared)
     if peers is not None and stage > 1:
         raise StrategyError(

@@ -89,6 +89,11 @@ class Updates(ABC):
         short: nn.Module | None = None,
         peers: Peers | None = None,
     ) -> None:
+        if peers is None and not program.trainable_names:  # a stage of a pipeline may be frozen
+            raise StrategyError(
+                "MW321",
+                "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train.",
+            )
         self._root, self._program, self._communicator = module, program, communicator
         self._clip, self._accumulate, self._short, self._peers = clip, accumulate, short, peers
         self.evaluation = evaluation

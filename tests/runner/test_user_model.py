@@ -7,9 +7,13 @@ from pathlib import Path
 
 import networks
 import pytest
+import torch
 from small import DOUBLE, MODES, SMALL
 
 from runner import checkpoint as checkpoints
+from runner.build.scores import scores, try_evaluation
+from runner.errors import ConfigError
+from strategies.capture import Objective
 from strategies.core.errors import StrategyError
 
 LOSS_GROUP = "optimizer.groups=[{match: ['loss.*'], args: {lr: 0.3}}]"
@@ -142,6 +146,33 @@ def test_parameters_of_no_dims_under_zero(start, words):
     """Plain SGD with a large learning rate shows a wrong norm in the weights."""
     ended = start(*NO_DIMS, *words, "verify.steps=2", verb="verify")
     assert ended.verdict["passed"] and max(ended.verdict["weight_max_rel_diff"].values()) <= 1e-6
+
+
+BOUNDED = (*SMALL, "model.target=networks.Bounded", "parallel=data_parallel")
+
+
+@pytest.mark.parametrize("words", [(), pytest.param(("train.accumulate=2", "world_size=2"), marks=pytest.mark.slow)])
+def test_parameters_that_forward_writes(start, words):
+    verdict = start(*BOUNDED, DOUBLE, *words, "verify.steps=4", verb="verify").verdict
+    assert verdict["passed"] and max(verdict["weight_max_rel_diff"].values()) <= 1e-10
+
+
+@pytest.mark.parametrize("word", ["parallel.zero.stage=1", "train.precision=bf16", "train.compile=true"])
+def test_parameters_that_forward_writes_have_no_copies(start, word):
+    with pytest.raises(ConfigError) as error:
+        start(*BOUNDED, word, verb="plan")
+    assert error.value.code == "MW451" and word.partition("=")[0] in str(error.value)
+
+
+def test_a_trial_of_an_evaluation_leaves_parameters_as_they_were():
+    torch.manual_seed(0)
+    net, loss, x = networks.Bounded(), torch.nn.CrossEntropyLoss(), torch.randn(8, 12)
+    before = {name: (one.data_ptr(), one.clone()) for name, one in net.named_parameters()}
+    batch = {"0": x, "1": torch.zeros(8, dtype=torch.long)}
+    try_evaluation(Objective(net, loss, ("0", "1"), ("1",)), batch, scores((), loss))
+    assert all(one.data_ptr() == before[name][0] and one.equal(before[name][1]) for name, one in net.named_parameters())
+    net(x)
+    assert not net.inner.weight.equal(before["inner.weight"][1])
 
 
 @pytest.mark.slow

@@ -272,6 +272,15 @@ def test_groups_of_other_stages_stay_empty(alone, training):
     assert make(groups=groups).plain().groups[0]["names"] == []
 
 
+def test_nothing_to_train_is_refused(alone):
+    _, program, _ = alone
+    sources = tuple(replace(source, trainable=False) for source in program.sources)
+    with pytest.raises(StrategyError, match="nothing to train"):
+        BucketedUpdates(
+            torch.nn.Module(), replace(program, sources=sources[:0]), Communicator(ALONE, 0), torch.optim.SGD, []
+        )
+
+
 @pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam"])
 def test_optimizers_that_do_not_fit_the_step_are_refused(alone, kind):
     _, program, make = alone
