@@ -214,7 +214,7 @@ class Scores:
         function fails or its result is no number."""
         for name, metric in self.metrics.items():
             given: tuple[Any, ...] = (output, *target)
-            with _named(name):
+            with _named(name, len(target)):
                 if name in self.inputs:
                     made = self.inputs[name](*given)
                     given = tuple(made) if isinstance(made, tuple | list) else (made,)
@@ -278,15 +278,19 @@ def _tensors(loss: nn.Module | None) -> list[Tensor]:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Turn what the function or class of a user raises into one paragraph that names the result."""
+def _named(name: str, targets_given: int = 1) -> Iterator[None]:
+    """Turn what the function or class of a user raises into one paragraph that names the result, and says how to choose
+    among several targets."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
         what = "the loss" if name == "loss" else f"evaluate: the metric {name}"
-        raise ConfigError("MW322", f"{what} fails in evaluation: {targets.describe(error)}.") from error
+        text = f"{what} fails in evaluation: {targets.describe(error)}."
+        if targets_given > 1 and name != "loss":
+            text += f" It gets the output and all {targets_given} targets; its `inputs`, a function of these, chooses."
+        raise ConfigError("MW322", text) from error
 
 
 def _twice(where: str, name: str) -> ConfigError:

@@ -128,8 +128,10 @@ def _grammar(override: str, text: str) -> str:
         problem = "it ends too early: a bracket, brace or quote is not closed"
     elif override.lstrip("+").startswith("parallel.strategies.") and re.search(r"[*@?]", override.partition("=")[0]):
         problem = "paths with * ? or @ are written as keys of a mapping: '+parallel.strategies={PATH: [[2,4],[4,1]]}'"
+    elif re.search(r"""[{,]\s*["']?[^:{},\s]*\[[^:{},]*\][^:{},\s]*["']?\s*:""", override):
+        problem = r"brackets in the key of a mapping are escaped: '{\[qkv\]_proj: [[2,4],[4,1]]}'"
     elif re.search(r"""[{,]\s*("[^"]*"|'[^']*')\s*:""", override):
-        problem = "keys of a mapping stand without quotes: '{PATH: [[2,4],[4,1]]}'"
+        problem = "keys of a mapping stand without quotes, and none is empty: '{KEY: VALUE}'"
     else:
         problem = (f"it cannot be read at {near!r}; " if near else "") + QUOTING
     return f"{override!r} is not a valid override: {problem}."

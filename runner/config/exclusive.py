@@ -397,6 +397,8 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
       for name, kind, more, why in (
           ("for_target", GIVEN, (), NO_PLAN), ("dump_ir", GIVEN, (), NO_PLAN),
           ("context_parallel", any_of("ring"), ("data_parallel", SERVER), "no sequence is sliced"))),
+    Rule("parallel.for_target", GIVEN, MODE, any_of("semi_auto"), "it limits what is searched",
+         f"choose parallel=auto, {DROP}"),
     Rule("parallel.reduce_precision", none_of("auto"), "train.precision", any_of("fp32", "fp64"),
          "nothing below fp32 is reduced", f"choose train.precision bf16, fp16 or bf16_autocast, {DROP}"),
     Rule(f"{PIPELINE}.schedule", none_of("1f1b"), STAGES, UNSET, "there is no pipeline", f"set {STAGES}=N, {DROP}"),

@@ -20,7 +20,7 @@ from runner.config.exclusive import shown
 from runner.config.keys import unknown
 from runner.config.origins import Origins
 from runner.config.parallel import Mode
-from runner.config.schema import Config
+from runner.config.schema import Config, Optimizer
 from runner.errors import ConfigError, allowed
 
 # The project's messages for pydantic's error types; braces are filled from the error's context.
@@ -50,6 +50,9 @@ NO_MODEL = (
     "there is nothing to run: choose a recipe, e.g. `run +recipe=quickstart` (`run recipes` lists them, `run --help` "
     "explains), or give your own with model.target=package.module.Class and data.target=package.module.Class."
 )
+KIND = re.compile(r"constrained-\w+|(tuple|list|dict)\[.*")
+"""How pydantic names a kind of value in a union."""
+LR, PRIMARY = "lr", "conf/config"
 NODES_AGAIN = ("cluster", "machine", "levels", "node", "size")
 """Where `cluster.nodes` stands a second time in the clusters that come with the package."""
 
@@ -71,6 +74,7 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     for rule in exclusive.SOURCES:
         if rule.breaks(values):
             raise ConfigError("MW205", rule.paragraph(values) + origins.sentence([rule.first, rule.second]))
+    values = _with_own_rate(values, origins)
     for name, replaced in (("cluster", cluster.from_file), ("launch", launch.from_files)):
         if isinstance(section := values.get(name), Mapping):
             values |= {name: replaced(section)}
@@ -90,6 +94,19 @@ def load(composed: DictConfig, origins: Origins) -> Config:
             f"write parallel.mode={chosen}.{origins.sentence(['parallel.mode'])}",
         )
     return config
+
+
+def _with_own_rate(values: dict[Any, Any], origins: Origins) -> dict[Any, Any]:
+    """The values without the default learning rate, which is that of the default optimizer, where another one is chosen
+    and no rate is given: its class has a default of its own."""
+    default, chosen = Optimizer(), values.get("optimizer")
+    if not isinstance(chosen, Mapping) or chosen.get("target") in (None, default.target):
+        return values
+    if chosen.get("args") is None or not chosen["args"].items() >= default.args.items():
+        return values
+    if origins.source(f"optimizer.args.{LR}") not in (None, PRIMARY):
+        return values
+    return {**values, "optimizer": {**chosen, "args": {k: v for k, v in chosen["args"].items() if k != LR}}}
 
 
 def _decoded(values: Any, composed: DictConfig, error: ValidationError) -> Any:
@@ -133,10 +150,25 @@ def validated(values: Any, origins: Origins) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        found = _one_each(error.errors())
+        found = _one_each(_without_kinds(error.errors()))
         if any(one["loc"] == ("cluster", "nodes") for one in found):
             found = [one for one in found if one["loc"] != NODES_AGAIN]
         raise ConfigError.of((_code(e), _paragraph(e, origins)) for e in found) from None
+
+
+def _without_kinds(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The errors without the kinds of value of a union that pydantic puts into their places; where all kinds have one,
+    that of the kind that the value has."""
+    by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in errors:
+        place = tuple(part for part in one["loc"] if not KIND.fullmatch(str(part)))
+        by_place.setdefault(place, []).append({**one, "loc": place, "kind": place != one["loc"]})
+    return [
+        one
+        for found in by_place.values()
+        for one in found
+        if not one["kind"] or one is next((e for e in found if not e["type"].endswith("_type")), found[0])
+    ]
 
 
 def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

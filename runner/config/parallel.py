@@ -377,7 +377,7 @@ class Parallel(Section):
     )
     search: Search = setting("sharding_propagation", "Algorithm of mode auto for operators without a strategy")
     for_target: Literal["torch", "torchtitan", "autoparallel", "transformers", "deepspeed"] | None = setting(
-        None, "Only layouts that this target of an export can say are planned; null: any"
+        None, "Search only layouts that this target of an export can say (configured ones stay); null: any"
     )
     mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None = setting(
         None, "{axis: size}, outermost first; null: as the strategies need it, or searched"

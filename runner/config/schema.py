@@ -322,7 +322,9 @@ class Optimizer(Section):
     """The optimizer, its parameter groups and its scheduler."""
 
     target: Dotted = setting("torch.optim.SGD", "Dotted name of an optimizer class")
-    args: Arguments = setting({"lr": 0.01}, "Keyword arguments of target; a recipe adds to them")
+    args: Arguments = setting(
+        {"lr": 0.01}, "Keyword arguments of target; a recipe adds to them; another target without lr takes its own"
+    )
     groups: tuple[ParameterGroup, ...] = setting(
         (),
         "[{match: ['*.bias'], args: {weight_decay: 0}}, ...]; the first match counts; parameters that match none are "

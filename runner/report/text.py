@@ -116,12 +116,12 @@ def search_lines(search: Content) -> list[str]:
 
 
 def mesh_line(search: Content) -> str | None:
-    """The mesh and by how much the next one is slower; None for a configured mesh."""
+    """The mesh and by how much the next one is slower; None for one that was configured or follows from the batch."""
     if search.get("mesh") is None:
         return None
     best, second = search["mesh"], search["runner_up"]
-    if search["meshes"] + search["left_out"] == 1:
-        return f"mesh: {_sizes(best)}, the only factorisation of the ranks"
+    if search["meshes"] + search["left_out"] == 1:  # another plan may leave out an axis that slices the batch
+        return f"mesh: {_sizes(best)}, the only factorisation of the ranks" if second is None else None
     line = f"mesh: {_sizes(best)}, the best of {search['meshes'] + search['left_out']} factorisations of the ranks"
     if search["left_out"]:
         line += f" ({search['left_out']} pruned by bounds)"

@@ -103,7 +103,7 @@ class Metrics(ExitStack):
         step: int,
         *,
         loss: float,
-        lr: float,
+        lr: float | None,
         seconds: float,
         samples: int,
         waited: float = 0.0,
@@ -119,7 +119,7 @@ class Metrics(ExitStack):
         Args:
             step: its number; larger than every number before.
             loss: mean loss of the step's global batch.
-            lr: learning rate of the first parameter group during the step.
+            lr: learning rate of the first parameter group during the step; None for an optimizer without one.
             seconds: wall time of the step.
             samples: rows of the global batch, over all ranks and micro-batches.
             waited: the part of `seconds` in which rank 0 waited for its rows.
@@ -131,7 +131,8 @@ class Metrics(ExitStack):
             offload: bytes that were moved away from the device and back in this step, by kind.
         """
         rate = samples / seconds if seconds > 0 else 0.0
-        values = {"loss": loss, "lr": lr, "seconds": seconds, "data_seconds": waited, "samples_per_second": rate}
+        rates = {} if lr is None else {"lr": lr}
+        values = {"loss": loss, **rates, "seconds": seconds, "data_seconds": waited, "samples_per_second": rate}
         if grad_norm is not None:
             values["grad_norm"] = grad_norm
         if loss_scale is not None:
@@ -172,10 +173,12 @@ class Metrics(ExitStack):
         self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
         self._file.flush()
 
-    def _print_line(self, step: int, loss: float, lr: float, grad_norm: float | None, memory: int | None) -> None:
+    def _print_line(
+        self, step: int, loss: float, lr: float | None, grad_norm: float | None, memory: int | None
+    ) -> None:
         seconds, expected = self._seconds / self._steps, self._expected
         rate = self._samples / self._seconds if self._seconds > 0 else 0.0
-        parts = [self._label(step), f"loss {loss:.6g}", f"lr {lr:.4g}"]
+        parts = [self._label(step), f"loss {loss:.6g}", *([] if lr is None else [f"lr {lr:.4g}"])]
         parts += [] if grad_norm is None else [f"grad_norm {grad_norm:.4g}"]
         late = f" ({self._waited / self._seconds:.0%} waiting for data)" if self._waited > LATE * self._seconds else ""
         parts.append(f"{1000 * seconds:.4g} ms/step{late}")

@@ -290,7 +290,7 @@ class Trainer:
                 started, waited, moved = time.perf_counter(), self.reader.waited, self._moved()
                 if self.meter is not None:
                     self.meter.begin(self.updates.hosted())
-                lr = self.updates.optimizer.param_groups[0]["lr"]
+                lr = self.updates.optimizer.param_groups[0].get("lr")
                 loss, samples = self._micro_batches(step)
                 seen.loss, seen.samples = loss, samples
                 if not math.isfinite(loss):

@@ -28,6 +28,8 @@ ELEMENTWISE = frozenset(
 """Those of torch need no trial."""
 STEPS = 100
 """Optimizers change after some: LARS behind a warm-up, preconditioners that are computed every tenth step."""
+SCALES = (1.0, 1e3, 1e6)
+"""What gradients are multiplied by in turn: optimizers that clip, as LAMB, do nothing to small ones."""
 TOLERANCE, ROUNDING = 1e-3, 2 * STEPS * torch.finfo(torch.float32).eps
 """Of the update, which may be small, and of the values."""
 
@@ -104,7 +106,11 @@ def _check_separate(factory: OptimizerFactory, groups: Groups, device: torch.dev
 
 def is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> bool:
     """Whether a parameter is updated beside another one of its group as it is alone."""
-    complete, by_step = _numbers(SMALL, device)
+    return all(_is_separate(factory, options, device, scale) for scale in SCALES)
+
+
+def _is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, scale: float) -> bool:
+    complete, by_step = _numbers(SMALL, device, scale)
     values, gradients = _rows(complete), [_rows(gradient) for gradient in by_step]
     together = _updated(factory, options, values, gradients)
     alone = [
@@ -132,19 +138,32 @@ def _tried(shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     return [shape for shape in dict.fromkeys(tried) if math.prod(shape) > 1]
 
 
-def _numbers(shape: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def _numbers(shape: Sequence[int], device: torch.device, scale: float) -> tuple[Tensor, list[Tensor]]:
     """A parameter whose first rows are much smaller than its last ones, and its gradients of all steps."""
     size, rows = math.prod(shape), torch.arange(shape[0], device=device)
-    scale = torch.where(rows < shape[0] / 2, 0.01, 10.0).view(-1, *(1 for _ in shape[1:]))
-    first, second = (torch.linspace(*ends, size, device=device).view(*shape) for ends in ((2.0, 1.0), (-1.0, 3.0)))
-    return torch.linspace(1.0, 2.0, size, device=device).view(*shape) * scale, [first, second] * (STEPS // 2)
+    sizes = torch.where(rows < shape[0] / 2, 0.01, 10.0).view(-1, *(1 for _ in shape[1:]))
+    ends = (2.0 * scale, scale), (-scale, 3.0 * scale)
+    first, second = (torch.linspace(*one, size, device=device).view(*shape) for one in ends)
+    return torch.linspace(1.0, 2.0, size, device=device).view(*shape) * sizes, [first, second] * (STEPS // 2)
 
 
 def is_elementwise(
     factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, shape: Sequence[int], *, flat: bool
 ) -> bool:
     """Whether parts of a parameter, `flat` ones or those along each dim, are updated as the complete one."""
-    values, gradients = _numbers(shape, device)
+    return all(_is_elementwise(factory, options, device, shape, scale, flat=flat) for scale in SCALES)
+
+
+def _is_elementwise(
+    factory: OptimizerFactory,
+    options: Mapping[str, Any],
+    device: torch.device,
+    shape: Sequence[int],
+    scale: float,
+    *,
+    flat: bool,
+) -> bool:
+    values, gradients = _numbers(shape, device, scale)
     (complete,) = _updated(factory, options, [values], [[one] for one in gradients])
 
     def same(dim: int) -> bool:

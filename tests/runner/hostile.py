@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from networks import Points
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 
@@ -90,6 +90,20 @@ def raises(output: Tensor, target: Tensor) -> float:
 
 def three(output: Tensor, target: Tensor, weight: Tensor) -> float:
     return 0.0
+
+
+class TwoTargets:
+    """Samples with two entries that only the loss takes."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.ones(12), "label": torch.tensor(index % 4), "weight": torch.tensor(1.0)}
+
+
+def weighted(output: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+    return (nn.functional.cross_entropy(output, label, reduction="none") * weight).mean()
 
 
 def late(output: Tensor, target: Tensor) -> float:

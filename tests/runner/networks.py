@@ -790,6 +790,27 @@ class Composed(nn.Module):
         return self.head(self.body(x))
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """Steps by a factor that is not called a learning rate."""
+
+    def __init__(self, groups: list[dict[str, Any]], factor: float = 0.1) -> None:
+        super().__init__(groups, {"factor": factor})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["factor"] * parameter.grad
+
+
+class Clipping(torch.optim.SGD):
+    """Clips the norm of all gradients, at a bound that small ones do not reach."""
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 100.0)
+        super().step()
+
+
 class Lars(torch.optim.Optimizer):
     """Steps in proportion to the norm of a parameter."""
 

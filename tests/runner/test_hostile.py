@@ -94,6 +94,11 @@ REFUSED = [
     (metric("hostile.no_value"), "MW322", "no_value is a NoneType"),
     (metric("hostile.raises"), "MW322", "evaluate: the metric raises fails in evaluation: ValueError: no such class"),
     (metric("hostile.three"), "MW322", "three fails in evaluation: TypeError: three() missing"),
+    (
+        metric("accuracy", "data.target=hostile.TwoTargets", "loss.target=hostile.weighted"),
+        "MW322",
+        "It gets the output and all 2 targets; its `inputs`",
+    ),
     (metric("hostile.NoCompute"), "MW305", "update, compute and reset"),
     (metric("hostile.Lacking"), "MW802", "hostile.Lacking lacks a package: ModuleNotFoundError: it needs cocotools"),
     (metric("hostile.ComputeRaises"), "MW322", "ComputeRaises fails in evaluation: ZeroDivisionError"),

@@ -256,6 +256,25 @@ def test_from_a_recipe_of_the_user(command, folder):
     assert len(Path("out/metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
 
+def test_an_optimizer_without_a_learning_rate(command, folder):
+    words = (*MINE, "optimizer.target=my_networks.WithoutRate", "train.steps=2", DOUBLE)
+    assert command(*words, "hydra.run.dir=out").code == 0
+    same = (*MINE, "optimizer.target=torch.optim.SGD", "optimizer.args.lr=0.1", "train.steps=2", DOUBLE)
+    assert command(*same, "hydra.run.dir=sgd").code == 0
+    own, others = (
+        [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("out", "sgd")
+    )
+    assert [one["loss"] for one in own] == [one["loss"] for one in others]
+    assert ["lr" in one for one in own + others] == [False, False, True, True]
+
+
+def test_an_optimizer_that_clips_large_gradients_is_refused_in_a_pipeline(start):
+    words = ("parallel=data_parallel", "parallel.pipeline=2", "world_size=2")
+    with pytest.raises(StrategyError, match="Clipping updates parameters by all of a group"):
+        start(*SMALL, *words, "optimizer={target: networks.Clipping, args: {lr: 0.1}}")
+
+
 LARS = (*SMALL, "world_size=2", "model.target=networks.Classifier", "optimizer.target=networks.Lars")
 
 

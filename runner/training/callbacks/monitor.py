@@ -13,7 +13,8 @@ class Monitor(Callback):
     measures_norm = True
 
     def before_update(self, state: TrainingState) -> None:
-        state.log(**{f"lr_{n}": float(group["lr"]) for n, group in enumerate(state.optimizer.param_groups)})
+        groups = enumerate(state.optimizer.param_groups)
+        state.log(**{f"lr_{n}": float(group["lr"]) for n, group in groups if "lr" in group})
 
     def after_step(self, state: TrainingState) -> None:
         if state.grad_norm is None:

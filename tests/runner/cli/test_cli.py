@@ -115,6 +115,12 @@ BAD = [
     ([QUICK, "checkpoint.best=loss"], "set evaluate.every"),
     ([QUICK, "data.path=x,{y"], "a bracket, brace or quote is not closed"),
     ([QUICK, "data.path=[x]]"], "needs quotes inside quotes"),
+    ([QUICK, "parallel.strategies={[ab]: [[2,1],[2,1]]}"], r"escaped: '{\[qkv\]_proj: [[2,4],[4,1]]}'"),
+    (
+        [QUICK, "parallel.strategies={a: [[2,1],[2,1]], '[ab].*': [[2,1]]}"],
+        "brackets in the key of a mapping are escaped",
+    ),
+    ([QUICK, 'parallel.mesh={"": 4}'], "keys of a mapping stand without quotes"),
     ([QUICK, "parallel.mesh={dp:2"], "a bracket, brace or quote is not closed"),
     ([QUICK, "train.steps=1,2"], "add -m"),
     ([QUICK, "train.steps=range(1,3)"], "add -m"),

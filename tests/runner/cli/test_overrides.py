@@ -99,6 +99,25 @@ def test_arguments_in_braces_replace_those_of_another_target(words, args):
     assert compose_config(FFN, *words).optimizer.args == args
 
 
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        ((f"optimizer.target={ADAM}",), {}),
+        ((f"optimizer.target={ADAM}", "optimizer.args.eps=0.5"), {"eps": 0.5}),
+        ((f"optimizer.target={ADAM}", "optimizer.args.lr=0.01"), {"lr": 0.01}),
+        (("optimizer.target=torch.optim.SGD",), {"lr": 0.01}),
+        ((), {"lr": 0.01}),
+    ],
+)
+def test_the_default_rate_is_that_of_the_default_optimizer(words, args):
+    own = ("model.target=networks.Classifier", "data.target=networks.Points", "train.steps=1")
+    assert compose_config(*own, *words).optimizer.args == args
+
+
+def test_a_rate_of_a_recipe_stays_where_it_equals_the_default():
+    assert compose_config("+recipe=resnet").optimizer.args == {"lr": 0.01}
+
+
 def test_arguments_in_braces_replace_in_every_section():
     words = ("model={target: a.B, args: {x: 1}}", "loss={target: a.L, args: {y: 1}}")
     words = (*words, "data={target: a.D, args: {z: 1}}")

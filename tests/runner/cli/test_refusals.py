@@ -124,6 +124,10 @@ BAD = [
         (*PARALLEL, "parallel.comm_fusion.all_reduce.mode=size"),
         "takes a number of megabytes above 0, e.g. 25; change one",
     ),
+    (
+        (*PARALLEL, "parallel.comm_fusion.all_reduce={mode: size, config: -1}"),
+        "parallel.comm_fusion.all_reduce.config = -1: must be greater than 0",
+    ),
     ((*PARALLEL, "parallel.comm_fusion.all_reduce.config=3"), "'auto', which takes nothing (null)"),
     (
         (*PARALLEL, "parallel.comm_fusion.all_reduce={mode: index, config: [2, 1]}"),

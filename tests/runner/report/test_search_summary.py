@@ -16,6 +16,7 @@ def test_the_mesh_and_its_runner_up():
     )
     one = {"mesh": {"mesh": [3], "seconds": 0.5}, "runner_up": None, "left_out": 0}
     assert mesh_line(one | {"meshes": 1}) == "mesh: 3, the only factorisation of the ranks"
+    assert mesh_line(one | {"meshes": 1, "runner_up": {"mesh": [2, 2], "seconds": 1.0}}) is None
     two = mesh_line(one | {"meshes": 2})
     assert two is not None and two.startswith("mesh: 3, the best of 2") and "no runner-up" in two
     assert mesh_line({"cost": 1.0}) is None

@@ -43,6 +43,24 @@ def test_those_by_norms_do_not(of_gradients, warm_up, lr, flat):
     assert not is_elementwise(lambda groups: ByNorm(groups, of_gradients, lr, warm_up), {}, CPU, (2, 8), flat=flat)
 
 
+class Clipped(torch.optim.SGD):
+    """Clips the norm of all gradients, as LAMB does."""
+
+    def __init__(self, groups, bound):
+        super().__init__(groups, lr=0.1)
+        self.bound = bound
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.bound)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("bound", [1.0, 30.0, 1e5])
+def test_those_that_clip_larger_gradients_do_not(bound):
+    assert not is_elementwise(lambda groups: Clipped(groups, bound), {}, CPU, (2, 8), flat=True)
+    assert not is_separate(lambda groups: Clipped(groups, bound), {}, CPU)
+
+
 class Centred(torch.optim.SGD):
     """Gradients less the means of their rows."""
 
