@@ -45,24 +45,37 @@ MOVING = frozenset("clone contiguous detach to type float double half bfloat16 l
 """Functions that no element makes infinite."""
 ELEMENTS = MOVING | frozenset(
     """
-    abs absolute add and asin atan bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip
-    cos cosh div divide elu eq erf exp exp2 expm1 floor ge gelu greater gt hardsigmoid hardswish hardtanh invert
-    isfinite isinf isnan le leaky_relu less log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not
-    logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne not_equal or
-    pow radd rand rdiv reciprocal relu relu6 rmul ror round rpow rsqrt rsub rtruediv selu sigmoid sign silu sin sinh
-    softplus sqrt square sub subtract tan tanh true_divide truediv type_as where xlogy xor
+    abs absolute acos add addcdiv addcmul and arccos arcsin arctan arctan2 asin asinh atan atan2 bitwise_and
+    bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide
+    elu eq erf erfc exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge gelu greater
+    greater_equal gt hardshrink hardsigmoid hardswish hardtanh hypot invert isclose isfinite isinf isnan le leaky_relu
+    lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not
+    logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul multiply nan_to_num ne
+    not_equal or pow rad2deg radd rand rdiv reciprocal relu relu6 remainder rmul ror round rpow rsqrt rsub rtruediv
+    selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink
+    threshold true_divide truediv trunc type_as where xlogy xor
     """.split()
 )
 """Functions of elements of operands that broadcast, by name without underscores."""
 OVER_DIMS = dict.fromkeys(
     """
-    amax amin argmax argmin cumprod cumsum flatten gather glu log_softmax logsumexp mean softmax squeeze sum unsqueeze
+    all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flatten flip gather glu
+    log_softmax logcumsumexp logsumexp max mean median min nanmean nansum prod softmax softmin sort squeeze std sum
+    unsqueeze var
     """.split(),
     1,
-) | {"norm": 2, "normalize": 2, "cosine_similarity": 2}
+) | dict.fromkeys(
+    "cosine_similarity cross kthvalue linalg_cross linalg_norm linalg_vector_norm norm normalize topk".split(), 2
+)
 """Functions over the dims that an argument at a position says; of each row by itself if that is not the first."""
-PAIRS = {"cosine_similarity": 1, "gather": 2}
+OF_THE_LAST = frozenset({"argsort", "linalg_cross", "sort", "topk"})
+"""Those that take the last dim where none is said."""
+PAIRS = {"cosine_similarity": 1, "cross": 1, "gather": 2, "linalg_cross": 1}
 """Where the second operand of these is, which is selected, too."""
+JOINING = {"cat": 0, "concat": 0, "concatenate": 0, "stack": 1}
+"""Functions that join a list of tensors along a dim, and how many dims the result has more."""
+PARTS = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1}
+"""Functions that return parts along the dim that an argument at a position says."""
 ROWS = frozenset("linear one_hot layer_norm rms_norm".split())
 """Functions of each row by itself, and of tensors that rows share."""
 LOSSES = frozenset(
@@ -263,12 +276,15 @@ class Selections:
         name = "" if name.endswith("_") and not name.endswith("__") else name.strip("_")
         aligned = len({one.result.dim() for one in known}) == 1
         aligned = aligned and all(tensor.dim() < known[0].result.dim() for tensor in others)
-        if name in ELEMENTS and aligned:
+        larger = name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
+        if (name in ELEMENTS or larger) and aligned:
             dense = function(*self._dense(args, raw=name in MOVING), **self._dense(kwargs))
             return self._both(function, args, kwargs, known[0], dense, layered=any(one.layered for one in known))
         if function in CLASSES or (function in LOSSES and aligned):
             return self._loss(function, args, kwargs)
         first = bool(args) and self.of(args[0]) is known[0]
+        if (name in JOINING and aligned and not others) or (name in PARTS and first):
+            return self._along(name, function, args, kwargs, known)
         if first and len(known) == 1 and name in ("any", "all") and len(args) == 1 and not kwargs:
             return function(known[0].filled(0) if name == "any" else known[0].dense | ~known[0].spread)
         if first and len(known) == 1 and name in EXTREMES:
@@ -276,7 +292,9 @@ class Selections:
             if extreme is not NOT_KNOWN:
                 return extreme
         if first and len(known) == 1 and name in DEVIATIONS:
-            return _deviation(known[0], name, args[1:], kwargs)
+            deviation = _deviation(known[0], name, args[1:], kwargs)
+            if deviation is not NOT_KNOWN:
+                return deviation
         if first and len(known) == 1 and function is functional.embedding and _looks_up(args, kwargs):
             dense = function(known[0].safe, *args[1:], **kwargs)
             return self._both(function, args, kwargs, known[0], dense)
@@ -317,9 +335,23 @@ class Selections:
     ) -> Tensor:
         """torch's own result, known to be selected of `dense` if that has its shape."""
         result: Tensor = function(*args, **kwargs)
+        self._note_like(result, like, dense, layered)
+        return result
+
+    def _note_like(self, result: Tensor, like: Selected, dense: Tensor, layered: bool = False) -> None:
         if dense.dtype == result.dtype and dense.shape == (*like.mask.shape, *result.shape[1:]):
             self._note(result, like.mask, dense, layered or like.layered)
-        return result
+
+    def _each(self, function: Any, args: Any, kwargs: Any, like: Selected) -> Any:
+        """torch's own results of a function of each row, as `_both`."""
+        found, rows = (
+            function(*args, **kwargs),
+            function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True)),
+        )
+        several = isinstance(found, (tuple, list))
+        for result, complete in zip(found, rows, strict=True) if several else [(found, rows)]:
+            self._note_like(result, like, complete.unflatten(0, like.mask.shape))
+        return found
 
     def _dense(self, nested: Any, *, rows: bool = False, raw: bool = False) -> Any:
         """Arguments with complete tensors in place of selections of them."""
@@ -347,7 +379,9 @@ class Selections:
 
     def _over_dims(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
         one, position = known[0], OVER_DIMS[name]
-        given = kwargs.get("dim", args[position] if len(args) > position else None)
+        given = kwargs.get("dim", args[position] if len(args) > position else -1 if name in OF_THE_LAST else None)
+        if type(given) is bool:  # of a deviation, which is unbiased or not
+            return NOT_KNOWN
         rank = one.result.dim() + (name == "unsqueeze")
         every = range(rank) if name in ("sum", "mean") and "axis" not in kwargs else []
         dims = [given] if isinstance(given, int) else list(given or every)
@@ -356,13 +390,26 @@ class Selections:
         if not dims or len(known) > 2 or len(args) <= second or self.of(args[second]) is not known[-1]:
             return NOT_KNOWN
         if 0 not in dims:
-            dense = function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True))
-            return self._both(function, args, kwargs, one, dense.unflatten(0, one.mask.shape))
+            return self._each(function, args, kwargs, one)
         if name not in ("sum", "mean") or kwargs.keys() - {"dim", "keepdim"} or len(args) > position + 1:
             return NOT_KNOWN
         if name == "mean" and not one.dense.is_floating_point():
             return NOT_KNOWN
         return _reduced(one, name, dims, bool(kwargs.get("keepdim", False)))
+
+    def _along(
+        self, name: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any], known: Sequence[Selected]
+    ) -> Any:
+        """What joins tensors, or takes one apart, along another dim than the first."""
+        position, rank = PARTS.get(name, 1), known[0].result.dim() + JOINING.get(name, 0)
+        dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+        if type(dim) is not int or dim % rank == 0:
+            return NOT_KNOWN
+        if name in JOINING:
+            dense = function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True))
+            layered = any(one.layered for one in known)
+            return self._both(function, args, kwargs, known[0], dense.unflatten(0, known[0].mask.shape), layered)
+        return self._each(function, args, kwargs, known[0])
 
     def _extreme(self, name: str, function: Any, args: Any, kwargs: dict[str, Any], one: Selected) -> Any:
         """The largest or smallest of all that is selected, along its first dim or over all; with their places, if any,

@@ -102,7 +102,12 @@ def _returned(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _same_spec(first: Any, second: Tensor) -> bool:
-    return isinstance(first, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
+    return isinstance(first, Tensor) and first.dtype == second.dtype and _sizes(first) == _sizes(second)
+
+
+def _sizes(tensor: Tensor) -> list[Any]:
+    """The sizes of a tensor, of which those that depend on values are equal where they are the same expression."""
+    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape]
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -95,6 +95,34 @@ def opposite(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> 
     return outside + F.mse_loss(h[chosen], y[chosen]) if chosen.sum() > 0 else outside
 
 
+def boxes(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """The overlap of selected boxes, by corners that are put together of coordinates; targets without gradients."""
+    with torch.no_grad():
+        weight, found = y[..., 4][chosen].sigmoid(), y[chosen]
+    centre, size = h[chosen][:, :4].chunk(2, -1)
+    corners = torch.cat([centre - size.exp(), centre + size.exp()], -1)
+    left, top, right, bottom = found[:, :4].cumsum(-1).unbind(-1)
+    others = torch.stack([left, top, right, bottom], -1)
+    inner = torch.min(corners[:, 2:], others[:, 2:]) - torch.max(corners[:, :2], others[:, :2])
+    area = (corners[:, 2:] - corners[:, :2]).prod(-1) + (others[:, 2:] - others[:, :2]).prod(-1)
+    angle = torch.atan2(corners[:, 0], others[:, 1]) + torch.hypot(corners[:, 2], others[:, 3])
+    return ((inner.prod(1).relu() + 1) / (area.abs() + 1) * weight).mean() + angle.sum()
+
+
+def ordered(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """What is ordered within every selected row, and deviations of rows."""
+    part, other = h[chosen], y[chosen]
+    values, index = part.max(-1)
+    normal = (part - part.mean(-1, keepdim=True)) / part.std(-1, keepdim=True)
+    turned = torch.linalg.cross(part[:, :3], other.flip(-1)[:, :3])
+    return (
+        (values * other.gather(1, index[:, None]).squeeze(1)).sum()
+        + (part.topk(2)[0] * other.sort(descending=True).values[:, :2]).mean()
+        + (normal**3 * (other > 0).any(-1, keepdim=True)).mean()
+        + (part.median(1).values + turned.norm(dim=-1) + torch.linalg.vector_norm(part, dim=1)).mean()
+    )
+
+
 def asked(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
     known = labels != -100
     return F.cross_entropy(net.head(h)[known], labels[known]) if known.any() else net.head(h).sum() * 0
@@ -145,7 +173,7 @@ def bins(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tens
     return out.square().mean() + widths.log().mean()
 
 
-LOSSES = [bins, classes, elements, means, infinite, places, opposite, asked, extremes, counted, rows]
+LOSSES = [bins, classes, elements, means, infinite, places, opposite, asked, extremes, counted, rows, boxes, ordered]
 
 
 @pytest.mark.few(4)
@@ -155,7 +183,7 @@ def test_a_loss(loss: Loss, draw: Any) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("loss", [classes, elements, asked, counted], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("loss", [classes, elements, boxes, asked, counted], ids=lambda one: one.__name__)
 def test_a_mask_that_selects_nothing(loss: Loss, draw: Any) -> None:
     assert compared(loss, batch(empty=True), draw).isnan() == (loss not in (asked, counted))
 
