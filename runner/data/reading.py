@@ -36,7 +36,7 @@ from runner.config.schema import Data
 from runner.data.loader import SHARED_MEMORY
 from runner.errors import ConfigError
 from runner.launch import logs
-from runner.launch.failure import FULL, CauseOrder, Failure, Reported, from_exception, killed_by, oom_kills
+from runner.launch.failure import UNWRITABLE, CauseOrder, Failure, Reported, from_exception, killed_by, oom_kills
 from runner.launch.server import tie_to_parent
 from runner.launch.temporary_folder import socket_folder
 
@@ -153,7 +153,7 @@ class BatchReader:
         try:
             found: list[Tensor] | Failure = next(ahead)
         except (RuntimeError, OSError, EOFError) as error:  # the last two where a tensor of a dead worker is fetched
-            if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is None:
                 raise OSError(error.errno, error.strerror, SHARED_MEMORY) from error
             ended = self._processes and wait([process.sentinel for process in self._processes], timeout=5)
             for process in self._processes:

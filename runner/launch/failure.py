@@ -44,6 +44,7 @@ class Done:
 RAISED = "failed: "
 LOST_PEER = "lost its connection to another rank, which has ended or cannot be reached; its command says why"
 RAISED_CODE, KILLED, HUNG, NOT_FINITE, DISK_FULL = "MW710", "MW711", "MW712", "MW719", "MW720"
+NO_MEMORY = "MW721"
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,18 @@ _PEER_LOST = re.compile(
     r"connection aborted|nccl communicator was aborted",
     re.IGNORECASE,
 )
-FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-"""Errors of a write without room: the disk is full, a quota is used up, a file is as large as it may be."""
+UNWRITABLE = {
+    errno.EFBIG: "a file may not be larger (ulimit -f)",
+    errno.EROFS: "the file system is read-only",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "the disk is full"),
+}
+"""What is said of errors of a write."""
 SHORT = frozenset((errno.ENOMEM, errno.EAGAIN))
 _SHORT = re.compile(
     r"can't start new thread|resource temporarily unavailable|(cannot|can't|can not) allocate memory|bad_alloc",
     re.IGNORECASE,
 )
+_NO_MEMORY = re.compile("OutOfMemoryError|DefaultCPUAllocator|(can't|cannot) allocate memory|bad_alloc", re.IGNORECASE)
 LIMITS = (
     (resource.RLIMIT_AS, "v", 1024),
     (resource.RLIMIT_DATA, "d", 1024),
@@ -127,20 +133,29 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
     echoes = [str(link) for link in chain if _may_echo(link)]
     errors = {getattr(link, "errno", None) for link in chain}
-    full = "the disk is full" if FULL & errors else ""
-    if errno.EFBIG in errors:
-        full = "a file may not be larger (ulimit -f)"
-    code = DISK_FULL if full else NOT_FINITE if isinstance(error, FloatingPointError) else RAISED_CODE
+    why, code = next((words for number, words in UNWRITABLE.items() if number in errors), ""), RAISED_CODE
+    if why:
+        code = DISK_FULL
+    elif not isinstance(error, CodedError) and any(
+        isinstance(link, MemoryError) or _NO_MEMORY.search(_named(link)) for link in chain
+    ):
+        why, code = "memory ran out", NO_MEMORY
+    elif isinstance(error, FloatingPointError):
+        code = NOT_FINITE
     return Failure(
         rank=rank,
         at=time.monotonic(),
         order=_order("\n".join(echoes)),
-        what=RAISED + ": ".join(filter(None, (full, name, text))),
+        what=RAISED + ": ".join(filter(None, (why, name, text))),
         where=_where(chain),
         refusal=refusal,
         text=text_of(error),
         code=error.code if isinstance(error, CodedError) else code,
     )
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _may_echo(link: BaseException) -> bool:

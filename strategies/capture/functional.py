@@ -144,7 +144,14 @@ class _Rewriting:
         above = self.parent[view]
         base_tensor = self._base_of(view)
         if op_of(view) == "detach" and not self._learns(base_tensor) and self._needs_gradient(self.read(base_tensor)):
-            raise StrategyError("MW903", _unknown_to_gradient(writer, "through a detached tensor", "to a clone of it"))
+            raise StrategyError(
+                "MW903",
+                _unknown_to_gradient(
+                    writer,
+                    "through a detached tensor",
+                    "a new tensor: y = y.masked_fill(...) for y.data.masked_fill_(...)",
+                ),
+            )
         known = value
         if op_of(view) == "detach" and self._needs_gradient(value):  # only the detached tensor has its gradient
             known = call(self.graph, writer, aten.detach.default, value)

@@ -6,6 +6,7 @@ other numbers. Sparse gradients end in torch errors that do not name the cause.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -25,6 +26,16 @@ HOOK = (
 )
 SPARSE = "has sparse=True, but gradients are dense here; leave it out (and take a dense optimizer)."
 
+FLOATING = re.compile("float|complex")
+ONE_DTYPE = frozenset(
+    """
+    binary_cross_entropy cdist complex conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cross
+    grid_sampler linalg_cross polar
+    """.split()
+)
+"""Operators whose floating operands all have one dtype, which torch does not ask of tensors without numbers."""
+INDEXED = frozenset({"index_add", "index_copy", "index_put", "index_reduce"})
+"""Those that write their last operand into the first one."""
 PRODUCTS = frozenset({"addmm", "addmv", "baddbmm", "bmm", "linear", "matmul", "mm", "mv"})
 NORMS = frozenset({"batch_norm", "batch_norm_training", "group_norm", "instance_norm", "layer_norm"})
 CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
@@ -105,7 +116,7 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
 
 
 def check_operands(graph: OperatorGraph) -> None:
-    """Raises StrategyError for what torch refuses when it computes, but not when it traces: products of two dtypes,
+    """Raises StrategyError for what torch refuses when it computes, but not when it traces: operands of two dtypes,
     norms whose weights have another one, labels that are neither int64 nor uint8, those of other pictures, and
     indices in a matrix."""
     for operator in graph.operators:
@@ -121,6 +132,10 @@ def check_operands(graph: OperatorGraph) -> None:
                 f"multiplies {' and '.join(dict.fromkeys(dtypes))}",
                 f"cast to one of them, e.g. x.to({dtypes[-1]})",
             )
+        elif len(mixed := {*filter(FLOATING.search, dtypes)}) > 1 and operator.op in ONE_DTYPE:
+            what, cure = f"takes {' and '.join(sorted(mixed))}", f"cast to one of them, e.g. x.to({dtypes[0]})"
+        elif operator.op in INDEXED and dtypes[0] != dtypes[-1]:
+            what, cure = f"writes {dtypes[-1]} into {dtypes[0]}", f"make it with dtype=x.dtype, or cast to {dtypes[0]}"
         elif operator.op in NORMS and any(
             one != dtypes[0] and (one != "float32" or dtypes[0] not in HALVES) for one in dtypes[1:3]
         ):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import failure, network
@@ -441,6 +442,24 @@ def test_a_module_that_closes_stdout_takes_it_from_nobody(tmp_path: Path, monkey
 def test_a_failure_is_one_paragraph() -> None:
     assert from_exception(0, ValueError("bad row\n  second line")).what == "failed: ValueError: bad row second line"
     assert from_exception(0, RunFailed("MW712", "a worker hangs.")).what == "failed: a worker hangs."
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "why"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "checkpoints"), "MW720", "the file system is read-only"),
+        (OSError(errno.ENOSPC, "No space left on device"), "MW720", "the disk is full"),
+        (MemoryError("of this host"), "MW721", "memory ran out"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "MW721", "memory ran out"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "MW721", "memory ran out"),
+        (FloatingPointError("the loss is nan"), "MW719", "FloatingPointError"),
+        (ValueError("bad row"), "MW710", "ValueError"),
+    ],
+)
+def test_what_a_rank_lacks_has_a_code(error: Exception, code: str, why: str) -> None:
+    found = from_exception(0, error)
+    assert found.code == code
+    assert found.what.startswith(f"failed: {why}: ")
 
 
 @pytest.mark.parametrize(

@@ -142,12 +142,27 @@ def test_hooks_are_refused(name: str) -> None:
     assert captured(net).graph.operators
 
 
+PLACES, ZEROS = torch.tensor([0, 2]), torch.zeros(1, 2, 2, 2, dtype=torch.float64)
 OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "linear": (lambda x: F.linear(x, torch.ones(4, 4).bfloat16()), "linear.*multiplies float32 and bfloat16"),
     "matmul": (lambda x: x.bfloat16() @ torch.ones(4, 4), "matmul.*multiplies bfloat16 and float32"),
     "norm": (lambda x: F.layer_norm(x, (4,), torch.ones(4).bfloat16()), "layer_norm.*float32 and weights of bfloat16"),
     "matrix": (lambda x: x.index_select(0, torch.zeros(2, 4, dtype=torch.long)), "indices of .2, 4.* vector"),
     "labels": (lambda x: F.cross_entropy(x, torch.ones(8, dtype=torch.int32)), "labels of int32.*int64"),
+    "index_add": (lambda x: torch.zeros(4).double().index_add(0, PLACES, x[0, :2]), "writes float32 into float64"),
+    "index_copy": (lambda x: torch.zeros(4).double().index_copy(0, PLACES, x[0, :2]), "writes float32 into float64"),
+    "index_put": (lambda x: torch.zeros(4).double().index_put((PLACES,), x[0, :2]), "writes float32 into float64"),
+    "index_reduce": (
+        lambda x: torch.zeros(4).double().index_reduce(0, PLACES, x[0, :2], "mean"),
+        "writes float32 into float64",
+    ),
+    "conv1d": (lambda x: F.conv1d(x[None], torch.ones(2, 8, 1).double()), "conv1d.*takes float32 and float64"),
+    "conv_transpose1d": (lambda x: F.conv_transpose1d(x[None], torch.ones(8, 2, 1).double()), "float32 and float64"),
+    "grid": (lambda x: F.grid_sample(x[None, None], ZEROS, align_corners=False), "takes float32 and float64"),
+    "cdist": (lambda x: torch.cdist(x, torch.ones(3, 4).double()), "takes float32 and float64"),
+    "entropy": (lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(8, 4).double()), "takes float32 and float64"),
+    "complex": (lambda x: torch.complex(x, x.double()).abs(), "takes float32 and float64"),
+    "cross": (lambda x: torch.linalg.cross(x[:, :3], torch.ones(8, 3).double()), "takes float32 and float64"),
 }
 
 
