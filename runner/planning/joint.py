@@ -32,6 +32,7 @@ from runner.planning.datasets import datasets, order_of
 from runner.planning.estimate import Estimate, MemoryBounds, Programs, estimate, settings_of, step_price
 from runner.planning.memory_limit import MODES, Mode, RecomputeSelection, SearchBudget
 from runner.planning.prepare import Accept, Prepared, accept_any, check_model, prepare
+from runner.planning.slow_code import noticed
 from runner.planning.sources import cached, for_target, from_file, request_of, wanted_recompute
 from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, Objective
@@ -89,6 +90,17 @@ def prepare_decided(
     Raises:
         ConfigError, StrategyError: as `prepare`, and if no choice fits into the memory of a rank.
     """
+    with noticed(say):
+        return _prepare_decided(config, folder, say, accept, resumed)
+
+
+def _prepare_decided(
+    config: Config,
+    folder: Path | None,
+    say: Callable[[str], None],
+    accept: Accept,
+    resumed: Mapping[str, StoredTensor],
+) -> Prepared:
     device, world_size = device_of(config)
     capacity.check_processes(config, world_size)
     capacity.check_model(config, device, world_size)
