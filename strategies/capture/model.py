@@ -520,7 +520,7 @@ def _capture_failure(error: BaseException) -> str:
             f"graph: all sides of a branch (at most {MOST_PATHS} paths) must return tensors of equal shapes, draw no "
             "random numbers, change tensors alone and train the same parameters. Use torch.where, a Python number or "
             "an unsaved buffer (persistent=False) for a constant, or decide in a child module or the loss "
-            "(loss.target): what takes and returns tensors of fixed shapes, and sets no attribute, is one operator."
+            "(loss.target): what takes and returns tensors of fixed shapes is one operator."
         )
     if leaves_torch(error):
         return (

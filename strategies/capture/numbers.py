@@ -120,7 +120,7 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "unique, bincount, ...), so it is not one graph; use torch.where, multiply with the mask, ignore_index in "
             "a loss, bincount with minlength=N (torch.zeros(N).scatter_add of ones), or, for a value that is the same "
             "in every step, a buffer that is not saved (persistent=False). A child module that takes and returns "
-            "tensors of fixed shapes and sets no attribute (return it), such as a loop over experts, is one operator.",
+            "tensors of fixed shapes (and keeps nothing else in attributes), such as a loop over experts, is one operator.",
         )
     else:
         raise StrategyError(
@@ -148,7 +148,7 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
             f"{op_of(node)}{at(node)} takes a shape or makes a choice from the values of a tensor (item), which are "
             "not known when the model is captured; use torch.where, masks, sizes that are Python numbers, or, for a "
             "constant, a buffer that is not saved (persistent=False). A child module that takes and returns tensors of "
-            "fixed shapes, and sets no attribute, is one operator.",
+            "fixed shapes is one operator.",
         )
     packet = node.target.overloadpacket
     if packet in FILLED and isinstance(number := node.args[FILLED[packet]], fx.Node):

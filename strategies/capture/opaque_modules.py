@@ -5,7 +5,8 @@ All ranks compute it for the complete batch, so it is the loss or within the mod
 
 A module can be one node where ranks that call it can do nothing but compute: it takes tensors and plain values, all
 its tensors are parameters and buffers, no module in it has hooks, and on random numbers it draws none, writes into no
-tensor, changes no attribute, and returns new tensors alone, since a number might be another one for other values.
+tensor, and returns new tensors alone, since a number might be another one for other values; so it may give its
+attributes new tensors (the loss that balances experts), which the node returns as well, and no other values.
 Invariant: the graph holds for all values, those that decide in the module included.
 """
 
@@ -28,6 +29,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from strategies.capture.duplicate import leaves_of
 from strategies.capture.nodes import MODULE_CALL, beneath_tracing, forwards_wrapped, proxy_mode
 from strategies.rules.module_calls import (
+    INTERNAL,
+    UNSET,
+    Attribute,
     ModuleCall,
     Results,
     Slot,
@@ -35,6 +39,7 @@ from strategies.rules.module_calls import (
     attributes_of,
     autocast_dtype,
     called_module,
+    restore,
     slotted,
     state_of,
 )
@@ -143,15 +148,16 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
         raise NotOpaque(type(skeleton))
     call = ModuleCall(skeleton, tuple(state), arguments, autocast_dtype(operands[0].device))
     with _disable_current_modes(), torch.device("cpu"):
-        returned = _tried(call, forward, tensors)
-        found, structure = tree_flatten(returned)
-        results = _looks(returned)
+        returned, kept = _tried(call, forward, tensors)
+        call = replace(call, assigned=tuple(kept))
+        found, structure = tree_flatten((returned, [*kept.values()]))
+        results = _looks(found)
         for integers in OTHER_INTEGERS:
             try:
-                other = _tried(call, forward, tensors, integers)
+                other, others_kept = _tried(call, forward, tensors, integers)
             except _Failed:  # where it is no valid index
                 continue
-            if _looks(other) != results:
+            if _looks((other, [*others_kept.values()])) != results or [*others_kept] != [*kept]:
                 raise NotOpaque(type(skeleton))
         try:
             text = as_text(replace(call, results=results))
@@ -161,7 +167,10 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
         made = called_module(text, *operands)
     node = tracer.create_proxy("call_function", MODULE_CALL, (text, *proxies), {}, type(module).__name__.lower())
     tracked = iter(track_tensor_tree(made, node, constant=None, tracer=tracer))
-    return tree_unflatten([next(tracked) if isinstance(one, Tensor) else one for one in found], structure)
+    returned, values = tree_unflatten([next(tracked) if isinstance(one, Tensor) else one for one in found], structure)
+    for (path, name), value in zip(call.assigned, values, strict=True):
+        setattr(module.get_submodule(path), name, value)
+    return returned
 
 
 def _looks(returned: Any) -> Results:
@@ -171,9 +180,9 @@ def _looks(returned: Any) -> Results:
 
 def _tried(
     call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor], integers: Sequence[int] = (0,)
-) -> Any:
-    """What a module returns for random numbers, and integers. Raises NotOpaque where it does more than to compute,
-    or fails."""
+) -> tuple[Any, dict[Attribute, Tensor]]:
+    """What a module returns for random numbers, and integers, and the new tensors that its attributes are then. Raises
+    NotOpaque where it does more than to compute, or fails."""
     generator = torch.Generator().manual_seed(0)
     module = copy.deepcopy(call.module).to_empty(device="cpu")
     for one in (*module.parameters(), *module.buffers()):
@@ -181,7 +190,8 @@ def _tried(
     given = [_random(tensor, generator, integers) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
     operands = [*given, *module.parameters(), *module.buffers()]
-    before, versions = state_of(module), [one._version for one in operands]
+    before, versions = _attributes(module), [one._version for one in operands]
+    states = [state_of(module)]
     try:
         with torch.random.fork_rng([]):
             generator_before = torch.get_rng_state()
@@ -189,11 +199,24 @@ def _tried(
             draws = not torch.equal(torch.get_rng_state(), generator_before)
     except Exception as error:  # whatever it raises on numbers that it did not expect
         raise _Failed(type(call.module)) from error
-    writes = [one._version for one in operands] != versions or state_of(module) != before
+    kept = {
+        place: value
+        for place, value in _attributes(module).items()
+        if type(value) is Tensor and value is not before.get(place)
+    }
+    restore(module, {place: before.get(place, UNSET) for place in kept})
+    states.append(state_of(module))
+    writes = [one._version for one in operands] != versions or states[0] != states[1]
     plain = all(isinstance(leaf, (Tensor, type(None))) for leaf in tree_leaves(returned))
-    if draws or writes or not plain or _memory(returned) & _memory(operands):
+    if draws or writes or not plain or _memory((returned, [*kept.values()])) & _memory(operands):
         raise NotOpaque(type(call.module))
-    return returned
+    return returned, kept
+
+
+def _attributes(module: nn.Module) -> dict[Attribute, Any]:
+    """The attributes of a module and of those in it, but for what every module has."""
+    parts = module.named_modules()
+    return {(path, name): value for path, part in parts for name, value in vars(part).items() if name not in INTERNAL}
 
 
 def _memory(nested: Any) -> set[int]:

@@ -12,7 +12,7 @@ import io
 import pickle
 import threading
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,10 @@ from strategies.rules.registry import PLAIN, local_function
 
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has: of its parameters, buffers, modules and hooks."""
+Attribute = tuple[str, str]
+"""The path of a module within another one, and a name."""
+UNSET = object()
+"""Of an attribute that a module does not have."""
 Results = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and dtypes."""
 
@@ -68,20 +72,25 @@ class ModuleCall:
     autocast: torch.dtype | None = None
     """Of the torch.autocast around the call."""
     results: Results = ()
+    assigned: tuple[Attribute, ...] = ()
+    """The attributes that a call gives new tensors, which are its last results."""
 
     def __call__(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = tree_map_only(Slot, lambda slot: operands[slot.index], self.given)
         own = dict(zip(self.names, operands[len(operands) - len(self.names) :], strict=True))
         casts = nullcontext() if self.autocast is None else torch.autocast(operands[0].device.type, self.autocast)
+        unset = {(path, name): vars(self.module.get_submodule(path)).get(name, UNSET) for path, name in self.assigned}
         before, during = (changeable(operands, operands[0].device), states()), list[object]()
         hooks = (
-            self.module.register_forward_pre_hook(lambda module, _: during.append(state_of(module))),
-            self.module.register_forward_hook(lambda module, *_: during.append(state_of(module))),
+            self.module.register_forward_pre_hook(lambda module, _: during.append(state_of(module, self.assigned))),
+            self.module.register_forward_hook(lambda module, *_: during.append(state_of(module, self.assigned))),
         )
         try:
             with casts:
                 returned = functional_call(self.module, own, args, kwargs)
+            kept = [getattr(self.module.get_submodule(path), name) for path, name in self.assigned]
         finally:
+            restore(self.module, unset)  # a tensor has the graph of its gradient
             for hook in hooks:
                 hook.remove()
         if (changeable(operands, operands[0].device), states()) != before or during[0] != during[1]:
@@ -89,7 +98,7 @@ class ModuleCall:
                 f"{type(self.module).__name__}, which ranks call as one operator because it decides by values, drew "
                 "random numbers, wrote into a tensor or changed an attribute, which it did not when it was captured"
             )
-        results = tuple(leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor))
+        results = tuple(leaf for leaf in tree_leaves((returned, kept)) if isinstance(leaf, Tensor))
         made = tuple((tuple(result.shape), result.dtype) for result in results)
         if made != self.results:
             raise RuntimeError(f"{type(self.module).__name__} returned {made}, but the plan is made for {self.results}")
@@ -101,14 +110,25 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     return [{name: value for name, value in vars(one).items() if name not in INTERNAL} for one in module.modules()]
 
 
-def state_of(module: nn.Module) -> object:
-    """What a forward may change of a module; equal to nothing else where pickle does not take an attribute."""
+def restore(module: nn.Module, values: Mapping[Attribute, Any]) -> None:
+    """Give attributes of a module these values, or delete those that are UNSET."""
+    for (path, name), value in values.items():
+        attributes = vars(module.get_submodule(path))
+        if value is not UNSET:
+            attributes[name] = value  # whose place among the others stays
+        else:
+            attributes.pop(name, None)
+
+
+def state_of(module: nn.Module, but: Collection[Attribute] = ()) -> object:
+    """What a forward may change of a module, `but` for attributes; equal to nothing else where pickle does not take an
+    attribute."""
     plain, others, tensors = list[tuple[str, Any]](), list[Any](), list[int]()
     parts = {*module.modules()}
-    for part in module.modules():
+    for path, part in module.named_modules():
         tensors += map(id, (*part._parameters.values(), *part._buffers.values()))
         for name, value in vars(part).items():
-            if name not in INTERNAL:
+            if name not in INTERNAL and (path, name) not in but:
                 plain.append((name, value)) if isinstance(value, PLAIN) else others.append(value)
     try:
         content: object = _Content(parts).of(others)

@@ -790,6 +790,34 @@ class Composed(nn.Module):
         return self.head(self.body(x))
 
 
+class Experts(nn.Module):
+    """A loop over the experts that rows choose, which keeps the loss that balances them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(FEATURES, 3), nn.Parameter(torch.randn(3, FEATURES, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        out = x.new_zeros(len(x), CLASSES)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(shares.argmax(-1) == number)
+            if rows.numel() == 0:
+                continue
+            out.index_add_(0, rows, x[rows] @ expert * shares[rows, number, None])
+        self.balance = shares.mean(0).square().sum()
+        return out
+
+
+class Balanced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.experts = nn.Linear(FEATURES, FEATURES), Experts()
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return functional.cross_entropy(self.experts(self.inner(x).relu()), label) + self.experts.balance
+
+
 class WithoutRate(torch.optim.Optimizer):
     """Steps by a factor that is not called a learning rate."""
 

@@ -21,6 +21,7 @@ KEYS = "data.args.keys=true"
 SHAPES = {
     "dropout": (("model.args.dropout=0.5",), DOUBLE),
     "dropout in single precision": (("model.args.dropout=0.5",), "train.precision=fp32"),
+    "a kept loss": (("model.target=networks.Balanced", "loss.target=null", "data.args.keys=true"), DOUBLE),
     "batch norm": (("model.args.norm=true",), DOUBLE),
     "tied weights": (("model.target=networks.Tied",), DOUBLE),
     "own operators": (

@@ -316,6 +316,45 @@ def test_a_module_that_does_more_than_to_compute_is_refused(act: Any) -> None:
     assert type(objective.model[1].experts).forward is Experts.forward  # type: ignore[index, union-attr]
 
 
+class Balanced(Experts):
+    """Keeps the loss that balances its experts, and how many rows each had, in attributes."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(act)
+        self.balance: Tensor | None = None
+        self.names = ["a"]
+
+    def forward(self, x: Tensor, *, weighted: bool) -> tuple[Tensor, None]:
+        assert self.balance is None
+        share = self.router(x).softmax(-1).mean(0)
+        self.rows = F.one_hot(self.router(x).argmax(-1), 3).sum(0)
+        self.balance = (share * self.rows).sum()
+        return super().forward(x, weighted=weighted)
+
+
+class WithBalance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(Balanced(torch.tanh)) for _ in range(2)])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        balance: Any = sum(layer.experts.balance + 0.1 * layer.experts.rows.max() for layer in self.layers)
+        for layer in self.layers:
+            layer.experts.balance = None
+        return squares(x[:, :1], target) + 0.01 * balance
+
+
+def test_a_module_may_keep_new_tensors_in_attributes(draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(WithBalance(), None, (torch.randn(16, 4), torch.randn(16, 1)))
+    ops = [op.op for op in model.graph.operators]
+    assert ops.count("called_module") == 2
+    assert "index_add" not in ops
+    assert model.worst(draw, 4) < TOLERANCE
+
+
 class Deciding(Experts):
     """Returns a number, by which the layer decides."""
 
