@@ -120,7 +120,7 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "unique, bincount, ...), so it is not one graph; use torch.where, multiply with the mask, ignore_index in "
             "a loss, bincount with minlength=N (torch.zeros(N).scatter_add of ones), or, for a value that is the same "
             "in every step, a buffer that is not saved (persistent=False). A child module that takes and returns "
-            "tensors of fixed shapes (and keeps nothing else in attributes), such as a loop over experts, is one operator.",
+            "tensors of fixed shapes, such as a loop over experts, is one operator.",
         )
     else:
         raise StrategyError(
