@@ -37,6 +37,7 @@ STOP = 1.0  # seconds between asking a rank to end and killing it
 LOOK = 0.1  # seconds between two looks at ranks that save
 ANSWER = 20.0  # seconds for the fork server to say how a rank has ended, on a machine that is busy
 RESCUE = 10.0  # seconds in which a rank that saves its state writes nothing
+DUMPED = 0.1  # seconds in which a process writes its stack
 SHORT_LIFE, SHORT_LIVES = 1.0, 5  # seconds; so many lives of at most this length, one after the other, are the last
 
 
@@ -203,6 +204,7 @@ class _LocalRank(SupervisedRank):
     def request_stack(self) -> None:
         self.send_signal(signal.SIGUSR1)
         for worker in forks_of(self.pid):
+            time.sleep(DUMPED)  # stacks that are written to one log at a time mix
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGUSR1)
 
