@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from runner.build import huggingface, optimizers, pretrained, targets
-from runner.build.captures import captured
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.run_folder.plan_file import read_content
-from strategies.capture import Captured, LossFunction, Objective, run_once
+from strategies.capture import Captured, LossFunction, Objective, capture, run_once
 from strategies.capture.shapes import pretend, shapes_only
 from strategies.core.addressing import means_module
 from strategies.core.errors import StrategyError, closest
@@ -249,7 +248,7 @@ def captured_from_shapes(
     """The objective, its training graph and a matching batch, without memory for parameters. A model whose constructor
     or forward reads values is built with real tensors instead, unless it is known to be large.
 
-    Raises ConfigError and StrategyError as `objective` and `captured` do.
+    Raises ConfigError and StrategyError as `objective` and `capture` do.
     """
     try:
         with shapes_only():
@@ -258,15 +257,15 @@ def captured_from_shapes(
     except ConfigError:
         step = objective(config, names, say)  # the same error, if it has nothing to do with numbers
         say(f"plan: {config.model.target} reads numbers while it is built, so it was built in full.")
-        return step, captured(config, step, tensors, say), tensors
+        return step, capture(step, tensors, training=True), tensors
     try:
         shapes = pretend(step, tensors)
-        return step, captured(config, step, shapes, say), shapes
+        return step, capture(step, shapes, training=True), shapes
     except StrategyError:
         if size > LARGEST_REBUILT:
             raise
     step = objective(config, names)
-    return step, captured(config, step, tensors, say), tensors
+    return step, capture(step, tensors, training=True), tensors
 
 
 def offload_of(config: Config, folder: Path | None) -> Offload:

@@ -33,7 +33,7 @@ def composed(words: Sequence[str]) -> Config:
     recipes.register()
     try:
         with hydra.initialize_config_module("conf", version_base="1.3"), read_by_libyaml():
-            return load(hydra.compose("config", given), Origins(tuple(given), "config"))
+            return load(hydra.compose("config", given), Origins(tuple(given)))
     except COMPOSITION_ERRORS as error:
         raise reword(error, list(words)) from None
 

@@ -20,7 +20,7 @@ from runner.config.exclusive import shown
 from runner.config.keys import unknown
 from runner.config.origins import Origins
 from runner.config.parallel import Mode
-from runner.config.schema import Config, Optimizer
+from runner.config.schema import Config
 from runner.errors import ConfigError, allowed
 
 # The project's messages for pydantic's error types; braces are filled from the error's context.
@@ -52,7 +52,6 @@ NO_MODEL = (
 )
 KIND = re.compile(r"constrained-\w+|(tuple|list|dict)\[.*")
 """How pydantic names a kind of value in a union."""
-LR, PRIMARY = "lr", "conf/config"
 NODES_AGAIN = ("cluster", "machine", "levels", "node", "size")
 """Where `cluster.nodes` stands a second time in the clusters that come with the package."""
 
@@ -74,7 +73,6 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     for rule in exclusive.SOURCES:
         if rule.breaks(values):
             raise ConfigError("MW205", rule.paragraph(values) + origins.sentence([rule.first, rule.second]))
-    values = _with_own_rate(values, origins)
     for name, replaced in (("cluster", cluster.from_file), ("launch", launch.from_files)):
         if isinstance(section := values.get(name), Mapping):
             values |= {name: replaced(section)}
@@ -94,19 +92,6 @@ def load(composed: DictConfig, origins: Origins) -> Config:
             f"write parallel.mode={chosen}.{origins.sentence(['parallel.mode'])}",
         )
     return config
-
-
-def _with_own_rate(values: dict[Any, Any], origins: Origins) -> dict[Any, Any]:
-    """The values without the default learning rate, which is that of the default optimizer, where another one is chosen
-    and no rate is given: its class has a default of its own."""
-    default, chosen = Optimizer(), values.get("optimizer")
-    if not isinstance(chosen, Mapping) or chosen.get("target") in (None, default.target):
-        return values
-    if chosen.get("args") is None or not chosen["args"].items() >= default.args.items():
-        return values
-    if origins.source(f"optimizer.args.{LR}") not in (None, PRIMARY):
-        return values
-    return {**values, "optimizer": {**chosen, "args": {k: v for k, v in chosen["args"].items() if k != LR}}}
 
 
 def _decoded(values: Any, composed: DictConfig, error: ValidationError) -> Any:

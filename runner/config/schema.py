@@ -9,7 +9,7 @@ about several keys is in the section that holds them, or in `Config` if they are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from math import prod
 from typing import Annotated, Any, Literal
@@ -318,12 +318,16 @@ class Scheduler(Section):
     )
 
 
+DEFAULT_OPTIMIZER, DEFAULT_RATE, OPEN_RATE = "torch.optim.SGD", 0.01, {"lr": "auto"}
+
+
 class Optimizer(Section):
     """The optimizer, its parameter groups and its scheduler."""
 
-    target: Dotted = setting("torch.optim.SGD", "Dotted name of an optimizer class")
+    target: Dotted = setting(DEFAULT_OPTIMIZER, "Dotted name of an optimizer class")
     args: Arguments = setting(
-        {"lr": 0.01}, "Keyword arguments of target; a recipe adds to them; another target without lr takes its own"
+        OPEN_RATE,
+        "Keyword arguments of target; a recipe adds to them. lr: auto is 0.01 for the default target, else left out",
     )
     groups: tuple[ParameterGroup, ...] = setting(
         (),
@@ -332,6 +336,16 @@ class Optimizer(Section):
     )
     freeze: tuple[Glob, ...] = setting((), "Globs of parameters that are not trained")
     scheduler: Scheduler = setting(Scheduler(), "Learning rate scheduler")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate(cls, given: Any) -> Any:
+        """The arguments without `lr: auto`."""
+        args = given.get("args", OPEN_RATE) if isinstance(given, Mapping) else None
+        if not isinstance(args, Mapping) or args.get("lr") != "auto":
+            return given
+        rate = {"lr": DEFAULT_RATE} if given.get("target", DEFAULT_OPTIMIZER) == DEFAULT_OPTIMIZER else {}
+        return {**given, "args": {name: value for name, value in args.items() if name != "lr"} | rate}
 
 
 class Verify(Section):

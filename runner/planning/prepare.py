@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.build import adapters, captures, huggingface, optimizers, pretrained
+from runner.build import adapters, huggingface, optimizers, pretrained
 from runner.build.callbacks import followed
 from runner.build.modules import DTYPES, captured_from_shapes, cast, cast_named, check_half, check_modules, objective
 from runner.build.outputs import row_names
@@ -318,7 +318,7 @@ def prepare(
         named = (*step.named_parameters(), *step.named_buffers())
         values = {name.removeprefix("model."): tensor.detach() for name, tensor in named}
     else:
-        captured = captured or captures.captured(config, step, tensors, say)
+        captured = captured or capture(step, tensors, training=True)
         graph = captured.graph
         check_vocabulary(graph, training)
         files = {**stored, **resumed}
@@ -345,7 +345,7 @@ def prepare(
                 batch_tensors += mean_weights([1.0] * count, config.train.precision)
             own = step.weighed(count) if count else step
             prepared = replace(prepared, short=_short(config, own, batch_tensors, graph, plan, stages, order, say))
-        evaluations, evaluation_tensors = _evaluations(config, step, graph, plan, stages, trials, say)
+        evaluations, evaluation_tensors = _evaluations(config, step, graph, plan, stages, trials)
         for evaluation in evaluations.values():
             check_decided(evaluation.decided, InitialTensors(evaluation.decided, files), LOADED)
             check_kept(captured.decided, evaluation.graph)
@@ -372,7 +372,7 @@ def _tried_alone(
     captured = None
     if several or hasattr(training, "vocabulary"):
         with suppress(StrategyError):  # a module that is no graph: all micro-batches count the same
-            captured = captures.captured(prepared.config, step, tensors, say)
+            captured = capture(step, tensors, training=True)
     if captured is not None:
         check_vocabulary(captured.graph, training)
     run_once(step, tensors)
@@ -585,7 +585,7 @@ def _short(
     """
     rows = len(tensors[0])
     try:
-        graph = captures.captured(config, step, tensors, say, like=trained).graph
+        graph = capture(step, tensors, training=True, like=trained).graph
         own = replace(follow(plan, graph), recompute=plan.recompute)
         own_stages = lowering.stages_as(config, stages, graph, own)
     except (ConfigError, StrategyError) as error:
@@ -727,7 +727,6 @@ def _evaluations(
     plan: Plan,
     stages: Sequence[Stage],
     trials: Sequence[Trial],
-    say: Callable[[str], None],
 ) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
     """Evaluation graphs by rows, and the tensors in them. A short last batch has a separate graph: padding it would
     change the results of models that mix rows."""
@@ -735,7 +734,7 @@ def _evaluations(
     evaluations: dict[int, Evaluation] = {}
     for size, entries, structure, _ in trials:
         model = Objective(step.model, None, [*entries], (), step.autocast)
-        seen = captures.captured(config, model, [*entries.values()], say, training=False, like=trained)
+        seen = capture(model, [*entries.values()], training=False, like=trained)
         own = follow(plan, seen.graph)
         own_stages = lowering.evaluation_stages(config, stages, seen.graph, own)
         evaluations[size] = Evaluation(seen.graph, own, structure, own_stages, seen.decided)

@@ -75,7 +75,7 @@ class Reports:
         if self.folder is None:
             return None
         report = plan_cache.load(self.folder, self.key, print, lambda content: PlanReport(**content))
-        if report is None or report.files != plan_cache.state(report.files):
+        if report is None or report.files != _state(report.files):
             return None
         return report if report.folders == _found(report.folders, report.names) else None
 
@@ -106,7 +106,7 @@ class Reports:
             plan.replace(f'"search": {before}', f'"search": {after}', 1),
             plan_files.page(content | {"search": search}, prepared),
             content["cost"]["total"],
-            plan_cache.state({*self._lasting(), *plan_cache.module_files(), *plan_cache.module_folders()}),
+            _state({*self._lasting(), *_modules()}),
             names,
             _found({*map(os.path.abspath, sys.path)}, names),
         )
@@ -155,6 +155,24 @@ def _batch(config: Config) -> object:
     rows = order_of(config, training).rows(0)[: micro_batch_rows(config)]
     names, tensors = flatten_batch(global_batch(training, collate, rows, config.train.seed, 0))
     return len(training), [(name, one.dtype, tuple(one.shape)) for name, one in zip(names, tensors, strict=True)]
+
+
+def _modules() -> set[str]:
+    """The files and folders of all modules that are loaded."""
+    known = [vars(module) for module in list(sys.modules.values())]
+    files = [file for module in known if (file := module.get("__file__"))]
+    folders = [folder for module in known for folder in module.get("__path__", ())]
+    return {*map(os.path.abspath, (*files, *folders))}
+
+
+def _state(files: Iterable[str]) -> dict[str, Any]:
+    """Time and size of the files and folders that exist."""
+    state = {}
+    for file in sorted(files):
+        with suppress(OSError):
+            found = os.stat(file)
+            state[file] = [found.st_mtime_ns, found.st_size]
+    return state
 
 
 def _found(folders: Iterable[str], names: Iterable[str]) -> dict[str, Any]:

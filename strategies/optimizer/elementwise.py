@@ -9,7 +9,7 @@ treat those from a size on otherwise (Adafactor factors matrices of at least 128
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, kind_of
 
-SMALL, LARGEST, LONGEST = (2, 8), 2**16, 256
+SMALL, LARGEST, LONGEST = (2, 8), 2**14, 256
 """The shape of a parameter that is always tried, and the most elements and the longest dim of others."""
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -28,10 +28,13 @@ ELEMENTWISE = frozenset(
 """Those of torch need no trial."""
 STEPS = 100
 """Optimizers change after some: LARS behind a warm-up, preconditioners that are computed every tenth step."""
-SCALES = (1.0, 1e3, 1e6)
-"""What gradients are multiplied by in turn: optimizers that clip, as LAMB, do nothing to small ones."""
-TOLERANCE, ROUNDING = 1e-3, 2 * STEPS * torch.finfo(torch.float32).eps
-"""Of the update, which may be small, and of the values."""
+SCALES = {1.0: STEPS, 1e-6: 20, 1e-3: 20, 1e3: 20, 1e6: 20}
+"""What gradients are multiplied by in turn, and for how many steps: optimizers that clip do nothing to small ones, and
+others are driven by a weight decay or an epsilon there."""
+TOLERANCE, ROUNDINGS = 1e-3, 2 * STEPS
+"""Of the update, which may be small, and how many roundings of the values."""
+DTYPES = (torch.float64, torch.float32)
+"""What is tried: the first that an optimizer takes, as single precision hides steps that begin small (Prodigy)."""
 
 
 def check_slices(
@@ -106,18 +109,28 @@ def _check_separate(factory: OptimizerFactory, groups: Groups, device: torch.dev
 
 def is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> bool:
     """Whether a parameter is updated beside another one of its group as it is alone."""
-    return all(_is_separate(factory, options, device, scale) for scale in SCALES)
+
+    def same(complete: Tensor, by_step: Sequence[Tensor]) -> bool:
+        values, gradients = _rows(complete), [_rows(gradient) for gradient in by_step]
+        together = _updated(factory, options, values, gradients)
+        alone = [
+            _updated(factory, options, [value], [[step[number]] for step in gradients])[0]
+            for number, value in enumerate(values)
+        ]
+        return all(map(_agree, alone, together, values))
+
+    return _always(same, SMALL, device)
 
 
-def _is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, scale: float) -> bool:
-    complete, by_step = _numbers(SMALL, device, scale)
-    values, gradients = _rows(complete), [_rows(gradient) for gradient in by_step]
-    together = _updated(factory, options, values, gradients)
-    alone = [
-        _updated(factory, options, [value], [[step[number]] for step in gradients])[0]
-        for number, value in enumerate(values)
-    ]
-    return all(map(_agree, alone, together, values))
+def _always(same: Callable[[Tensor, Sequence[Tensor]], bool], shape: Sequence[int], device: torch.device) -> bool:
+    """Whether a trial with a parameter and its gradients of all steps succeeds at all scales."""
+    for dtype in DTYPES:
+        try:
+            return all(same(*_numbers(shape, device, dtype, *scaled)) for scaled in SCALES.items())
+        except Exception:  # whatever an optimizer raises that computes in single precision alone
+            if dtype is DTYPES[-1]:
+                raise
+    raise AssertionError("unreachable")
 
 
 def _rows(tensor: Tensor) -> list[Tensor]:
@@ -138,53 +151,51 @@ def _tried(shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     return [shape for shape in dict.fromkeys(tried) if math.prod(shape) > 1]
 
 
-def _numbers(shape: Sequence[int], device: torch.device, scale: float) -> tuple[Tensor, list[Tensor]]:
-    """A parameter whose first rows are much smaller than its last ones, and its gradients of all steps."""
-    size, rows = math.prod(shape), torch.arange(shape[0], device=device)
+def _numbers(
+    shape: Sequence[int], device: torch.device, dtype: torch.dtype, scale: float, steps: int
+) -> tuple[Tensor, list[Tensor]]:
+    """A parameter whose first rows are much smaller than its last ones, and its gradients of all steps. Every second
+    one is nearly orthogonal to the parameter, as those that some project (AdamP)."""
+    drawn, size, rows = torch.Generator().manual_seed(0), math.prod(shape), torch.arange(shape[0])
     sizes = torch.where(rows < shape[0] / 2, 0.01, 10.0).view(-1, *(1 for _ in shape[1:]))
-    ends = (2.0 * scale, scale), (-scale, 3.0 * scale)
-    first, second = (torch.linspace(*one, size, device=device).view(*shape) for one in ends)
-    return torch.linspace(1.0, 2.0, size, device=device).view(*shape) * sizes, [first, second] * (STEPS // 2)
+    value = torch.linspace(1.0, 2.0, size, dtype=dtype).view(*shape) * sizes
+    pattern = torch.linspace(-1.0, 3.0, size, dtype=dtype).view(*shape)
+    gradients = [
+        ((step % 2) * pattern + torch.randn(*shape, generator=drawn, dtype=dtype)).mul_(scale).to(device)
+        for step in range(steps)
+    ]
+    return value.to(device), gradients
 
 
 def is_elementwise(
     factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, shape: Sequence[int], *, flat: bool
 ) -> bool:
     """Whether parts of a parameter, `flat` ones or those along each dim, are updated as the complete one."""
-    return all(_is_elementwise(factory, options, device, shape, scale, flat=flat) for scale in SCALES)
 
+    def same(values: Tensor, gradients: Sequence[Tensor]) -> bool:
+        (complete,) = _updated(factory, options, [values], [[one] for one in gradients])
 
-def _is_elementwise(
-    factory: OptimizerFactory,
-    options: Mapping[str, Any],
-    device: torch.device,
-    shape: Sequence[int],
-    scale: float,
-    *,
-    flat: bool,
-) -> bool:
-    values, gradients = _numbers(shape, device, scale)
-    (complete,) = _updated(factory, options, [values], [[one] for one in gradients])
+        def cut(dim: int) -> bool:
+            def parts(tensor: Tensor) -> list[Tensor]:
+                tensor = tensor.reshape(-1) if flat else tensor
+                first = max(tensor.shape[dim] // 3, 1)
+                return [part.contiguous() for part in torch.split(tensor, [first, tensor.shape[dim] - first], dim)]
 
-    def same(dim: int) -> bool:
-        def parts(tensor: Tensor) -> list[Tensor]:
-            tensor = tensor.reshape(-1) if flat else tensor
-            first = max(tensor.shape[dim] // 3, 1)
-            return [part.contiguous() for part in torch.split(tensor, [first, tensor.shape[dim] - first], dim)]
+            by_step = [parts(one) for one in gradients]
+            updated = [
+                _updated(factory, options, [part], [[step[number]] for step in by_step])[0]
+                for number, part in enumerate(parts(values))
+            ]
+            return _agree(torch.cat(updated, dim).view(*shape), complete, values)
 
-        cut = [parts(one) for one in gradients[:2]] * (STEPS // 2)
-        updated = [
-            _updated(factory, options, [part], [[step[number]] for step in cut])[0]
-            for number, part in enumerate(parts(values))
-        ]
-        return _agree(torch.cat(updated, dim).view(*shape), complete, values)
+        return cut(0) if flat else all(cut(dim) for dim, length in enumerate(shape) if length > 1)
 
-    return same(0) if flat else all(same(dim) for dim, length in enumerate(shape) if length > 1)
+    return _always(same, shape, device)
 
 
 def _agree(found: Tensor, expected: Tensor, before: Tensor) -> bool:
     """Whether an update of `before` is the expected one, but for rounding."""
-    allowed = TOLERANCE * (expected - before).abs() + ROUNDING * before.abs()
+    allowed = TOLERANCE * (expected - before).abs() + ROUNDINGS * torch.finfo(before.dtype).eps * before.abs()
     same = (found == expected) | (found.isnan() & expected.isnan())  # infinities, too
     return bool(((found - expected).abs() <= allowed).logical_or(same).all())
 

@@ -11,10 +11,8 @@ import hashlib
 import json
 import math
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,28 +80,6 @@ def _hash(content: object) -> str:
 
 def _words(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-
-
-def module_files() -> set[str]:
-    """The files of all modules that are loaded."""
-    known = [vars(module) for module in list(sys.modules.values())]
-    return {os.path.abspath(file) for module in known if (file := module.get("__file__"))}
-
-
-def module_folders() -> set[str]:
-    """The folders of all packages that are loaded."""
-    known = [vars(module) for module in list(sys.modules.values())]
-    return {os.path.abspath(folder) for module in known for folder in module.get("__path__", ())}
-
-
-def state(files: Iterable[str]) -> dict[str, list[int]]:
-    """Time in nanoseconds and size in bytes of the files and folders that exist."""
-    found = {}
-    for file in sorted(files):
-        with suppress(OSError):
-            status = os.stat(file)
-            found[file] = [status.st_mtime_ns, status.st_size]
-    return found
 
 
 @cache

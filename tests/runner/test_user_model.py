@@ -257,6 +257,17 @@ def test_from_a_recipe_of_the_user(command, folder):
     assert len(Path("out/metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
 
+@pytest.mark.parametrize(("given", "found"), [("args: {lr: 0.01}", {"lr": 0.01}), ("groups: []", {})])
+def test_the_learning_rate_of_a_recipe(command, folder, given, found):
+    Path("recipes").mkdir()
+    Path("recipes/mine.yaml").write_text(
+        f"# @package _global_\n# Mine\noptimizer: {{target: torch.optim.Adam, {given}}}\n", encoding="utf-8"
+    )
+    assert command("plan", "+recipe=mine", *MINE, "train.steps=1", "hydra.run.dir=out").code == 0
+    config = json.loads((folder / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["optimizer"]["args"] == found
+
+
 def test_an_optimizer_without_a_learning_rate(command, folder):
     words = (*MINE, "optimizer.target=my_networks.WithoutRate", "train.steps=2", DOUBLE)
     assert command(*words, "hydra.run.dir=out").code == 0

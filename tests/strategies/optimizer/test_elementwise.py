@@ -61,6 +61,50 @@ def test_those_that_clip_larger_gradients_do_not(bound):
     assert not is_separate(lambda groups: Clipped(groups, bound), {}, CPU)
 
 
+def projected(parameter):
+    """Gradients at nearly right angles to their parameter (AdamP)."""
+    gradient, bound = parameter.grad, 0.1 / parameter.numel() ** 0.5
+    if torch.cosine_similarity(gradient.flatten(), parameter.flatten(), dim=0).abs() < bound:
+        gradient -= parameter * (gradient * parameter).sum() / parameter.square().sum()
+
+
+def damped(parameter):
+    """Small gradients (AdamS)."""
+    norm = parameter.grad.norm()
+    parameter.grad *= norm / (norm + 1e-4)
+
+
+def small_at_first(parameter):
+    """Steps that are too small for single precision (Prodigy)."""
+    parameter.grad *= 1e-7 / parameter.grad.norm()
+
+
+class Changed(torch.optim.SGD):
+    def __init__(self, groups, change):
+        super().__init__(groups, lr=0.1)
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.change(parameter)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("change", [projected, damped, small_at_first], ids=lambda one: one.__name__)
+def test_those_that_few_gradients_show_do_not(change, flat):
+    assert not is_elementwise(lambda groups: Changed(groups, change), {}, CPU, (2, 8), flat=flat)
+
+
+def test_those_of_single_precision_are_tried_in_it():
+    def halved(parameter):
+        assert parameter.dtype == torch.float32
+        parameter.grad *= 0.5
+
+    assert is_elementwise(lambda groups: Changed(groups, halved), {}, CPU, (2, 8), flat=True)
+
+
 class Centred(torch.optim.SGD):
     """Gradients less the means of their rows."""
 
