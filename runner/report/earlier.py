@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PLAN, PAGE = "plan.json", "report.html"
 LOADED = {"loaded_from": "the plan cache"}
-PROGRESS = ("searching:", "deciding:")
+PROGRESS = ("searching:", "deciding:", "preparing for ")
 """How notices begin that are not said again."""
 OURS = ("runner.data.", "meshwright.")
 """Data sets that are known by their arguments and by the files that they open."""

@@ -57,6 +57,8 @@ ELEMENTS = MOVING | frozenset(
     """.split()
 )
 """Functions of elements of operands that broadcast, by name without underscores."""
+DIVIDING = frozenset("floor_divide fmod mod remainder".split())
+"""Those that fail on integers where the second operand is 0."""
 OVER_DIMS = dict.fromkeys(
     """
     all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flatten flip gather glu
@@ -277,7 +279,8 @@ class Selections:
         aligned = len({one.result.dim() for one in known}) == 1
         aligned = aligned and all(tensor.dim() < known[0].result.dim() for tensor in others)
         larger = name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
-        if (name in ELEMENTS or larger) and aligned:
+        by_zero = name in DIVIDING and any(not one.dense.is_floating_point() for one in known)  # of what is left out
+        if (name in ELEMENTS or larger) and aligned and not by_zero:
             dense = function(*self._dense(args, raw=name in MOVING), **self._dense(kwargs))
             return self._both(function, args, kwargs, known[0], dense, layered=any(one.layered for one in known))
         if function in CLASSES or (function in LOSSES and aligned):
@@ -344,10 +347,8 @@ class Selections:
 
     def _each(self, function: Any, args: Any, kwargs: Any, like: Selected) -> Any:
         """torch's own results of a function of each row, as `_both`."""
-        found, rows = (
-            function(*args, **kwargs),
-            function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True)),
-        )
+        found = function(*args, **kwargs)
+        rows = function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True))
         several = isinstance(found, (tuple, list))
         for result, complete in zip(found, rows, strict=True) if several else [(found, rows)]:
             self._note_like(result, like, complete.unflatten(0, like.mask.shape))
@@ -380,7 +381,9 @@ class Selections:
     def _over_dims(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
         one, position = known[0], OVER_DIMS[name]
         given = kwargs.get("dim", args[position] if len(args) > position else -1 if name in OF_THE_LAST else None)
-        if type(given) is bool:  # of a deviation, which is unbiased or not
+        if type(given) is bool or (
+            name == "flip" and len(args) > 2
+        ):  # a deviation, which is unbiased or not; more dims
             return NOT_KNOWN
         rank = one.result.dim() + (name == "unsqueeze")
         every = range(rank) if name in ("sum", "mean") and "axis" not in kwargs else []

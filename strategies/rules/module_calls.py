@@ -88,7 +88,7 @@ class ModuleCall:
         try:
             with casts:
                 returned = functional_call(self.module, own, args, kwargs)
-            kept = [getattr(self.module.get_submodule(path), name) for path, name in self.assigned]
+            kept = [vars(self.module.get_submodule(path)).get(name) for path, name in self.assigned]
         finally:
             restore(self.module, unset)  # a tensor has the graph of its gradient
             for hook in hooks:

@@ -238,9 +238,20 @@ def elsewhere(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) ->
     return h.view(-1, 6)[chosen[:, 0].nonzero().squeeze(1)].mean()
 
 
-@pytest.mark.parametrize(
-    "loss", [written, other, dropped, mixed, in_place, seen_before, elsewhere], ids=lambda one: one.__name__
-)
+def turned(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """The order of what is selected."""
+    return (h[chosen].flip(1, 0) * y[chosen]).mean()
+
+
+def divided(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Integers, of which what is not selected is 0."""
+    return (h[chosen][:, 0] * labels[chosen].remainder(labels.abs()[chosen] + 1)).mean()
+
+
+REFUSED = [written, other, dropped, mixed, in_place, seen_before, elsewhere, turned, divided]
+
+
+@pytest.mark.parametrize("loss", REFUSED, ids=lambda one: one.__name__)
 def test_refused(loss: Loss) -> None:
     given = batch()
     with pytest.raises(StrategyError, match="shape depends on values") as caught:
