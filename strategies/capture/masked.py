@@ -381,9 +381,8 @@ class Selections:
     def _over_dims(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
         one, position = known[0], OVER_DIMS[name]
         given = kwargs.get("dim", args[position] if len(args) > position else -1 if name in OF_THE_LAST else None)
-        if type(given) is bool or (
-            name == "flip" and len(args) > 2
-        ):  # a deviation, which is unbiased or not; more dims
+        several = name == "flip" and len(args) > 2
+        if type(given) is bool or several:  # that of a deviation says whether it is unbiased
             return NOT_KNOWN
         rank = one.result.dim() + (name == "unsqueeze")
         every = range(rank) if name in ("sum", "mean") and "axis" not in kwargs else []
