@@ -155,7 +155,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {text_of(error)}"
 
 
 def _may_echo(link: BaseException) -> bool:

@@ -1,10 +1,10 @@
 """The report of a plan that was made before, in the plan cache: `run plan` need not import, capture and plan again.
 
-The question is the config, the shapes of a batch of the user's data, and python's paths. An entry also names every file
-that was read to answer it: modules, what they opened, and the folders of packages. One that has changed since, by its
-time or size, makes the entry useless, and so does a file or folder of `sys.path` that is new and has a name that was
-imported or looked for (no other: run folders are made in the working directory). Invariant: what depends on more than
-files (the devices of this machine) is not kept.
+The question is the config, the shapes of a batch of the user's data, python's paths and the environment. An entry also
+names every file that was read to answer it: modules, what they opened or listed, and the folders of packages. One that
+has changed since, by its time or size, makes the entry useless, and so does a file or folder of `sys.path` that is new
+and has a name that was imported or looked for (no other: run folders are made in the working directory). Invariant:
+what depends on more than files (the devices of this machine) is not kept.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ PROGRESS = ("searching:", "deciding:", "preparing for ")
 OURS = ("runner.data.", "meshwright.")
 """Data sets that are known by their arguments and by the files that they open."""
 CHANGING = ("/proc/", "/sys/", "/dev/")
+LISTING = ("os.listdir", "os.scandir")
+OF_A_PROCESS = frozenset("_ OLDPWD PWD SHLVL TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR".split())
+"""Variables of the environment that differ between equal commands, or that torch sets itself."""
 HERE = "\0"
 """Stands for the run folder."""
 
@@ -65,7 +68,7 @@ class Reports:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.run_dir, self.folder = run_dir, _folder(config)
-        self.opened, self.sought, self.said = set[str](), set[str](), list[str]()
+        self.opened, self.listed, self.sought, self.said = set[str](), set[str](), set[str](), list[str]()
         if self.folder is not None:
             question = *PlanReport.__annotations__, _question(config)  # other versions keep other entries
             self.key = hashlib.sha256(repr(question).encode()).hexdigest()[:32]
@@ -117,12 +120,15 @@ class Reports:
             self.opened.add(os.path.abspath(args[0]))
         elif event == "import":
             self.sought.add(args[0])
+        elif event in LISTING and isinstance(args[0], str):
+            self.listed.add(os.path.abspath(args[0]))
 
     def _lasting(self) -> list[str]:
-        """The opened files that the next command meets as this one has left them."""
+        """The opened files and listed folders that the next command meets as this one has left them."""
         assert self.folder is not None
         changing = *CHANGING, *(f"{one.resolve()}{os.sep}" for one in (self.run_dir, self.folder.parent))
-        return [file for file in self.opened if not file.startswith(changing)]
+        listed = self.listed - {*map(os.path.abspath, sys.path)}  # of which only some names count
+        return [file for file in (*self.opened, *listed) if not f"{file}{os.sep}".startswith(changing)]
 
     def _say(self, line: str) -> None:
         print(line)
@@ -143,7 +149,8 @@ def _question(config: Config) -> object:
     data = config.data
     ours = (data.target or "").startswith(OURS) and data.path is None and "path" not in data.args
     batch = None if ours and data.collate is None else _batch(config)
-    return config.model_dump_json(), batch, sys.version, sys.path, os.getcwd()
+    environment = sorted((name, value) for name, value in os.environ.items() if name not in OF_A_PROCESS)
+    return config.model_dump_json(), batch, sys.version, sys.path, os.getcwd(), environment
 
 
 def _batch(config: Config) -> object:

@@ -76,6 +76,21 @@ def test_reports_of_another_version_are_not_looked_at(planned, monkeypatch):
     assert anew and "cannot be used" not in text
 
 
+def test_what_a_model_asks_its_surroundings_for_is_asked_for(planned, tmp_path, monkeypatch):
+    described = ("cluster=dgx_h100", "world_size=4", "data.batch_size=64")
+    (tmp_path / "parts").mkdir()
+    listing = NET.replace("from torch", f"import os\nPARTS = os.listdir({str(tmp_path / 'parts')!r})\nfrom torch")
+    (tmp_path / "own_net.py").write_text(listing, encoding="utf-8")
+    assert planned("a", *described)[2]
+    assert not planned("b", *described)[2]
+    (tmp_path / "parts" / "one").touch()
+    sys.modules.pop("own_net")
+    assert planned("c", *described)[2]
+    assert not planned("d", *described)[2]
+    monkeypatch.setenv("USE_FAST_PATH", "1")
+    assert planned("e", *described)[2]
+
+
 @pytest.mark.slow
 def test_plan_for_this_machine_is_made_anew(planned):
     assert planned("a")[2] and planned("b")[2]
