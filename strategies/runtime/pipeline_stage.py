@@ -31,6 +31,7 @@ from strategies.lowering.pipeline_schedule import (
     places_of,
     stages_of,
 )
+from strategies.runtime import flight_recorder
 from strategies.runtime.peers import Peers
 from strategies.runtime.split_backward import DeferredBackward, backward_to
 
@@ -209,7 +210,9 @@ class StageRunner:
                     total += made[at][0].detach().double()
                 elif part := shares[action.micro_batch]:  # of nothing the mean is not a number
                     total += part * made[at][0].detach().double()
-            elif action.computation in (BACKWARD, INPUT):
+                continue
+            flight_recorder.recorder.at(flight_recorder.BACKWARD)  # to load a micro-batch is forward
+            if action.computation in (BACKWARD, INPUT):
                 backward(action, unit)
             else:
                 later.pop(at)()

@@ -221,6 +221,12 @@ HANGING = (*SMALL, *MODES["semi_auto"], "launch.timeout=3")
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            (*SMALL, *MODES["data_parallel"], "parallel.pipeline=2", "world_size=2", "launch.timeout=3"),
+            "{kind: hang, rank: 1, step: 3, phase: backward}",
+            r".* Rank 1 was in backward of step 3, \S*fault_injection.py:\d+ ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             (*SMALL, *MODES["data_parallel"], "parallel.zero={stage: 2, engine: deepspeed}", "launch.timeout=3"),
             "{kind: hang, rank: 3, step: 2, phase: optimizer}",
             r"rank 3 of 4 never joined \w+ #\d+ over \(the ranks of ZeRO\), in which ranks 0, 1, 2 waited 3 s\. ",
