@@ -101,7 +101,7 @@ UNWRITABLE = {
     errno.EROFS: "the file system is read-only",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "the disk is full"),
 }
-"""What is said of errors of a write."""
+"""The message for each error of a write."""
 SHORT = frozenset((errno.ENOMEM, errno.EAGAIN))
 _SHORT = re.compile(
     r"can't start new thread|resource temporarily unavailable|(cannot|can't|can not) allocate memory|bad_alloc",

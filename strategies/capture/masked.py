@@ -58,7 +58,7 @@ ELEMENTS = MOVING | frozenset(
 )
 """Functions of elements of operands that broadcast, by name without underscores."""
 DIVIDING = frozenset("floor_divide fmod mod remainder".split())
-"""Those that fail on integers where the second operand is 0."""
+"""Those that fail on integers where the second operand is 0, as unselected elements are."""
 OVER_DIMS = dict.fromkeys(
     """
     all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flatten flip gather glu
@@ -279,7 +279,7 @@ class Selections:
         aligned = len({one.result.dim() for one in known}) == 1
         aligned = aligned and all(tensor.dim() < known[0].result.dim() for tensor in others)
         larger = name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
-        by_zero = name in DIVIDING and any(not one.dense.is_floating_point() for one in known)  # of what is left out
+        by_zero = name in DIVIDING and any(not one.dense.is_floating_point() for one in known)
         if (name in ELEMENTS or larger) and aligned and not by_zero:
             dense = function(*self._dense(args, raw=name in MOVING), **self._dense(kwargs))
             return self._both(function, args, kwargs, known[0], dense, layered=any(one.layered for one in known))

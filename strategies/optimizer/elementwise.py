@@ -34,7 +34,7 @@ others are driven by a weight decay or an epsilon there."""
 TOLERANCE, ROUNDINGS = 1e-3, 2 * STEPS
 """Of the update, which may be small, and how many roundings of the values."""
 DTYPES = (torch.float64, torch.float32)
-"""What is tried: the first that an optimizer takes, as single precision hides steps that begin small (Prodigy)."""
+"""The first that an optimizer takes is tried, as single precision hides steps that begin small (Prodigy)."""
 
 
 def check_slices(
@@ -156,12 +156,12 @@ def _numbers(
 ) -> tuple[Tensor, list[Tensor]]:
     """A parameter whose first rows are much smaller than its last ones, and its gradients of all steps. Every second
     one is nearly orthogonal to the parameter, as those that some project (AdamP)."""
-    drawn, size, rows = torch.Generator().manual_seed(0), math.prod(shape), torch.arange(shape[0])
+    generator, size, rows = torch.Generator().manual_seed(0), math.prod(shape), torch.arange(shape[0])
     sizes = torch.where(rows < shape[0] / 2, 0.01, 10.0).view(-1, *(1 for _ in shape[1:]))
     value = torch.linspace(1.0, 2.0, size, dtype=dtype).view(*shape) * sizes
     pattern = torch.linspace(-1.0, 3.0, size, dtype=dtype).view(*shape)
     gradients = [
-        ((step % 2) * pattern + torch.randn(*shape, generator=drawn, dtype=dtype)).mul_(scale).to(device)
+        ((step % 2) * pattern + torch.randn(*shape, generator=generator, dtype=dtype)).mul_(scale).to(device)
         for step in range(steps)
     ]
     return value.to(device), gradients

@@ -110,7 +110,7 @@ def boxes(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Ten
 
 
 def ordered(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
-    """What is ordered within every selected row, and deviations of rows."""
+    """Selected rows that are sorted, their largest elements, and deviations of rows."""
     part, other = h[chosen], y[chosen]
     values, index = part.max(-1)
     normal = (part - part.mean(-1, keepdim=True)) / part.std(-1, keepdim=True)
@@ -239,12 +239,12 @@ def elsewhere(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) ->
 
 
 def turned(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
-    """The order of what is selected."""
+    """The reversed order of selected rows."""
     return (h[chosen].flip(1, 0) * y[chosen]).mean()
 
 
 def divided(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
-    """Integers, of which what is not selected is 0."""
+    """Remainders of integers, whose unselected elements are 0."""
     return (h[chosen][:, 0] * labels[chosen].remainder(labels.abs()[chosen] + 1)).mean()
 
 
