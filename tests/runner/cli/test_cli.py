@@ -287,7 +287,7 @@ def test_help_of_a_verb(command, verb):
         ),
         ("verify", ["verify.tolerance=null"], "predict.rows"),
         ("predict", ["predict.format=jsonl", "predict.data.path=null"], "train.steps"),
-        ("train", ["optimizer.args.lr=0.01", "checkpoint.keep=null"], "verify.steps"),
+        ("train", ["optimizer.args.lr=auto", "checkpoint.keep=null"], "verify.steps"),
     ],
 )
 def test_help_of_a_verb_has_its_keys_with_what_they_mean(command, verb, keys, not_there):

@@ -115,7 +115,7 @@ def number(x: Tensor) -> int:
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "shape": (lambda net, x: net.dense(x) + torch.zeros(number(x), 8).sum(), "values of a tensor"),
-    "slice": (lambda net, x: net.dense(x)[: number(x)].sort().values, "whose shape depends on values"),
+    "slice": (lambda net, x: net.dense(x)[: number(x)].sort(0).values, "whose shape depends on values"),
     "mask": (lambda net, x: net.dense(x)[x > 0].sort().values, "whose shape depends on values"),
     "branch": (lambda net, x: net.dense(x) if number(x) > 2 else x, "branch or a shape from the values"),
     "made elsewhere": (lambda net, x: net.dense(x) * rounded()(x.sum()), "branch or a shape from the values"),
