@@ -9,7 +9,6 @@ go to `error.txt` in the run folder, or to the terminal with MESHWRIGHT_TRACEBAC
 from __future__ import annotations
 
 import copy
-import errno
 import io
 import os
 import secrets
@@ -48,6 +47,7 @@ from runner.cli.verbs import VERBS
 from runner.config import load as config
 from runner.config.origins import Origins, given
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
+from runner.launch.failure import UNWRITABLE
 from runner.launch.interrupts import Interrupts, error_of
 from runner.launch.logs import keep_open
 from runner.report.units import shown_path
@@ -65,7 +65,6 @@ TARGETS = (
     *("evaluate.metric", "predict.data.target", "predict.data.collate", "verify.reference.target"),
 )
 """Keys whose values are dotted names of python."""
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
 
 

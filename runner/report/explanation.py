@@ -117,8 +117,11 @@ def _layouts(choice: Alternative) -> str:
 
 
 def _cost(choice: Alternative) -> str:
-    parts = {"compute": choice.compute, "redistributions": choice.communication}
-    parts["gradients within shared calls"] = choice.gradients
+    parts = {
+        "compute": choice.compute,
+        "redistributions": choice.communication,
+        "gradients within shared calls": choice.gradients,
+    }
     by_part = ", ".join(f"{name} {shown_seconds(seconds)}" for name, seconds in parts.items())
     return f"{shown_seconds(choice.seconds)} per step: {by_part}"
 

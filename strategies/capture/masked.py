@@ -382,7 +382,7 @@ class Selections:
         one, position = known[0], OVER_DIMS[name]
         given = kwargs.get("dim", args[position] if len(args) > position else -1 if name in OF_THE_LAST else None)
         several = name == "flip" and len(args) > 2
-        if type(given) is bool or several:  # that of a deviation says whether it is unbiased
+        if isinstance(given, (bool, Tensor)) or several:  # whether a deviation is unbiased; the other operand of max
             return NOT_KNOWN
         rank = one.result.dim() + (name == "unsqueeze")
         every = range(rank) if name in ("sum", "mean") and "axis" not in kwargs else []

@@ -190,8 +190,7 @@ def _tried(
     given = [_random(tensor, generator, integers) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
     operands = [*given, *module.parameters(), *module.buffers()]
-    before, versions = _attributes(module), [one._version for one in operands]
-    states = [state_of(module)]
+    before, state, versions = _attributes(module), state_of(module), [one._version for one in operands]
     try:
         with torch.random.fork_rng([]):
             generator_before = torch.get_rng_state()
@@ -205,8 +204,7 @@ def _tried(
         if type(value) is Tensor and value is not before.get(place)
     }
     restore(module, {place: before.get(place, UNSET) for place in kept})
-    states.append(state_of(module))
-    writes = [one._version for one in operands] != versions or states[0] != states[1]
+    writes = [one._version for one in operands] != versions or state_of(module) != state
     plain = all(isinstance(leaf, (Tensor, type(None))) for leaf in tree_leaves(returned))
     if draws or writes or not plain or _memory((returned, [*kept.values()])) & _memory(operands):
         raise NotOpaque(type(call.module))

@@ -33,8 +33,6 @@ SCALES = {1.0: STEPS, 1e-6: 20, 1e-3: 20, 1e3: 20, 1e6: 20}
 others are driven by a weight decay or an epsilon there."""
 TOLERANCE, ROUNDINGS = 1e-3, 2 * STEPS
 """Of the update, which may be small, and how many roundings of the values."""
-DTYPES = (torch.float64, torch.float32)
-"""The first that an optimizer takes is tried, as single precision hides steps that begin small (Prodigy)."""
 
 
 def check_slices(
@@ -124,13 +122,14 @@ def is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: t
 
 def _always(same: Callable[[Tensor, Sequence[Tensor]], bool], shape: Sequence[int], device: torch.device) -> bool:
     """Whether a trial with a parameter and its gradients of all steps succeeds at all scales."""
-    for dtype in DTYPES:
-        try:
-            return all(same(*_numbers(shape, device, dtype, *scaled)) for scaled in SCALES.items())
-        except Exception:  # whatever an optimizer raises that computes in single precision alone
-            if dtype is DTYPES[-1]:
-                raise
-    raise AssertionError("unreachable")
+
+    def tried(dtype: torch.dtype) -> bool:
+        return all(same(*_numbers(shape, device, dtype, *scaled)) for scaled in SCALES.items())
+
+    try:
+        return tried(torch.float64)  # single precision hides steps that begin small (Prodigy)
+    except Exception:  # whatever an optimizer raises that takes single precision alone; any other raises it again
+        return tried(torch.float32)
 
 
 def _rows(tensor: Tensor) -> list[Tensor]:

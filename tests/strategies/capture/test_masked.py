@@ -248,7 +248,12 @@ def divided(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> T
     return (h[chosen][:, 0] * labels[chosen].remainder(labels.abs()[chosen] + 1)).mean()
 
 
-REFUSED = [written, other, dropped, mixed, in_place, seen_before, elsewhere, turned, divided]
+def unequal(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Another tensor with a dim for what is selected."""
+    return torch.max(h[chosen], y[:1, 0]).mean()
+
+
+REFUSED = [unequal, written, other, dropped, mixed, in_place, seen_before, elsewhere, turned, divided]
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda one: one.__name__)
