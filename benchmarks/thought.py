@@ -1,5 +1,5 @@
 """CPU seconds of commands that start no rank: a plan of Llama 8B for a described cluster, anew and from the plan cache,
-the help, and a refusal.
+one for another cluster with the graph that was captured for the first, the help, and a refusal.
 
     python -m benchmarks.thought [--repetitions 3]
 
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-GOALS = {"plan, anew": 4.0, "plan, from the cache": 1.5, "help": 0.5, "refusal": 0.5}
+GOALS = {"plan, anew": 4.0, "plan, from the cache": 1.5, "plan, another cluster": 4.0, "help": 0.5, "refusal": 0.5}
 
 
 def seconds(words: list[str], cache: Path, code: int = 0) -> float:
@@ -46,6 +46,7 @@ def main() -> None:
                 entry.unlink()
             found["plan, anew"].append(seconds(plan, cache))
             found["plan, from the cache"].append(seconds([*plan[:-1], f"{plan[-1]}_again"], cache))
+            found["plan, another cluster"].append(seconds([*plan[:-1], f"{plan[-1]}_two", "cluster.nodes=2"], cache))
             found["help"].append(seconds(["--help"], cache))
             found["refusal"].append(seconds(["plan", "+recipe=absent"], cache, code=2))
     for name, goal in GOALS.items():

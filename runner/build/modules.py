@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from runner.build import huggingface, optimizers, pretrained, targets
+from runner.build.captures import Captures
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.run_folder.plan_file import read_content
@@ -243,10 +244,15 @@ def export_target(config: Config) -> str | None:
 
 
 def captured_from_shapes(
-    config: Config, names: Sequence[str], tensors: list[Tensor], say: Callable[[str], None]
+    config: Config,
+    names: Sequence[str],
+    tensors: list[Tensor],
+    say: Callable[[str], None],
+    earlier: Captures | None = None,
 ) -> tuple[Objective, Captured, list[Tensor]]:
     """The objective, its training graph and a matching batch, without memory for parameters. A model whose constructor
-    or forward reads values is built with real tensors instead, unless it is known to be large.
+    or forward reads values is built with real tensors instead, unless it is known to be large. Graphs are looked for
+    in `earlier`, and kept there.
 
     Raises ConfigError and StrategyError as `objective` and `capture` do.
     """
@@ -260,7 +266,11 @@ def captured_from_shapes(
         return step, capture(step, tensors, training=True), tensors
     try:
         shapes = pretend(step, tensors)
-        return step, capture(step, shapes, training=True), shapes
+        if (found := None if earlier is None else earlier.find(step, shapes)) is None:
+            found = capture(step, shapes, training=True)
+            if earlier is not None:
+                earlier.keep(step, shapes, found)
+        return step, found, shapes
     except StrategyError:
         if size > LARGEST_REBUILT:
             raise

@@ -428,7 +428,9 @@ class Parallel(Section):
         min_length=1,
     )
     plan_cache: str | None = setting(
-        "auto", "Folder of searched plans; auto: the user's cache folder, null: none", min_length=1
+        "auto",
+        "Folder of searched plans and of graphs of `run plan`; auto: the user's cache folder, null: none",
+        min_length=1,
     )
     dump_ir: StrictBool | Annotated[str, Field(min_length=1)] = setting(
         False, "Write the program of every rank before and after slicing: true (ir/ in the run folder), or a folder"

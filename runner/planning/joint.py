@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from runner.build import pretrained
+from runner.build.captures import Captures
 from runner.build.modules import DTYPES, captured_from_shapes, cast
 from runner.build.optimizers import optimizer_factory
 from runner.config.schema import Config
@@ -83,6 +84,7 @@ def prepare_decided(
     say: Callable[[str], None] = print,
     accept: Accept = accept_any,
     resumed: Mapping[str, StoredTensor] = MappingProxyType({}),
+    earlier: Captures | None = None,
 ) -> Prepared:
     """`prepare`, after the joint optimisation of open keys and of the plan within `parallel.memory_limit`. Without one
     DeepSpeed's stage 3 may fill the memory of a device, as it does by its own defaults.
@@ -91,7 +93,7 @@ def prepare_decided(
         ConfigError, StrategyError: as `prepare`, and if no choice fits into the memory of a rank.
     """
     with noticed(say):
-        return _prepare_decided(config, folder, say, accept, resumed)
+        return _prepare_decided(config, folder, say, accept, resumed, earlier)
 
 
 def _prepare_decided(
@@ -100,6 +102,7 @@ def _prepare_decided(
     say: Callable[[str], None],
     accept: Accept,
     resumed: Mapping[str, StoredTensor],
+    earlier: Captures | None,
 ) -> Prepared:
     device, world_size = device_of(config)
     capacity.check_processes(config, world_size)
@@ -110,11 +113,11 @@ def _prepare_decided(
     if parallel.plan is not None and parallel.zero_or_pipeline_open:
         config = with_choice(config, replace(choice_of(_decided_in(parallel.plan)), recompute="none"))
     elif parallel.open or parallel.memory_limit is not None:
-        config, plan = _decided(config, say, accept)
+        config, plan = _decided(config, say, accept, earlier)
         if parallel.open:
             config = with_choice(config, choice_of(plan.search["decided"]), plan.recompute)
     search = plan.search if plan is not None else {} if parallel.plan is None else _search_in(parallel.plan)
-    prepared = prepare(with_complete(config, search.get("complete", 0)), folder, say, plan, accept, resumed)
+    prepared = prepare(with_complete(config, search.get("complete", 0)), folder, say, plan, accept, resumed, earlier)
     zero = prepared.config.parallel.zero
     fills = zero.known == 3 and prepared.config.zero_engine == "deepspeed" and not keeps(zero.options)
     return _filling(prepared) if fills and plan is None and parallel.plan is None else prepared
@@ -149,10 +152,12 @@ def with_complete(config: Config, elements: int) -> Config:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": section})})
 
 
-def _decided(config: Config, say: Callable[[str], None], accept: Accept) -> tuple[Config, Plan]:
+def _decided(
+    config: Config, say: Callable[[str], None], accept: Accept, earlier: Captures | None
+) -> tuple[Config, Plan]:
     """The best plan, and the config: with keys and values around a ring where no plan keeps the limit otherwise. Blocks
     that are not fused on GPUs are slower than the cost model says, so the ring is not chosen for its seconds."""
-    decision = JointDecision(config, say)
+    decision = JointDecision(config, say, earlier=earlier)
     decision.check(accept)
     try:
         return config, decision.plan()
@@ -161,8 +166,7 @@ def _decided(config: Config, say: Callable[[str], None], accept: Accept) -> tupl
             raise
     say("plan: no plan that gathers keys and values keeps the memory limit; trying parallel.context_parallel=ring")
     config = with_ring(config)
-    around = JointDecision(config, say)
-    around.captures = decision.captures
+    around = JointDecision(config, say, decision.captures, earlier)
     plan = around.plan()
     return config, replace(plan, search={**plan.search, "context_parallel": "ring"})
 
@@ -304,9 +308,13 @@ class JointDecision:
     of rows that a micro-batch may have; `captures` are those that are there already, by that number."""
 
     def __init__(
-        self, config: Config, say: Callable[[str], None], captures: Mapping[int, Capture] | None = None
+        self,
+        config: Config,
+        say: Callable[[str], None],
+        captures: Mapping[int, Capture] | None = None,
+        earlier: Captures | None = None,
     ) -> None:
-        self.config, self.say = config, say
+        self.config, self.say, self.earlier = config, say, earlier
         self.device, self.ranks = device_of(config)
         self.cluster = cluster_of(config, self.device, self.ranks)
         self.limit = config.parallel.memory_limit or self.cluster.fastest.memory  # of any rank
@@ -463,7 +471,7 @@ class JointDecision:
             names, tensors = self.batch
             total = len(tensors[0])
             own = [one[:rows] if one.dim() and len(one) == total else one for one in tensors]
-            self.captures[rows] = captured_from_shapes(self.config, names, own, self.say)
+            self.captures[rows] = captured_from_shapes(self.config, names, own, self.say, self.earlier)
             on_host(self.captures[rows][1].graph, self.config.parallel.place)
             self.capturing += time.perf_counter() - started
         return self.captures[rows]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from runner.build import adapters, huggingface, optimizers, pretrained
 from runner.build.callbacks import followed
+from runner.build.captures import Captures
 from runner.build.modules import DTYPES, captured_from_shapes, cast, cast_named, check_half, check_modules, objective
 from runner.build.outputs import row_names
 from runner.build.scores import Structure, scores, try_evaluation
@@ -210,6 +211,7 @@ def prepare(
     plan: Plan | None = None,
     accept: Accept = accept_any,
     resumed: Mapping[str, StoredTensor] = MappingProxyType({}),
+    earlier: Captures | None = None,
 ) -> Prepared:
     """Build, capture and plan. Everything that can be rejected without a plan is rejected before the search.
 
@@ -220,6 +222,7 @@ def prepare(
         plan: the plan of a joint decision, which is not searched again.
         accept: may reject the model.
         resumed: the tensors of model and loss in the checkpoint from which training goes on.
+        earlier: captures of earlier commands, for plans of described clusters.
 
     Raises:
         ConfigError, StrategyError: something is wrong with model, loss, data, strategies or devices.
@@ -264,7 +267,7 @@ def prepare(
     captured = None
     if config.job.name in DESCRIBING and not planless:
         evaluating = None
-        step, captured, tensors = captured_from_shapes(config, names, tensors, say)
+        step, captured, tensors = captured_from_shapes(config, names, tensors, say, earlier)
         check_model(config, step, order)
     else:
         step = objective(config, names, say)

@@ -28,7 +28,7 @@ def planned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     searched = [*sys.path]
     prepare, made = joint.prepare_decided, []
-    monkeypatch.setattr(joint, "prepare_decided", lambda *args: made.append(1) or prepare(*args))
+    monkeypatch.setattr(joint, "prepare_decided", lambda *args, **words: made.append(1) or prepare(*args, **words))
 
     def plan(name: str, *words: str):
         folder = tmp_path / f"run_{name}"
