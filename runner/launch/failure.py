@@ -211,9 +211,11 @@ def killed_by(number: int, oom_kills_before: int | None = None) -> str:
     if number != signal.SIGKILL:
         return f"was killed by {name}"
     now = oom_kills()
-    if now is not None and oom_kills_before is not None and now > oom_kills_before:
+    if now is None or oom_kills_before is None:
+        return f"was killed by {name} (was memory short?)"
+    if now > oom_kills_before:
         return f"was killed by {name} (memory was short: the kernel's OOM killer was at work)"
-    return f"was killed by {name} (was memory short?)"
+    return f"was killed by {name} (not by the kernel's OOM killer)"
 
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
