@@ -32,6 +32,7 @@ from strategies.core.graph import OperatorGraph, Ref
 from strategies.rules.drawing_calls import begin_at, restored
 
 NUMBERS = frozenset({int, float})
+HOOKS = frozenset(name for name in INTERNAL if "_hooks" in name)
 LARGEST = 1 << 30
 """Bytes of parameters up to which a model is called to see whether it computes with tensors that it leaves behind: a
 forward on the host takes long."""
@@ -66,7 +67,7 @@ class ChangingAttributes:
 
     def restore(self) -> None:
         """Take back what an export leaves outside of modules' attributes, in containers of these, and in attributes
-        that a forward is the first to set: traced tensors."""
+        and hooks that a forward is the first to set: traced tensors."""
         if self._first is not None:
             self._first.restore()
         for table, before in self._names:
@@ -234,8 +235,9 @@ def _restoring(module: nn.Module) -> Callable[[], None]:
 
 
 def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The attributes of a module by name."""
-    return vars(part), part._buffers, part._parameters, part._modules
+    """The attributes of a module by name, and its hooks: a forward that installs some once says so in an attribute."""
+    hooks = (value for name, value in vars(part).items() if name in HOOKS and isinstance(value, dict))
+    return vars(part), part._buffers, part._parameters, part._modules, *hooks
 
 
 def _buffers(module: nn.Module) -> Callable[[], None]:

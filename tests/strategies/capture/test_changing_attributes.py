@@ -374,6 +374,38 @@ def test_attributes_that_a_forward_is_the_first_to_set_are_not_left() -> None:
     copy.deepcopy(net)
 
 
+class Recording(nn.Module):
+    """Takes the second last of the hidden states, which hooks record that its first forward installs (Llava)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.seen: list[Tensor] | None = None
+
+    def record(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        if self.seen is not None:
+            self.seen.append(output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "installed"):
+            for layer in self.layers:
+                layer.register_forward_hook(self.record)
+            self.installed = True
+        self.seen = []
+        self.layers(x)
+        chosen, self.seen = self.seen[-2], None
+        return chosen
+
+
+def test_hooks_that_a_forward_installs_are_there_once() -> None:
+    net, x = Recording(), torch.ones(2, 4)
+    expected = net.layers[1](net.layers[0](x))
+    for _ in range(2):
+        graph = capture(Objective(net, None, ("x",), ()), (x,), training=False).graph
+        assert [operator.module for operator in graph.operators] == ["layers.0", "layers.1"]
+    assert torch.equal(net(x), expected)
+
+
 NAMESPACE = vars(builtins)
 """As packages that check types keep it."""
 
