@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as every_module
 
 from strategies.capture.nodes import at, fakes, op_of, replaced, users_line
@@ -24,8 +25,20 @@ HOOK = (
     "which would never be called: the ranks run operators of their own, not this module. Remove it, or write what it "
     "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
 )
+SAVED = (
+    "which would never be called: the ranks run operators of their own. Leave it out; parallel.recompute and "
+    "parallel.offload.activations say what is kept for backward, and where."
+)
 SPARSE = "has sparse=True, but gradients are dense here; leave it out (and take a dense optimizer)."
 
+REGISTERED: tuple[tuple[type, str], ...] = (
+    (Tensor, "register_hook"),
+    (Tensor, "register_post_accumulate_grad_hook"),
+    (nn.Module, "register_backward_hook"),
+    (nn.Module, "register_full_backward_hook"),
+    (nn.Module, "register_full_backward_pre_hook"),
+)
+_ENTER = saved_tensors_hooks.__enter__
 FLOATING = re.compile("float|complex")
 ONE_DTYPE = frozenset(
     """
@@ -80,8 +93,20 @@ def refusing_unseen(training: bool) -> Iterator[None]:
     cannot hold."""
     with ExitStack() as stack:
         if training:
-            stack.enter_context(_refused(Tensor, "register_hook", "registers a hook on a gradient", HOOK))
+            for owner, name in REGISTERED:
+                stack.enter_context(_refused(owner, name, "registers a hook on a gradient", HOOK))
+            stack.enter_context(replaced(saved_tensors_hooks, "__enter__", _entered))
         yield
+
+
+def _entered(saved: saved_tensors_hooks) -> None:
+    """Torch's own packing (checkpoint, save_on_cpu) changes no number."""
+    if not str(saved.pack_hook.__module__).startswith("torch."):
+        raise StrategyError(
+            "MW906",
+            f"The model's forward keeps values for backward by a function (saved_tensors_hooks){users_line()}, {SAVED}",
+        )
+    _ENTER(saved)
 
 
 def check_nodes(graph: fx.Graph, training: bool) -> None:

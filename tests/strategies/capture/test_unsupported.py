@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_full_backward_hook
+from torch.utils.checkpoint import checkpoint
 
 from strategies.capture import Captured, LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
@@ -38,6 +39,19 @@ def hooked(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def hooked_once(register: Callable[[Net], Any]) -> Callable[[Net, Tensor], Tensor]:
+    def body(net: Net, x: Tensor) -> Tensor:
+        register(net)
+        return net.inner(x)
+
+    return body
+
+
+def packed(net: Net, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda saved: saved.float()):
+        return net.inner(x).tanh()
+
+
 def drawn(net: Net, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     return grad(F.dropout(net.inner(x), 0.5).tanh().sum(), x, create_graph=True)[0]
@@ -62,6 +76,19 @@ def matched(net: Net, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "hook": (hooked, r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called"),
+    "hook of a module": (
+        hooked_once(lambda net: net.inner.register_full_backward_hook(lambda *_: None)),
+        r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called",
+    ),
+    "hook of a module, before": (
+        hooked_once(lambda net: net.inner.register_full_backward_pre_hook(lambda *_: None)),
+        r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called",
+    ),
+    "hook after accumulation": (
+        hooked_once(lambda net: net.inner.weight.register_post_accumulate_grad_hook(lambda _: None)),
+        r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called",
+    ),
+    "packed for backward": (packed, r"keeps values for backward by a function .* at capture/test_unsupported.py:\d+"),
     "derivative of a random value": (
         drawn,
         r"computes a derivative at capture/test_unsupported.py:\d+, which is not captured: it goes through dropout",
@@ -101,6 +128,15 @@ def test_refused(name: str) -> None:
     with pytest.raises(StrategyError, match=message):
         captured(Net(body))
     assert (Tensor.register_hook, torch.autograd._engine_run_backward) == before
+
+
+def test_packing_of_torch_changes_nothing() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = x.tanh()
+        return checkpoint(net.inner, x, use_reentrant=False)
+
+    assert [operator.op for operator in captured(Net(body)).graph.operators] == ["tanh", "linear", "square", "mean"]
 
 
 def test_evaluation_has_no_gradients() -> None:
