@@ -78,6 +78,7 @@ def request_of(config: Config, world_size: int) -> Request:
         styles=STYLES_OF.get(parallel.for_target or ""),
         ring=parallel.context_parallel == "ring",
         borders=parallel.for_target == "torchtitan",
+        unbatched=tuple(sorted(map(str, config.data.unbatched))),
     )
 
 

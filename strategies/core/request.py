@@ -96,6 +96,7 @@ class Request:
         unsliced: dims of operands that no plan slices, by label of an operator.
         styles: names of the styles of modules that a plan is made of; None: any layouts.
         ring: keys and values that are sliced with the queries travel around a ring instead of being gathered.
+        unbatched: batch entries whose dim 0 counts no samples.
         borders: values are laid out anew where modules receive and return them, and nowhere else.
     """
 
@@ -120,6 +121,7 @@ class Request:
     styles: tuple[str, ...] | None = None
     ring: bool = False
     borders: bool = False
+    unbatched: tuple[str, ...] = ()
 
     @property
     def by_module(self) -> bool:

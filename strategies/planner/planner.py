@@ -449,35 +449,36 @@ class Planning:
         layouts = {}
         if self.request.by_module:
             return self._rows_of_batch(sources)
+        world, every = self.request.world_size, self.request.mode == "data_parallel"
         for source in sources:
             rank = len(source.spec.shape)
-            if wanted == "full_batch" or rank == 0:
-                layouts[source.name] = Layout.replicated(rank)
-                continue
-            count = largest_fit(source.spec.shape[0], self.request.world_size)
-            if self.request.mode == "data_parallel" and count != self.request.world_size:
-                raise StrategyError(
-                    "MW412",
-                    f"parallel.mode = data_parallel slices the batch over all {self.request.world_size} devices, but a "
-                    "micro-batch has "
-                    f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of "
-                    f"{self.request.world_size}.",
-                )
+            count = 1 if wanted == "full_batch" or rank == 0 else largest_fit(source.spec.shape[0], world)
+            if rank and wanted != "full_batch" and every and count != world:
+                if source.name not in self.request.unbatched:
+                    raise StrategyError(
+                        "MW412",
+                        f"parallel.mode = data_parallel slices the batch over all {world} devices, but a micro-batch has "
+                        f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of "
+                        f"{world}.",
+                    )
+                count = 1
             (axes,) = self.meshing.place([count])
-            layouts[source.name] = Layout((axes,) + ((),) * (rank - 1))
+            layouts[source.name] = Layout(((axes,) + ((),) * rank)[:rank])
         return layouts
 
     def _rows_of_batch(self, sources: Sequence[Source]) -> dict[str, Layout]:
         """Batch entries in slices of rows over all axes that slice no module."""
-        axes = self.mesh.others(self._modules)
+        layouts, axes = {}, self.mesh.others(self._modules)
         for source in sources:
-            if source.spec.shape and source.spec.shape[0] % self.mesh.product(axes):
+            rank, fits = len(source.spec.shape), not any(n % self.mesh.product(axes) for n in source.spec.shape[:1])
+            if not fits and source.name not in self.request.unbatched:
                 raise StrategyError(
                     "MW412",
                     f"parallel.for_target slices the batch over {self.mesh.product(axes)} ranks, but a micro-batch has "
                     f"{source.spec.shape[0]} rows of {source.name!r}; take a multiple, or a larger axis tp.",
                 )
-        return {one.name: Layout((axes, *((),) * (len(one.spec.shape) - 1))[: len(one.spec.shape)]) for one in sources}
+            layouts[source.name] = Layout(((axes if fits else (),) + ((),) * rank)[:rank])
+        return layouts
 
     def _outputs(self, id: str, entry: Configured, fixed: Mapping[str, Assignment]) -> tuple[Layout, ...] | None:
         if entry.wanted.outputs is None:

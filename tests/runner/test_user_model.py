@@ -100,6 +100,7 @@ SLICED = {
         "parallel.dataset_strategy=[{layout: l, dims: [dp,mp]}, {layout: l, dims: [mp,null]}]",
     ),
     "by default, accumulated": ("parallel=data_parallel", "train.accumulate=2"),
+    "by default, which the ranks cannot share": ("parallel=data_parallel", "world_size=8"),
     "from a collate": ("parallel=data_parallel", "data.args.collated=true", "data.collate=networks.with_w"),
 }
 
@@ -112,6 +113,13 @@ def test_inputs_that_are_not_batches(start, kind):
     axes = {"by counts": "d0", "by layouts": "mp"}
     if kind in axes:
         assert ended.plan["inputs"]["w"]["dims"] == [[axes[kind]], []]
+
+
+def test_an_input_that_the_ranks_cannot_share_is_complete_on_each(command, tmp_path):
+    done = command("plan", *PRODUCT, "parallel=data_parallel", "world_size=8", f"hydra.run.dir={tmp_path}")
+    assert done.code == 0, done.err
+    inputs = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["inputs"]
+    assert [inputs[name]["dims"] for name in ("x", "w")] == [[["dp"], []], [[], []]]
 
 
 @pytest.mark.parametrize(
