@@ -6,7 +6,8 @@ All ranks compute it for the complete batch, so it is the loss or within the mod
 A module can be one node where ranks that call it can do nothing but compute: it takes tensors and plain values, all
 its tensors are parameters and buffers, no module in it has hooks, and on random numbers it draws none, writes into no
 tensor, and returns new tensors alone, since a number might be another one for other values; so it may give its
-attributes new tensors (the loss that balances experts), which the node returns as well, and no other values.
+attributes new tensors (the loss that balances experts), which the node returns as well, and plain values (how many
+pairs it has found) where they follow from its operands alone and nothing else in the forward reads them.
 Invariant: the graph holds for all values, those that decide in the module included.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from strategies.rules.module_calls import (
     ModuleCall,
     Results,
     Slot,
+    Unknown,
     as_text,
     attributes_of,
     autocast_dtype,
@@ -47,6 +49,7 @@ from strategies.rules.registry import PLAIN
 
 MOST_CONSTANT = 2**20
 """Bytes of constants in attributes of a module, which the operator's text holds."""
+INTEGERS: tuple[int, ...] = (0,)
 OTHER_INTEGERS = ((1,), (-1,), (0, 1))
 """What else is tried, in turn along a tensor, to see whether the shapes of results follow values: -1 and 0 often stand
 for nothing, and a loss finds no pairs among equal labels."""
@@ -71,6 +74,8 @@ class OpaqueModules:
 
     def __init__(self, root: nn.Module) -> None:
         self.root, self.chosen, self.refused = root, set[type](), set[type]()
+        self.noted = list[tuple[nn.Module, dict[Attribute, Any]]]()
+        """The attributes of traced modules that stand for unknown values, and their values before."""
         self.known = {id(vars(module)): (path, type(module)) for path, module in root.named_modules()}
         """By what the exporter's stand-ins for a module share with it."""
 
@@ -93,8 +98,12 @@ class OpaqueModules:
         skeletons = {
             id(vars(module)): _skeleton(module) for module in self.root.modules() if type(module) in self.chosen
         }
-        with forwards_wrapped(self.chosen, lambda forward: _watched(forward, skeletons)):
-            yield
+        try:
+            with forwards_wrapped(self.chosen, lambda forward: _watched(forward, skeletons, self.noted)):
+                yield
+        finally:
+            while self.noted:
+                restore(*self.noted.pop())
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -125,19 +134,28 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def _watched(forward: Callable[..., Any], skeletons: dict[int, nn.Module]) -> Callable[..., Any]:
+def _watched(
+    forward: Callable[..., Any], skeletons: dict[int, nn.Module], noted: list[tuple[nn.Module, dict[Attribute, Any]]]
+) -> Callable[..., Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tracing = proxy_mode()
         skeleton = skeletons.get(id(vars(module)))
         if tracing is None or skeleton is None:
             return forward(module, *args, **kwargs)
-        return _recorded(module, forward, skeleton, (args, kwargs), tracing.tracer)
+        returned, unknown = _recorded(module, forward, skeleton, (args, kwargs), tracing.tracer)
+        before = _attributes(module)
+        noted.append((module, {place: before.get(place, UNSET) for place in unknown}))
+        restore(module, dict.fromkeys(unknown, Unknown(NotOpaque(type(skeleton)))))
+        return returned
 
     return call
 
 
-def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Module, given: Any, tracer: Any) -> Any:
-    """What the forward of `module` returns for `given`, as results of one node."""
+def _recorded(
+    module: nn.Module, forward: Callable[..., Any], skeleton: nn.Module, given: Any, tracer: Any
+) -> tuple[Any, set[Attribute]]:
+    """What the forward of `module` returns for `given`, as results of one node, and the attributes to which it gives
+    plain values."""
     if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(given)):
         raise NotOpaque(type(skeleton))
     tensors, arguments = slotted(given)
@@ -148,19 +166,26 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
         raise NotOpaque(type(skeleton))
     call = ModuleCall(skeleton, tuple(state), arguments, autocast_dtype(operands[0].device))
     with _disable_current_modes(), torch.device("cpu"):
-        returned, kept = _tried(call, forward, tensors)
+        returned, kept, noted = _tried(call, forward, tensors, INTEGERS)
         call = replace(call, assigned=tuple(kept))
         found, structure = tree_flatten((returned, [*kept.values()]))
-        results = _looks(found)
+        results, tried = _looks(found), {INTEGERS: found}
+        integers: tuple[int, ...]
         for integers in OTHER_INTEGERS:
             try:
-                other, others_kept = _tried(call, forward, tensors, integers)
+                other, others_kept, others_noted = _tried(call, forward, tensors, integers)
             except _Failed:  # where it is no valid index
                 continue
-            if _looks((other, [*others_kept.values()])) != results or [*others_kept] != [*kept]:
+            tried[integers] = tree_leaves((other, [*others_kept.values()]))
+            if _looks(tried[integers]) != results or [*others_kept] != [*kept]:
+                raise NotOpaque(type(skeleton))
+            noted |= others_noted
+        for integers, leaves in tried.items() if noted else ():
+            other, others_kept, _ = _tried(call, forward, tensors, integers, noted)
+            if not _same(leaves, tree_leaves((other, [*others_kept.values()]))):
                 raise NotOpaque(type(skeleton))
         try:
-            text = as_text(replace(call, results=results))
+            text = as_text(replace(call, results=results, noted=tuple(sorted(noted))))
         except (AttributeError, TypeError, pickle.PicklingError) as error:  # as pickle says that it cannot
             raise NotOpaque(type(skeleton)) from error
     with beneath_tracing():
@@ -170,7 +195,7 @@ def _recorded(module: nn.Module, forward: Callable[..., Any], skeleton: nn.Modul
     returned, values = tree_unflatten([next(tracked) if isinstance(one, Tensor) else one for one in found], structure)
     for (path, name), value in zip(call.assigned, values, strict=True):
         setattr(module.get_submodule(path), name, value)
-    return returned
+    return returned, noted
 
 
 def _looks(returned: Any) -> Results:
@@ -179,10 +204,15 @@ def _looks(returned: Any) -> Results:
 
 
 def _tried(
-    call: ModuleCall, forward: Callable[..., Any], tensors: Sequence[Tensor], integers: Sequence[int] = (0,)
-) -> tuple[Any, dict[Attribute, Tensor]]:
-    """What a module returns for random numbers, and integers, and the new tensors that its attributes are then. Raises
-    NotOpaque where it does more than to compute, or fails."""
+    call: ModuleCall,
+    forward: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+    noted: Collection[Attribute] = (),
+) -> tuple[Any, dict[Attribute, Tensor], set[Attribute]]:
+    """What a module returns for random numbers, and integers, the new tensors that its attributes are then, and those
+    that have other plain values. Raises NotOpaque where it does more than to compute, fails, or reads `noted` ones
+    before it sets them."""
     generator = torch.Generator().manual_seed(0)
     module = copy.deepcopy(call.module).to_empty(device="cpu")
     for one in (*module.parameters(), *module.buffers()):
@@ -190,25 +220,32 @@ def _tried(
     given = [_random(tensor, generator, integers) for tensor in tensors]
     args, kwargs = tree_map_only(Slot, lambda slot: given[slot.index], call.given)
     operands = [*given, *module.parameters(), *module.buffers()]
-    before, state, versions = _attributes(module), state_of(module), [one._version for one in operands]
+    restore(module, dict.fromkeys(noted, Unknown(NotOpaque(type(call.module)))))
+    before, state, versions = _attributes(module), state_of(module, noted), [one._version for one in operands]
     try:
         with torch.random.fork_rng([]):
             generator_before = torch.get_rng_state()
             returned = forward(module, *args, **kwargs)
             draws = not torch.equal(torch.get_rng_state(), generator_before)
+    except NotOpaque:
+        raise
     except Exception as error:  # whatever it raises on numbers that it did not expect
         raise _Failed(type(call.module)) from error
-    kept = {
-        place: value
-        for place, value in _attributes(module).items()
-        if type(value) is Tensor and value is not before.get(place)
-    }
-    restore(module, {place: before.get(place, UNSET) for place in kept})
-    writes = [one._version for one in operands] != versions or state_of(module) != state
+    changed = {place: value for place, value in _attributes(module).items() if value is not before.get(place)}
+    kept = {place: value for place, value in changed.items() if type(value) is Tensor}
+    plain_values = {place for place, value in changed.items() if isinstance(value, PLAIN)}
+    restore(module, {place: before.get(place, UNSET) for place in (*kept, *plain_values)})
+    writes = [one._version for one in operands] != versions or state_of(module, noted) != state
     plain = all(isinstance(leaf, (Tensor, type(None))) for leaf in tree_leaves(returned))
     if draws or writes or not plain or _memory((returned, [*kept.values()])) & _memory(operands):
         raise NotOpaque(type(call.module))
-    return returned, kept
+    return returned, kept, plain_values
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two trials have returned the same tensors."""
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs if isinstance(a, Tensor))
 
 
 def _attributes(module: nn.Module) -> dict[Attribute, Any]:

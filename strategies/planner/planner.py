@@ -457,8 +457,8 @@ class Planning:
                 if source.name not in self.request.unbatched:
                     raise StrategyError(
                         "MW412",
-                        f"parallel.mode = data_parallel slices the batch over all {world} devices, but a micro-batch has "
-                        f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of "
+                        f"parallel.mode = data_parallel slices the batch over all {world} devices, but a micro-batch "
+                        f"has {source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of "
                         f"{world}.",
                     )
                 count = 1

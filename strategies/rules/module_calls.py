@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -74,16 +74,24 @@ class ModuleCall:
     results: Results = ()
     assigned: tuple[Attribute, ...] = ()
     """The attributes that a call gives new tensors, which are its last results."""
+    noted: tuple[Attribute, ...] = ()
+    """Those that it gives numbers and other plain values, which follow from the operands and are read nowhere else."""
 
     def __call__(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = tree_map_only(Slot, lambda slot: operands[slot.index], self.given)
         own = dict(zip(self.names, operands[len(operands) - len(self.names) :], strict=True))
         casts = nullcontext() if self.autocast is None else torch.autocast(operands[0].device.type, self.autocast)
-        unset = {(path, name): vars(self.module.get_submodule(path)).get(name, UNSET) for path, name in self.assigned}
+        changed = *self.assigned, *self.noted
+        unset = {(path, name): vars(self.module.get_submodule(path)).get(name, UNSET) for path, name in changed}
+        reading = RuntimeError(
+            f"{type(self.module).__name__}, which ranks call as one operator because it decides by values, reads what "
+            "an earlier call has left in an attribute, which it did not when it was captured"
+        )
+        restore(self.module, dict.fromkeys(self.noted, Unknown(reading)))
         before, during = (changeable(operands, operands[0].device), states()), list[object]()
         hooks = (
-            self.module.register_forward_pre_hook(lambda module, _: during.append(state_of(module, self.assigned))),
-            self.module.register_forward_hook(lambda module, *_: during.append(state_of(module, self.assigned))),
+            self.module.register_forward_pre_hook(lambda module, _: during.append(state_of(module, changed))),
+            self.module.register_forward_hook(lambda module, *_: during.append(state_of(module, changed))),
         )
         try:
             with casts:
@@ -103,6 +111,21 @@ class ModuleCall:
         if made != self.results:
             raise RuntimeError(f"{type(self.module).__name__} returned {made}, but the plan is made for {self.results}")
         return results
+
+
+class Unknown:
+    """Stands for a plain value that a call leaves in an attribute. Raises an error where it is used."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise self._error
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
+    __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = __divmod__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __int__ = __float__ = _refuse
+    __index__ = __complex__ = __iter__ = __len__ = __array__ = __str__ = __format__ = __getattr__ = _refuse
 
 
 def attributes_of(module: nn.Module) -> list[dict[str, Any]]:

@@ -198,22 +198,70 @@ def test_a_loss_that_decides_by_values(draw: Any, loss: nn.Module) -> None:
 
 
 class CountingPairs(nn.Module):
-    """A loss over pairs of unequal labels, the number of which it leaves in an attribute."""
+    """A loss over pairs of unequal labels, the number of which it leaves in an attribute, as a miner does."""
 
     def forward(self, out: Tensor, labels: Tensor) -> Tensor:
         one, other = (labels[:, None] < labels[None]).nonzero(as_tuple=True)
         if len(one) == 0:
-            return out.sum() * 0
+            return self.without(out)
         self.count = len(one)
         return (out[one] - out[other]).square().mean()
 
+    def without(self, out: Tensor) -> Tensor:
+        return out.sum() * 0
 
-def test_a_loss_that_counts_its_pairs_is_refused() -> None:
-    loss, batch = CountingPairs(), (torch.randn(16, 4), torch.arange(16) // 4)
+
+class Earlier(CountingPairs):
+    """Reads the number of an earlier batch, where it has no pairs."""
+
+    def without(self, out: Tensor) -> Tensor:
+        return out.sum() * self.count
+
+
+class Running(CountingPairs):
+    """Counts on."""
+
+    seen = 0
+
+    def forward(self, out: Tensor, labels: Tensor) -> Tensor:
+        self.seen += int((labels > 0).sum())
+        return super().forward(out, labels)
+
+
+class Outside(nn.Module):
+    """What is around the module reads the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = CountingPairs()
+
+    def forward(self, out: Tensor, labels: Tensor) -> Tensor:
+        loss = self.pairs(out, labels)
+        return loss * (1 + self.pairs.count)
+
+
+def of_labels() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(16, 4), torch.arange(16) // 4
+
+
+@pytest.mark.few(2)
+def test_a_loss_may_note_how_many_pairs_it_has(draw: Any) -> None:
+    loss = CountingPairs()
+    capture(Objective(nn.Linear(4, 2), loss, ("0", "1"), ("1",)), of_labels(), training=True)
+    assert "count" not in vars(loss)
+    model = Model(nn.Linear(4, 2), loss, of_labels())
+    assert [op.op for op in model.graph.operators][-1] == "called_module"
+    assert model.worst(draw, 4) < TOLERANCE
+
+
+@pytest.mark.parametrize("loss", [Earlier(), Running(), Outside()], ids=lambda loss: type(loss).__name__)
+def test_a_number_that_is_read_is_refused(loss: nn.Module) -> None:
+    batch = of_labels()
     loss(*batch)  # as in training before: the attribute then has the value that the example batch gives it
     with pytest.raises(StrategyError) as caught:
         capture(Objective(nn.Linear(4, 2), loss, ("0", "1"), ("1",)), batch, training=True)
-    assert caught.value.code == "MW901"
+    assert caught.value.code in ("MW901", "MW906")
 
 
 class Rows(nn.Module):
