@@ -69,8 +69,8 @@ class Captures:
             _Graphs(io.BytesIO(graph)).load()
         except pickle.UnpicklingError:
             return
-        if not captured.decided:
-            content = {**asdict(self.watched.behind()), "graph": base64.b64encode(zlib.compress(graph, 1)).decode()}
+        if not captured.decided and (behind := self.watched.behind()) is not None:
+            content = {**asdict(behind), "graph": base64.b64encode(zlib.compress(graph, 1)).decode()}
             plan_cache.store(self.folder, self._key(objective, batch), content, self.warn)
 
     def _key(self, objective: Objective, batch: Sequence[Tensor]) -> str:

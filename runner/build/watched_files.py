@@ -1,29 +1,39 @@
 """The files behind a result that is kept, and whether they are still as they were.
 
-These are modules, what they opened or listed, and the folders of packages. One that has changed since, by its time or
-size, makes the result useless, and so does a file or folder of `sys.path` that is new and has a name that was imported
-or looked for (no other: run folders are made in the working directory).
+These are modules, what they opened or listed, what the config names, and the folders of packages. One that has changed
+since, by its time or size, or has appeared, makes the result useless, and so does a file or folder of `sys.path` that
+is new and has a name that was imported or looked for (no other: run folders are made in the working directory). A
+result is not kept where a file was written while it was made, or where a process was started or a connection opened.
+Native code that opens a file by a path of its own is not seen, nor is the question whether a file exists.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+BEGUN = time.time_ns()
 CHANGING = ("/proc/", "/sys/", "/dev/")
+OPENING = ("open", "sqlite3.connect")
 LISTING = ("os.listdir", "os.scandir")
+OUTSIDE = frozenset("subprocess.Popen os.system os.posix_spawn os.exec os.fork os.forkpty socket.connect".split())
+"""Events, as audit hooks name them, after which a result may depend on more than files."""
+FINDING = ("<frozen importlib", "importlib/metadata/__init__.py", "pkgutil.py", "pkg_resources/__init__.py", __file__)
+"""Files of code that lists a folder to find modules in it, of which only some names count."""
 OF_A_PROCESS = frozenset("_ OLDPWD PWD SHLVL TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR".split())
 """Variables of the environment that differ between equal commands, or that torch sets itself."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Time and size of files, and what folders of `sys.path` have under the names of modules."""
+    """Time and size of files, None for those that do not exist, and what folders of `sys.path` have under the names of
+    modules."""
 
     files: Mapping[str, Any]
     names: Sequence[str]
@@ -34,39 +44,64 @@ class Files:
         return self.files == _state(self.files) and self.folders == _found(self.folders, self.names)
 
 
-class WatchedFiles:
-    """What this process reads from `begin` on, but for what is in the folders `own`."""
+class _Seen:
+    """What this process has read since it was first watched. What an earlier job of a sweep has read counts, too:
+    modules remember it."""
 
-    def __init__(self, own: Sequence[Path]) -> None:
-        self.own = [f"{folder.resolve()}{os.sep}" for folder in own]
+    def __init__(self) -> None:
+        self.watching = self.outside = False
         self.opened, self.listed, self.sought = set[str](), set[str](), set[str]()
 
-    def begin(self) -> None:
-        sys.addaudithook(self._note)
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Asked first for every module that is imported or looked for."""
+        self.sought.add(name)
+
+    def note(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in OPENING and isinstance(args[0], str | bytes | os.PathLike):
+            if not (event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+                self.opened.add(os.path.abspath(os.fsdecode(args[0])))
+        elif event in LISTING and isinstance(args[0], str | bytes | os.PathLike):
+            lister = sys._getframe(1).f_code.co_filename
+            if not any(code in lister for code in FINDING):
+                self.listed.add(os.path.abspath(os.fsdecode(args[0])))
+        elif event in OUTSIDE:
+            self.outside = True
+
+
+_seen = _Seen()
+
+
+class WatchedFiles:
+    """What this process reads from now on.
+
+    Args:
+        own: folders whose files do not count.
+        named: files and folders that count.
+    """
+
+    def __init__(self, own: Sequence[Path], named: Iterable[str] = ()) -> None:
+        self.own = [f"{folder.resolve()}{os.sep}" for folder in own]
+        _seen.opened.update(os.path.abspath(one) for one in named)
+        if not _seen.watching:
+            _seen.watching = True
+            sys.addaudithook(_seen.note)
+            sys.meta_path.insert(0, _seen)
 
     def add(self, other: Files) -> None:
         """Count the files behind a result that this process has taken over."""
-        self.opened.update(other.files)
-        self.sought.update(other.names)
+        _seen.opened.update(other.files)
+        _seen.sought.update(other.names)
 
-    def behind(self) -> Files:
-        """The files behind what this process has made until now."""
-        names = sorted({name.partition(".")[0] for name in (*sys.modules, *self.sought)})
-        return Files(_state({*self._lasting(), *_modules()}), names, _found({*map(os.path.abspath, sys.path)}, names))
-
-    def _note(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(args[0], str) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-            self.opened.add(os.path.abspath(args[0]))
-        elif event == "import":
-            self.sought.add(args[0])
-        elif event in LISTING and isinstance(args[0], str):
-            self.listed.add(os.path.abspath(args[0]))
-
-    def _lasting(self) -> list[str]:
-        """The opened files and listed folders that the next command meets as this one has left them."""
+    def behind(self) -> Files | None:
+        """The files behind what this process has made until now; None where it may depend on more than their present
+        state."""
         changing = *CHANGING, *self.own
-        listed = self.listed - {*map(os.path.abspath, sys.path)}  # of which only some names count
-        return [file for file in (*self.opened, *listed) if not f"{file}{os.sep}".startswith(changing)]
+        read = {file for file in (*_seen.opened, *_seen.listed) if not f"{file}{os.sep}".startswith(changing)}
+        names = sorted({name.partition(".")[0] for name in (*sys.modules, *_seen.sought)})
+        files = _state({*read, *_modules()})
+        if _seen.outside or any(state and state[0] >= BEGUN for state in files.values()):
+            return None
+        return Files(files, names, _found({*map(os.path.abspath, sys.path)}, names))
 
 
 def surroundings() -> object:
@@ -84,10 +119,10 @@ def _modules() -> set[str]:
 
 
 def _state(files: Iterable[str]) -> dict[str, Any]:
-    """Time and size of the files and folders that exist."""
-    state = {}
-    for file in sorted(files):
-        with suppress(OSError):
+    """Time and size of files and folders, None for those that do not exist."""
+    state: dict[str, Any] = dict.fromkeys(sorted(files))
+    for file in state:
+        with suppress(OSError, ValueError):  # a null character in a name
             found = os.stat(file)
             state[file] = [found.st_mtime_ns, found.st_size]
     return state

@@ -23,7 +23,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         from runner.planning.joint import prepare_decided
         from runner.report import plan_files, text
 
-        prepared = prepare_decided(config, None, reports.watch(), earlier=reports.captures)
+        prepared = prepare_decided(config, None, reports.say, earlier=reports.captures)
         content = plan_files.write_plan(prepared, run_dir)
         print(text.headline(prepared, run_dir))
         if content is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,10 +58,10 @@ class Reports:
     """The reports of one config, for a run folder."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self.config, self.run_dir, self.folder = config, run_dir, _folder(config)
+        self.config, self.run_dir, self.folder = config, run_dir, _folder(config, run_dir)
         self.said = list[str]()
         if self.folder is not None:
-            self.watched = WatchedFiles((run_dir, self.folder.parent))
+            self.watched = WatchedFiles((run_dir, self.folder.parent), _strings(config.model_dump()))
             question = *PlanReport.__annotations__, _question(config)  # other versions keep other entries
             self.key = hashlib.sha256(repr(question).encode()).hexdigest()[:32]
 
@@ -71,16 +72,6 @@ class Reports:
         report = plan_cache.load(self.folder, self.key, print, _read)
         return report if report is not None and report.behind.unchanged else None
 
-    def watch(self) -> Callable[[str], None]:
-        """Note from now on which files are opened and which modules imported.
-
-        Returns:
-            What prints a notice and keeps it for the report.
-        """
-        if self.folder is not None:
-            self.watched.begin()
-        return self._say
-
     @property
     def captures(self) -> Captures | None:
         """The captures of this config."""
@@ -88,11 +79,11 @@ class Reports:
             return None
         from runner.build.captures import Captures
 
-        return Captures(self.config, self.folder.parent / "captures", self.watched, self._say)
+        return Captures(self.config, self.folder.parent / "captures", self.watched, self.say)
 
     def keep(self, prepared: Prepared, content: dict[str, Any], tables: str) -> None:
         """Store the report of a plan as one that is loaded."""
-        if self.folder is None or prepared.plan is None:
+        if self.folder is None or prepared.plan is None or (behind := self.watched.behind()) is None:
             return
         from runner.report import plan_files, text
 
@@ -106,23 +97,38 @@ class Reports:
             plan.replace(f'"search": {before}', f'"search": {after}', 1),
             plan_files.page(content | {"search": search}, prepared),
             content["cost"]["total"],
-            self.watched.behind(),
+            behind,
         )
         plan_cache.store(self.folder, self.key, asdict(report), print)
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a notice and keep it for the report."""
         print(line)
         self.said.append(line)
 
 
-def _folder(config: Config) -> Path | None:
-    """The folder of reports of this config; None for those that depend on more than files."""
+def _folder(config: Config, run_dir: Path) -> Path | None:
+    """The folder of reports of this config; None for those that depend on more than files, or on files in the run
+    folder."""
     parallel = config.parallel
     described = config.cluster.machine is not None and parallel.plan is None and config.model.weights is None
     if not described or parallel.dump_ir is not False or parallel.mode in ("stand_alone", "hybrid"):
         return None
+    if Path.cwd().is_relative_to(run_dir.resolve()):
+        return None
     folder = home.plan_cache(parallel.plan_cache, lambda _: None)
     return None if folder is None else folder / "reports"
+
+
+def _strings(nested: object) -> Iterator[str]:
+    """The strings in a config that name files or folders: native code may read them."""
+    if isinstance(nested, Mapping):
+        nested = list(nested.values())
+    if isinstance(nested, list | tuple):
+        for one in nested:
+            yield from _strings(one)
+    elif isinstance(nested, str) and os.path.exists(nested):
+        yield nested
 
 
 def _question(config: Config) -> object:

@@ -8,11 +8,12 @@ import os
 import pickle
 import sys
 import zlib
+from itertools import count
 
 import pytest
 from composing import compose_config
 
-from runner.build import modules
+from runner.build import modules, watched_files
 from runner.commands import plan as planning
 from runner.planning import prepare
 from runner.planning.joint import prepare_decided
@@ -41,12 +42,15 @@ def planned(tmp_path, monkeypatch):
     (tmp_path / "own_net.py").write_text(NET, encoding="utf-8")
     (tmp_path / "width.txt").write_text("16", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    searched, capture, made = [*sys.path], modules.capture, []
+    monkeypatch.setattr(watched_files, "BEGUN", 2**63)  # the files of a test are older than a command
+    monkeypatch.setattr(watched_files, "_seen", watched_files._Seen())
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    searched, capture, made, number = [*sys.path], modules.capture, [], count()
     monkeypatch.setattr(modules, "capture", lambda *args, **words: made.append(1) or capture(*args, **words))
 
     def plan(*words: str, cache: str = f"{tmp_path / 'cache'}"):
         sys.modules.pop("own_net", None)
-        folder = tmp_path / f"run_{len(os.listdir(tmp_path))}"
+        folder = tmp_path / f"run_{next(number)}"
         folder.mkdir()
         given = ("+recipe=data_parallel", "job=plan", "model.target=own_net.Net", f"parallel.plan_cache={cache}")
         monkeypatch.setattr(sys, "path", [*searched])  # as in a new process: a command adds its working directory
@@ -72,18 +76,44 @@ def test_another_plan_takes_the_graph_of_the_first(planned):
     assert planned("cluster=h200", "world_size=8")[1] == 0
 
 
-@pytest.mark.parametrize("changed", ["width.txt", "own_net.py", "own_net"])
+CHANGES = {
+    "a file that its module reads": ("", lambda here: (here / "width.txt").write_text("32", encoding="utf-8")),
+    "a file that was not there": (
+        "\ntry: open('deeper').close()\nexcept OSError: pass",
+        lambda here: (here / "deeper").touch(),
+    ),
+    "a folder that it lists": ("\nimport glob; glob.glob('layers/*')", lambda here: (here / "layers").mkdir()),
+    "a database": (
+        "\nimport sqlite3; sqlite3.connect('layers.db').close()",
+        lambda here: (here / "layers.db").write_bytes(b"."),
+    ),
+    "a module that it looks for": (
+        "\nimport importlib.util; importlib.util.find_spec('own_fast_layers')",
+        lambda here: (here / "own_fast_layers.py").touch(),
+    ),
+    "a package in place of the module": ("", lambda here: (here / "own_net").mkdir()),
+    "its module": ("", lambda here: (here / "own_net.py").write_text(f"{NET}\n", encoding="utf-8")),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
 def test_a_graph_is_captured_anew_where_a_file_behind_it_changes(planned, tmp_path, changed):
+    read, change = CHANGES[changed]
+    (tmp_path / "own_net.py").write_text(NET + read, encoding="utf-8")
     assert planned()[1] == 1
-    if changed == "own_net":
-        (tmp_path / changed).mkdir()  # a package would be imported in place of the module
-    else:
-        text = (tmp_path / changed).read_text(encoding="utf-8")
-        (tmp_path / changed).write_text(text.replace("16", "32") + "\n", encoding="utf-8")
-    content, captured = planned("parallel.zero.stage=1")
-    assert captured == 1
-    assert content["parameters"]["hidden.weight"]["shape"][0] == (32 if changed == "width.txt" else 16)
+    change(tmp_path)
+    assert planned("parallel.zero.stage=1")[1] == 1
     assert planned("parallel.zero.stage=2")[1] == 0
+
+
+@pytest.mark.parametrize("meanwhile", ["a file changes", "a process starts"])
+def test_nothing_is_kept_where_it_may_depend_on_more(planned, tmp_path, monkeypatch, meanwhile):
+    if meanwhile == "a file changes":
+        monkeypatch.setattr(watched_files, "BEGUN", (tmp_path / "width.txt").stat().st_mtime_ns)
+    else:
+        (tmp_path / "own_net.py").write_text(f"{NET}\nimport os; os.system('true')", encoding="utf-8")
+    assert planned()[1] == 1
+    assert planned("parallel.zero.stage=1")[1] == 1
 
 
 @pytest.mark.parametrize("word", ["model.args.sizes=[784]", "train.precision=bf16", "data.batch_size=32", "seed"])

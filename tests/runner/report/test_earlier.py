@@ -9,6 +9,7 @@ import sys
 import pytest
 from composing import compose_config
 
+from runner.build import watched_files
 from runner.commands import plan as planning
 from runner.planning import joint
 from runner.report.earlier import PlanReport
@@ -26,6 +27,9 @@ def planned(tmp_path, monkeypatch, capsys):
     """Plans a model of the user's: the content of plan.json, the printed text, and whether it was planned anew."""
     (tmp_path / "own_net.py").write_text(NET, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(watched_files, "BEGUN", 2**63)  # the files of a test are older than a command
+    monkeypatch.setattr(watched_files, "_seen", watched_files._Seen())
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     searched = [*sys.path]
     prepare, made = joint.prepare_decided, []
     monkeypatch.setattr(joint, "prepare_decided", lambda *args, **words: made.append(1) or prepare(*args, **words))
