@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from operator import methodcaller
 from typing import Any
@@ -19,6 +19,7 @@ from runner.planning import lowering
 from runner.report.comparison import (
     FINER,
     MAGNIFIED_FP64,
+    NUDGED,
     ROUNDING,
     SMALL,
     TOLERANCE,
@@ -94,6 +95,7 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
         gap, found = of_step(ours, theirs, limit, rounding)
         comparison = Comparison(gap, found | weights, limit, 1)
         magnified = comparison.may_be_rounding
+    zero: Set[str] = frozenset()
     if magnified and precision in FINER:
         widen = methodcaller("double" if FINER[precision] == "fp64" else "float")
         exact = Eager(widen(duplicate(planned.step_of(module)).train()), single_draws=True)
@@ -106,15 +108,15 @@ def verify(module: nn.Module, batch: Batch, plan: Plan, *, tolerance: float | No
             zero = below(truth["gradients"], ROUNDING[FINER[precision]])
             gap, found = of_step(ours, theirs, limit, rounding, zero)
             distance = of_step(theirs, truth, limit, rounding, zero)[1]
-            comparison = Comparison(
-                gap, found | weights, limit, 1, rounding=distance, precision=precision, finer=FINER[precision]
-            )
-            magnified = False
-    if magnified and (kind == "fp32" or (kind == "fp64" and comparison.worst <= MAGNIFIED_FP64)):
+            comparison = Comparison(gap, found | weights, limit, 1).measured(distance, precision, FINER[precision])
+    close = kind == "fp32" or (kind == "fp64" and comparison.worst <= MAGNIFIED_FP64)
+    for number in NUDGED if magnified and close else ():
+        if comparison.passed:
+            break
         near = Eager(duplicate(planned.step_of(module)).train())
-        nudge(near, kind)
-        distance = of_step(_trained(_on_one_device(near, tensors, key), ours), theirs, limit, rounding)[1]
-        comparison = Comparison(gap, found | weights, limit, 1, rounding=distance, precision=kind)
+        nudge(near, kind, number)
+        distance = of_step(_trained(_on_one_device(near, tensors, key), ours), theirs, limit, rounding, zero)[1]
+        comparison = comparison.measured(distance, kind)
     if not comparison.passed and (wrong := _not_finite(theirs)) is not None:
         first = first_not_finite(lambda: eager(*(tensor.clone() for tensor in tensors), key=key).backward())
         where = "" if first is None else f": the first {first[2]} is made in {first[1]} at {first[0]}"

@@ -142,7 +142,8 @@ class Prepared:
         companions: what the library of the model needs beside merged weights.
         data: the description of the data, which every rank must match.
         single_draws: whether a module that runs alone in fp64 draws the random numbers of fp32.
-        nudged: the precision in which the weights of a module that runs alone are neighbouring numbers.
+        nudged: the precision in which the weights of a module that runs alone are neighbouring numbers, and of which
+            number these are.
         short: the short last micro-batch of an epoch, where there is one.
         together: whether the collate needs all rows of a batch, because it makes rows of several samples.
         counted: what the loss divides by, where micro-batches or the batches of an evaluation may differ in it.
@@ -174,7 +175,7 @@ class Prepared:
     companions: Companions = field(default_factory=Companions)
     data: Description = UNSEEN
     single_draws: bool = False
-    nudged: str | None = None
+    nudged: tuple[str, int] | None = None
     short: Short | None = None
     counted: Counted | Divisor | None = None
     means: tuple[Counted | Divisor | None, ...] = ()

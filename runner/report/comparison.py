@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.errors import ConfigError
@@ -28,6 +28,8 @@ FINER = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32", "bf16_autocast": "fp32"
 """The precision in which one process measures the rounding of another one."""
 NEIGHBOUR = "one with neighbouring weights"
 """What one process in fp64 is compared with."""
+NUDGED = range(8)
+"""Such weights that are tried: a relu at zero, or two equal maxima, decide otherwise with every second or so."""
 LESS = {"float32": "fp32", "complex64": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Precisions below fp64, by dtype."""
 MAGNIFIED, MAGNIFIED_FP64 = 0.1, 1e-6
@@ -81,6 +83,11 @@ class Comparison:
     small: Set[str] = frozenset()
     precision: str = "fp32"
     finer: str | None = None
+
+    def measured(self, rounding: Differences, precision: str, finer: str | None = None) -> Comparison:
+        """This one with another run of the reference: of a tensor the largest distance of all runs counts."""
+        most = {key: max(gap, self.own(key)) for key, gap in rounding.items()}
+        return replace(self, rounding=most, unmeasured=None, precision=precision, finer=finer)
 
     def own(self, key: tuple[str, str]) -> float:
         """The reference's own rounding; 0 where it was not measured."""

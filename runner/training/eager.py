@@ -60,11 +60,12 @@ class Eager(nn.Module):
         return _Current(self)
 
 
-def nudge(module: nn.Module, precision: str) -> None:
+def nudge(module: nn.Module, precision: str, number: int) -> None:
     """Multiply every parameter of a module by 1 + 2**-50 or 1 - 2**-50, at random: four neighbouring numbers of fp64,
-    by which sums of some 16 terms differ in another order. Of one that computes in fp32, by 1 +- 2**-21."""
+    by which sums of some 16 terms differ in another order. Of one that computes in fp32, by 1 +- 2**-21. Another
+    `number` has other signs."""
     distance = 4 * torch.finfo(torch.float32 if precision == "fp32" else torch.float64).eps
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for parameter in module.parameters():
             signs = 2 * torch.randint(2, parameter.shape, generator=draw, dtype=torch.float64) - 1

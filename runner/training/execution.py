@@ -287,7 +287,7 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
     module = eager.Eager(step, single_draws=prepared.single_draws)
     eager.start_from(module, weights.read_all(folder / WEIGHTS))
     if prepared.nudged is not None:
-        eager.nudge(module, prepared.nudged)
+        eager.nudge(module, *prepared.nudged)
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})
     tensors, blocks = module.tensors(), _blocks(prepared, program, 0)

@@ -360,6 +360,29 @@ def test_verify_allows_what_rounding_itself_magnifies(
         assert "verify FAILED" in refused("MW731", lambda: meshwright.verify(module, batch, plan))
 
 
+def test_verify_allows_for_a_relu_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in another order are not exactly zero, where one device is in both precisions."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1)), torch.ones(4, 2)
+    x[1:, 0] += torch.rand(3)
+    with torch.no_grad():
+        module[0].weight.copy_(torch.tensor([[1.0, -1.0]]))
+    batch = x, torch.randn(4, 1)
+    plan = meshwright.plan(module, batch, mesh=2, loss=nn.MSELoss())
+    from meshwright import proof
+
+    real = proof._on_simulated_ranks
+
+    def rounded(planned: Any, values: dict[str, Tensor], key: int) -> Any:
+        return real(planned, values | {"0.weight": values["0.weight"] + torch.tensor([[1e-6, 0.0]])}, key)
+
+    monkeypatch.setattr(proof, "_on_simulated_ranks", rounded)
+    found = meshwright.verify(module, batch, plan)
+    assert found.worst > 1e-3 and "neighbouring weights" in str(found)
+    monkeypatch.setattr(proof, "NUDGED", ())
+    assert "verify FAILED" in refused("MW731", lambda: meshwright.verify(module, batch, plan))
+
+
 class Tabled(Magnifying):
     """Runs in single precision alone, in which its table stays."""
 
