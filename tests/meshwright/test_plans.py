@@ -363,11 +363,11 @@ def test_verify_allows_what_rounding_itself_magnifies(
 def test_verify_allows_for_a_relu_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in another order are not exactly zero, where one device is in both precisions."""
     torch.manual_seed(0)
-    module, x = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1)), torch.ones(4, 2)
-    x[1:, 0] += torch.rand(3)
+    module, x = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1)), torch.ones(64, 2)
+    x[1:, 0] += torch.rand(63)
     with torch.no_grad():
         module[0].weight.copy_(torch.tensor([[1.0, -1.0]]))
-    batch = x, torch.randn(4, 1)
+    batch = x, torch.randn(64, 1)
     plan = meshwright.plan(module, batch, mesh=2, loss=nn.MSELoss())
     from meshwright import proof
 
