@@ -189,6 +189,10 @@ def target_names(config: Config, model: nn.Module, loss: nn.Module | None, names
     left = tuple(name for name in names if not targets.accepts(model.forward, name))
     if not left:  # by **kwargs, as models of transformers pass on, an entry is taken only if the loss needs none
         left = tuple(name for name in names if not targets.names(model.forward, name))
+    within = getattr(model, "get_base_model", None)
+    if len(left) == len(names) and callable(within):  # a wrapper of peft passes on what it is given
+        forward = within().forward
+        left = tuple(name for name in names if not targets.names(forward, name))
     if len(left) == len(names):
         taken = ", ".join(inspect.signature(model.forward).parameters) or "nothing"
         raise ConfigError(

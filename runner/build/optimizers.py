@@ -13,7 +13,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer as TorchOptimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from runner.build.targets import call, describe, nested, resolve
 from runner.config.schema import Optimizer, Scheduler
@@ -179,9 +179,9 @@ def need_of(config: Optimizer) -> Need:
 
 
 def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True, steps: int = 1) -> None:
-    """Make the scheduler on an `optimizer` that nothing else uses, and step it; torch's own also at the end of a run
-    that steps it `steps` times, which OneCycleLR counts. Raises ConfigError as `scheduler` does, where a step fails,
-    and for one that follows evaluations of a run that has none."""
+    """Make the scheduler on an `optimizer` that nothing else uses, and step it; torch's own also at the milestones of
+    SequentialLR and at the end of a run that steps it `steps` times, which OneCycleLR counts. Raises ConfigError as
+    `scheduler` does, where a step fails, and for one that follows evaluations of a run that has none."""
     made = scheduler(config, optimizer)
     if made is None:
         return
@@ -198,6 +198,10 @@ def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: boo
             made.step(0.0)
             return
         made.step()
+        for sequence in _sequences(made):
+            for milestone in [one for one in sequence._milestones if one <= steps]:
+                where, sequence.last_epoch = f"step {milestone}, a milestone", milestone - 1
+                sequence.step()
         if steps > 1 and type(made).__module__.startswith("torch."):
             where, made.last_epoch = f"step {steps}, the last of this run", steps - 1
             made.step()
@@ -205,6 +209,14 @@ def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: boo
         raise ConfigError(
             "MW323", f"optimizer.scheduler: {config.target} fails in {where}: {describe(error)}."
         ) from error
+
+
+def _sequences(made: Any) -> Iterator[SequentialLR]:
+    """A scheduler and those in it that follow one another."""
+    if isinstance(made, SequentialLR):
+        yield made
+    for inner in getattr(made, "_schedulers", ()):
+        yield from _sequences(inner)
 
 
 def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | None:

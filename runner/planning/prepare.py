@@ -263,7 +263,8 @@ def prepare(
         tried = [range(number * size, min((number + 1) * size, length)) for number in (0, *numbers)]
         together = mixes_rows(evaluating, evaluation_collate, tried, seed, EVALUATION)
     if together:
-        say("data: data.collate makes rows of a batch from several samples, so every rank reads complete batches.")
+        given = f", of which it gets one of {config.parts} at a time" if config.parts > 1 else ""
+        say(f"data: data.collate makes rows from several samples, so every rank reads complete micro-batches{given}.")
     data = _described(config, training, evaluating, collate, shapes, first[0], say)
     captured = None
     if config.job.name in DESCRIBING and not planless:

@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from composing import compose_config
+from small import SMALL
 from torch import nn
 
-from runner.build import adapters, pretrained
+from runner.build import adapters, modules, pretrained
 from runner.config.schema import Model
 from runner.errors import ConfigError
 
@@ -27,6 +29,26 @@ def adapted(**given: object) -> nn.Module:
     import peft
 
     return peft.PeftModel(base(), peft.LoraConfig(**LORA | given))
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(3, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.q(ids)
+
+
+def test_entries_go_to_the_forward_that_an_adapter_wraps():
+    import peft
+
+    model = peft.get_peft_model(Embedded(), peft.LoraConfig(r=2, target_modules=["q"]))
+    config = compose_config(*SMALL, "parallel=data_parallel")
+    assert config.loss.target is not None
+    assert modules.target_names(config, model, nn.MSELoss(), ("ids", "labels")) == ("labels",)
+    with pytest.raises(ConfigError, match="takes none of the entries"):
+        modules.target_names(config, model, nn.MSELoss(), ("tokens", "labels"))
 
 
 def test_weights_of_the_base_are_found_by_its_names_and_adapters_are_new(tmp_path):

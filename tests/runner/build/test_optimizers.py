@@ -125,6 +125,20 @@ def test_schedulers():
         ("MultiStepLR", {"milestones": "abc"}, r"optimizer\.scheduler\.args\.milestones = 'abc': .* takes a list"),
         ("CosineAnnealingLR", {"T_max": 0}, "fails in a step: ZeroDivisionError"),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 7}, "fails in step 8, the last of this run: .*step 8 times"),
+        (
+            "SequentialLR",
+            {
+                "milestones": [3],
+                "schedulers": [
+                    {"_target_": "torch.optim.lr_scheduler.ConstantLR"},
+                    {
+                        "_target_": "torch.optim.lr_scheduler.ChainedScheduler",
+                        "schedulers": [{"_target_": "torch.optim.lr_scheduler.ConstantLR"}],
+                    },
+                ],
+            },
+            "fails in step 3, a milestone: NotImplementedError",
+        ),
         ("StepLN", {}, r"optimizer\.scheduler\.target = .*Did you mean 'StepLR'"),
         ("EPOCH_DEPRECATION_WARNING", {}, "a class or function is needed"),
         ("Optimizer.__repr__", {}, r"made a str; a torch\.optim\.lr_scheduler\.LRScheduler is needed"),
