@@ -14,7 +14,6 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ class Captures:
         """The training graph of an objective that has shapes alone, where it was captured before. Of its tensors those
         of the objective are there, but no constants."""
         read = plan_cache.load(self.folder, self._key(objective, batch), self.warn, _read)
-        if read is None or not read[0].unchanged:
+        if read is None:
             return None
         self.watched.add(read[0])
         return Captured(read[1], _own(objective))
@@ -70,7 +69,7 @@ class Captures:
         except pickle.UnpicklingError:
             return
         if not captured.decided and (behind := self.watched.behind()) is not None:
-            content = {**asdict(behind), "graph": base64.b64encode(zlib.compress(graph, 1)).decode()}
+            content = {**vars(behind), "graph": base64.b64encode(zlib.compress(graph, 1)).decode()}
             plan_cache.store(self.folder, self._key(objective, batch), content, self.warn)
 
     def _key(self, objective: Objective, batch: Sequence[Tensor]) -> str:
@@ -89,8 +88,11 @@ def _own(objective: Objective) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor.detach() for name, tensor in named}
 
 
-def _read(content: dict[str, Any]) -> tuple[Files, graphs.OperatorGraph]:
+def _read(content: dict[str, Any]) -> tuple[Files, graphs.OperatorGraph] | None:
+    """The files behind an entry and its graph; None where one of them, such as the code of graphs, has changed."""
     files = Files(content["files"], content["names"], content["folders"])
+    if not files.unchanged:
+        return None
     try:
         return files, _Graphs(io.BytesIO(zlib.decompress(base64.b64decode(content["graph"])))).load()
     except (pickle.UnpicklingError, EOFError, zlib.error) as error:

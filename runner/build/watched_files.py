@@ -95,13 +95,16 @@ class WatchedFiles:
     def behind(self) -> Files | None:
         """The files behind what this process has made until now; None where it may depend on more than their present
         state."""
-        changing = *CHANGING, *self.own
-        read = {file for file in (*_seen.opened, *_seen.listed) if not f"{file}{os.sep}".startswith(changing)}
-        names = sorted({name.partition(".")[0] for name in (*sys.modules, *_seen.sought)})
-        files = _state({*read, *_modules()})
+        modules, packages = _modules()
+        files, folders = (self._state(some) for some in (_seen.opened | modules, _seen.listed | packages))
         if _seen.outside or any(state and state[0] >= BEGUN for state in files.values()):
             return None
-        return Files(files, names, _found({*map(os.path.abspath, sys.path)}, names))
+        names = sorted({name.partition(".")[0] for name in (*sys.modules, *_seen.sought)})
+        return Files(folders | files, names, _found({*map(os.path.abspath, sys.path)}, names))
+
+    def _state(self, files: Iterable[str]) -> dict[str, Any]:
+        own = *CHANGING, *self.own
+        return _state(file for file in files if not f"{file}{os.sep}".startswith(own))
 
 
 def surroundings() -> object:
@@ -110,12 +113,12 @@ def surroundings() -> object:
     return sys.version, sys.path, os.getcwd(), environment
 
 
-def _modules() -> set[str]:
-    """The files and folders of all modules that are loaded."""
+def _modules() -> tuple[set[str], set[str]]:
+    """The files of all modules that are loaded, and the folders of packages."""
     known = [vars(module) for module in list(sys.modules.values())]
     files = [file for module in known if (file := module.get("__file__"))]
     folders = [folder for module in known for folder in module.get("__path__", ())]
-    return {*map(os.path.abspath, (*files, *folders))}
+    return {*map(os.path.abspath, files)}, {*map(os.path.abspath, folders)}
 
 
 def _state(files: Iterable[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ class Reports:
             content["cost"]["total"],
             behind,
         )
-        plan_cache.store(self.folder, self.key, asdict(report), print)
+        plan_cache.store(self.folder, self.key, vars(report) | {"behind": vars(behind)}, print)
 
     def say(self, line: str) -> None:
         """Print a notice and keep it for the report."""
