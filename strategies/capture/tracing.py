@@ -55,8 +55,10 @@ from strategies.capture.functional import CUMULATIVE
 from strategies.capture.logged_arrays import LoggedArray
 from strategies.capture.nodes import beneath_tracing, replaced
 from strategies.capture.numbers import SYMBOLS
+from strategies.capture.unsupported import Unhooked
 
 READS_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+READS_NODE = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 WRITES_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -248,6 +250,8 @@ class _Unasked(TorchFunctionMode):
         lists = (leaf for arg in args if type(arg) in (list, tuple) for leaf in arg)
         if self.stand_ins.among(chain(args, lists, (kwargs or {}).values())):
             args, kwargs = tree_map(self.stand_ins, (tuple(args), kwargs or {}))
+        if name == "__get__" and function == READS_NODE:
+            return args[0].grad_fn and Unhooked(args[0].grad_fn)
         if name == "__get__" and not self.frozen and function != READS_DATA:  # half of all calls
             return function(*args)
         if name in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):

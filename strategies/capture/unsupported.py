@@ -99,6 +99,21 @@ def refusing_unseen(training: bool) -> Iterator[None]:
         yield
 
 
+class Unhooked:
+    """The node of autograd that made a tensor, which a forward has asked for; it takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def register_hook(self, *_: Any) -> NoReturn:
+        raise StrategyError("MW906", f"The model's forward registers a hook on a gradient{users_line()}, {HOOK}")
+
+    register_prehook = register_hook
+
+
 def _entered(saved: saved_tensors_hooks) -> None:
     """Torch's own packing (checkpoint, save_on_cpu) changes no number."""
     if not str(saved.pack_hook.__module__).startswith("torch."):

@@ -88,6 +88,10 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         hooked_once(lambda net: net.inner.weight.register_post_accumulate_grad_hook(lambda _: None)),
         r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called",
     ),
+    "hook of a node": (
+        lambda net, x: (net.inner(x).grad_fn.register_hook(lambda into, out: into), x)[1],
+        r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called",
+    ),
     "packed for backward": (packed, r"keeps values for backward by a function .* at capture/test_unsupported.py:\d+"),
     "derivative of a random value": (
         drawn,
