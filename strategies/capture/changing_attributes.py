@@ -4,10 +4,10 @@ state that it left behind, a running average in a plain tensor.
 A graph is the same in every step, so it would have what the first one has found. The exporter restores attributes after
 it has traced a forward, not new ones, nor the content of lists, classes or globals. So where a forward has changed
 anything, the module is called twice, and put back: what a forward sets once, such as the length of a cached table, is
-the same in the second call. Numbers and flags that are read must be, but for a number of calls or steps to which a
-forward only adds. What the first call has left behind may not matter to the second one: it computes the same where
-tensors of it are not numbers, and with what was added to lists. What it computes may not follow a clock or what else it
-reads of the system.
+the same in the second call, which computes what a first call would with its random numbers: nothing is done or drawn
+once. Numbers and flags that are read must be the same, but for a number of calls or steps to which a forward only adds.
+What the first call has left behind may not matter to the second one: it computes the same where tensors of it are not
+numbers, and with what was added to lists. What it computes may not follow a clock or what else it reads of the system.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class ChangingAttributes:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._first: PythonState | None = None
-        self._names: list[tuple[dict[str, Any], Set[str]]] = []
-        """The tables of every module, and what of them there is when forward begins."""
+        self._names: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        """The tables of every module, and what they hold when the first forward begins."""
+        self._keys: list[tuple[dict[Any, Any], Set[Any]]] = []
+        """The same, and their keys when a forward begins."""
         self._before: State = {}
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._counts = self._keeps = False
-        """Whether a value of Python, and whether a tensor has changed."""
+        """Whether a value of Python, an attribute or a hook, and whether a tensor has changed."""
         self._replaced: dict[tuple[str, str], Tensor] = {}
         self._system = SystemReads()
 
@@ -71,20 +73,26 @@ class ChangingAttributes:
         if self._first is not None:
             self._first.restore()
         for table, before in self._names:
-            for name in table.keys() - before:
+            for name in table.keys() - before.keys():
                 del table[name]
+            if any(_of_user(hook) for name, hook in before.items() if type(name) is int and name not in table):
+                kept = {name: hook for name, hook in before.items() if name in table or _of_user(hook)}
+                table.clear()
+                table.update(kept)
 
     def _begin(self, *_: Any) -> None:
         self._system.in_forward, now = True, PythonState(self._root)
+        tables = [table for part in self._root.modules() for table in _tables(part)]
         if self._first is None:
-            tables = [table for part in self._root.modules() for table in _tables(part)]
-            self._first, self._names = now, [(table, {*table}) for table in tables]
+            self._first, self._names = now, [(table, dict(table)) for table in tables]
+        self._keys = [(table, {*table}) for table in tables]
         self._before, self._tensors = now.values, _tensors(self._root)
 
     def _end(self, *_: Any) -> None:
         self._system.in_forward = False
         tensors = {isinstance(one, Tensor) for one in changed(self._before, PythonState(self._root).values).values()}
-        self._counts, self._keeps = self._counts or False in tensors, self._keeps or True in tensors
+        added = any(table.keys() != before for table, before in self._keys)
+        self._counts, self._keeps = self._counts or added or False in tensors, self._keeps or True in tensors
         now = _tensors(self._root)
         self._replaced |= {key: one for key, one in self._tensors.items() if now.get(key) is not one}
 
@@ -159,7 +167,7 @@ class ChangingAttributes:
     def _call_twice(self, batch: Sequence[Tensor], training: bool, written: WrittenParameters) -> None:
         module, read = self._root.train(training), dict[int, set[str]]()
         states, results = [PythonState(module).values], list[list[Any]]()
-        buffers, between = _buffers(module), None
+        buffers, between, first = _buffers(module), None, _restoring(module)
 
         def put_back() -> None:
             buffers()
@@ -170,7 +178,7 @@ class ChangingAttributes:
                 between = _restoring(module)
             put_back()
             with reading(read):
-                results.append(_called(module, batch))
+                results.append(_called(module, batch, number))
             states.append(PythonState(module).values)
         names = {path: read.get(id(vars(one)), set()) for path, one in module.named_modules()}
         changes = changed(*states[1:])
@@ -188,20 +196,23 @@ class ChangingAttributes:
                 "calls), of which a graph would have the first one in every step. Count in a buffer "
                 "(register_buffer), or leave it out.",
             )
-        left = [*growing]
-        matters = bool(growing) and not _equal(*results)
+        first()
+        put_back()
+        left = [*(growing or {place[:2]: None for place in changed(*states[:2])})] or [("", "its hooks")]
+        matters = not _equal(results[-1], _called(module, batch, 1))
         if between is not None and not matters:
             between()
             put_back()
             from_first = {place for place in changed(*states[:2]) if place[:2] in growing}
             left = _unusable(module, changes.keys() | from_first, states[0])
-            matters = bool(left) and not _equal(results[-1], _called(module, batch))
+            matters = bool(left) and not _equal(results[-1], _called(module, batch, 1))
         if matters:
             raise StrategyError(
                 "MW906",
                 f"The model's forward computes with what the forward before has left in {_shown(*left[0])}: a graph "
                 "would do without it in every step, as the first one. Register it as a buffer (register_buffer), with "
-                "its shape from the beginning, or reset it at the beginning of a forward.",
+                "its shape from the beginning, reset it at the beginning of a forward, or do in the constructor what "
+                "is done once.",
             )
 
 
@@ -255,10 +266,15 @@ def _buffers(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _called(module: nn.Module, batch: Sequence[Tensor]) -> list[Any]:
-    """What a module returns, with the same random numbers in every call."""
-    torch.manual_seed(0)
-    begin_at(0)
+def _of_user(hook: Any) -> bool:
+    """Whether a hook is not one of the capture's own, which are gone by themselves."""
+    return not str(getattr(hook, "__module__", "")).startswith("strategies.")
+
+
+def _called(module: nn.Module, batch: Sequence[Tensor], seed: int = 0) -> list[Any]:
+    """What a module returns, with the same random numbers in every call of a `seed`."""
+    torch.manual_seed(seed)
+    begin_at(seed)
     return tree_leaves(module(*(tensor.detach().clone() for tensor in batch)))
 
 
@@ -293,7 +309,7 @@ def _only_counted(module: nn.Module, path: str, name: str, batch: Sequence[Tenso
         return False
     setattr(owner, name, count)
     try:
-        return _equal(_called(module, batch), expected) and vars(owner)[name] is count and not count.used
+        return _equal(_called(module, batch, 1), expected) and vars(owner)[name] is count and not count.used
     except Exception:  # whatever the user's forward makes of it
         return False
     finally:

@@ -406,6 +406,46 @@ def test_hooks_that_a_forward_installs_are_there_once() -> None:
     assert torch.equal(net(x), expected)
 
 
+class Once(nn.Module):
+    """Does something in its first call alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner, self.first = kind, nn.Linear(4, 4), kind == "flag"
+        self.scale: Tensor | None = None
+        self.between: nn.Module | None = None
+        if kind == "hook":
+            self.handle = self.inner.register_forward_hook(self.doubled)
+
+    def doubled(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        self.handle.remove()
+        return output * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x, self.first = x * 2, False
+        h = self.inner(x)
+        if self.kind == "numbers":
+            if self.scale is None:
+                self.scale = torch.randn(4)
+            h = h * self.scale
+        if self.kind == "layer":
+            if self.between is None:
+                self.between = nn.Linear(4, 4)
+            h = self.between(h)
+        return h.sum()
+
+
+@pytest.mark.parametrize("kind", ["flag", "hook", "numbers", "layer"])
+def test_what_a_forward_does_once_is_refused(kind: str) -> None:
+    net = Once(kind)
+    hooks = dict(net.inner._forward_hooks)
+    with pytest.raises(StrategyError) as refused:
+        capture(Objective(net, None, ("x",), ()), (torch.ones(2, 4),), training=True)
+    assert refused.value.code == "MW906"
+    assert net.inner._forward_hooks == hooks
+
+
 NAMESPACE = vars(builtins)
 """As packages that check types keep it."""
 
