@@ -529,6 +529,11 @@ def _capture_failure(error: BaseException) -> str:
             "returns tensors of fixed shapes, which is one operator; or in a function of torch.library.custom_op with "
             "register_fake, which is one, too."
         )
+    if any(frame.f_code.co_name == "deepcopy" for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return (
+            f"The model's forward copies tensors (copy.deepcopy){where}, which have no numbers in a capture. Make the "
+            "copy in the constructor; for a tensor that forward computes, use clone()."
+        )
     if any(words in str(error) for words in ("Cannot access data pointer", "active drivers")):  # torch's and Triton's
         return (
             f"The model's forward launches a kernel{where}, which takes no tensors without numbers, as a capture has. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,10 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "hook of a node": (
         lambda net, x: (net.inner(x).grad_fn.register_hook(lambda into, out: into), x)[1],
         r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called",
+    ),
+    "a copy": (
+        lambda net, x: copy.deepcopy(net.inner)(x),
+        r"copies tensors \(copy.deepcopy\) at capture/test_unsupported.py:\d+",
     ),
     "packed for backward": (packed, r"keeps values for backward by a function .* at capture/test_unsupported.py:\d+"),
     "derivative of a random value": (
