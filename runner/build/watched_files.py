@@ -4,7 +4,7 @@ These are modules, what they opened or listed, what the config names, and the fo
 since, by its time or size, or has appeared, makes the result useless, and so does a file or folder of `sys.path` that
 is new and has a name that was imported or looked for (no other: run folders are made in the working directory). A
 result is not kept where a file was written while it was made, or where a process was started or a connection opened.
-Native code that opens a file by a path of its own is not seen, nor is the question whether a file exists.
+Files that native code opens by paths that the config does not name are not seen, nor is `os.stat`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Seen:
         self.opened, self.listed, self.sought = set[str](), set[str](), set[str]()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Asked first for every module that is imported or looked for."""
+        """As a finder of `sys.meta_path`: called first for every module that is imported or looked for."""
         self.sought.add(name)
 
     def note(self, event: str, args: tuple[Any, ...]) -> None:
@@ -80,7 +80,10 @@ class WatchedFiles:
     """
 
     def __init__(self, own: Sequence[Path], named: Iterable[str] = ()) -> None:
-        self.own = [f"{folder.resolve()}{os.sep}" for folder in own]
+        forms = [
+            form for folder in own for form in (folder.resolve(), os.path.abspath(folder))
+        ]  # beyond links, and not
+        self.own = [f"{form}{os.sep}" for form in forms]
         _seen.opened.update(os.path.abspath(one) for one in named)
         if not _seen.watching:
             _seen.watching = True

@@ -4,7 +4,7 @@ state that it left behind, a running average in a plain tensor.
 A graph is the same in every step, so it would have what the first one has found. The exporter restores attributes after
 it has traced a forward, not new ones, nor the content of lists, classes or globals. So where a forward has changed
 anything, the module is called twice, and put back: what a forward sets once, such as the length of a cached table, is
-the same in the second call, which computes what a first call would with its random numbers: nothing is done or drawn
+the same in the second call, which computes what a first call would with its random numbers: nothing happens just
 once. Numbers and flags that are read must be the same, but for a number of calls or steps to which a forward only adds.
 What the first call has left behind may not matter to the second one: it computes the same where tensors of it are not
 numbers, and with what was added to lists. What it computes may not follow a clock or what else it reads of the system.

@@ -100,7 +100,7 @@ def refusing_unseen(training: bool) -> Iterator[None]:
 
 
 class Unhooked:
-    """The node of autograd that made a tensor, which a forward has asked for; it takes no hooks."""
+    """The autograd node of a tensor, as a traced forward reads it (`grad_fn`); it refuses hooks."""
 
     def __init__(self, node: Any) -> None:
         self._node = node

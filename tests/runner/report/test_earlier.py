@@ -71,6 +71,14 @@ def test_report_is_found_until_a_file_changes(planned, tmp_path):
     assert planned("f", *described)[2]
 
 
+def test_the_cache_may_be_behind_a_link(planned, tmp_path):
+    described = ("cluster=dgx_h100", "world_size=4", "data.batch_size=64")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
+    assert planned("a", *described)[2]
+    assert not planned("b", *described)[2]
+
+
 def test_reports_of_another_version_are_not_looked_at(planned, monkeypatch):
     described = ("cluster=dgx_h100", "world_size=4", "data.batch_size=64")
     with monkeypatch.context() as before:
