@@ -261,6 +261,13 @@ def check_kind(optimizer: Optimizer) -> None:
             "MW323",
             f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices.",
         )
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise StrategyError(
+            "MW323",
+            f"Optimizer {type(optimizer).__name__} is schedule-free: after its eval() the model has other weights, "
+            "which are those to evaluate and to save, and no run or checkpoint here would have them. Use the optimizer "
+            "that it extends, such as torch.optim.AdamW, with an average of the weights: train.callbacks=[ema].",
+        )
 
 
 def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:

@@ -109,6 +109,14 @@ class Langevin(torch.optim.SGD):
         return loss
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Has other weights to evaluate than those that it trains."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
 class Classifier(nn.Module):
     """x [rows, 12] -> [rows, 4]."""
 

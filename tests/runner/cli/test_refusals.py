@@ -73,6 +73,7 @@ BAD = [
     ((*PARALLEL, "parallel.zero={stage: 1, options: {stag3: 1}}"), "DeepSpeed has no such option of ZeRO"),
     ((*PARALLEL, "parallel.zero={stage: 1, options: {reduce_scatter: false}}"), "it must stay true"),
     ((*PARALLEL, "parallel.zero.stage=2", "optimizer.target=torch.optim.LBFGS"), "LBFGS cannot be used here"),
+    ((*PARALLEL, "optimizer.target=networks.ScheduleFree"), "train.callbacks=[ema]"),
     # devices and batch
     ((*PARALLEL, "device=cuda"), "device = cuda needs 4 GPUs (world_size), but this machine has"),
     ((*PARALLEL, "data.batch_size=18"), "a micro-batch has 18 samples (data.batch_size / train.accumulate)"),

@@ -433,10 +433,14 @@ class Once(nn.Module):
             if self.between is None:
                 self.between = nn.Linear(4, 4)
             h = self.between(h)
+        if self.kind == "parameter" and not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(4))
+        if self.kind == "replaced":
+            self.inner.weight = nn.Parameter(self.inner.weight.clamp(-0.1, 0.1))
         return h.sum()
 
 
-@pytest.mark.parametrize("kind", ["flag", "hook", "numbers", "layer"])
+@pytest.mark.parametrize("kind", ["flag", "hook", "numbers", "layer", "parameter", "replaced"])
 def test_what_a_forward_does_once_is_refused(kind: str) -> None:
     net = Once(kind)
     hooks = dict(net.inner._forward_hooks)
