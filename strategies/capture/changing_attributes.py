@@ -57,7 +57,7 @@ class ChangingAttributes:
         self._replaced: dict[tuple[str, str], Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._registered: str | None = None
-        """A parameter that the forward makes."""
+        """A trainable parameter that the forward makes."""
         self._system = SystemReads()
 
     @contextmanager
@@ -100,7 +100,7 @@ class ChangingAttributes:
         added = any(table.keys() != before for table, before in self._keys)
         self._counts, self._keeps = self._counts or added or False in tensors, self._keeps or True in tensors
         parameters = self._root.named_parameters(remove_duplicate=False)
-        new = (name for name, one in parameters if self._parameters.get(name) is not one)
+        new = (name for name, one in parameters if one.requires_grad and self._parameters.get(name) is not one)
         self._registered = self._registered or next(new, None)
         now = _tensors(self._root)
         self._replaced |= {key: one for key, one in self._tensors.items() if now.get(key) is not one}
@@ -114,15 +114,15 @@ class ChangingAttributes:
         decides: bool,
     ) -> None:
         """Check what the export has done, and, where a module that `decides` by values was not traced, what a call
-        does. Raises StrategyError for a parameter that the forward makes, for a tensor that it replaces and the
-        graph needs, for a number or flag that it computes with, and changes in every call, for a tensor of the call before
-        that it needs, and for a clock, a process or a file that changes."""
+        does. Raises StrategyError for a trainable parameter that the forward makes, for a tensor that it replaces
+        and the graph needs, for a number or flag that it computes with, and changes in every call, for a tensor of the
+        call before that it needs, and for a clock, a process or a file that changes."""
         if self._registered is not None:
             raise StrategyError(
                 "MW906",
-                f"The model's forward makes the parameter {self._registered.removeprefix('model.')}, which no optimizer "
-                "would update and no checkpoint would hold. Make parameters, and layers that have some, in the "
-                "constructor; forward may compute other tensors from them.",
+                f"The model's forward makes the parameter {self._registered.removeprefix('model.')}, which no "
+                "optimizer would update and no checkpoint would hold. Make parameters, and layers that have some, in "
+                "the constructor; forward may compute other tensors from them.",
             )
         own = (*self._root.parameters(), *self._root.buffers())
         shapes_alone = any(one.is_meta or isinstance(one, FakeTensor) for one in own)
